@@ -1,0 +1,1 @@
+"""Every road from a C++/CUDA kernel to torch.ops."""

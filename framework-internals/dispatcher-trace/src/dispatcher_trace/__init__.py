@@ -1,0 +1,1 @@
+"""The annotated walk of a call through PyTorch's dispatcher."""

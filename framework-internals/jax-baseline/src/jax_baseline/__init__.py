@@ -1,0 +1,1 @@
+"""The baseline's training loop in JAX, compared step by step."""

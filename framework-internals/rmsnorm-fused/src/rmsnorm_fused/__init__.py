@@ -1,0 +1,1 @@
+"""RMSNorm in PyTorch, Triton and CUDA C++, forward and backward."""

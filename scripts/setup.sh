@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Makes .venv with every package of this repository installed editable. Idempotent: a second call returns at once.
+#
+#   ./scripts/setup.sh                            finds a Python 3.11-3.13 by itself
+#   PYTHON=/path/to/python3.12 ./scripts/setup.sh uses that one
+#   SETUP=0 PYTHON=python3 ./scripts/run_all.sh   installs nothing: runs in a ready environment (see scripts/python.sh)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+readonly torch_version=2.13.0
+readonly torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+say() { printf 'setup: %s\n' "$*" >&2; }
+die() { say "$*"; exit 1; }
+
+# A usable interpreter: 3.11 to 3.13, able to make virtual environments.
+usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
+
+find_python() {
+    local candidate
+    if [[ -n ${PYTHON:-} ]]; then
+        usable "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.11-3.13 with the venv module; name another, or unset PYTHON"
+        echo "$PYTHON"; return
+    fi
+    for candidate in python3 python3.11 python3.12 python3.13; do
+        if usable "$candidate"; then echo "$candidate"; return; fi
+    done
+    die "no Python 3.11-3.13 found; install one (Debian, Ubuntu: apt-get install python3 python3-venv) or name it: PYTHON=/path/to/python"
+}
+
+report_compilers() {
+    command -v "${CXX:-g++}" >/dev/null || say "no C++ compiler: C++ operators and compile-bench on a CPU are left out (remedy: apt-get install g++, or set CXX)"
+    command -v nvcc >/dev/null || [[ -x ${CUDA_HOME:-/usr/local/cuda}/bin/nvcc ]] \
+        || say "no nvcc: CUDA C++ operators are left out (remedy: install the CUDA toolkit of your torch, or set CUDA_HOME)"
+}
+
+if [[ ${SETUP:-1} == 0 ]]; then
+    "${PYTHON:-python3}" - <<'CHECK' || exit 1
+import importlib.util, sys
+needed = "torch numpy jinja2 matplotlib rich typer filelock".split()
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"setup: SETUP=0 installs nothing, and {sys.executable} lacks {', '.join(missing)}: install them there, or run without SETUP=0")
+CHECK
+    report_compilers
+    exit 0
+fi
+
+flavour=cpu
+extra=
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then flavour=cuda; extra='[cuda]'; fi
+
+lenses=(dispatcher-trace compile-bench jax-baseline rmsnorm-fused custom-ops)
+manifests=(constraints.txt scripts/setup.sh shared/pyproject.toml)
+for lens in "${lenses[@]}"; do manifests+=("framework-internals/$lens/pyproject.toml"); done
+stamp=".venv/setup.stamp"
+state="$flavour ${PYTHON:-} $(cat "${manifests[@]}" | sha256sum | cut -d' ' -f1)"
+if [[ -f $stamp && $(<"$stamp") == "$state" ]] && .venv/bin/python -c '' 2>/dev/null; then exit 0; fi
+
+exec 9>.venv.lock
+flock 9  # a second set-up at the same time waits for the first one
+
+python=$(find_python)
+say "$("$python" --version) -> .venv, torch $torch_version for $flavour"
+.venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
+rm -f "$stamp"
+
+pip=(.venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt)
+[[ -t 2 ]] || pip+=(--quiet)
+
+if [[ $flavour == cpu ]]; then
+    # The local version pins the CPU build: the plain one would bring gigabytes of CUDA libraries.
+    "${pip[@]}" "torch==$torch_version+cpu" 2>/dev/null \
+        || "${pip[@]}" --index-url "$torch_cpu_index" "torch==$torch_version+cpu" \
+        || die "no CPU build of torch $torch_version for $("$python" --version) in the default index nor in $torch_cpu_index; use another Python (PYTHON=…), or a ready environment (SETUP=0 PYTHON=…)"
+else
+    "${pip[@]}" "torch==$torch_version"
+fi
+"${pip[@]}" setuptools wheel
+editable=(--editable "shared[dev]")
+for lens in "${lenses[@]}"; do
+    if [[ $lens == jax-baseline ]]; then editable+=(--editable "framework-internals/$lens$extra"); else editable+=(--editable "framework-internals/$lens"); fi
+done
+"${pip[@]}" --no-build-isolation "${editable[@]}"
+
+report_compilers
+printf '%s' "$state" >"$stamp"
+say "done; ./scripts/run_all.sh runs everything, ./scripts/python.sh is this environment's Python"

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Set-up, lint (ruff, mypy, import contracts), tests. Arguments go to pytest; --lint-only stops before the tests.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+./scripts/setup.sh
+
+python=./scripts/python.sh
+if $python -c 'import ruff, mypy, importlinter' 2>/dev/null; then
+    $python -m ruff check .
+    $python -m ruff format --check .
+    $python -m mypy
+    $python -c 'from importlinter.cli import lint_imports; raise SystemExit(lint_imports(verbose=False))'
+elif [[ ${SETUP:-1} == 0 ]]; then
+    echo "test: ruff, mypy or import-linter is not in this environment: lint is left out (SETUP=0 installs nothing)"
+else
+    echo "test: ruff, mypy or import-linter cannot be imported; remove .venv/setup.stamp and run ./scripts/setup.sh" >&2
+    exit 1
+fi
+[[ ${1:-} == --lint-only ]] && exit 0
+exec $python -m pytest "$@"

@@ -1,0 +1,1 @@
+"""Building and loading C++ and CUDA operators."""

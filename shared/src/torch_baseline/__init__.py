@@ -1,0 +1,1 @@
+"""One small GPT, its data and its training loop in PyTorch."""
