@@ -1,0 +1,35 @@
+"""Which device a measurement runs on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from benchkit.errors import UserError
+
+Device = Literal["cpu", "cuda"]
+
+
+def resolve_device(requested: str) -> Device:
+    """Turn a ``--device`` value into the device to use.
+
+    Args:
+        requested: ``"auto"`` (CUDA where torch sees a GPU, else the CPU), ``"cpu"`` or ``"cuda"``.
+
+    Returns:
+        ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        UserError: for another word, or for ``"cuda"`` where torch sees no GPU: an explicit request never falls back.
+    """
+    if requested not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device takes auto, cpu or cuda, got {requested!r}")
+    if requested == "cpu":
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if requested == "auto":
+        return "cpu"
+    why = "this torch is a CPU build" if torch.version.cuda is None else "torch sees no CUDA GPU"
+    raise UserError(f"--device cuda was asked for, but {why} (torch {torch.__version__}); use --device cpu")

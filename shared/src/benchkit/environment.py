@@ -1,0 +1,228 @@
+"""What a measurement ran on: device, driver, clocks, versions, commit, command line, date."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchkit.device import Device
+
+_PACKAGES = ("torch", "triton", "jax", "jaxlib", "flax", "optax", "numpy", "pybind11", "ninja")
+
+# Name of a field -> name of the property in `nvidia-smi --query-gpu`.
+_SMI_QUERY = {
+    "driver": "driver_version",
+    "sm_clock_mhz": "clocks.sm",
+    "sm_clock_max_mhz": "clocks.max.sm",
+    "memory_clock_mhz": "clocks.mem",
+    "power_limit_w": "power.limit",
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that was measured.
+
+    Attributes:
+        name: as the driver gives it.
+        capability: compute capability, ``"9.0"``.
+        multiprocessors: their number.
+        memory: bytes of device memory.
+        l2_cache: bytes.
+        cuda: the CUDA version that torch was built with.
+        driver: version; None where nvidia-smi is not there to ask. The same holds for the clocks and the power limit.
+        sm_clock_mhz: at the start of the run, mostly idle.
+        sm_clock_max_mhz: the most the card allows.
+        memory_clock_mhz: at the start of the run.
+        power_limit_w: watts.
+    """
+
+    name: str
+    capability: str
+    multiprocessors: int
+    memory: int
+    l2_cache: int
+    cuda: str | None
+    driver: str | None = None
+    sm_clock_mhz: str | None = None
+    sm_clock_max_mhz: str | None = None
+    memory_clock_mhz: str | None = None
+    power_limit_w: str | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine, the software and the source of one run.
+
+    Attributes:
+        date: UTC, ISO 8601 to the second.
+        command: the command line, paths relative to the repository.
+        commit: of this repository; None where it is not a git checkout and BENCHKIT_COMMIT does not name one.
+        dirty: whether tracked files differed from the commit (reports apart); None where git could not say.
+        device: ``"cpu"`` or ``"cuda"``.
+        gpu: None on a CPU.
+        cpu: model name.
+        cores: that this process may use.
+        memory: bytes of main memory.
+        threads: that torch uses for one operator; None where torch is not loaded.
+        cpu_pressure: share of the last ten seconds, in percent, in which some task waited for a core (Linux PSI); None
+            where the kernel does not tell. Far above 0 before a run: the machine was busy with other work.
+        system: operating system, kernel and architecture.
+        python: version.
+        packages: versions of the packages that matter.
+    """
+
+    date: str
+    command: str
+    commit: str | None
+    dirty: bool | None
+    device: str
+    gpu: Gpu | None
+    cpu: str
+    cores: int
+    memory: int
+    threads: int | None
+    cpu_pressure: float | None
+    system: str
+    python: str
+    packages: Mapping[str, str]
+
+    @property
+    def machine(self) -> str:
+        """The name of this kind of machine in ``reports/``: ``"cpu"``, or the GPU's name in lower case with dashes."""
+        return "cpu" if self.gpu is None else re.sub(r"[^a-z0-9]+", "-", self.gpu.name.lower()).strip("-")
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Environment:
+        """Rebuild from what :func:`dataclasses.asdict` made."""
+        gpu = document["gpu"]
+        return cls(**{**document, "gpu": None if gpu is None else Gpu(**gpu)})
+
+
+def capture(device: Device, *, root: Path) -> Environment:
+    """Describe this machine and this process.
+
+    Args:
+        device: that will be measured.
+        root: a folder inside the repository, for the commit and for shortening paths.
+    """
+    commit, dirty = _git_state(root)
+    torch = sys.modules.get("torch")
+    return Environment(
+        date=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        command=_command_line(root),
+        commit=commit,
+        dirty=dirty,
+        device=device,
+        gpu=_gpu() if device == "cuda" else None,
+        cpu=_cpu_model(),
+        cores=len(os.sched_getaffinity(0)),
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        threads=None if torch is None else torch.get_num_threads(),
+        cpu_pressure=cpu_pressure(),
+        system=f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
+        python=platform.python_version(),
+        packages=_versions(),
+    )
+
+
+def cpu_pressure() -> float | None:
+    """Percent of the last ten seconds in which some task waited for a core; None where the kernel does not tell."""
+    try:
+        text = Path("/proc/pressure/cpu").read_text()
+    except OSError:
+        return None
+    found = re.search(r"some avg10=([\d.]+)", text)
+    return float(found[1]) if found else None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _gpu() -> Gpu:
+    import torch
+
+    index = torch.cuda.current_device()
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(
+        name=properties.name,
+        capability=f"{properties.major}.{properties.minor}",
+        multiprocessors=properties.multi_processor_count,
+        memory=properties.total_memory,
+        l2_cache=properties.L2_cache_size,
+        cuda=torch.version.cuda,
+        **_nvidia_smi(str(properties.uuid)),
+    )
+
+
+def _nvidia_smi(uuid: str) -> dict[str, str]:
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_SMI_QUERY.values())}"]
+    answer = subprocess.run(
+        [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30, check=False
+    )
+    if answer.returncode != 0:
+        return {}
+    return dict(zip(_SMI_QUERY, (part.strip() for part in answer.stdout.split(",")), strict=True))
+
+
+def _git_state(root: Path) -> tuple[str | None, bool | None]:
+    """The commit, and whether tracked files other than reports differ from it."""
+    if "BENCHKIT_COMMIT" in os.environ:  # an exported tree without .git, on a machine that only measures
+        return os.environ["BENCHKIT_COMMIT"], None
+
+    def git(*arguments: str) -> str | None:
+        answer = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=False
+        )
+        return answer.stdout.strip() if answer.returncode == 0 else None
+
+    if shutil.which("git") is None or (commit := git("rev-parse", "HEAD")) is None:
+        return None, None
+    status = git(
+        "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)framework-internals/*/reports"
+    )
+    return commit, None if status is None else bool(status)
+
+
+def _command_line(root: Path) -> str:
+    """The command line, with folders of this machine left out: they mean nothing to a reader."""
+    top = next((folder for folder in (root, *root.parents) if (folder / "constraints.txt").exists()), root)
+
+    def shorten(argument: str) -> str:
+        path = Path(argument)
+        if path.is_absolute() or path.exists():
+            resolved = path.resolve()
+            return str(resolved.relative_to(top.resolve())) if resolved.is_relative_to(top.resolve()) else path.name
+        return argument
+
+    return " ".join(["python", *(shorten(argument) for argument in sys.argv)])

@@ -1,0 +1,164 @@
+"""Markdown and figures as a pure function of the results.
+
+A lens gives a template, the values for it, its figures and its one-line finding; the order of a report, the machine
+table and the list of what is missing are the same for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure as MatplotlibFigure
+
+from benchkit import numbers
+from benchkit.plotting import save
+from benchkit.results import Results, load, write_text_atomically
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a report.
+
+    Attributes:
+        name: the file's name without ending.
+        caption: what to see in it; also the alternative text.
+        draw: makes it, from the results alone.
+    """
+
+    name: str
+    caption: str
+    draw: Callable[[], MatplotlibFigure]
+
+
+@dataclass(frozen=True)
+class ReportSpec:
+    """How a lens turns its results into a report.
+
+    Attributes:
+        package: the import package whose ``templates/report.md.j2`` extends ``report_base.md.j2``.
+        context: the template's variables, computed from the results.
+        figures: the figures; the template places each with ``{{ figure("name") }}``.
+        finding: what the run found, in one sentence computed from the results; it opens the report and stands in the
+            index of reports.
+    """
+
+    package: str
+    context: Callable[[Results], dict[str, Any]]
+    figures: Callable[[Results], Sequence[Figure]]
+    finding: Callable[[Results], str]
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
+    """A Markdown table.
+
+    Args:
+        header: column titles.
+        rows: cells; whatever they hold is shown as text, with ``|`` escaped.
+        left: how many columns from the left are text, aligned left; the others are numbers, aligned right.
+    """
+
+    def line(cells: Iterable[object]) -> str:
+        escaped = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+        return f"| {' | '.join(escaped)} |"
+
+    rule = "|" + "|".join("---" if index < left else "---:" for index in range(len(header))) + "|"
+    return "\n".join([line(header), rule, *(line(row) for row in rows)])
+
+
+def render(results: Results, spec: ReportSpec) -> str:
+    """The text of ``report.md``.
+
+    Args:
+        results: of one complete or interrupted run.
+        spec: of the lens that made them.
+    """
+    figures = {figure.name: figure for figure in spec.figures(results)}
+
+    def place(name: str) -> str:
+        caption = figures[name].caption
+        return f"![{caption}](figures/{name}.svg)\n\n*{caption}*"
+
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(spec.package), jinja2.PackageLoader("benchkit")]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=False,
+        autoescape=False,  # Markdown, not HTML; the one HTML page of the repository escapes for itself
+    )
+    text = environment.get_template("report.md.j2").render(
+        results=results,
+        environment=results.environment,
+        machine_rows=_machine_rows(results),
+        finding=spec.finding(results),
+        table=markdown_table,
+        figure=place,
+        figure_names=list(figures),
+        number=numbers,
+        **spec.context(results),
+    )
+    return text.rstrip("\n") + "\n"
+
+
+def write(directory: Path, spec: ReportSpec) -> Path:
+    """Render ``results.json`` in ``directory`` into ``report.md`` and ``figures/``.
+
+    Args:
+        directory: ``reports/<machine>/``.
+        spec: of the lens.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        UserError: when the results cannot be read; nothing is written then.
+    """
+    results = load(directory / "results.json")
+    text = render(results, spec)
+    for figure in spec.figures(results):
+        save(figure.draw(), directory / "figures" / f"{figure.name}.svg")
+    path = directory / "report.md"
+    write_text_atomically(path, text)
+    return path
+
+
+def _machine_rows(results: Results) -> list[tuple[str, str]]:
+    environment = results.environment
+    rows = []
+    if gpu := environment.gpu:
+        driver = f", driver {gpu.driver}" if gpu.driver else ""
+        rows.append(
+            (
+                "GPU",
+                f"{gpu.name}, compute capability {gpu.capability}, {gpu.multiprocessors} multiprocessors, "
+                f"{numbers.with_unit(gpu.memory, 'B')}, L2 {numbers.with_unit(gpu.l2_cache, 'B')}, "
+                f"CUDA {gpu.cuda}{driver}",
+            )
+        )
+        if gpu.sm_clock_max_mhz:
+            rows.append(
+                (
+                    "GPU clocks",
+                    f"{gpu.sm_clock_mhz} MHz at the start, {gpu.sm_clock_max_mhz} MHz at most, "
+                    f"memory {gpu.memory_clock_mhz} MHz, power limit {gpu.power_limit_w} W; left as found",
+                )
+            )
+    threads = f", {environment.threads} threads an operator" if environment.threads else ""
+    memory = numbers.with_unit(environment.memory, "B")
+    rows.append(("CPU", f"{environment.cpu}, {environment.cores} cores{threads}, {memory}"))
+    if environment.cpu_pressure is not None:
+        rows.append(
+            ("CPU pressure at the start", f"{environment.cpu_pressure:.1f} % of ten seconds (0 is an idle machine)")
+        )
+    rows.append(("System", f"{environment.system}, Python {environment.python}"))
+    rows.append(("Packages", ", ".join(f"{name} {number}" for name, number in environment.packages.items())))
+    commit = environment.commit or "not known (no git checkout)"
+    state = {True: " with uncommitted changes", False: "", None: ""}[environment.dirty]
+    rows.append(("Commit", f"`{commit[:12] if environment.commit else commit}`{state}"))
+    rows.append(("Command", f"`{environment.command}`"))
+    rows.append(("Date", environment.date))
+    return rows

@@ -1,0 +1,242 @@
+"""One typed, versioned JSON document per run: the only source of every report.
+
+A run writes ``results.partial.json`` after each record and renames it to ``results.json`` when it is complete: a run
+that is interrupted keeps what it measured, and never harms the results of the run before it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchkit.environment import Environment
+from benchkit.errors import UserError
+
+SCHEMA_VERSION = 1
+
+Label = str | int | float | bool
+Json = Any  # what json.dumps takes without a custom encoder
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One measured or counted figure.
+
+    Attributes:
+        value: the figure, in SI base units: seconds, bytes, bytes per second, operations per second.
+        unit: ``"s"``, ``"B"``, ``"B/s"``, ``"FLOP/s"``, ``"tokens/s"``, ``"×"`` for a ratio, ``""`` for a count.
+        low: lower end of the interval; None for an exact figure.
+        high: upper end.
+        samples: how many samples it rests on.
+        interval: what ``low`` and ``high`` are: ``"p20-p80"``, ``"bootstrap 95%"``; empty for an exact figure.
+    """
+
+    value: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    samples: int = 1
+    interval: str = ""
+
+    def per(self, amount: float, unit: str) -> Quantity:
+        """Turn a time into a rate: ``amount`` over it, interval ends exchanged (a short time is a high rate).
+
+        Args:
+            amount: what is done in the time: bytes, operations, tokens.
+            unit: of the rate.
+        """
+        return Quantity(
+            amount / self.value,
+            unit,
+            None if self.high is None else amount / self.high,
+            None if self.low is None else amount / self.low,
+            self.samples,
+            self.interval,
+        )
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one measurement found.
+
+    Attributes:
+        name: what was measured, the same for all variants of it (``"forward"``).
+        labels: which variant (``{"backend": "triton", "dtype": "bfloat16"}``).
+        values: the figures, by name.
+        data: anything else as plain JSON: a walk, a loss curve, a source text.
+    """
+
+    name: str
+    labels: Mapping[str, Label] = field(default_factory=dict)
+    values: Mapping[str, Quantity] = field(default_factory=dict)
+    data: Json = None
+
+    def __getitem__(self, value: str) -> Quantity:
+        return self.values[value]
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Something a reader would look for that this run could not measure, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that a run found, and where and how it ran."""
+
+    lens: str
+    environment: Environment
+    configuration: Mapping[str, Json]
+    records: tuple[Record, ...] = ()
+    absences: tuple[Absence, ...] = ()
+    complete: bool = False
+    schema_version: int = SCHEMA_VERSION
+
+    def select(self, name: str, **labels: Label) -> list[Record]:
+        """The records of that name whose labels include these, in the order they were taken."""
+        return list(self._matching(name, labels))
+
+    def one(self, name: str, **labels: Label) -> Record:
+        """The only such record.
+
+        Raises:
+            LookupError: when there is none, or more than one.
+        """
+        found = self.select(name, **labels)
+        if len(found) != 1:
+            raise LookupError(f"expected one record {name!r} with {labels}, found {len(found)}")
+        return found[0]
+
+    def _matching(self, name: str, labels: Mapping[str, Label]) -> Iterator[Record]:
+        for record in self.records:
+            if record.name == name and all(record.labels.get(key) == value for key, value in labels.items()):
+                yield record
+
+
+class Recorder:
+    """Collects the records of one run and keeps the file on disk up to date.
+
+    Args:
+        directory: where ``results.json`` is to stand; made when the first record comes.
+        lens: the name of the lens.
+        environment: captured at the start of the run.
+        configuration: what was asked for: sizes, dtypes, step counts; plain JSON.
+    """
+
+    def __init__(
+        self, directory: Path, *, lens: str, environment: Environment, configuration: Mapping[str, Json]
+    ) -> None:
+        self.directory = directory
+        self.results = Results(lens, environment, dict(configuration))
+
+    @property
+    def partial_path(self) -> Path:
+        """Where the records are until the run is complete."""
+        return self.directory / "results.partial.json"
+
+    def add(self, record: Record) -> None:
+        """Append a record and write everything so far."""
+        self._update(records=(*self.results.records, record))
+
+    def absent(self, what: str, why: str) -> None:
+        """Note something that this machine or this run cannot measure."""
+        self._update(absences=(*self.results.absences, Absence(what, why)))
+
+    def finish(self) -> Path:
+        """Mark the run complete and put ``results.json`` in its place.
+
+        Returns:
+            The path of ``results.json``.
+        """
+        self._update(complete=True)
+        final = self.directory / "results.json"
+        self.partial_path.replace(final)
+        return final
+
+    def _update(self, **changes: Any) -> None:
+        self.results = Results(**{**_shallow(self.results), **changes})
+        write_text_atomically(self.partial_path, dump(self.results))
+
+
+def dump(results: Results) -> str:
+    """The JSON text of ``results``: stable key order, one trailing newline, figures not finite refused.
+
+    Raises:
+        ValueError: naming the record when a figure is NaN or infinite.
+    """
+    for record in results.records:
+        for key, quantity in record.values.items():
+            if not math.isfinite(quantity.value):
+                raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {quantity.value}")
+    return json.dumps(asdict(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def load(path: Path) -> Results:
+    """Read a ``results.json``.
+
+    Raises:
+        UserError: when the file cannot be read, is not JSON, is of another schema version or lacks a field.
+    """
+    remedy = "run the lens again to make a new one"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not a JSON document ({error}); {remedy}") from error
+    version = document.get("schema_version") if isinstance(document, dict) else None
+    if version != SCHEMA_VERSION:
+        raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; {remedy}")
+    try:
+        return Results(
+            lens=document["lens"],
+            environment=Environment.from_json(document["environment"]),
+            configuration=document["configuration"],
+            records=tuple(
+                Record(
+                    entry["name"],
+                    entry["labels"],
+                    {key: Quantity(**value) for key, value in entry["values"].items()},
+                    entry["data"],
+                )
+                for entry in document["records"]
+            ),
+            absences=tuple(Absence(**entry) for entry in document["absences"]),
+            complete=document["complete"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} does not fit schema version {SCHEMA_VERSION} ({error}); {remedy}") from error
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a part.
+
+    Args:
+        path: the file; its folder is made if need be.
+        text: the content, written as UTF-8.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is for everyone
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _shallow(results: Results) -> dict[str, Any]:
+    return {name: getattr(results, name) for name in results.__dataclass_fields__}

@@ -1,0 +1,145 @@
+"""The main job of a lens, and the command line of every ``scripts/run.py``: measure, keep results, write the report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchkit import progress
+from benchkit.device import Device, resolve_device
+from benchkit.environment import capture
+from benchkit.errors import UserError
+from benchkit.report import ReportSpec, write
+from benchkit.results import Json, Label, Quantity, Record, Recorder
+
+
+@dataclass(frozen=True)
+class Lens:
+    """One subproject, as its ``scripts/run.py`` and the index of reports see it.
+
+    Attributes:
+        name: the folder's name.
+        root: the folder.
+        configure: sizes, dtypes and counts for (device, quick), as plain JSON; it goes into the results.
+        collect: does the measuring, and hands each record to the run as soon as it is there.
+        report: turns results into a report.
+    """
+
+    name: str
+    root: Path
+    configure: Callable[[Device, bool], Mapping[str, Json]]
+    collect: Callable[[Run], None]
+    report: ReportSpec
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in progress.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        configuration: what the lens's ``configure`` returned.
+        recorder: where records go.
+    """
+
+    device: Device
+    configuration: Mapping[str, Json]
+    recorder: Recorder
+
+    def add(self, record: Record) -> None:
+        """Keep a record; it is on disk when this returns."""
+        self.recorder.add(record)
+
+    def record(
+        self,
+        name: str,
+        labels: Mapping[str, Label] | None = None,
+        values: Mapping[str, Quantity] | None = None,
+        data: Json = None,
+    ) -> None:
+        """Make a record and keep it."""
+        self.add(Record(name, labels or {}, values or {}, data))
+
+    def absent(self, what: str, why: str) -> None:
+        """Say what this machine cannot measure, and why: a noun phrase and a clause without full stops."""
+        self.recorder.absent(what, why)
+
+    def working(self, description: str) -> AbstractContextManager[None]:
+        """A spinner on a terminal while one step runs."""
+        return progress.working(description)
+
+
+def main(lens: Lens) -> None:
+    """Parse the command line of a ``scripts/run.py`` and do what it says; exits the process.
+
+    Exit status: 0 done; 2 for what the user can mend, in one line; 130 interrupted, with what was measured kept.
+    """
+
+    def command(
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there is a GPU.")] = "auto",
+        quick: Annotated[
+            bool, typer.Option("--quick", help="Fewer and smaller measurements, written to reports/<machine>-quick/.")
+        ] = False,
+        out: Annotated[Path | None, typer.Option(help="Folder for the report; reports/<machine>/ by default.")] = None,
+        render_only: Annotated[
+            bool,
+            typer.Option(
+                "--render-only", help="Measure nothing: write report.md anew from each results.json there is."
+            ),
+        ] = False,
+    ) -> None:
+        try:
+            if render_only:
+                for directory in [out] if out else report_directories(lens.root):
+                    print(write(directory, lens.report))
+            else:
+                print(measure_and_write(lens, device=device, quick=quick, out=out))
+        except UserError as error:
+            print(f"{lens.name}: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+
+    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    app.command(help=f"Measure, and write the report of {lens.name}.")(command)
+    app()
+
+
+def report_directories(root: Path) -> list[Path]:
+    """The folders under ``root/reports`` that hold a complete run."""
+    return sorted(path.parent for path in root.glob("reports/*/results.json"))
+
+
+def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None) -> Path:
+    """Do the main job of a lens.
+
+    Args:
+        lens: which one.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        quick: as the lens's ``configure`` understands it.
+        out: where to write; by default ``reports/<machine>/`` in the lens's folder, with ``-quick`` when quick.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        UserError: for what the user can mend.
+        typer.Exit: with status 130 when interrupted from the keyboard.
+    """
+    resolved = resolve_device(device)
+    environment = capture(resolved, root=lens.root)
+    directory = out or lens.root / "reports" / (environment.machine + ("-quick" if quick else ""))
+    configuration = dict(lens.configure(resolved, quick))
+    recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
+    try:
+        lens.collect(Run(resolved, configuration, recorder))
+    except KeyboardInterrupt:
+        kept = f"{len(recorder.results.records)} records are kept in {recorder.partial_path}"
+        print(f"{lens.name}: interrupted; {kept}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    recorder.finish()
+    return write(directory, lens.report)
