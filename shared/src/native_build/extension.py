@@ -1,9 +1,9 @@
 """Just-in-time builds of pybind11 extensions that survive what happens to them in real use.
 
 ``torch.utils.cpp_extension.load`` does the building. Around it stand: a build folder that changes with anything that
-the result depends on, so that a stale library is never loaded; a lock that the operating system releases when its holder
-dies (torch's own is a plain file: a build that was killed makes every later one wait for ever); and errors that begin
-with the compiler's first complaint.
+the result depends on, so that a stale library is never loaded; a lock that the operating system releases when its
+holder dies (torch's own is a plain file: a build that was killed makes every later one wait for ever); and errors that
+begin with the compiler's first complaint.
 """
 
 from __future__ import annotations
