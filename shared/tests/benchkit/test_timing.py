@@ -166,7 +166,20 @@ class TestOnAGpu:
         assert found.note.startswith("no CUDA graph:")
         with pytest.raises(RuntimeError):
             measure(lambda: x.sum().item(), device="cuda", clock="cuda-graph")
-        assert torch.equal(x + 1, x + 1)  # the device still works after the failed captures
+        assert torch.rand(8, device="cuda").isfinite().all()  # nor does a failed capture leave the generator unusable
+
+    def test_a_backward_pass_is_captured_on_a_stream_of_its_own(self):
+        import torch
+
+        from benchkit.timing import capturable_stream
+
+        before = torch.cuda.get_rng_state()
+        with capturable_stream("cuda"):
+            x = torch.rand(1 << 20, device="cuda", requires_grad=True)
+            y = x.exp()
+            found = measure(lambda: torch.autograd.grad(y, x, y, retain_graph=True), device="cuda", rounds=8)
+        assert (found.method, found.note) == ("cuda-graph", "")
+        assert not torch.equal(torch.cuda.get_rng_state(), before)  # torch.rand moved it: the state is the user's own
 
     def test_the_sets_of_inputs_are_larger_than_the_cache(self):
         import torch
