@@ -24,8 +24,8 @@ from filelock import FileLock
 from benchkit import UserError
 from native_build.toolchain import cxx_compiler, find_nvcc, missing_cuda, missing_cxx
 
-# torch switches the conversions and operators of CUDA's half types off for its own sources. A kernel in a plain .cu file is
-# CUDA C++ as NVIDIA documents it, and compiles the same with and without torch's builder.
+# torch switches the conversions and operators of CUDA's half types off for its own sources. A kernel in a plain .cu
+# file is CUDA C++ as NVIDIA documents it, and compiles the same with and without torch's builder.
 _PLAIN_CUDA = tuple(
     f"-U__CUDA_NO_{name}__"
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
