@@ -325,8 +325,8 @@ def _cuda_graph(function: Callable[..., object], inputs: Inputs, calls: int) -> 
     graph = torch.cuda.CUDAGraph()
     here = torch.cuda.current_stream()
     stream = None if here == torch.cuda.default_stream() else here
-    # A capture that fails leaves the generator's state believing that it is still being captured, and every later random
-    # number raises: the capture gets a state of its own, thrown away with it.
+    # A capture that fails leaves the generator's state believing that it is still being captured, and every later
+    # random number raises: the capture gets a state of its own, thrown away with it.
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     state = generator.graphsafe_get_state()
     generator.graphsafe_set_state(state.clone_state())

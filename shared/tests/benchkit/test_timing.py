@@ -42,8 +42,9 @@ class FakeClock:
 
 def test_a_workload_of_known_cost_takes_that_long():
     found = measure(burn(2e-3), seconds=0.1)
-    assert 2e-3 <= found.median <= 2.5e-3  # 0.5 ms: a clock read and a descheduling on a busy machine
-    assert found.p20 <= found.median <= found.p80
+    # A busy machine prolongs some samples, never all: the shortest is the workload and the clock's own cost.
+    assert 2e-3 <= min(found.samples) <= 2.2e-3
+    assert min(found.samples) <= found.p20 <= found.median <= found.p80
     assert found.method == "wall-clock"
     assert found.calls_per_sample == 1
 
@@ -148,8 +149,8 @@ class TestOnAGpu:
 
         x = torch.rand(1 << 28, device="cuda")
         out = torch.empty_like(x)
-        graph = measure(lambda: out.copy_(x), device="cuda", seconds=0.3)
-        events = measure(lambda: out.copy_(x), device="cuda", clock="cuda-events", seconds=0.3)
+        graph = measure(lambda: torch.neg(x, out=out), device="cuda", seconds=0.3)
+        events = measure(lambda: torch.neg(x, out=out), device="cuda", clock="cuda-events", seconds=0.3)
         assert (graph.method, events.method) == ("cuda-graph", "cuda-events")
         assert graph.median == pytest.approx(events.median, rel=0.1)
         tiny = torch.rand(8, device="cuda")
