@@ -16,6 +16,7 @@ import torch
 from benchkit import UserError
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.records import StepLog
 from torch_baseline.sample import model_from_checkpoint, sample_bytes
 from torch_baseline.train import train
 
@@ -48,7 +49,7 @@ SCRIPT = textwrap.dedent(
     train(
         GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32),
         TrainConfig(steps=11, batch_size=4, accumulation=2, warmup=2, eval_interval=11, eval_batches=2,
-                    checkpoint_interval=3, ema_decay=0.9, dtype=DTYPE, out=Path(out)),
+                    checkpoint_interval=3, ema_decay=0.9, out=Path(out)),
         resume=mode == "resume",
         report=report,
         parts={"activation": lambda x, bias: torch.nn.functional.dropout(bias_gelu(x, bias), 0.1)},
@@ -57,17 +58,22 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def run(mode, out, dtype="float32"):
-    script = SCRIPT.replace("DTYPE", repr(dtype))
+def run(mode, out):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, mode, str(out)],
+        [sys.executable, "-W", "error", "-c", SCRIPT, mode, str(out)],
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def run_here(monkeypatch, mode, out):
+    """The same in this process, whose generators have been used already."""
+    monkeypatch.setattr(sys, "argv", ["script", mode, str(out)])
+    exec(SCRIPT, {})
 
 
 def contents(out, name="last.pt"):
@@ -97,29 +103,45 @@ def assert_same(first, second, path="state"):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     out = tmp_path_factory.mktemp("uninterrupted")
-    finished = run("run", out)
-    assert finished.returncode == 0, finished.stderr
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the other processes: the number decides the order of sums
+    with pytest.MonkeyPatch.context() as patch:
+        run_here(patch, "run", out)
+    torch.set_num_threads(threads)
     return out
 
 
 @pytest.mark.parametrize(("how", "last_whole"), [("kill", 6), ("kill-in-write", 3)])
-def test_a_killed_run_resumes_bit_for_bit(uninterrupted, tmp_path, how, last_whole):
+def test_a_killed_run_resumes_bit_for_bit(uninterrupted, tmp_path, monkeypatch, how, last_whole):
     assert run(how, tmp_path).returncode == -signal.SIGKILL
     assert checkpoints.load(tmp_path / "last.pt").step == last_whole
-    resumed = run("resume", tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    run_here(monkeypatch, "resume", tmp_path)
     for name in ("last.pt", "best.pt"):
         assert_same(contents(tmp_path, name), contents(uninterrupted, name))
     assert not (tmp_path / "last.pt.partial").exists()
 
 
-def test_a_killed_float16_run_resumes_with_its_scale(tmp_path):
-    assert run("run", tmp_path / "whole", "float16").returncode == 0
-    assert run("kill", tmp_path / "killed", "float16").returncode == -signal.SIGKILL
-    assert run("resume", tmp_path / "killed", "float16").returncode == 0
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_float16_run_resumes_with_its_scale(tmp_path, small):
+    config = TrainConfig(
+        steps=8, batch_size=4, warmup=2, dtype="float16", checkpoint_interval=3, eval_batches=2, out=tmp_path / "whole"
+    )
+    train(small, config)
+
+    def stop(event):
+        if isinstance(event, StepLog) and event.step == 5:
+            raise Interrupted
+
+    config = dataclasses.replace(config, out=tmp_path / "stopped")
+    with pytest.raises(Interrupted):
+        train(small, config, report=stop)
+    train(small, config, resume=True)
     whole = contents(tmp_path / "whole")
-    assert whole[0]["scaler"]["_growth_tracker"] > 0
-    assert_same(contents(tmp_path / "killed"), whole)
+    assert whole[0]["scaler"]["_growth_tracker"] == 8
+    assert_same(contents(tmp_path / "stopped"), whole)
 
 
 @pytest.mark.parametrize("position", [0.0, 0.3, 0.6, 0.999])

@@ -84,8 +84,14 @@ def test_validation_walks_the_data_once_without_overlap():
     inputs = np.concatenate([x for x, _ in batches]).ravel()
     assert inputs.tolist() == list(range(90))  # bytes 90..99 have no whole window with a target
     assert len(list(data.validation_batches(text, 3, 10, limit=2))) == 2
-    ((x, _),) = data.validation_batches(text, batch_size=64, block_size=10, limit=5)
-    assert x.shape == (9, 10)
+
+
+def test_validation_of_a_short_text_fills_its_batch():
+    text = np.arange(100, dtype=np.uint8)
+    ((x, y),) = data.validation_batches(text, batch_size=64, block_size=10, limit=5)
+    assert x.shape == (64, 10)
+    assert (x[0, 0], y[-1, -1]) == (0, 99)  # from the first byte to the last
+    assert np.diff(x[:, 0]).max() <= 2
 
 
 def test_unigram_entropy_of_known_frequencies():

@@ -13,9 +13,11 @@ from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.learner import Learner
 from torch_baseline.model import GPT, bias_gelu, causal_attention, init_numpy
 from torch_baseline.optim import make_optimizer
+from torch_baseline.parallel import World
 from torch_baseline.records import Start, StepLog, ValidationLog
 from torch_baseline.train import NonFiniteError, deterministic_algorithms, make_train_step, train, validate
 
+ALONE = World("none", 0, 1, torch.device("cpu"))
 SHORT = TrainConfig(steps=6, batch_size=4, warmup=2, eval_interval=3, eval_batches=2)
 
 
@@ -70,7 +72,7 @@ def test_validation_is_the_mean_over_its_batches(small):
         torch.from_numpy(np.concatenate(part))
         for part in zip(*data.validation_batches(held_out, 4, 32, 2), strict=True)
     )
-    assert validate(model, held_out, config, 32) == pytest.approx(model(x, y).item(), rel=1e-14)
+    assert validate(model, held_out, config, 32, ALONE) == pytest.approx(model(x, y).item(), rel=1e-14)
 
 
 def test_validation_leaves_the_training_state_untouched(small):
@@ -83,7 +85,7 @@ def test_validation_leaves_the_training_state_untouched(small):
     before = learner.checkpoint(config, "")
     gradients = [p.grad.clone() for p in model.parameters()]
     model.blocks[0].eval()  # a mode of the user's own, to come back as well
-    validate(model, data.load_corpus().validation, config, 32)
+    validate(model, data.load_corpus().validation, config, 32, ALONE)
     assert model.training
     after = learner.checkpoint(config, "")
     assert_same(dataclasses.asdict(before), dataclasses.asdict(after))
@@ -242,7 +244,7 @@ def test_patience_stops_and_the_best_is_kept(small, tmp_path):
     assert last.step == summary.steps == best.step + 3
     model = GPT(small)
     model.load_numpy({name: value.numpy() for name, value in best.model.items()})
-    loss = validate(model, data.load_corpus().validation, config, 32)
+    loss = validate(model, data.load_corpus().validation, config, 32, ALONE)
     assert loss / math.log(2) == pytest.approx(summary.best_bits, rel=1e-15)
     assert summary.best_bits < summary.bits
     with pytest.raises(UserError, match="is finished"):
@@ -264,9 +266,8 @@ def test_what_a_run_leaves_behind(small, tmp_path):
         train(small, dataclasses.replace(SHORT, out=out))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
-)  # on importing Inductor
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # importing Inductor
 def test_the_compiled_model_takes_the_same_steps(small):
     losses = []
     for compiled in (False, True):
