@@ -123,8 +123,8 @@ def batch(data: Bytes, seed: int, step: int, batch_size: int, block_size: int) -
 def validation_batches(data: Bytes, batch_size: int, block_size: int, limit: int) -> Iterator[tuple[Tokens, Tokens]]:
     """Cut data into consecutive sequences without overlap, the same every time.
 
-    Every batch is full (a compiled model would recompile for a smaller last one): sequences that do not fill a batch are
-    left out. Data too short for one batch gives one, of evenly spaced sequences that overlap.
+    Every batch is full (a compiled model would recompile for a smaller last one): sequences that do not fill a batch
+    are left out. Data too short for one batch gives one, of evenly spaced sequences that overlap.
 
     Args:
         data: bytes, at least ``block_size + 1`` of them.
