@@ -1,8 +1,8 @@
 """Are the compiled outputs and gradients as right as the eager ones? Both are held against float64.
 
 Two computations of the same precision that only order their operations differently have errors of the same size, so the
-compiled error may be at most :data:`FACTOR` times the eager error of the same tensor, plus one unit roundoff of the dtype
-that was computed in (eager may be exact by luck; the compiler may round once where eager does not round at all).
+compiled error may be at most :data:`FACTOR` times the eager error of the same tensor, plus one unit roundoff of the
+dtype that was computed in (eager may be exact by luck; the compiler may round once where eager does not round at all).
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from torch.utils import _pytree as pytree
 from compile_bench.results import Accuracy, ErrorPair
 from compile_bench.target import Target
 
-# Errors of n independent roundings scatter by 1/√(2n) about their norm: 3 is far outside for any tensor that matters, and
-# far inside the factor of two to the 8 and more that a dropped accumulation precision or a wrong formula would show.
+# The norm of n independent roundings scatters by a share of 1/√(2n): 3 is far outside for any tensor that matters, and
+# far inside the factor of 2⁸ and more that a lost accumulation precision or a wrong formula would show.
 FACTOR = 3.0
 
 Values = dict[str, Tensor]
 
 
-def compare_with_eager(target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool) -> Accuracy:
+def compare_with_eager(
+    target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool
+) -> Accuracy:
     """Run the same forward (and backward) pass eagerly, compiled and in float64, and compare.
 
     Args:
@@ -36,7 +38,9 @@ def compare_with_eager(target: Target, compiled: Callable[..., Any], compiled_mo
         train: compare gradients too.
     """
     if _draws_random_numbers(target, train=train):
-        return Accuracy(skipped="the model draws random numbers (dropout?), and the compiler draws others than eager does")
+        return Accuracy(
+            skipped="the model draws random numbers (dropout?), and the compiler draws others than eager does"
+        )
     compiled_model.load_state_dict(target.model.state_dict())
     ours = _values(target, compiled, compiled_model, train=train)
     eager_model = target.copied()

@@ -32,7 +32,8 @@ TargetName = Annotated[
 Train = Annotated[bool, typer.Option("--train/--infer", help="A training step, or a forward pass without gradients.")]
 Mode = Annotated[str, typer.Option(help=f"Mode of torch.compile: {', '.join(MODES)}.")]
 Dynamic = Annotated[
-    bool | None, typer.Option("--dynamic/--static", help="Sizes symbolic from the start, or never; PyTorch's choice else.")
+    bool | None,
+    typer.Option("--dynamic/--static", help="Sizes symbolic from the start, or never; PyTorch's choice else."),
 ]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Limit = Annotated[float, typer.Option(help="Seconds after which a measuring process is ended.")]
@@ -88,7 +89,9 @@ def check(
     max_recompiles: Annotated[int, typer.Option(help="Recompilations allowed.")] = 1,
     min_speedup: Annotated[
         float | None,
-        typer.Option(help="Measure, and fail if the whole interval of the speed-up is below this. Without it: no timing."),
+        typer.Option(
+            help="Measure, and fail if the whole interval of the speed-up is below this. Without it: no timing."
+        ),
     ] = None,
     train: Train = True,
     mode: Mode = "default",
@@ -130,7 +133,9 @@ def budget_exceeded(
         speedup = bench.steady.speedup
         assert speedup.high is not None
         if speedup.high < min_speedup:
-            lines.append(f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× asked for")
+            lines.append(
+                f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× asked for"
+            )
         if not bench.accuracy.holds:
             lines.append("the compiled results are further from float64 than the bound allows")
     return lines
@@ -141,11 +146,17 @@ def describe_triage(found: Triage) -> str:
     trace = found.trace
     lines = [
         f"{found.case.target}, {found.case.kind}: {len(trace.graphs)} graphs, {trace.operations} operations, "
-        f"{trace.guards} guards, {len(trace.breaks)} breaks, {len(trace.recompiles)} recompilations in {found.calls} calls"
+        f"{trace.guards} guards, {len(trace.breaks)} breaks, {len(trace.recompiles)} recompilations "
+        f"in {found.calls} calls"
     ]
     if trace.breaks:
         rows = [
-            (_place(e.file, e.line), e.category, e.reason + (" (whole function eager)" if e.whole_frame else ""), e.source)
+            (
+                _place(e.file, e.line),
+                e.category,
+                e.reason + (" (whole function eager)" if e.whole_frame else ""),
+                e.source,
+            )
             for e in trace.breaks
         ]
         lines += ["", markdown_table(["break", "category", "reason", "line"], rows, left=4)]

@@ -63,7 +63,7 @@ class Collector(logging.Handler):
         self._kernels = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one entry; an entry that cannot be read is reported by :meth:`trace`, not raised into the user's code."""
+        """Keep one entry; one that cannot be read is reported by :meth:`trace`, not raised into the user's code."""
         start = time.perf_counter()
         try:
             self.events.extend(_events(getattr(record, "metadata", None) or {}, getattr(record, "payload", None)))

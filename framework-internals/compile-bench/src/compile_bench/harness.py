@@ -56,8 +56,8 @@ class Harness:
     def toolchain_seconds(self) -> float:
         """Seconds that Inductor needs, once per cache folder, to find out about compiler and machine.
 
-        The cache that this leaves behind is what every "cold" cache starts from: the price belongs to the machine, not to
-        a model.
+        The cache that this leaves behind is what every "cold" cache starts from: the price belongs to the machine, not
+        to a model.
         """
         if self._toolchain is None:
             seed = self.folder / "toolchain"

@@ -28,7 +28,7 @@ def build_lens(root: Path) -> Lens:
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """What is measured: cases in order of importance, and the seconds after which no further case is begun."""
     if quick:
-        cases: list[Json] = [_case("gpt-one-layer", train=False)]
+        cases: list[Json] = [_case("gpt-one-layer", train=False, warm=False)]
     elif device == "cpu":
         cases = [_case("gpt"), _case("gpt", train=False)]
     else:

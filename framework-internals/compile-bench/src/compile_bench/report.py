@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure as MatplotlibFigure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from benchkit import numbers
 from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
@@ -15,13 +16,15 @@ from benchkit.results import Quantity, Record, Results
 from compile_bench.results import FIRST_STEPS
 from compile_bench.trace import PHASES
 
-# Parts of the first steps, in the order they happen; (key of the value, name in the figure).
+# Parts of the first steps, in the order they happen: key of the value, name in the figure.
 PARTS = (
     ("import", "import of the compiler"),
     ("toolchain", "toolchain check"),
     *((f"phase {name}", name) for name in PHASES),
     ("rest", "running the steps"),
 )
+PART_COLOURS = (*COLOURS, "#FFFFFF")
+PART_HATCHES = (*HATCHES, "")
 
 
 def finding(results: Results) -> str:
@@ -32,8 +35,8 @@ def finding(results: Results) -> str:
     verdict = verdicts[0]
     steady = _same_case(results, "steady", verdict)
     return (
-        f"{_title(verdict)}: torch.compile costs {numbers.with_unit(verdict['price'].value, 's')} up front with empty caches "
-        f"and makes a step {numbers.quantity(steady['speedup'])} as fast; {_advice(verdict)}."
+        f"{_title(verdict)}: torch.compile costs {numbers.with_unit(verdict['price'].value, 's')} up front with empty "
+        f"caches and makes a step {numbers.quantity(steady['speedup'])} as fast; {_advice(verdict)}."
     )
 
 
@@ -67,20 +70,20 @@ def figures(results: Results) -> Sequence[Figure]:
     return [
         Figure(
             "first_step",
-            f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is counted "
-            "once, for the innermost phase.",
+            f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is "
+            "counted once, for the innermost phase.",
             lambda: draw_first_steps(results),
         ),
         Figure(
             "steady",
-            "A step after all compiling: median, with the 20th and 80th percentile as whiskers; above the pair the paired "
-            "speed-up with its 95 % interval.",
+            "A step after all compiling: median, with the 20th and 80th percentile as whiskers; above the pair the "
+            "paired speed-up with its 95 % interval.",
             lambda: draw_steady(results),
         ),
         Figure(
             "break_even",
-            "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % interval "
-            "of the speed-up.",
+            "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % "
+            "interval of the speed-up.",
             lambda: draw_break_even(results),
         ),
     ]
@@ -104,20 +107,22 @@ def draw_first_steps(results: Results) -> MatplotlibFigure:
             seconds,
             left=left,
             label=name,
-            color=COLOURS[index % len(COLOURS)],
-            hatch=HATCHES[index % len(HATCHES)],
-            edgecolor="white",
+            color=PART_COLOURS[index],
+            hatch=PART_HATCHES[index],
+            edgecolor="#444444" if key == "rest" else "white",
             linewidth=0.5,
             height=0.7,
         )
         left += seconds
     for row, total in enumerate(left):
-        axes.annotate(numbers.with_unit(total, "s"), (total, row), xytext=(4, 0), textcoords="offset points", va="center")
+        axes.annotate(
+            numbers.with_unit(total, "s"), (total, row), xytext=(4, 0), textcoords="offset points", va="center"
+        )
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(f"seconds of the first {FIRST_STEPS} steps")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.18), ncols=3, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure
 
 
@@ -148,7 +153,7 @@ def draw_steady(results: Results) -> MatplotlibFigure:
     axes.margins(y=0.15)
     axes.grid(visible=False, axis="x")
     axes.set_ylabel("milliseconds a step")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return figure
 
 
@@ -164,7 +169,7 @@ def draw_break_even(results: Results) -> MatplotlibFigure:
 
             def ratio(speedup: float, steps: Any = steps, e: float = e, record: Record = record) -> Any:
                 more = steps - FIRST_STEPS
-                return (eager["total"].value + more * e) / (record["total"].value + more * e / speedup)  # noqa: B023
+                return (eager["total"].value + more * e) / (record["total"].value + more * e / speedup)
 
             colour = COLOURS[index % len(COLOURS)]
             speedup = steady["speedup"]
@@ -184,6 +189,10 @@ def draw_break_even(results: Results) -> MatplotlibFigure:
     axes.axhline(1.0, color="#444444", linewidth=1.0)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.count(value)))
     axes.set_xlabel("steps of the run, in one process")
     axes.set_ylabel("time of the run, eager / compiled")
     axes.legend(fontsize=9, loc="lower right")
@@ -200,7 +209,8 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
         extra = record["total"].value - _eager_first(results, first)["total"].value
         costs.append(f"{numbers.with_unit(extra, 's')} with {_cache(record)}")
     gives = [
-        f"{_title(verdict)} {numbers.quantity(_same_case(results, 'steady', verdict)['speedup'])}" for verdict in verdicts
+        f"{_title(verdict)} {numbers.quantity(_same_case(results, 'steady', verdict)['speedup'])}"
+        for verdict in verdicts
     ]
     compilations = [_same_case(results, "compilation", verdict) for verdict in verdicts]
     breaks, again = (int(sum(record[key].value for record in compilations)) for key in ("breaks", "recompiles"))
@@ -211,7 +221,8 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
         ("It gives", f"{'; '.join(gives)}."),
         (
             "It breaks",
-            f"{_plural(breaks, 'graph break')} and {_plural(again, 'recompilation')} in {_plural(len(verdicts), 'measured case')}; "
+            f"{_plural(breaks, 'graph break')} and {_plural(again, 'recompilation')} "
+            f"in {_plural(len(verdicts), 'measured case')}; "
             f"results within the float64 bound in {right} of {_plural(len(compared), 'compared case')}.",
         ),
         ("Use it when", " ".join(f"{_title(verdict)}: {_advice(verdict)}." for verdict in verdicts)),
@@ -301,13 +312,22 @@ def _compilation_table(results: Results, verdicts: Sequence[Record]) -> str:
                 numbers.with_unit(check.value, "s") if check else "–",
             )
         )
-    header = ["case", "graphs", "operations", "breaks", "recompiles", "guards", "generated kernels", "guard check a call"]
+    header = [
+        "case",
+        "graphs",
+        "operations",
+        "breaks",
+        "recompiles",
+        "guards",
+        "generated kernels",
+        "guard check a call",
+    ]
     return markdown_table(header, rows)
 
 
 def _accuracy_table(results: Results) -> str:
     size = numbers.error_size
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for record in results.select("accuracy"):
         if record.data["skipped"]:
             rows.append((_title(record), record.data["skipped"], "", "", "", ""))
@@ -354,7 +374,9 @@ def _triage(record: Record) -> dict[str, Any]:
         "calls": numbers.count(record.values.get("calls", Quantity(FIRST_STEPS, "")).value),
         "break_table": markdown_table(["break", "line", "category", "reason", "met"], breaks, left=4) if breaks else "",
         "recompile_table": (
-            markdown_table(["place", "compiled again", "cause", "guard that failed"], recompiles, left=4) if recompiles else ""
+            markdown_table(["place", "compiled again", "cause", "guard that failed"], recompiles, left=4)
+            if recompiles
+            else ""
         ),
     }
 

@@ -1,15 +1,15 @@
 """What is compiled: a model with its arguments, named on a command line.
 
-A target is a function without arguments, written ``path/to/file.py:function`` or ``package.module:attribute``. It returns
-``(model, args)``, or a :class:`Target` where there is more to say::
+A target is a function without arguments, written ``path/to/file.py:function`` or ``package.module:attribute``. It
+returns ``(model, args)``, or a :class:`Target` where there is more to say::
 
     def small():
         torch.manual_seed(0)
         return torch.nn.Linear(64, 64), (torch.randn(8, 64),)
 
-The model is made on the CPU in the dtype it is to run in; it and its arguments are moved to the device. A training step is
-forward, loss, backward; without a ``loss`` a scalar output is taken as it is, and the mean square of any other output. The
-names in :data:`compile_bench.zoo.ZOO` are targets too.
+The model is made on the CPU in the dtype it is to run in; it and its arguments are moved to the device. A training step
+is forward, loss, backward; without a ``loss`` a scalar output is taken as it is, and the mean square of any other
+output. The names in :data:`compile_bench.zoo.ZOO` are targets too.
 """
 
 from __future__ import annotations

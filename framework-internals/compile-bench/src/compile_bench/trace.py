@@ -1,7 +1,7 @@
 """What one compilation did, read from the events of PyTorch's structured trace.
 
-Pure text and numbers in, typed records out: nothing here imports torch, so the formats that PyTorch prints are tested on
-recorded events. :mod:`compile_bench.collector` is what hands the events over.
+Pure text and numbers in, typed records out: nothing here imports torch, so the formats that PyTorch prints are tested
+on recorded events. :mod:`compile_bench.collector` is what hands the events over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ PHASES = ("Dynamo", "AOTAutograd", "Inductor", "C++/Triton compiler", "Autotunin
 _PHASE_PATTERNS = tuple(
     (re.compile(pattern), phase)
     for pattern, phase in (
-        (r"entire_frame_compile|_compile\.compile_inner|dynamo|bytecode_tracing|build_guards|compile_attempt_", "Dynamo"),
+        (
+            r"entire_frame_compile|_compile\.compile_inner|dynamo|bytecode_tracing|build_guards|compile_attempt_",
+            "Dynamo",
+        ),
         (r"create_aot_dispatcher_function|aot_|backend_compile|OutputGraph\.call_user_compiler|min_cut", "AOTAutograd"),
         (r"AOTAutogradCache|FxGraphCache|CacheBase|inductor_codecache_torch_key|TritonBundler|pgo\.", "Caches"),
         (r"PyCodeCache\.load_by_key_path", "Caches"),
@@ -41,11 +44,17 @@ _CATEGORIES = tuple(
     for pattern, category in (
         (r"recompile.?limit|cache.?size.?limit", "recompile limit"),
         (r"data.dependent branch|data.dependent jump|dynamic control flow", "data-dependent control flow"),
-        (r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist", "tensor value read by Python"),
+        (
+            r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist",
+            "tensor value read by Python",
+        ),
         (r"dynamic (output )?shape|DynamicOutputShape|nonzero|unbacked", "data-dependent shape"),
         (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", "asked for by the code"),
         (r"builtin operator|reorderable_logging|logging|print", "side effect"),
-        (r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable", "call Dynamo will not enter"),
+        (
+            r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable",
+            "call Dynamo will not enter",
+        ),
         (r"backend compiler|BackendCompilerFailed", "backend failed"),
         (r"context manager", "context manager"),
         (r"requires_grad|autograd\.Function|backward|hook", "autograd"),
@@ -73,7 +82,9 @@ _RECOMPILE_CAUSES = (
     (" <= ", "symbolic shape"),
 )
 
-_TRACEBACK_LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n\s+(?P<source>[^\n]*)')
+_TRACEBACK_LINE = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n\s+(?P<source>[^\n]*)'
+)
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 _GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
 _GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
@@ -240,8 +251,8 @@ def read_events(
 def phase_seconds(timed: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Split the time of a compilation into phases so that each instant belongs to one.
 
-    The events of several threads come on one track. At every instant the phase is that of the span opened last: inside a
-    span of Inductor that waits for the C++ compiler, the C++ compiler.
+    The events of several threads come on one track. At every instant the phase is that of the span opened last: inside
+    a span of Inductor that waits for the C++ compiler, the C++ compiler.
 
     Args:
         timed: Chromium trace events: ``name``, ``ph`` (``"B"`` or ``"E"``), ``ts`` in microseconds.
@@ -354,7 +365,10 @@ def _replace_times(each: Break, times: int) -> Break:
 def _break(text: str, frame: _Frame, library: str) -> Break:
     before, _, traceback = text.partition("User code traceback:")
     traceback = traceback.split("\nTraceback (most recent call last):")[0]
-    stack = [(m["file"], int(m["line"]), m["function"].strip(), m["source"].strip()) for m in _TRACEBACK_LINE.finditer(traceback)]
+    stack = [
+        (m["file"], int(m["line"]), m["function"].strip(), m["source"].strip())
+        for m in _TRACEBACK_LINE.finditer(traceback)
+    ]
     own = [entry for entry in stack if not library or not entry[0].startswith(library)]
     named = re.search(r"Graph break in user code at (.*):(\d+)", text)
     if own:

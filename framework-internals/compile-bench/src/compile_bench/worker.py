@@ -1,7 +1,7 @@
 """One measurement in a process of its own: ``python -m compile_bench.worker REQUEST RESULT``.
 
-Both files are pickles that :mod:`compile_bench.harness` writes and reads. A fresh process is the point: what was compiled,
-cached or warmed up before would be in the figures otherwise.
+Both files are pickles that :mod:`compile_bench.harness` writes and reads. A fresh process is the point: what was
+compiled, cached or warmed up before would be in the figures otherwise.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 
 from benchkit import UserError, compare
 from benchkit.environment import cpu_pressure
+from benchkit.timing import Clock
 from compile_bench.accuracy import compare_with_eager
 from compile_bench.collector import Collector, import_compiler, prepare_toolchain
 from compile_bench.results import FIRST_STEPS, Accuracy, Case, Compiled, FirstSteps, Memory, Request, Steady, Triage
@@ -93,9 +94,9 @@ def _first_steps(step: Step, case: Case) -> tuple[float, ...]:
 
 
 def _steady(eager: Step, compiled: Step, request: Request) -> Steady:
-    # On a GPU the events stand around steps that are queued as a training loop queues them: where the CPU cannot keep up,
-    # the wait for it is in the figure. A replayed graph would hide what eager pays for its launches.
-    clock = "cuda-events" if request.case.device == "cuda" else "wall-clock"
+    # On a GPU the events stand around steps that are queued as a training loop queues them: where the CPU cannot keep
+    # up, the wait for it is in the figure. A replayed graph would hide what eager pays for its launches.
+    clock: Clock = "cuda-events" if request.case.device == "cuda" else "wall-clock"
     comparison = compare(
         {"eager": eager, "compiled": compiled},
         device=request.case.device,

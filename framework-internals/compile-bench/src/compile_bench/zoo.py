@@ -21,8 +21,8 @@ from torch_baseline.train import make_train_step
 def gpt(device: Device) -> Target:
     """The baseline's GPT on its own text: the step of its honest training loop, clipping and AdamW included.
 
-    ``tiny`` (4 layers, 16 × 128 bytes, float32) on a CPU; ``gpt2-124m`` (12 layers, 16 × 1024 tokens, bfloat16 autocast)
-    on a GPU.
+    ``tiny`` (4 layers, 16 × 128 bytes, float32) on a CPU; ``gpt2-124m`` (12 layers, 16 × 1024 tokens, bfloat16
+    autocast) on a GPU.
     """
     return _gpt("tiny", batch_size=16) if device == "cpu" else _gpt("gpt2-124m", batch_size=16)
 
@@ -33,7 +33,7 @@ def gpt_one_layer(device: Device) -> Target:
 
 
 def mlp(device: Device) -> Target:
-    """Four layers of 512 with LayerNorm and GELU: nearly all of the time is in matrix products that eager does as well."""
+    """Four layers of 512 with LayerNorm and GELU: nearly all of the time goes to matrix products that eager has too."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(4):
