@@ -26,7 +26,7 @@ _BREAK_LOGGERS = tuple(
     f"torch._dynamo.{module}.__graph_breaks" for module in ("symbolic_convert", "convert_frame", "exc")
 )
 
-_KEPT = frozenset(("str", "dynamo_start", "dynamo_output_graph", "dynamo_cpp_guards_str", "compilation_metrics"))
+_KEPT = frozenset(("dynamo_output_graph", "dynamo_cpp_guards_str", "compilation_metrics"))
 
 # Artifacts whose text is read; of the others (bytecode, graphs, generated code: megabytes) the name is enough.
 _READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
@@ -34,8 +34,6 @@ _READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
 # module, attribute: what this file reaches for, apart from the loggers.
 _SURFACE = (
     ("torch._logging", "trace_structured"),
-    ("torch._dynamo.utils", "get_compilation_metrics"),
-    ("torch._dynamo.convert_frame", "graph_break_log"),
     ("torch._inductor.metrics", "generated_kernel_count"),
     ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
     ("torch._inductor.compile_fx", "compile_fx"),

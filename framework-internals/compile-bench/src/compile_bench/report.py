@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -167,13 +168,10 @@ def draw_break_even(results: Results) -> MatplotlibFigure:
             steps = np.geomspace(FIRST_STEPS, 1e6, 200)
             e = steady["eager"].value
 
-            def ratio(speedup: float, steps: Any = steps, e: float = e, record: Record = record) -> Any:
-                more = steps - FIRST_STEPS
-                return (eager["total"].value + more * e) / (record["total"].value + more * e / speedup)
-
             colour = COLOURS[index % len(COLOURS)]
             speedup = steady["speedup"]
             cache = str(record.labels["cache"])
+            ratio = partial(_run_ratio, steps, e, eager["total"].value, record["total"].value)
             axes.plot(
                 steps,
                 ratio(speedup.value),
@@ -197,6 +195,12 @@ def draw_break_even(results: Results) -> MatplotlibFigure:
     axes.set_ylabel("time of the run, eager / compiled")
     axes.legend(fontsize=9, loc="lower right")
     return figure
+
+
+def _run_ratio(steps: Any, eager_step: float, eager_first: float, compiled_first: float, speedup: float) -> Any:
+    """Time of a run of so many steps, eager over compiled."""
+    more = steps - FIRST_STEPS
+    return (eager_first + more * eager_step) / (compiled_first + more * eager_step / speedup)
 
 
 def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, str]]:

@@ -97,7 +97,7 @@ class Event:
     """One entry of the structured trace.
 
     Attributes:
-        kind: ``"dynamo_start"``, ``"dynamo_output_graph"``, ``"chromium_event"``, an artifact's name, ….
+        kind: ``"dynamo_output_graph"``, ``"compilation_metrics"``, ``"chromium_event"``, an artifact's name, ….
         compile_id: ``"frame/compile"`` as PyTorch counts them; empty outside a compilation.
         detail: the entry's metadata.
         payload: its text.
@@ -234,9 +234,12 @@ def read_events(
         kernels: passed on.
         handler_seconds: passed on.
     """
-    names = {event.detail[1]: event.detail[0] for event in events if event.kind == "str"}
-    frames = {event.compile_id: _frame(event.detail, names) for event in events if event.kind == "dynamo_start"}
-    metrics = _metrics(events)
+    metrics = {event.compile_id: event.detail for event in events if event.kind == "compilation_metrics"}
+    frames = {
+        compile_id: _Frame(entry["co_name"], str(entry.get("co_filename")), int(entry.get("co_firstlineno") or 0))
+        for compile_id, entry in metrics.items()
+        if entry.get("co_name")
+    }
     return CompileTrace(
         graphs=_graphs(events, frames, metrics),
         breaks=_breaks(events, frames, metrics, library),
@@ -291,22 +294,12 @@ class _Frame:
     line: int
 
 
-def _frame(detail: Mapping[str, Any], names: Mapping[int, str]) -> _Frame:
-    stack = detail.get("stack") or [{}]
-    top = stack[-1]
-    return _Frame(top.get("name", "?"), names.get(top.get("filename", -1), "?"), int(top.get("line", 0)))
-
-
 def _frame_of(compile_id: str, frames: Mapping[str, _Frame]) -> _Frame:
     """The frame of a compilation, or of an earlier one of the same code when this one was given up before it began."""
     if compile_id in frames:
         return frames[compile_id]
     same = f"{compile_id.split('/')[0]}/"
     return next((frame for key, frame in frames.items() if key.startswith(same)), _Frame("?", "?", 0))
-
-
-def _metrics(events: Sequence[Event]) -> dict[str, Mapping[str, Any]]:
-    return {event.compile_id: event.detail for event in events if event.kind == "compilation_metrics"}
 
 
 def _graphs(

@@ -99,11 +99,6 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
     return BreakEven(steps(steady.speedup.value), steps(high), steps(low))
 
 
-def total_seconds(first: FirstSteps, step: float, steps: int) -> float:
-    """Seconds of a run of that many steps (at least :data:`FIRST_STEPS`)."""
-    return first.total + max(steps - FIRST_STEPS, 0) * step
-
-
 def _interval(steady: Steady) -> tuple[float, float]:
     assert steady.speedup.low is not None
     assert steady.speedup.high is not None
