@@ -11,7 +11,7 @@ from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Lens, Run
 from compile_bench.harness import Harness, WorkerFailure
-from compile_bench.records import bench_records, triage_record
+from compile_bench.records import bench_records, eager_record, triage_record
 from compile_bench.report import REPORT
 from compile_bench.results import Case, FirstSteps
 
@@ -76,6 +76,7 @@ def collect(run: Run, root: Path) -> None:
                     key = (case.target, case.train)
                     if key not in eager:
                         eager[key] = harness.eager(case)
+                        run.add(eager_record(case, eager[key]))
                     bench = harness.bench(
                         case, eager=eager[key], steady_seconds=configuration["steady_seconds"], warm=entry["warm"]
                     )

@@ -18,15 +18,14 @@ def case_labels(case: Case) -> dict[str, Label]:
 
 
 def bench_records(bench: Bench, root: Path) -> list[Record]:
-    """The records of one measured case.
+    """The records of one measured case, without those of :func:`eager_record`.
 
     Args:
         bench: the case.
         root: files below it are named relative to it, others by their last part.
     """
     labels = case_labels(bench.case)
-    records = [_first_steps(bench.eager, {**labels, "mode": "eager"}, "none")]
-    records.append(_first_steps(bench.cold, labels, "cold"))
+    records = [_first_steps(bench.cold, labels, "cold")]
     if bench.warm is not None:
         records.append(_first_steps(bench.warm, labels, "warm"))
     steady = bench.steady
@@ -47,6 +46,11 @@ def bench_records(bench: Bench, root: Path) -> list[Record]:
     data = {"advice": verdict.advice, "why": verdict.why, "cold": _plain(verdict.cold), "warm": _plain(verdict.warm)}
     records.append(Record("verdict", labels, {"price": Quantity(verdict.price, "s")}, data))
     return records
+
+
+def eager_record(case: Case, first: FirstSteps) -> Record:
+    """The record of the first eager steps, which all modes of a case are held against."""
+    return _first_steps(first, {**case_labels(case), "mode": "eager"}, "none")
 
 
 def triage_record(triage: Triage, root: Path) -> Record:

@@ -418,7 +418,7 @@ def _compiled_first(results: Results, verdict: Record) -> list[Record]:
 
 def _eager_first(results: Results, verdict: Record) -> Record:
     labels = {key: verdict.labels[key] for key in ("target", "kind")}
-    return results.select("first steps", mode="eager", **labels)[0]
+    return results.one("first steps", mode="eager", **labels)
 
 
 def _title(record: Record, *, mode: bool = True) -> str:

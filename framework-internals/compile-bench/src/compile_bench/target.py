@@ -161,9 +161,8 @@ def _find(name: str) -> Callable[[], Any]:
     if function is None:
         raise UserError(f"{place} has no {attribute!r} (target {name})")
     if isinstance(function, nn.Module) or not callable(function):
-        raise UserError(
-            f"{name} is a {type(function).__name__}; expected a function without arguments that returns (model, args)"
-        )
+        kind = type(function).__name__
+        raise UserError(f"{name} is of type {kind}; expected a function without arguments that returns (model, args)")
     return function
 
 
@@ -196,9 +195,10 @@ def _as_target(name: str, made: object) -> Target:
     elif isinstance(made, tuple) and len(made) == 2:
         target = Target(made[0], made[1])
     else:
-        raise UserError(f"{name} returned a {type(made).__name__}; expected (model, args) or a compile_bench.Target")
+        kind = type(made).__name__
+        raise UserError(f"{name} returned an object of type {kind}; expected (model, args) or a compile_bench.Target")
     if not isinstance(target.model, nn.Module):
-        raise UserError(f"{name} returned a {type(target.model).__name__} as the model; expected a torch.nn.Module")
+        raise UserError(f"{name} returned a model of type {type(target.model).__name__}; expected a torch.nn.Module")
     if not isinstance(target.args, tuple):
         raise UserError(f"{name} returned args of type {type(target.args).__name__}; expected a tuple")
     return target

@@ -1,4 +1,4 @@
-"""Record the golden traces of this torch: ``./scripts/python.sh framework-internals/compile-bench/tests/golden/record.py``."""
+"""Record the golden traces of the torch that runs this file."""
 
 import json
 from pathlib import Path
