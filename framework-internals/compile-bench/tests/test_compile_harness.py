@@ -1,31 +1,29 @@
 """The harness and the command line: fresh processes, their failures, and one real compilation."""
 
+import os
 import signal
+import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from benchkit import Quantity, UserError
+from benchkit import Quantity
 from compile_bench import Case, Harness, WorkerFailure, judge
 from compile_bench.cli import app, budget_exceeded
-from compile_bench.results import Accuracy, Bench, FirstSteps, Steady
-from compile_bench.trace import CompileTrace
+from compile_bench.harness import run_limited
+from compile_bench.results import Accuracy, Bench, FirstSteps, Steady, Triage
+from compile_bench.trace import Break, CompileTrace, Recompile
 
 PACKAGE = Path(__file__).parents[1]
 
 FILE = """
-import os, signal, time, torch
+import os, signal, torch
 
 def small():
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()), (torch.randn(4, 16),)
-
-def hangs():
-    open("child", "w").write(str(os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "60")))
-    time.sleep(60)
 
 def crashes():
     os.kill(os.getpid(), signal.SIGSEGV)
@@ -47,17 +45,29 @@ def command(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-def test_a_hanging_target_is_ended_with_its_children(file):
+def test_a_hanging_process_is_ended_with_its_children(tmp_path):
+    child = tmp_path / "child"
+    program = (
+        "import pathlib, subprocess, sys, time\n"
+        "process = subprocess.Popen(['sleep', '60'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(process.pid))\n"
+        "time.sleep(60)\n"
+    )
     start = time.monotonic()
-    with Harness.open("cpu", limit=6.0) as harness, pytest.raises(WorkerFailure, match="time limit of 6 s"):
-        harness.triage(Case(f"{file}:hangs"))
-    assert time.monotonic() - start < 30
-    child = int(Path("child").read_text())
+    command = [sys.executable, "-c", program, str(child)]
+    assert run_limited(command, dict(os.environ), tmp_path / "log", limit=3.0) is None
+    assert time.monotonic() - start < 20
+    pid = int(child.read_text())
     for _ in range(50):
-        if not _alive(child):
+        if not _alive(pid):
             break
         time.sleep(0.1)
-    assert not _alive(child)
+    assert not _alive(pid)
+
+
+def test_a_target_that_takes_too_long_is_a_failure():
+    with Harness.open("cpu", limit=0.5) as harness, pytest.raises(WorkerFailure, match=r"time limit of 0\.5 s"):
+        harness.triage(Case("planted"))
 
 
 def _alive(pid):
@@ -93,11 +103,19 @@ def test_check_keeps_a_clean_target(file):
     assert (result.exit_code, result.output) == (0, f"{file}:small: within budget\n")
 
 
-def test_check_names_what_is_over_budget():
-    result = command("check", "planted", "--max-breaks", "2", "--device", "cpu", "--infer")
+def test_check_names_what_is_over_budget(monkeypatch):
+    trouble = Break("model.py", 12, "forward", "if x > 0:", "Data-dependent branching", "", (), "branch", False)
+    again = Recompile("0/1", "forward", "model.py", 10, "self.calls == 0", "Python value")
+    found = Triage(Case("x"), CompileTrace(breaks=(trouble,), recompiles=(again, again)), 2)
+    monkeypatch.setattr(Harness, "triage", lambda self, case: found)
+    result = command("check", "x", "--device", "cpu")
     assert result.exit_code == 1
-    assert "3 graph breaks, 2 allowed" in result.output
-    assert "recompilations, 1 allowed" in result.output
+    assert "1 graph breaks, 0 allowed" not in result.output
+    assert "1 graph break, 0 allowed" in result.output
+    assert "model.py:12: Data-dependent branching" in result.output
+    assert "2 recompilations, 1 allowed" in result.output
+    assert "self.calls == 0 no longer held" in result.output
+    assert command("check", "x", "--max-breaks", "1", "--max-recompiles", "2", "--device", "cpu").exit_code == 0
 
 
 def test_an_unusable_target_is_one_line_and_status_2(file):
@@ -115,16 +133,10 @@ def test_a_speedup_is_too_small_when_its_whole_interval_is():
         first = FirstSteps((1.0, 0.1, 0.1), trace=CompileTrace())
         return Bench(Case("x"), first, first, None, Steady(step, step, speedup, "wall-clock"), Accuracy(), None)
 
-    clean = replace(_triage(), trace=CompileTrace())
+    clean = Triage(Case("x"), CompileTrace(), 2)
     assert budget_exceeded(clean, bench(0.9, 1.2), 0, 1, 1.05) == []
     (line,) = budget_exceeded(clean, bench(0.9, 1.0), 0, 1, 1.05)
     assert "at least 1.05×" in line
-
-
-def _triage():
-    from compile_bench import Triage
-
-    return Triage(Case("x"), CompileTrace(), 2)
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +162,3 @@ def test_a_small_model_is_measured_to_the_end(toolchain, file):
     assert bench.memory is None
     assert judge(bench).advice in ("compile", "don't", "inconclusive")
     assert not [path for path in toolchain.folder.iterdir() if "request" in path.name]
-
-
-def test_a_missing_target_is_told_by_the_worker(file):
-    with Harness.open("cpu") as harness, pytest.raises(UserError, match="has no 'nothing'"):
-        harness.triage(Case(f"{file}:nothing"))
-    assert Path.cwd() == file.parent

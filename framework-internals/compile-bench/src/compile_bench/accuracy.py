@@ -6,9 +6,9 @@ The compiled error of a tensor, ‖x − x₆₄‖₂ / ‖x₆₄‖₂, may b
 
 The first term is for two computations that only order their operations differently. u(dtype) is one rounding in the
 dtype that was computed in: eager may be exact by luck. The last is for sums over the batch. Added in order, n terms of
-random sign have a relative error of about √(n / 2) · u (the probabilistic analysis of Higham and Mary, 2019); eager adds
-them pairwise, Inductor's C++ loops in order, so the gradients of biases and norm weights come out several times less
-accurate without anything being wrong. n is bounded by the elements of the largest argument.
+random sign have a relative error of about √(n / 2) · u (the probabilistic analysis of Higham and Mary, 2019); eager
+adds them pairwise, Inductor's C++ loops in order, so the gradients of biases and norm weights come out several times
+less accurate without anything being wrong. n is bounded by the elements of the largest argument.
 """
 
 from __future__ import annotations

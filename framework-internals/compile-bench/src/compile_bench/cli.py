@@ -14,7 +14,7 @@ from benchkit.device import resolve_device
 from benchkit.progress import working
 from benchkit.report import markdown_table
 from compile_bench.harness import DEFAULT_LIMIT, Harness, WorkerFailure
-from compile_bench.records import shorten
+from compile_bench.records import plural, shorten
 from compile_bench.results import MODES, Bench, Case, Triage
 from compile_bench.verdict import judge
 
@@ -124,10 +124,10 @@ def budget_exceeded(
     lines = []
     trace = found.trace
     if len(trace.breaks) > max_breaks:
-        lines.append(f"{len(trace.breaks)} graph breaks, {max_breaks} allowed")
+        lines.append(f"{plural(len(trace.breaks), 'graph break')}, {max_breaks} allowed")
         lines += [f"  {_place(entry.file, entry.line)}: {entry.reason}" for entry in trace.breaks]
     if len(trace.recompiles) > max_recompiles:
-        lines.append(f"{len(trace.recompiles)} recompilations, {max_recompiles} allowed")
+        lines.append(f"{plural(len(trace.recompiles), 'recompilation')}, {max_recompiles} allowed")
         lines += [f"  {_place(entry.file, entry.line)}: {entry.guard} no longer held" for entry in trace.recompiles]
     if bench is not None and min_speedup is not None:
         speedup = bench.steady.speedup

@@ -116,11 +116,11 @@ class Harness:
             request_path, result_path, log_path = (Path(folder) / name for name in ("request", "result", "log"))
             request_path.write_bytes(pickle.dumps(request))
             command = [sys.executable, "-m", "compile_bench.worker", str(request_path), str(result_path)]
-            status = _run_limited(command, _environment(cache), log_path, self.limit)
+            status = run_limited(command, _environment(cache), log_path, self.limit)
             log = log_path.read_text(errors="replace")
             what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
             if status is None:
-                raise WorkerFailure(f"{what} was ended after its time limit of {self.limit:.0f} s")
+                raise WorkerFailure(f"{what} was ended after its time limit of {self.limit:g} s")
             if status != 0 or not result_path.exists():
                 raise WorkerFailure(f"{what} ended with status {status}: {_last_line(log)}")
             result = pickle.loads(result_path.read_bytes())
@@ -139,8 +139,18 @@ def _environment(cache: Path) -> dict[str, str]:
     }
 
 
-def _run_limited(command: list[str], environment: dict[str, str], log: Path, limit: float) -> int | None:
-    """Run to the end, or end the process and all its children after ``limit`` seconds (None then)."""
+def run_limited(command: list[str], environment: dict[str, str], log: Path, limit: float) -> int | None:
+    """Run a command in a session of its own; whatever is left of the session is ended when it returns.
+
+    Args:
+        command: program and arguments.
+        environment: all of it.
+        log: file for its output.
+        limit: seconds.
+
+    Returns:
+        The exit status, or None if it had not ended after ``limit`` seconds.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

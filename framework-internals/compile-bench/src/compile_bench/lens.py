@@ -34,15 +34,15 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     else:
         cases = [
             _case("gpt"),
-            _case("gpt", mode="reduce-overhead", warm=False),
             _case("gpt", train=False),
+            _case("gpt", mode="reduce-overhead", warm=False),
             _case("gpt", mode="max-autotune", warm=False),
         ]
     return {
         "cases": cases,
         "triage": ["planted"],
         "steady_seconds": 2.0 if quick else (8.0 if device == "cpu" else 4.0),
-        "begin_no_case_after_seconds": 40.0 if quick else (180.0 if device == "cpu" else 100.0),
+        "begin_no_case_after_seconds": 40.0 if quick else (180.0 if device == "cpu" else 120.0),
         "limit_seconds": 120.0 if quick else 300.0,
     }
 

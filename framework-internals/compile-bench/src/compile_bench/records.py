@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from benchkit import numbers
 from benchkit.results import Json, Label, Quantity, Record
 from compile_bench.results import Bench, Case, ErrorPair, FirstSteps, Triage
 from compile_bench.trace import CompileTrace
@@ -63,6 +64,11 @@ def shorten(file: str, root: Path) -> str:
     """A file's name for a reader: relative to ``root``, or its last part."""
     path = Path(file)
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
+
+
+def plural(count: int, noun: str) -> str:
+    """1 break, 2 breaks."""
+    return f"{numbers.count(count)} {noun}{'' if count == 1 else 's'}"
 
 
 def _first_steps(first: FirstSteps, labels: dict[str, Label], cache: str) -> Record:

@@ -14,6 +14,7 @@ from benchkit import numbers
 from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
 from benchkit.report import Figure, ReportSpec, markdown_table
 from benchkit.results import Quantity, Record, Results
+from compile_bench.records import plural
 from compile_bench.results import FIRST_STEPS
 from compile_bench.trace import PHASES
 
@@ -225,9 +226,9 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
         ("It gives", f"{'; '.join(gives)}."),
         (
             "It breaks",
-            f"{_plural(breaks, 'graph break')} and {_plural(again, 'recompilation')} "
-            f"in {_plural(len(verdicts), 'measured case')}; "
-            f"results within the float64 bound in {right} of {_plural(len(compared), 'compared case')}.",
+            f"{plural(breaks, 'graph break')} and {plural(again, 'recompilation')} "
+            f"in {plural(len(verdicts), 'measured case')}; "
+            f"results within the float64 bound in {right} of {plural(len(compared), 'compared case')}.",
         ),
         ("Use it when", " ".join(f"{_title(verdict)}: {_advice(verdict)}." for verdict in verdicts)),
     ]
@@ -372,9 +373,9 @@ def _triage(record: Record) -> dict[str, Any]:
     return {
         "title": _title(record, mode=False),
         "target": record.labels["target"],
-        "graphs": _plural(int(record["graphs"].value), "graph"),
-        "breaks": _plural(len(breaks), "break"),
-        "recompiles": _plural(len(recompiles), "recompilation"),
+        "graphs": plural(int(record["graphs"].value), "graph"),
+        "breaks": plural(len(breaks), "break"),
+        "recompiles": plural(len(recompiles), "recompilation"),
         "calls": numbers.count(record.values.get("calls", Quantity(FIRST_STEPS, "")).value),
         "break_table": markdown_table(["break", "line", "category", "reason", "met"], breaks, left=4) if breaks else "",
         "recompile_table": (
@@ -438,7 +439,3 @@ def _whiskers(value: Quantity) -> tuple[float, float]:
     assert value.low is not None
     assert value.high is not None
     return value.value - value.low, value.high - value.value
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{numbers.count(count)} {noun}{'' if count == 1 else 's'}"
