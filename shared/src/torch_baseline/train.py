@@ -32,7 +32,7 @@ from torch_baseline.data import (
 from torch_baseline.learner import Learner
 from torch_baseline.model import GPT, parameter_count
 from torch_baseline.optim import EMA, learning_rate, make_optimizer, set_learning_rate
-from torch_baseline.parallel import World, join_world, synchronise_gradients, whole
+from torch_baseline.parallel import World, join_world, release_gathered, synchronise_gradients, whole
 from torch_baseline.records import Report, RunFiles, Start, StepLog, Summary, ValidationLog
 from torch_baseline.throughput import Throughput
 
@@ -321,13 +321,16 @@ def validate(model: nn.Module, data: Bytes, config: TrainConfig, block_size: int
     model.eval()
     try:
         losses = []
-        for tokens in validation_batches(data, config.batch_size, block_size, config.eval_batches):
-            x_BT, y_BT = _to_device(tokens, parameter.device)
-            with autocast(config.dtype, parameter.device.type):
-                losses.append(model(x_BT, y_BT))
+        # A replaced part may draw random numbers even here: training must not notice.
+        with torch.random.fork_rng(devices=[parameter.device] if parameter.is_cuda else []):
+            for tokens in validation_batches(data, config.batch_size, block_size, config.eval_batches):
+                x_BT, y_BT = _to_device(tokens, parameter.device)
+                with autocast(config.dtype, parameter.device.type):
+                    losses.append(model(x_BT, y_BT))
         return torch.stack(losses).double().mean().item()
     finally:
         model.train(training)
+        release_gathered(model)
 
 
 def autocast(dtype: Precision, device_type: str) -> torch.autocast:
