@@ -1,5 +1,6 @@
 """The report says what the records say, and nothing they do not."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,9 @@ def test_the_lens_is_wired_together():
 def test_names_outside_the_root_lose_their_folders():
     assert shorten("/elsewhere/x.py", ROOT) == "x.py"
     assert shorten(str(ROOT / "a/x.py"), ROOT) == "a/x.py"
+
+
+def test_a_price_below_zero_is_no_price():
+    slow_eager = replace(bench(), eager=FirstSteps((12.0, 0.1, 0.1)))
+    text = render(results(*records_of(slow_eager)), REPORT)
+    assert "**It costs:** no more with empty caches than eager for the first 3 steps" in text

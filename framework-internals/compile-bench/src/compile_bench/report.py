@@ -212,7 +212,8 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
     costs = []
     for record in _compiled_first(results, first):
         extra = record["total"].value - _eager_first(results, first)["total"].value
-        costs.append(f"{numbers.with_unit(extra, 's')} with {_cache(record)}")
+        amount = f"{numbers.with_unit(extra, 's')} more" if extra > 0 else "no more"
+        costs.append(f"{amount} with {_cache(record)}")
     gives = [
         f"{_title(verdict)} {numbers.quantity(_same_case(results, 'steady', verdict)['speedup'])}"
         for verdict in verdicts
@@ -222,7 +223,7 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
     compared = [record for record in results.select("accuracy") if not record.data["skipped"]]
     right = sum(record.data["holds"] for record in compared)
     return [
-        ("It costs", f"{' and '.join(costs)} more than eager for the first {FIRST_STEPS} steps ({_title(first)})."),
+        ("It costs", f"{' and '.join(costs)} than eager for the first {FIRST_STEPS} steps ({_title(first)})."),
         ("It gives", f"{'; '.join(gives)}."),
         (
             "It breaks",
