@@ -70,7 +70,7 @@ class _Assembler:
             hop = self._hop(raw, table, predicted, redispatched=position > 0)
             successor = chain[position + 1] if position + 1 < len(chain) else None
             hop.calls = [self.call(child) for child in raw.children if child is not successor]
-            hop.why = explain(hop, hops[-1] if hops else None)
+            hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
             hops.append(hop)
         return Call(first.operator, hops, missed=tuple(step.key for step in steps[len(chain) :]))
 
@@ -85,6 +85,7 @@ class _Assembler:
             skipped=_skipped(raw, table, redispatched=redispatched),
             included=dispatcher.key_names(raw.included),
             excluded=dispatcher.key_names(raw.excluded),
+            removed=() if redispatched else _removed(raw),
             kind=registration.kind,
             where=registration.where,
             native=native_function(raw.operator, raw.key, registration.kind),
@@ -110,6 +111,11 @@ def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tup
     assert raw.parent is not None
     left = handed_on(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.device)
     return () if left is None else choose(table, left).skipped
+
+
+def _removed(raw: RawHop) -> tuple[str, ...]:
+    left = set(dispatcher.key_names(dispatcher.computed(raw.carried, raw.included, raw.excluded)))
+    return tuple(key for key in dispatcher.key_names(raw.carried) if key not in left)
 
 
 def _argument(name: str, value: Any) -> Argument:

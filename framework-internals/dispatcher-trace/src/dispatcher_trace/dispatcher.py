@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,8 @@ _SOURCE_ROOT = re.compile(r"^.*/(?=(?:aten/src|torch/csrc|build/aten/src|c10|tor
 def missing_apis() -> list[str]:
     """The private names that this package needs and this torch does not have."""
     missing = [f"torch._C.{name}" for name in _PRIVATE if not hasattr(torch._C, name)]
+    missing += [] if hasattr(torch._C._profiler, "_RecordFunctionFast") else ["torch._C._profiler._RecordFunctionFast"]
+    missing += [] if hasattr(torch._C._autograd, "_profiler_enabled") else ["torch._C._autograd._profiler_enabled"]
     if not missing:
         kernel = kernel_of("aten::add.Tensor", "CPU")
         missing += [] if hasattr(kernel, "call_boxed") else ["torch._C._SafeKernelFunction.call_boxed"]
@@ -130,7 +133,7 @@ def known_key(name: str) -> bool:
 def kernel_of(operator: str, key: str) -> Any:
     """The kernel that the table holds for (operator, key); its ``call_boxed(keyset, *args, **kwargs)`` runs it."""
     member = torch._C.DispatchKey.__members__[key]
-    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(operator, member)  # type: ignore[attr-defined]
+    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(operator, member)
 
 
 def registrar(namespace: str) -> Any:
@@ -219,7 +222,22 @@ def backend_key(device_type: str) -> str:
 
 def running_node() -> Any:
     """The autograd node whose backward runs on this thread, or None."""
-    return torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return torch._C._current_autograd_node()
+
+
+# -- the profiler -----------------------------------------------------------------------------------------------------
+
+OWN_WORK = "dispatcher_trace's own work"
+
+
+def own_work() -> AbstractContextManager[Any]:
+    """A span of that name in a running profile: operators inside it are the tracer's, not the user's."""
+    return torch._C._profiler._RecordFunctionFast(OWN_WORK)
+
+
+def profiler_enabled() -> bool:
+    """Whether a profiler is running in this process."""
+    return torch._C._autograd._profiler_enabled()
 
 
 # -- numbers that stand for tensors -----------------------------------------------------------------------------------
@@ -232,9 +250,9 @@ def wrapped_number(value: complex) -> torch.Tensor:
     """The tensor that torch's C++ makes of a Python number: zero dimensions, and weak in type promotion.
 
     A Python kernel is handed such an argument as a plain number, and ``call_boxed`` refuses a number where the schema
-    says Tensor. A zero-dimensional tensor in its place would change results: ``x / 2.0`` with a zero-dimensional float32
-    ``x`` stays float32 only because the wrapped 2.0 is weak. Torch has no public way to make one; the tensor that a
-    multiplication saved for its backward is one. :data:`WRAPPING_OPERATORS` must not be shimmed while this runs.
+    says Tensor. A zero-dimensional tensor in its place would change results: ``x / 2.0`` with a zero-dimensional
+    float32 ``x`` stays float32 only because the wrapped 2.0 is weak. Torch has no public way to make one; the tensor
+    that a multiplication saved for its backward is one. :data:`WRAPPING_OPERATORS` must not be shimmed while this runs.
 
     Args:
         value: int, float, bool or complex.

@@ -31,8 +31,8 @@ def watched(scope: Scope) -> frozenset[str]:
 
     Args:
         scope: ``"core"``: the backends of this machine and what stands directly above them (autograd, views, autocast,
-            BackendSelect): half a second to install. ``"all"``: also meta tensors, Python modes and subclasses, functorch,
-            functionalization, conjugate and negative views: two seconds.
+            BackendSelect): half a second to install. ``"all"``: also meta tensors, Python modes and subclasses,
+            functorch, functionalization, conjugate and negative views: two seconds.
 
     Raises:
         ValueError: for another scope.
@@ -52,4 +52,4 @@ def watched(scope: Scope) -> frozenset[str]:
 def unwatched(scope: Scope) -> tuple[str, ...]:
     """What a trace of that scope cannot see, for the reader of a walk."""
     unseen = ["Tracer", "PreDispatch", "PythonDispatcher", "FuncTorchVmapMode"]
-    return tuple([*unseen, *(_MODES if scope == "core" else ())])
+    return (*unseen, *(_MODES if scope == "core" else ()))

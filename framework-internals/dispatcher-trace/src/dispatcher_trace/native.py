@@ -36,8 +36,8 @@ def native_function(operator: str, key: str, kind: str) -> str:
         kind: of the registration.
 
     Returns:
-        Its name (``structured_mm_out_cpu``: the class whose ``impl`` runs), or an empty text where the file does not say:
-        autograd, autocast and fallback kernels are generated or registered elsewhere.
+        Its name (``structured_mm_out_cpu``: the class whose ``impl`` runs), or an empty text where the file does not
+        say: autograd, autocast and fallback kernels are generated or registered elsewhere.
     """
     namespace, _, name = operator.partition("::")
     functions = _functions()

@@ -29,7 +29,7 @@ class Step:
 
 def choose(table: Table, keys: KeyBits) -> Step:
     """Drop fallthrough keys from the top until one with a kernel is left; ``Undefined`` when none is."""
-    skipped = []
+    skipped: list[str] = []
     while names := dispatcher.key_names(keys):
         registration = table.get(names[0])
         if registration is None or not registration.fallthrough:

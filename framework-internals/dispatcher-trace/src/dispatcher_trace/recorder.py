@@ -148,7 +148,7 @@ class Recorder:
             return self._tensor(value)
         if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
             return [self._facts(item) for item in value]
-        text = repr(value)
+        text = str(value) if isinstance(value, (torch.device, torch.dtype, torch.layout)) else repr(value)
         return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 1] + "…"
 
     def _tensor(self, tensor: torch.Tensor) -> TensorFact:

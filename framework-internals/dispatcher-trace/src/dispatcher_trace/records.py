@@ -13,7 +13,7 @@ SCHEMA_VERSION = 1
 # Where a fact comes from, weakest first.
 Evidence = Literal["static table", "hop shim", "profiler"]
 
-_DTYPES = {
+DTYPE_NAMES = {
     torch.float32: "f32",
     torch.float64: "f64",
     torch.float16: "f16",
@@ -31,7 +31,7 @@ _DTYPES = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` → ``bf16``; a dtype without a short name keeps torch's."""
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Hop:
             before handed on what was left of its own.
         skipped: keys above ``key`` in the computed set at which this operator falls through.
         included: keys that the thread adds.
-        excluded: keys that the thread takes out.
+        excluded: keys that the thread takes out; a per-backend functionality shows under one backend's name.
+        removed: keys that the arguments carry and the thread takes out of this call's set.
         kind: of the kernel, from the table before the shims came.
         where: file and line of its registration.
         native: the C++ function behind a backend key, where the wheel's ``native_functions.yaml`` says; else empty.
@@ -129,6 +130,7 @@ class Hop:
     skipped: tuple[str, ...]
     included: tuple[str, ...]
     excluded: tuple[str, ...]
+    removed: tuple[str, ...]
     kind: str
     where: str
     native: str
@@ -179,6 +181,16 @@ class Call:
         arguments = ", ".join(argument.text for argument in first.arguments)
         return f"{results + ' = ' if results else ''}{self.operator}({arguments})"
 
+    def spine(self) -> list[Hop]:
+        """The hops that lead to the kernel which computes the result.
+
+        From a composite or a caster the way goes on into the last operator that it called; it ends at the first kernel
+        that is neither.
+        """
+        last = self.hops[-1]
+        onward = last.kind in ("math kernel", "default backend kernel") or last.key.startswith("Autocast")
+        return [*self.hops, *(last.calls[-1].spine() if onward and last.calls else ())]
+
     def walk(self) -> Iterator[Call]:
         """This call and every call inside it, in order."""
         yield self
@@ -209,7 +221,7 @@ def calls_from_json(document: list[dict[str, Any]]) -> list[Call]:
 
 
 def _hop(entry: dict[str, Any]) -> Hop:
-    sets = {name: tuple(entry[name]) for name in ("keys", "skipped", "included", "excluded")}
+    sets = {name: tuple(entry[name]) for name in ("keys", "skipped", "included", "excluded", "removed")}
     values = {name: tuple(_argument(value) for value in entry[name]) for name in ("arguments", "results")}
     return Hop(**{**entry, **sets, **values, "calls": calls_from_json(entry["calls"])})
 

@@ -140,7 +140,8 @@ class Shims:
             for operator in taken:
                 self._libraries.pop(operator).reset()
             try:
-                yield
+                with dispatcher.own_work():
+                    yield
             finally:
                 with _quiet():
                     for operator in taken:
@@ -218,7 +219,9 @@ class _Signature:
 def _quiet() -> Iterator[None]:
     """Registering over a kernel is this package's purpose; torch warns of the first."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning)
+        warnings.filterwarnings(
+            "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
+        )
         yield
 
 
@@ -231,7 +234,7 @@ def installed(scope: keys.Scope = "all", *, only: Iterable[str] | None = None) -
         only: shim these operators alone.
 
     Raises:
-        RuntimeError: when shims are installed already, here or on another thread: dispatch tables belong to the process.
+        RuntimeError: when shims are installed already, here or on another thread: the tables belong to the process.
     """
     if not _active.acquire(blocking=False):
         raise RuntimeError(

@@ -7,20 +7,21 @@ from itertools import groupby
 from dispatcher_trace.records import Call, Hop, TensorFact
 
 _COMPOSITE = {
-    "math kernel": "a composite kernel, differentiable through the operators it calls",
-    "default backend kernel": "a composite kernel for every backend",
+    "math kernel": "its kernel, a composite that is differentiable through the operators it calls,",
+    "default backend kernel": "its kernel, a composite for every backend,",
 }
 
 
-def explain(hop: Hop, before: Hop | None) -> str:
+def explain(hop: Hop, before: Hop | None, after: str) -> str:
     """Why the dispatcher came to this kernel, and what the kernel did.
 
     Args:
         hop: with its calls filled in.
         before: the hop of the same call that handed on to this one, or None for the first.
+        after: the key that this hop handed on to, or empty.
     """
-    reason = _redispatched(hop, before) if before is not None else _computed(hop)
-    return f"{reason}{_skipped(hop)}; {_effect(hop)}."
+    reason = _computed(hop) if before is None else f"{before.key} handed on, and of what is left {hop.key} is highest"
+    return f"{reason}{_skipped(hop)}; {_effect(hop, after)}."
 
 
 def _computed(hop: Hop) -> str:
@@ -31,17 +32,8 @@ def _computed(hop: Hop) -> str:
         source = "the thread includes it"
     else:
         source = "arguments and thread state together bring it"
-    carried = {key for tensor in hop.tensors for key in tensor.keys}
-    # Only what would have come before this key explains anything: order of priority is that of the keys carried.
-    order = [key for tensor in hop.tensors for key in tensor.keys if key in hop.excluded]
-    excluded = list(dict.fromkeys(key for key in order if key in carried))
-    without = f", the thread excludes {', '.join(excluded)}" if excluded else ""
-    return f"{hop.key} is the highest key left: {source}{without}"
-
-
-def _redispatched(hop: Hop, before: Hop | None) -> str:
-    assert before is not None
-    return f"the kernel at {before.key} handed on; of what is left {hop.key} is the highest"
+    removed = f", and the thread excludes {', '.join(hop.removed)}" if hop.removed else ""
+    return f"{hop.key} is the highest key left: {source}{removed}"
 
 
 def _skipped(hop: Hop) -> str:
@@ -51,14 +43,18 @@ def _skipped(hop: Hop) -> str:
     return f" ({', '.join(hop.skipped)} {verb} through for this operator)"
 
 
-def _effect(hop: Hop) -> str:
+def _effect(hop: Hop, after: str) -> str:
+    kernel = _COMPOSITE.get(hop.kind, f"its {hop.kind}")
     if hop.error:
-        return f"its kernel raised {hop.error}"
-    made = f" and recorded {hop.made_node}" if hop.made_node else ""
-    kind = _COMPOSITE.get(hop.kind, f"its kernel ({hop.kind})")
-    if not hop.calls:
-        return f"{kind} called no further operator{made}"
-    return f"{kind} called {_counted(hop.calls)}{_recast(hop)}{made}"
+        return f"{kernel} raised {hop.error}"
+    did = []
+    if hop.calls:
+        did.append(f"called {_counted(hop.calls)}{_recast(hop)}")
+    if after:
+        did.append(f"handed on to {after}")
+    if hop.made_node:
+        did.append(f"returned a result that carries {hop.made_node}")
+    return f"{kernel} {', '.join(did) or 'called no further operator'}"
 
 
 def _counted(calls: list[Call]) -> str:
