@@ -38,7 +38,7 @@ def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
     parent = raw.parent
     if parent is None or parent.operator != raw.operator or parent.key not in table:
         return False
-    left = handed_on(parent.key, table[parent.key].kind, parent.keys, raw.device)
+    left = handed_on(parent.key, table[parent.key].kind, parent.keys, raw.backend)
     if left is None:
         return False
     if parent.key == "BackendSelect":
@@ -58,7 +58,7 @@ class _Assembler:
         """The call that begins with this hop."""
         self.first_hops.append(first)
         table = self.tables[first.operator]
-        steps = predict(table, first.carried, first.included, first.excluded, first.device)
+        steps = predict(table, first.carried, first.included, first.excluded, first.backend)
         chain: list[RawHop] = []
         following: RawHop | None = first
         while following is not None:
@@ -109,7 +109,7 @@ def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tup
     if not redispatched:
         return choose(table, dispatcher.computed(raw.carried, raw.included, raw.excluded)).skipped
     assert raw.parent is not None
-    left = handed_on(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.device)
+    left = handed_on(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.backend)
     return () if left is None else choose(table, left).skipped
 
 

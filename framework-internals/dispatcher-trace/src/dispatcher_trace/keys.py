@@ -31,8 +31,8 @@ def watched(scope: Scope) -> frozenset[str]:
 
     Args:
         scope: ``"core"``: the backends of this machine and what stands directly above them (autograd, views, autocast,
-            BackendSelect): half a second to install. ``"all"``: also meta tensors, Python modes and subclasses,
-            functorch, functionalization, conjugate and negative views: two seconds.
+            BackendSelect): a second to install. ``"all"``: also meta tensors, Python modes and subclasses,
+            functorch, functionalization, conjugate and negative views: three seconds.
 
     Raises:
         ValueError: for another scope.

@@ -16,6 +16,8 @@ from dispatcher_trace.dispatcher import KeyBits, Table
 _MOST_HOPS = 16
 # Kinds of registration whose Autograd kernel ends the call: a composite calls other operators instead of handing on.
 _COMPOSITE = frozenset({"math kernel", "default backend kernel"})
+# Their fallbacks make the conjugate, negative or zero tensor a plain one and hand on.
+_MATERIALIZERS = frozenset({"Conjugate", "Negative", "ZeroTensor"})
 
 
 @dataclass(frozen=True)
@@ -39,29 +41,29 @@ def choose(table: Table, keys: KeyBits) -> Step:
     return Step("Undefined", keys, tuple(skipped))
 
 
-def handed_on(key: str, kind: str, keys: KeyBits, device: str) -> KeyBits | None:
+def handed_on(key: str, kind: str, keys: KeyBits, backend: str) -> KeyBits | None:
     """The key set with which the kernel at ``key`` redispatches, or None where it ends the call.
 
     Args:
         key: where the kernel is.
         kind: of its registration.
         keys: the set it was handed.
-        device: the type of the call's ``device`` argument, or empty: a factory's backend comes from there.
+        backend: the key that the arguments ``device`` and ``layout`` name: a factory's backend comes from there.
     """
     if kind in _COMPOSITE:
         return None
     if key.startswith("Autograd"):
         # Every per-backend autograd key stands above ADInplaceOrView; AutogradOther is the lowest of them.
         return dispatcher.below(keys, "AutogradOther")
-    if key in ("ADInplaceOrView", "PythonTLSSnapshot"):
+    if key in ("ADInplaceOrView", "PythonTLSSnapshot") or (key in _MATERIALIZERS and kind == "backend fallback"):
         return dispatcher.below(keys, key)
     if key == "BackendSelect":
-        backend = dispatcher.bits_of(dispatcher.backend_key(device or "cpu"))
-        return dispatcher.without(keys, key) | backend
+        named = dispatcher.bits_of(backend) if dispatcher.known_key(backend) else 0
+        return dispatcher.without(keys, key) | named
     return None
 
 
-def predict(table: Table, carried: KeyBits, included: KeyBits, excluded: KeyBits, device: str = "") -> list[Step]:
+def predict(table: Table, carried: KeyBits, included: KeyBits, excluded: KeyBits, backend: str) -> list[Step]:
     """The hops of one call, in order.
 
     Args:
@@ -69,7 +71,7 @@ def predict(table: Table, carried: KeyBits, included: KeyBits, excluded: KeyBits
         carried: union of the arguments' keys.
         included: what the thread adds.
         excluded: what the thread takes out.
-        device: the type of the ``device`` argument, or empty.
+        backend: as :func:`handed_on` has it.
     """
     keys: KeyBits | None = dispatcher.computed(carried, included, excluded)
     steps: list[Step] = []
@@ -79,5 +81,5 @@ def predict(table: Table, carried: KeyBits, included: KeyBits, excluded: KeyBits
         registration = table.get(step.key)
         if registration is None:
             break
-        keys = handed_on(step.key, registration.kind, step.keys, device)
+        keys = handed_on(step.key, registration.kind, step.keys, backend)
     return steps

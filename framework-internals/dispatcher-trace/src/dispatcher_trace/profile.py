@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,9 @@ from dispatcher_trace import dispatcher
 from dispatcher_trace.recorder import RawHop
 from dispatcher_trace.records import Call, Kernel
 
+_KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver"})
 
 
 @dataclass
@@ -35,6 +38,18 @@ class Profile:
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
+
+
+@contextmanager
+def _quiet_kineto() -> Iterator[None]:
+    """Kineto prints two lines to standard error at the first profile of a process, unless told otherwise."""
+    told = os.environ.get(_KINETO_LOG_LEVEL)
+    os.environ.setdefault(_KINETO_LOG_LEVEL, "99")
+    try:
+        yield
+    finally:
+        if told is None:
+            del os.environ[_KINETO_LOG_LEVEL]
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,7 @@ def profiled() -> Iterator[Profile]:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profile = Profile()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _quiet_kineto():
         # Whatever the profiler remarks on its own set-up is not the traced code's.
         warnings.filterwarnings("ignore", module=r"torch\.(profiler|autograd\.profiler)")
         profiler = torch.profiler.profile(activities=activities)
@@ -102,12 +117,19 @@ def tie(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequenc
         theirs = [event for event in operators if event["tid"] == thread]
         for raw, event in _align(ours, theirs):
             call_of_event[event["args"]["External id"]] = by_number[raw.number]
+    # A device event names the operator that launched it, or only the launch, which names the operator.
+    launches = {
+        event["args"]["correlation"]: event["args"].get("External id")
+        for event in events
+        if event.get("cat") in _LAUNCH_CATEGORIES and "correlation" in event.get("args", {})
+    }
     launched, untied = 0, 0
     for event in sorted(events, key=lambda event: event.get("ts", 0)):
         if event.get("cat") not in _DEVICE_CATEGORIES:
             continue
         launched += 1
-        call = call_of_event.get(event["args"].get("External id"))
+        args = event["args"]
+        call = call_of_event.get(args.get("External id")) or call_of_event.get(launches.get(args.get("correlation")))
         if call is None:
             untied += 1
         else:

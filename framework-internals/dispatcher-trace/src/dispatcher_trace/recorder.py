@@ -16,6 +16,14 @@ from dispatcher_trace import dispatcher
 from dispatcher_trace.records import TensorFact, dtype_name
 
 _REPR_LIMIT = 60
+_LAYOUTS = {
+    torch.sparse_coo: "Sparse",
+    torch.sparse_csr: "SparseCsr",
+    torch.sparse_csc: "SparseCsr",
+    torch.sparse_bsr: "SparseCsr",
+    torch.sparse_bsc: "SparseCsr",
+    torch._mkldnn: "Mkldnn",  # type: ignore[attr-defined]
+}
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest there is, so that it always runs first
 
 
@@ -32,7 +40,7 @@ class RawHop:
     excluded: dispatcher.KeyBits
     carried: dispatcher.KeyBits
     arguments: list[tuple[str, Any]]
-    device: str
+    backend: str
     thread: int
     native_thread: int
     node: str
@@ -112,7 +120,7 @@ class Recorder:
                 excluded=dispatcher.tls_excluded(),
                 carried=carried,
                 arguments=[(name, self._facts(value)) for name, value in given],
-                device=next((torch.device(v).type for n, v in given if n == "device" and v is not None), ""),
+                backend=_backend(given),
                 thread=threading.get_ident(),
                 native_thread=threading.get_native_id(),
                 node="" if node is None else _node_name(node),
@@ -148,12 +156,15 @@ class Recorder:
             return self._tensor(value)
         if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
             return [self._facts(item) for item in value]
-        text = str(value) if isinstance(value, (torch.device, torch.dtype, torch.layout)) else repr(value)
+        text = _plain(value)
         return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 1] + "…"
 
     def _tensor(self, tensor: torch.Tensor) -> TensorFact:
         with torch._C.DisableTorchFunctionSubclass():  # a subclass's attribute access would run the user's code
-            shape = tuple(size if type(size) is int else str(size) for size in tensor.shape)
+            try:
+                shape = tuple(size if type(size) is int else str(size) for size in tensor.shape)
+            except RuntimeError:  # a nested tensor has no single shape
+                shape = ("?",)
             return TensorFact(
                 label=self._label(tensor),
                 dtype=dtype_name(tensor.dtype),
@@ -182,6 +193,26 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [item for item in value if isinstance(item, torch.Tensor)]
     return []
+
+
+def _plain(value: Any) -> str:
+    """Text of a value that is no tensor; an object is named by its type, as its ``repr`` may run operators."""
+    if isinstance(value, (torch.device, torch.dtype, torch.layout, torch.memory_format)):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_plain, value))}]"
+    if value is None or isinstance(
+        value, (bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)
+    ):
+        return repr(value)
+    return type(value).__name__
+
+
+def _backend(given: Sequence[tuple[str, Any]]) -> str:
+    """The key that the arguments ``device`` and ``layout`` name, for factories: a CPU and dense by default."""
+    named = {name: value for name, value in given if value is not None and name in ("device", "layout")}
+    backend = dispatcher.backend_key(torch.device(named.get("device", "cpu")).type)
+    return f"{_LAYOUTS.get(named.get('layout', torch.strided), '')}{backend}"
 
 
 def _node_name(node: Any) -> str:

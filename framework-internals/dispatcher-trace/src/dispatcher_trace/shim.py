@@ -29,6 +29,13 @@ from dispatcher_trace.recorder import Recorder
 _CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
 _SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *dispatcher.WRAPPING_OPERATORS})
 
+# functorch wraps a wrapped number in a tensor of its own that keeps the mark, and torch, about to hand it to a Python
+# kernel as a plain number, finds no number in it.
+_NUMBER_UNDER_GRAD = (
+    "dispatcher_trace cannot follow {operator} with a Python number as an operand under torch.func.grad or jvp: torch "
+    "cannot hand such a number to a Python kernel. Write the number as a tensor of the operand's dtype."
+)
+
 _active = threading.Lock()
 
 
@@ -125,6 +132,8 @@ class Shims:
                     result = self._wrapped(result)
             except BaseException as raised:
                 error = raised
+                if key.startswith("FuncTorch") and "Cannot access data pointer" in str(raised):
+                    raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator)) from raised
                 raise
             finally:
                 recorder.leave(hop, result, args, error)

@@ -109,7 +109,7 @@ def record(shims: Shims, *, kernels: bool | None = None) -> Iterator[Trace]:
 def trace(*, scope: keys.Scope = "all", kernels: bool | None = None) -> Iterator[Trace]:
     """Record every hop through the dispatcher that the code of the block causes, on any thread.
 
-    Installing takes two seconds (half a second with ``scope="core"``); a hop costs tens of microseconds. Results
+    Installing takes three seconds (one with ``scope="core"``); a hop costs tens of microseconds. Results
     are bit-equal to those without, and the dispatch tables are what they were when the block ends, however it ends.
 
     Args:
