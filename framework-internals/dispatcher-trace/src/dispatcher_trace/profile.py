@@ -111,7 +111,7 @@ def tie(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequenc
     """
     operators = _operator_events(events)
     by_number = {call.hops[0].number: call for top in calls for call in top.walk()}
-    call_of_event: dict[int, Call] = {}
+    call_of_event: dict[int | None, Call] = {}
     for thread in {raw.native_thread for raw in raws}:
         ours = [raw for raw in raws if raw.native_thread == thread]
         theirs = [event for event in operators if event["tid"] == thread]
