@@ -218,6 +218,18 @@ def test_float16_skips_an_overflowing_step_and_goes_on(small):
     assert step.scaler.get_scale() == 2.0**39
 
 
+def test_float16_gradients_are_clipped_at_their_own_scale(small):
+    norms = {}
+    for dtype in ("float32", "float16"):
+        model = GPT(small)
+        config = dataclasses.replace(SHORT, dtype=dtype)
+        step = make_train_step(model, make_optimizer(model, config), config)
+        step(*tokens(4))
+        norms[dtype] = step.gradient_norm.item()
+    # Not 65536 times as large; a float16 product of 192 terms is off by at most 192·2⁻¹¹, and by √192 of it at random.
+    assert norms["float16"] == pytest.approx(norms["float32"], rel=math.sqrt(192) * 2**-11)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_low_precision_trains_near_the_full_one(small, dtype):
     losses = {}
