@@ -40,12 +40,16 @@ using custom_ops::Operands;
 // Elements that are worth a thread of their own: what PyTorch's element-wise operators use.
 constexpr int64_t kGrain = 32768;
 
+std::string dtype_name(const at::Tensor& tensor) {
+  return std::string("torch.").append(c10::getDtypeNames(tensor.scalar_type()).first);
+}
+
 // The wording is that of the fake kernels in custom_ops/checks.py: a test holds them together.
 void check(const char* op, const char* first, const at::Tensor& x, const at::Tensor& b) {
   TORCH_CHECK_VALUE(b.device() == x.device(), op, ": argument 'b': expected device ", x.device(), " like '", first,
                     "', got ", b.device(), " (move it there with .to())");
-  TORCH_CHECK_TYPE(b.scalar_type() == x.scalar_type(), op, ": argument 'b': expected dtype ", x.scalar_type(), " like '",
-                   first, "', got ", b.scalar_type(), " (dtypes are not promoted; use .to())");
+  TORCH_CHECK_TYPE(b.scalar_type() == x.scalar_type(), op, ": argument 'b': expected dtype ", dtype_name(x), " like '",
+                   first, "', got ", dtype_name(b), " (dtypes are not promoted; use .to())");
   TORCH_CHECK_VALUE(b.sizes() == x.sizes(), op, ": argument 'b': expected shape ", x.sizes(), " like '", first,
                     "', got ", b.sizes(), " (shapes are not broadcast; use .expand())");
 }
@@ -57,8 +61,8 @@ Dtype kernel_dtype(const char* op, const char* first, const at::Tensor& x) {
     case at::kHalf: return Dtype::kFloat16;
     case at::kBFloat16: return Dtype::kBFloat16;
     default:
-      TORCH_CHECK_TYPE(false, op, ": argument '", first, "': expected dtype Float, Double, Half or BFloat16, got ",
-                       x.scalar_type());
+      TORCH_CHECK_TYPE(false, op, ": argument '", first, "': expected dtype torch.float32, torch.float64, torch.float16 or ",
+                       "torch.bfloat16, got ", dtype_name(x));
   }
 }
 
