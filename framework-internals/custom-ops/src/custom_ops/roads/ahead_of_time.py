@@ -74,9 +74,7 @@ def build_wheel(out: Path) -> Path:
             "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(wheels), str(source),
         ]  # fmt: skip
         path = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"  # a venv need not be activated
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path}
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path})
         built = list(wheels.glob("*.whl"))
         if answer.returncode != 0 or len(built) != 1:
             log = out / "build.log"

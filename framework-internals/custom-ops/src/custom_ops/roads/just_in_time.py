@@ -1,4 +1,4 @@
-"""Road A: pybind11, compiled on the machine of the user at the first call, through ``torch.utils.cpp_extension.load``."""
+"""Road A: pybind11, compiled at the first call on the user's machine, through ``torch.utils.cpp_extension.load``."""
 
 from __future__ import annotations
 
