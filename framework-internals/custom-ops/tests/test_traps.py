@@ -23,22 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_no_cxx_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert "apt-get install g++" in (just_in_time.missing() or "")
+    monkeypatch.setattr(just_in_time, "NAME", "not_loaded_before")  # a module that is loaded needs no compiler any more
     for build in (just_in_time.load, lambda: ahead_of_time.build_wheel(tmp_path)):
-        just_in_time_cache_bypass()
         with pytest.raises(native_build.BuildError, match=r"no C\+\+ compiler 'no-such-compiler'.*or set CXX"):
             build()
 
 
-def just_in_time_cache_bypass() -> None:
-    """A module that this process has loaded is not looked for again; forget it."""
-    from native_build import extension
-
-    extension._load.cache_clear()
-
-
 def test_no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(native_build.BuildError, match="no nvcc .*set CUDA_HOME"):
+    with pytest.raises(native_build.BuildError, match=r"no nvcc .*set CUDA_HOME"):
         native_build.compile_cuda(SOURCES / "cuda.cu", "sm_90")
 
 
@@ -104,16 +97,15 @@ def test_wheel_of_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
         ahead_of_time.load()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_second_openmp_runtime() -> None:
-    builds.extension().vector_add(torch.ones(200_000), torch.ones(200_000))
-    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libgomp" in line}
-    assert len(loaded) <= 1, loaded
-    needed = subprocess.run(["ldd", builds.extension().__file__], capture_output=True, text=True, check=False).stdout
-    direct = subprocess.run(
-        ["readelf", "-d", builds.extension().__file__], capture_output=True, text=True, check=False
-    ).stdout
-    assert "gomp" not in direct, needed
+    module = builds.extension()
+    module.vector_add(torch.ones(200_000), torch.ones(200_000))
+    maps = Path("/proc/self/maps").read_text()
+    assert len({line.split()[-1] for line in maps.splitlines() if "libgomp" in line}) <= 1
+    # Nor does the file ask for one: the names that torch's own runtime answers to stay open.
+    names = Path(module.__file__).read_bytes()
+    assert b"GOMP_parallel" in names
+    assert b"libgomp" not in names
 
 
 def test_trap_log_and_tests_name_each_other() -> None:

@@ -64,8 +64,8 @@ def test_any_shape_offset_and_stride(
     a = torch.randn(count + first, generator=generator).to(dtype)[first:].view(shape)
     b = torch.randn(count + second, generator=generator).to(dtype)[second:].view(shape)
     if reverse:
-        a = a.permute(*reversed(range(a.dim())))
-        b = b.permute(*reversed(range(b.dim()))).contiguous()
+        a = a.permute(tuple(reversed(range(a.dim()))))
+        b = b.permute(tuple(reversed(range(b.dim())))).contiguous()
     wide = {"vector_add": 1.0, "axpb": ALPHA}[operator] * a.double() + b.double()
     result = OPERATORS[operator](a, b)
     assert result.is_contiguous()

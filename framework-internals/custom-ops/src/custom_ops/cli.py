@@ -106,4 +106,4 @@ def bench(
         for record in records:
             figures = (numbers.quantity(record[name]) for name in ("time", "rate", "speedup"))
             table.add_row(str(record.labels["form"]), *figures)
-        Console().print(table)
+        Console(width=max(Console().width, 110)).print(table)
