@@ -30,6 +30,7 @@ class FakeClock:
         self.noise = noise
         self.random = np.random.default_rng(seed)
         monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing.gc, "collect", lambda: 0)  # real time, hundreds of times
 
     def workload(self, seconds: float):
         def run() -> None:
@@ -41,8 +42,9 @@ class FakeClock:
 
 def test_a_workload_of_known_cost_takes_that_long():
     found = measure(burn(2e-3), seconds=0.1)
-    assert 2e-3 <= found.median <= 2.5e-3  # 0.5 ms: a clock read and a descheduling on a busy machine
-    assert found.p20 <= found.median <= found.p80
+    # A busy machine prolongs some samples, never all: the shortest is the workload and the clock's own cost.
+    assert 2e-3 <= min(found.samples) <= 2.2e-3
+    assert min(found.samples) <= found.p20 <= found.median <= found.p80
     assert found.method == "wall-clock"
     assert found.calls_per_sample == 1
 
@@ -147,8 +149,8 @@ class TestOnAGpu:
 
         x = torch.rand(1 << 28, device="cuda")
         out = torch.empty_like(x)
-        graph = measure(lambda: out.copy_(x), device="cuda", seconds=0.3)
-        events = measure(lambda: out.copy_(x), device="cuda", clock="cuda-events", seconds=0.3)
+        graph = measure(lambda: torch.neg(x, out=out), device="cuda", seconds=0.3)
+        events = measure(lambda: torch.neg(x, out=out), device="cuda", clock="cuda-events", seconds=0.3)
         assert (graph.method, events.method) == ("cuda-graph", "cuda-events")
         assert graph.median == pytest.approx(events.median, rel=0.1)
         tiny = torch.rand(8, device="cuda")
@@ -166,7 +168,20 @@ class TestOnAGpu:
         assert found.note.startswith("no CUDA graph:")
         with pytest.raises(RuntimeError):
             measure(lambda: x.sum().item(), device="cuda", clock="cuda-graph")
-        assert torch.equal(x + 1, x + 1)  # the device still works after the failed captures
+        assert torch.rand(8, device="cuda").isfinite().all()  # nor does a failed capture leave the generator unusable
+
+    def test_a_backward_pass_is_captured_on_a_stream_of_its_own(self):
+        import torch
+
+        from benchkit.timing import capturable_stream
+
+        before = torch.cuda.get_rng_state()
+        with capturable_stream("cuda"):
+            x = torch.rand(1 << 20, device="cuda", requires_grad=True)
+            y = x.exp()
+            found = measure(lambda: torch.autograd.grad(y, x, y, retain_graph=True), device="cuda", rounds=8)
+        assert (found.method, found.note) == ("cuda-graph", "")
+        assert not torch.equal(torch.cuda.get_rng_state(), before)  # torch.rand moved it: the state is the user's own
 
     def test_the_sets_of_inputs_are_larger_than_the_cache(self):
         import torch

@@ -55,6 +55,8 @@ def test_the_error_begins_with_the_compilers_first_complaint_and_names_the_log(s
         native_build.load_extension("broken_module", [source])
     assert "\n" not in str(caught.value)
     assert "build.log" in str(caught.value)
+    with pytest.raises(native_build.BuildError, match=r"cannot build broken_module: .*undefined_name"):
+        native_build.load_extension("broken_module", [source])  # a second try says the same
 
 
 def test_a_missing_compiler_is_one_line_with_the_remedy(source, monkeypatch):
