@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from custom_ops.cli import app
+from custom_ops.roads.module import NAME
 
 ROOT = Path(__file__).resolve().parents[1]
 runner = CliRunner()
@@ -36,10 +37,12 @@ def test_build_just_in_time_names_the_library() -> None:
 
 
 @pytest.mark.slow
-def test_build_ahead_of_time_names_the_wheel(tmp_path: Path) -> None:
+def test_build_ahead_of_time_leaves_a_wheel_that_has_been_loaded(tmp_path: Path) -> None:
     result = runner.invoke(app, ["build", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert Path(result.output.split("\n")[0]).exists()
+    wheel = Path(result.output.split("\n")[0])
+    assert wheel.name.startswith(NAME)
+    assert list(tmp_path.iterdir()) == [wheel]
     assert "pip install" in result.output
 
 

@@ -10,7 +10,7 @@ import torch
 import custom_ops
 import native_build
 from custom_ops import builds, measure
-from custom_ops.roads import ahead_of_time, just_in_time
+from custom_ops.roads import just_in_time
 from custom_ops.roads.module import NAME
 from custom_ops.roads.wrappers import SHIPPED, wrappers
 
@@ -77,13 +77,3 @@ def test_no_open_road_names_both_remedies(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(native_build.BuildError, match=r"ahead-of-time: no module .*; just-in-time: no compiler"):
         builds.extension()
     assert builds.build_info().road is None
-
-
-@pytest.mark.slow
-def test_wheel_builds_loads_and_adds(tmp_path: Path) -> None:
-    wheel = ahead_of_time.build_wheel(tmp_path)
-    assert wheel.name.startswith(f"{NAME}-")
-    seconds, size = measure.load_wheel_apart(wheel)
-    assert seconds > 0
-    assert size.value > 10_000
-    assert [path.name for path in tmp_path.iterdir()] == [wheel.name]

@@ -11,18 +11,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import custom_ops
 from custom_ops.builds import extension
 from custom_ops.checks import DTYPES
-from custom_ops.measure import ALPHA, hard_operands, largest_error
+from custom_ops.measure import ALPHA, differing, hard_operands, largest_error
 
 OPERATORS = {"vector_add": custom_ops.vector_add, "axpb": lambda x, b: custom_ops.axpb(x, b, ALPHA)}
 
 
 def equal_bits(result: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal up to the payload of a NaN; zeros of different sign differ."""
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
-    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[result.element_size()]
-    same = result.contiguous().view(integer) == expected.contiguous().view(integer)
-    return bool((same | (result.isnan() & expected.isnan())).all())
+    return differing(result, expected) == 0
+
+
+def test_a_zero_of_the_other_sign_differs_and_a_nan_does_not() -> None:
+    nan = float("nan")
+    assert differing(torch.tensor([0.0, nan, 1.0]), torch.tensor([-0.0, -nan, 1.0])) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -116,6 +118,7 @@ def test_opcheck(device: str, layout: str) -> None:
     torch.library.opcheck(torch.ops.custom_ops.axpb.default, (a, b, ALPHA))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when Inductor is imported
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_public_functions_compile_whole_with_dynamic_shapes(device: str, backend: str) -> None:
     def function(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

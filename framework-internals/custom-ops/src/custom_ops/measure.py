@@ -58,41 +58,42 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def build_seconds() -> Iterator[Record]:
-    """Build by every road from nothing, in folders of its own: records ``build``, label ``road``.
+def build_just_in_time() -> Record:
+    """Build by road A into an empty cache, and load from it: a record ``build``, label ``road``.
 
-    Yields:
-        The values ``build``, ``load`` (in a fresh process that finds the result, without importing torch), ``library``
-        (bytes of the shared library); for the wheel also its size and, as data, its file name.
+    Returns:
+        The values ``build``, ``load`` (in a fresh process that finds the result, without importing torch) and
+        ``library`` (bytes of the shared library).
 
     Raises:
         native_build.BuildError: when a compiler is missing or fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        caches = {"FRAMEWORK_INTERNALS_BUILD_DIR": folder}
-        cold, library = _load_in_fresh_process("just_in_time", caches)
-        cached, _ = _load_in_fresh_process("just_in_time", caches)
-        yield Record(
-            "build",
-            {"road": "just-in-time"},
-            {"build": Quantity(cold, "s"), "load": Quantity(cached, "s"), "library": _size(library)},
-        )
+        cache = {"FRAMEWORK_INTERNALS_BUILD_DIR": folder}
+        cold, library = _load_in_fresh_process("just_in_time", cache)
+        cached, _ = _load_in_fresh_process("just_in_time", cache)
+        values = {"build": Quantity(cold, "s"), "load": Quantity(cached, "s"), "library": _size(library)}
+    return Record("build", {"road": "just-in-time"}, values)
+
+
+def build_ahead_of_time() -> Record:
+    """Build by road B, and load the wheel's module: as :func:`build_just_in_time`, with the wheel's size and name.
+
+    Raises:
+        native_build.BuildError: when a compiler is missing or fails.
+    """
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         wheel = ahead_of_time.build_wheel(Path(folder))
         seconds = time.perf_counter() - start
         loading, size = load_wheel_apart(wheel)
-        yield Record(
-            "build",
-            {"road": "ahead-of-time"},
-            {
-                "build": Quantity(seconds, "s"),
-                "load": Quantity(loading, "s"),
-                "library": size,
-                "wheel": _size(wheel),
-            },
-            data={"wheel": wheel.name},
-        )
+        values = {
+            "build": Quantity(seconds, "s"),
+            "load": Quantity(loading, "s"),
+            "library": size,
+            "wheel": _size(wheel),
+        }
+    return Record("build", {"road": "ahead-of-time"}, values, data={"wheel": wheel.name})
 
 
 def load_wheel_apart(wheel: Path) -> tuple[float, Quantity]:
@@ -124,7 +125,8 @@ def _load_in_fresh_process(road: str, environment: dict[str, str], *first_on_pat
         env={**os.environ, **environment, "PYTHONPATH": path},
     )
     if answer.returncode != 0:
-        raise native_build.BuildError(f"{NAME} does not load in a fresh process: {answer.stderr.strip()}")
+        last = (answer.stderr.strip() or "no output").splitlines()[-1]
+        raise native_build.BuildError(f"{NAME} does not load in a fresh process: {last}")
     seconds, file = json.loads(answer.stdout.splitlines()[-1])
     return seconds, Path(file)
 
@@ -340,8 +342,7 @@ def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> It
         dtypes: of the tensors.
 
     Yields:
-        Labels ``op`` and ``dtype``; values ``elements``, ``differing`` (from torch's result, two NaNs counting as
-        equal), and the largest errors ``error`` and ``torch_error`` in units in the last place of the exact result.
+        Labels ``op`` and ``dtype``; values ``elements``, ``differing`` (from torch's result, see :func:`differing`), and the largest errors ``error`` and ``torch_error`` in units in the last place of the exact result.
     """
     for dtype in dtypes:
         a, b = hard_operands(count, dtype, device)
@@ -354,7 +355,7 @@ def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> It
                 {"op": op, "dtype": name_of(dtype)},
                 {
                     "elements": Quantity(count, ""),
-                    "differing": Quantity(int(((ours != theirs) & ~(ours.isnan() & theirs.isnan())).sum()), ""),
+                    "differing": Quantity(differing(ours, theirs), ""),
                     "error": Quantity(largest_error(ours, a, b, alpha), "ulp"),
                     "torch_error": Quantity(largest_error(theirs, a, b, alpha), "ulp"),
                 },
@@ -379,6 +380,13 @@ def hard_operands(count: int, dtype: torch.dtype, device: Device) -> tuple[Tenso
     pairs = torch.cartesian_prod(special, special)[:count]
     a[: len(pairs)], b[: len(pairs)] = pairs.unbind(1)
     return a.to(dtype).to(device), b.to(dtype).to(device)
+
+
+def differing(result: Tensor, other: Tensor) -> int:
+    """How many elements differ in any bit, the sign of a zero included; two NaNs count as equal."""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[result.element_size()]
+    differ = result.contiguous().view(integer) != other.contiguous().view(integer)
+    return int((differ & ~(result.isnan() & other.isnan())).sum())
 
 
 def largest_error(result: Tensor, x: Tensor, b: Tensor, alpha: float) -> float:

@@ -54,13 +54,14 @@ def _finding(results: Results) -> str:
         form: numbers.with_unit(results.one("call", form=form, count=smallest, grad=False)["time"].value, "s")
         for form in ("torch.add", "pybind11 function", SHIPPED)
     }
+    dtypes = len(results.select("correctness", op="vector_add"))
     exact = "bit-equal to torch.add" if _bit_equal(results) else "not bit-equal to torch.add"
     return (
-        f"The kernel is no obstacle, the way to it is: vector_add is {exact} in the dtypes tried and runs at "
+        f"vector_add is {exact} over the {dtypes} dtypes tried and runs at "
         f"{numbers.quantity(top['speedup'])} its speed on {numbers.count(_count(top))} float32 elements "
-        f"({numbers.percent(share, 0)} of the 2-reads-1-write limit), but a call on {smallest} element costs "
+        f"({numbers.percent(share, 0)} of the 2-reads-1-write limit); from Python, a call on {smallest} element costs "
         f"{times['torch.add']} as torch.add, {times['pybind11 function']} as a bare pybind11 function and "
-        f"{times[SHIPPED]} as an operator with autograd registered from Python."
+        f"{times[SHIPPED]} as an operator registered with autograd."
     )
 
 
@@ -220,7 +221,7 @@ def _figures(results: Results) -> list[Figure]:
 
 
 def _bandwidth_figure(results: Results) -> MatplotlibFigure:
-    figure, axes = new_figure(7.5, 4.2)
+    figure, axes = new_figure(7.5, 4.8)
     dtypes = list(dict.fromkeys(record.labels["dtype"] for record in results.select("bandwidth")))
     forms = ("torch.add", "torch.add, out=", OURS)
     for dtype, line in zip(dtypes, ("-", ":"), strict=False):
@@ -247,7 +248,7 @@ def _bandwidth_figure(results: Results) -> MatplotlibFigure:
     axes.set_yscale("log")
     axes.set_xlabel("elements")
     axes.set_ylabel("3 · N · itemsize / time (GB/s)")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=len(dtypes), fontsize=8)
     return figure
 
 
@@ -276,7 +277,7 @@ def _calls_figure(results: Results) -> MatplotlibFigure:
     axes.set_yticks(range(len(forms)), forms)
     axes.invert_yaxis()
     axes.set_xlabel(f"µs a call, {smallest} element")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 

@@ -17,6 +17,7 @@ import torch
 
 from custom_ops.roads.module import NAME, SOURCES, VectorAddModule
 from native_build import BuildError, missing_cxx
+from native_build.extension import first_complaint
 
 _INSTALL = "custom-ops build, then pip install --no-deps --force-reinstall the wheel that it names"
 
@@ -78,6 +79,6 @@ def build_wheel(out: Path) -> Path:
         built = list(wheels.glob("*.whl"))
         if answer.returncode != 0 or len(built) != 1:
             log = out / "build.log"
-            log.write_text(answer.stdout + answer.stderr, encoding="utf-8")
-            raise BuildError(f"pip wheel of {SOURCES.name} failed with status {answer.returncode} (whole log: {log})")
+            log.write_text(f"{answer.stderr}{answer.stdout}\nstatus {answer.returncode}\n", encoding="utf-8")
+            raise BuildError(f"cannot build a wheel of {NAME}: {first_complaint(log.read_text())} (whole log: {log})")
         return Path(shutil.copy2(built[0], out))
