@@ -342,7 +342,8 @@ def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> It
         dtypes: of the tensors.
 
     Yields:
-        Labels ``op`` and ``dtype``; values ``elements``, ``differing`` (from torch's result, see :func:`differing`), and the largest errors ``error`` and ``torch_error`` in units in the last place of the exact result.
+        Labels ``op`` and ``dtype``; values ``elements``, ``differing`` (from torch's result, see :func:`differing`),
+        and the largest errors ``error`` and ``torch_error`` in units in the last place of the exact result.
     """
     for dtype in dtypes:
         a, b = hard_operands(count, dtype, device)
