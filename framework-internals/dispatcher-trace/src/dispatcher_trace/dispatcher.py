@@ -20,6 +20,8 @@ SUPPORTED = "2.10 to 2.15"
 _PRIVATE = (
     "DispatchKey",
     "DispatchKeySet",
+    "DisableTorchFunctionSubclass",
+    "TensorBase",
     "_ForceDispatchKeyGuard",
     "_current_autograd_node",
     "_dispatch_dump_table",
@@ -44,6 +46,7 @@ def missing_apis() -> list[str]:
     """The private names that this package needs and this torch does not have."""
     missing = [f"torch._C.{name}" for name in _PRIVATE if not hasattr(torch._C, name)]
     missing += [] if hasattr(torch._C._profiler, "_RecordFunctionFast") else ["torch._C._profiler._RecordFunctionFast"]
+    missing += [] if hasattr(torch.autograd.graph.Node, "_sequence_nr") else ["torch.autograd.graph.Node._sequence_nr"]
     missing += [] if hasattr(torch._C._autograd, "_profiler_enabled") else ["torch._C._autograd._profiler_enabled"]
     if not missing:
         kernel = kernel_of("aten::add.Tensor", "CPU")
@@ -91,6 +94,24 @@ class Registration:
 
 
 Table = Mapping[str, Registration]
+
+
+def tensor_constructor(name: str) -> Callable[..., Any]:
+    """The method of torch's own tensor base class that makes a tensor of a Python subclass."""
+    constructor: Callable[..., Any] = getattr(torch._C.TensorBase, name)
+    return constructor
+
+
+def without_subclass_code() -> AbstractContextManager[None]:
+    """A context in which reading an attribute of a tensor subclass runs none of the subclass's own code."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
+def sequence_number(node: Any) -> int:
+    """The number that an autograd node got when it was made, in the order of its thread."""
+    number: int = node._sequence_nr()
+    return number
 
 
 def operators() -> list[str]:

@@ -160,7 +160,7 @@ class Recorder:
         return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 1] + "…"
 
     def _tensor(self, tensor: torch.Tensor) -> TensorFact:
-        with torch._C.DisableTorchFunctionSubclass():  # a subclass's attribute access would run the user's code
+        with dispatcher.without_subclass_code():  # a subclass's attribute access would run the user's code
             try:
                 shape = tuple(size if type(size) is int else str(size) for size in tensor.shape)
             except RuntimeError:  # a nested tensor has no single shape
@@ -216,7 +216,7 @@ def _backend(given: Sequence[tuple[str, Any]]) -> str:
 
 
 def _node_name(node: Any) -> str:
-    name, number = node.name().removeprefix("torch::autograd::"), node._sequence_nr()
+    name, number = node.name().removeprefix("torch::autograd::"), dispatcher.sequence_number(node)
     return name if number > _LARGEST_SEQUENCE_NUMBER else f"{name}#{number}"
 
 

@@ -10,9 +10,6 @@ import torch
 
 SCHEMA_VERSION = 1
 
-# Where a fact comes from, weakest first.
-Evidence = Literal["static table", "hop shim", "profiler"]
-
 DTYPE_NAMES = {
     torch.float32: "f32",
     torch.float64: "f64",

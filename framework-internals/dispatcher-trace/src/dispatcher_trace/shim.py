@@ -157,7 +157,7 @@ class Shims:
                         self._register(operator)
 
     def _constructor(self, name: str, operator: str) -> Any:
-        original = getattr(torch._C.TensorBase, name)
+        original = dispatcher.tensor_constructor(name)
 
         def construct(*args: Any, **kwargs: Any) -> Any:
             recorder = self.recorder
