@@ -44,7 +44,8 @@ class GPTConfig:
             )
         if self.head_size % 2:
             raise ValueError(
-                f"rotary positions need an even head size, got n_embd / n_head = {self.n_embd} / {self.n_head} = {self.head_size}"
+                "rotary positions need an even head size, got "
+                f"n_embd / n_head = {self.n_embd} / {self.n_head} = {self.head_size}"
             )
 
     @property
@@ -142,7 +143,8 @@ class TrainConfig:
             raise ValueError(f"min_lr must not exceed lr, got min_lr={self.min_lr} and lr={self.lr}")
         if self.batch_size % self.accumulation:
             raise ValueError(
-                f"batch_size must be a multiple of accumulation, got {self.batch_size} sequences in {self.accumulation} parts"
+                f"batch_size must be a multiple of accumulation, got {self.batch_size} sequences "
+                f"in {self.accumulation} parts"
             )
         if self.dtype not in get_args(Precision):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Precision))}, got {self.dtype!r}")
@@ -161,9 +163,9 @@ class TrainConfig:
             ValueError: for an unknown name.
         """
         if name == "tiny":
-            return cls()
+            return cls(ema_decay=0.95)
         if name == "gpt2-124m":
-            return cls(batch_size=32, lr=6e-4, min_lr=6e-5, dtype="bfloat16", compile=True)
+            return cls(batch_size=32, lr=6e-4, min_lr=6e-5, dtype="bfloat16", ema_decay=0.99, compile=True)
         raise ValueError(f"unknown preset {name!r}; there are {', '.join(get_args(Preset))}")
 
     def as_plain(self) -> dict[str, int | float | bool | str | None]:

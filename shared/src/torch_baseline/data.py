@@ -97,7 +97,7 @@ def require_length(corpus: Corpus, block_size: int) -> None:
 def batch(data: Bytes, seed: int, step: int, batch_size: int, block_size: int) -> tuple[Tokens, Tokens]:
     """Draw the batch of one step: a pure function of its arguments.
 
-    The counter-based generator Philox is started at (seed, step), so any step's batch can be had without the ones before.
+    The counter-based generator Philox starts at (seed, step), so any step's batch can be had without the ones before.
 
     Args:
         data: bytes, at least ``block_size + 1`` of them.
@@ -144,7 +144,7 @@ def validation_batches(data: Bytes, batch_size: int, block_size: int, limit: int
 def unigram_entropy_bits(data: Bytes) -> float:
     """Return the entropy of the byte frequencies, Σ −p log₂ p, in bits per byte.
 
-    No predictor that ignores context does better on this data, so a model that has learned anything about order is below.
+    No predictor that ignores context does better on this data; a model that is below has learned something about order.
     """
     counts = np.bincount(data, minlength=256)
     p = counts[counts > 0] / len(data)

@@ -1,7 +1,7 @@
 """A GPT whose norm, activation and attention can be replaced by an operator of one's own.
 
-Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), an MLP with a biased tanh-GELU,
-causal attention and, by default, a tied embedding.
+Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), an MLP with a biased
+tanh-GELU, causal attention and, by default, a tied embedding.
 
 Shapes: B sequences, T positions, C model width, H heads, D head size (C = H·D), F MLP width (4·C), V vocabulary.
 A name ends in the shape of its tensor: ``x_BTC``. Weights are (out, in), as in ``torch.nn.Linear``.
@@ -90,8 +90,8 @@ class GPT(nn.Module):
             targets_BT: int64, the token that follows each position.
 
         Returns:
-            Logits (B, T, V) in the dtype of the computation; with targets a scalar in nats per token, computed in float32
-            at least.
+            Logits (B, T, V) in the dtype of the computation; with targets a scalar in nats per token, computed in
+            float32 at least.
 
         Raises:
             ValueError: for a sequence longer than ``block_size``.
@@ -120,8 +120,8 @@ class GPT(nn.Module):
         if parameters.keys() != weights.keys():
             missing, unknown = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
             raise ValueError(
-                f"the weights do not fit the model: missing {missing}, unknown {unknown} (a replaced norm must keep its "
-                "one parameter `weight`)"
+                f"the weights do not fit the model: missing {missing}, unknown {unknown} "
+                "(a replaced norm must keep its one parameter `weight`)"
             )
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -261,9 +261,9 @@ def parameter_count(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig) -> int:
     """Return the floating-point operations that one trained token needs: 6·N + 12·L·H·Q·T.
 
-    Chowdhery et al. 2022 (PaLM), appendix B: two operations a parameter forward and four backward, and the two products of
-    attention likewise, without a discount for the causal mask and without recomputation. N leaves out an embedding table
-    that is only looked up; a tied one is counted, since it makes the logits.
+    Chowdhery et al. 2022 (PaLM), appendix B: two operations a parameter forward and four backward, and the two products
+    of attention likewise, without a discount for the causal mask and without recomputation. N leaves out an embedding
+    table that is only looked up; a tied one is counted, since it makes the logits.
 
     Returns:
         FLOP per token, forward and backward, at sequences of ``block_size``.
