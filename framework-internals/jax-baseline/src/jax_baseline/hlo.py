@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 Phase = Literal["forward", "backward", "other"]
 
@@ -150,6 +150,43 @@ class Kernel:
     region: str
 
 
+@dataclass(frozen=True)
+class RegionCount:
+    """Kernels of one part of the model in one phase."""
+
+    region: str
+    phase: Phase
+    kernels: int
+    dots: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """An optimised module in numbers.
+
+    Attributes:
+        kernels: steps of the program that do something.
+        kinds: their number by kind, most frequent first.
+        dots: matrix products, alone or inside fusions; a library call that is one is a kind of its own.
+        collectives: by opcode.
+        donated: arguments whose memory an output takes over.
+        arguments: how many there are.
+        regions: kernels by part of the model.
+    """
+
+    kernels: int
+    kinds: dict[str, int]
+    dots: int
+    collectives: dict[str, int]
+    donated: int
+    arguments: int
+    regions: tuple[RegionCount, ...]
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return asdict(self)
+
+
 def parse(text: str) -> Module:
     """Read the text of an HLO module, as ``compiled.as_text()`` gives it.
 
@@ -215,6 +252,29 @@ def count_by_region(found: list[Kernel]) -> dict[tuple[str, Phase], list[Kernel]
         depth = 2 if parts[0].endswith("*") else 1
         groups.setdefault(("/".join(parts[:depth]), kernel.phase), []).append(kernel)
     return groups
+
+
+def summarise(text: str) -> Summary:
+    """Count what is in the text of an optimised HLO module.
+
+    Raises:
+        ValueError: if it is not one.
+    """
+    module = parse(text)
+    found = kernels(module)
+    kinds = count_by_kind(found)
+    return Summary(
+        kernels=len(found),
+        kinds=dict(sorted(kinds.items(), key=lambda item: (-item[1], item[0]))),
+        dots=sum(kernel.dots for kernel in found),
+        collectives={kind: count for kind, count in kinds.items() if kind in COLLECTIVES},
+        donated=len(module.donated),
+        arguments=module.parameters,
+        regions=tuple(
+            RegionCount(region, phase, len(group), sum(kernel.dots for kernel in group))
+            for (region, phase), group in count_by_region(found).items()
+        ),
+    )
 
 
 def _instruction(name: str, rest: str) -> Instruction:

@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchkit import UserError
 from benchkit.device import Device
 from jax_baseline.model import xla_attention
 from jax_baseline.optim import master_dtype
-from jax_baseline.train import initial_state, make_train_step
+from jax_baseline.train import initial_state, make_train_step, require_jax_device
 from jax_baseline.transfer import from_torch, to_torch
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
@@ -336,21 +335,6 @@ def written_out_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Ten
         later_TS = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=q_BHTD.device).triu(1)
         weights_BHTS = scores_BHTS.masked_fill(later_TS, -math.inf).softmax(-1)
         return weights_BHTS.to(v_BHTD.dtype) @ v_BHTD
-
-
-def require_jax_device(device: Device) -> None:
-    """Check that JAX can use the device.
-
-    Raises:
-        UserError: if not.
-    """
-    try:
-        jax.devices(device)
-    except RuntimeError as error:
-        raise UserError(
-            f"JAX sees no device {device!r} (it has {jax.default_backend()}); for a GPU install jax[cuda13], or use "
-            "--device cpu"
-        ) from error
 
 
 def _relative(expected: Arrays, found: Arrays) -> tuple[float, str]:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from benchkit import UserError
+from benchkit.device import Device
 from jax_baseline.model import Attention, Params, Scalar, TokensBT, loss, xla_attention
 from jax_baseline.optim import compute_dtype, global_norm, make_optimizer, master_dtype
 from jax_baseline.transfer import from_torch
@@ -126,3 +128,18 @@ def make_train_step(
         return TrainState(state.step + 1, params, optimizer_state), metrics
 
     return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+def require_jax_device(device: Device) -> None:
+    """Check that JAX can use the device.
+
+    Raises:
+        UserError: if not.
+    """
+    try:
+        jax.devices(device)
+    except RuntimeError as error:
+        raise UserError(
+            f"JAX sees no device {device!r} (it has {jax.default_backend()}); for a GPU install jax[cuda13], or use "
+            "--device cpu"
+        ) from error
