@@ -58,7 +58,7 @@ def measure_engines(
         RuntimeError: if the first losses differ by more than rounding explains.
     """
     with ExitStack() as stack:
-        # Compile times are those of a first run: torch.compile keeps its results on disk, XLA does not unless it is told to.
+        # Compile times are those of a first run: torch.compile keeps its results on disk, XLA only if it is told to.
         cache = stack.enter_context(TemporaryDirectory())
         environment = {"TORCHINDUCTOR_CACHE_DIR": cache, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if device == "cpu":

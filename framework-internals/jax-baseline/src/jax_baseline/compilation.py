@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +48,13 @@ def compile_step(step: Step, *arguments: Any) -> Compiled:
     marks.append(time.perf_counter())
     compiled = lowered.compile()
     marks.append(time.perf_counter())
+    trace, lower, compile_ = (after - before for before, after in itertools.pairwise(marks))
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
     return Compiled(
         compiled,
-        *(after - before for before, after in zip(marks, marks[1:], strict=False)),
+        trace,
+        lower,
+        compile_,
         text=compiled.as_text(),
         flops=costs.get("flops") if costs else None,
         temporaries=None if memory is None else memory.temp_size_in_bytes,

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from benchkit import UserError
 from benchkit.device import Device
-from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
 
 Framework = Literal["torch", "jax"]
@@ -164,9 +164,7 @@ class JaxEngine:
             jax.config.update("jax_enable_x64", True)  # for the whole process, which is this engine's alone
         self._device = jax.devices(device)[0]
         self._state = jax.device_put(initial_state(model, config), self._device)
-        self._step: Any = make_train_step(
-            model, config, attention=ATTENTIONS[spec.attention], donate=spec.donate
-        )
+        self._step: Any = make_train_step(model, config, attention=ATTENTIONS[spec.attention], donate=spec.donate)
         self._batches = [
             jax.device_put(tuple(part.astype(np.int32) for part in tokens), self._device)
             for tokens in _batches(model, config)
@@ -209,7 +207,7 @@ class JaxEngine:
         return metrics.loss
 
 
-def bench_config(preset: str, *, batch_size: int, dtype: str) -> tuple[GPTConfig, TrainConfig]:
+def bench_config(preset: str, *, batch_size: int, dtype: Precision) -> tuple[GPTConfig, TrainConfig]:
     """Return the shapes and settings that are timed; the learning rate is small, for its schedule is not at work."""
     training = TrainConfig.preset(preset)
     return GPTConfig.preset(preset), replace(
@@ -220,6 +218,4 @@ def bench_config(preset: str, *, batch_size: int, dtype: str) -> tuple[GPTConfig
 def _batches(model: GPTConfig, config: TrainConfig) -> list[tuple[Tokens, Tokens]]:
     corpus = load_corpus(config.data)
     require_length(corpus, model.block_size)
-    return [
-        batch(corpus.train, config.seed, step, config.batch_size, model.block_size) for step in range(_BATCHES)
-    ]
+    return [batch(corpus.train, config.seed, step, config.batch_size, model.block_size) for step in range(_BATCHES)]

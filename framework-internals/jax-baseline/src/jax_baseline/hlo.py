@@ -208,7 +208,9 @@ def parse(text: str) -> Module:
     if not entry or entry not in computations:
         raise ValueError(
             "expected the text of an HLO module with an ENTRY computation (compiled.as_text()), got "
-            f"{text.strip().splitlines()[0][:60]!r}…" if text.strip() else "expected HLO text, got nothing"
+            f"{text.strip().splitlines()[0][:60]!r}…"
+            if text.strip()
+            else "expected HLO text, got nothing"
         )
     return Module(entry, computations, _donated(text.split("\n", 1)[0]))
 
@@ -282,7 +284,9 @@ def _instruction(name: str, rest: str) -> Instruction:
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     match = _OPCODE.match(rest, end)
     if match is None:
-        raise ValueError(f"cannot read the HLO instruction {name!r}: expected an opcode after the shape in {rest[:80]!r}")
+        raise ValueError(
+            f"cannot read the HLO instruction {name!r}: expected an opcode after the shape in {rest[:80]!r}"
+        )
     return Instruction(name, rest[:end], match["opcode"], rest[_closing(rest, match.end() - 1) + 1 :])
 
 

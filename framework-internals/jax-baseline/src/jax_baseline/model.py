@@ -1,11 +1,11 @@
 """The baseline's GPT as a pure function of its parameters.
 
-The mathematics and the precision rules are those of ``torch_baseline.model``: matrices are multiplied in the compute dtype,
-while the residual stream, the norms, the rotary turn, the softmax and the loss are float32 at least.
+The mathematics and the precision rules are those of ``torch_baseline.model``: matrices are multiplied in the compute
+dtype, while the residual stream, the norms, the rotary turn, the softmax and the loss are float32 at least.
 
 Shapes: B sequences, T positions, C model width, H heads, D head size (C = H·D), F MLP width (4·C), V vocabulary.
-A name ends in the shape of its array: ``x_BTC``. Kernels are (in, out), the transposes of torch's weights, and heads stay
-where the product puts them, (B, T, H, D).
+A name ends in the shape of its array: ``x_BTC``. Kernels are (in, out), the transposes of torch's weights, and heads
+stay where the product puts them, (B, T, H, D).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def xla_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> He
 
 
 def cudnn_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> HeadsBTHD:
-    """Return the same by cuDNN's fused kernel: bfloat16 or float16, on a CUDA GPU; another call is an error of JAX's."""
+    """Return the same by cuDNN's fused kernel: bfloat16 or float16, on a CUDA GPU; JAX refuses anything else."""
     return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=True, implementation="cudnn")
 
 

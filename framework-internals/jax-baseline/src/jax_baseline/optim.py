@@ -23,8 +23,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return clipping followed by AdamW (Loshchilov and Hutter 2019) that decays matrices alone.
 
     Args:
-        config: learning rate and its schedule over ``steps``, betas, epsilon, weight decay and clip. An update after the
-            last step would go on at the last step's rate.
+        config: learning rate and its schedule over ``steps``, betas, epsilon, weight decay and clip. An update after
+            the last step would go on at the last step's rate.
     """
     table = np.array([learning_rate(step, config) for step in range(config.steps)])
 

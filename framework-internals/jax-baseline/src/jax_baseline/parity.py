@@ -1,9 +1,9 @@
 """Whether two implementations of a training loop compute the same thing, step by step.
 
-Each implementation is a :class:`Side`: given a batch it takes one optimizer step and says what it saw. A reference and a
-candidate are run over the same batches, and beside them a control: the reference again, with another attention that rounds differently.
-How far the control strays is what rounding alone does to this model at this learning rate in this dtype, and so the
-measure for the candidate: a porting mistake is orders of magnitude above it.
+Each implementation is a :class:`Side`: given a batch it takes one optimizer step and says what it saw. A reference and
+a candidate are run over the same batches, and beside them a control: the reference again, with another attention that
+rounds differently. How far the control strays is what rounding alone does to this model at this learning rate in this
+dtype, and so the measure for the candidate: a porting mistake is orders of magnitude above it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_baseline.model import xla_attention
 from jax_baseline.optim import master_dtype
 from jax_baseline.train import initial_state, make_train_step, require_jax_device
 from jax_baseline.transfer import from_torch, to_torch
-from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
 from torch_baseline.model import GPT, Attention, causal_attention, init_numpy
 from torch_baseline.optim import learning_rate, make_optimizer, set_learning_rate
@@ -40,9 +40,9 @@ QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 # control differs from the reference in fewer places (the products of the linear layers are the same calls).
 TIMES_CONTROL = 3.0
 
-# What one step can cost without any mistake, in units of the dtype's epsilon: for a run so short that the control happens
-# to round as the reference does. A mean over thousands of tokens, a norm over a million gradients, and gradients that
-# pass every product of the model twice; weights move by a share lr of what gradients differ.
+# What one step can cost without any mistake, in units of the dtype's epsilon: for a run so short that the control
+# happens to round as the reference does. A mean over thousands of tokens, a norm over a million gradients, and
+# gradients that pass every product of the model twice; weights move by a share lr of what gradients differ.
 _FLOOR_EPS: Mapping[Quantity, float] = {"loss": 8, "gradient norm": 32, "gradients": 256, "weights": 256}
 
 
@@ -139,14 +139,14 @@ class Comparison:
         return _largest(self.control_deviations, quantity)
 
     def bound(self, quantity: Quantity) -> float:
-        """What the candidate may deviate: three times the control's largest, and at least some units of the dtype."""
+        """What the candidate may deviate: three times the control's largest, at least some epsilons of the dtype."""
         scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
         # bfloat16 rounds the operands of every product; float32 is the precision of what is summed over them.
         floor = _FLOOR_EPS[quantity] * scale * float(jnp.finfo(self.dtype).eps)
         return max(TIMES_CONTROL * self.control_largest(quantity), floor)
 
     def divergence(self) -> Divergence | None:
-        """The first step and quantity over its bound, in the order in which a step computes them; None if all are within.
+        """The first step and quantity over its bound, in the order a step computes them; None if all are within.
 
         A deviation that is not a number is over every bound.
         """
@@ -154,7 +154,9 @@ class Comparison:
             for quantity in QUANTITIES:
                 if not deviation[quantity] <= self.bound(quantity):
                     worst = {"gradients": deviation.worst_gradient, "weights": deviation.worst_weight}
-                    return Divergence(step, quantity, worst.get(quantity, ""), deviation[quantity], self.bound(quantity))
+                    return Divergence(
+                        step, quantity, worst.get(quantity, ""), deviation[quantity], self.bound(quantity)
+                    )
         return None
 
 
@@ -174,7 +176,15 @@ class Setup:
 
     @classmethod
     def preset(
-        cls, name: str, *, steps: int, seed: int, dtype: str, device: Device = "cpu", lr: float = 1e-3
+        cls,
+        name: str,
+        *,
+        steps: int,
+        seed: int,
+        dtype: Precision,
+        device: Device = "cpu",
+        lr: float = 1e-3,
+        batch_size: int | None = None,
     ) -> Setup:
         """Return the setting for a model preset.
 
@@ -184,6 +194,7 @@ class Setup:
             seed: of weights and batches.
             dtype: ``float64``, ``float32`` or ``bfloat16``.
             device: where both sides run.
+            batch_size: sequences a step, by default the preset's.
             lr: highest learning rate. Training multiplies rounding: at the 3e-3 that suits ``tiny`` for learning, torch
                 strays from itself ten times as far as at 1e-3, and a comparison says that much less.
 
@@ -192,8 +203,16 @@ class Setup:
         """
         if dtype not in ("float64", "float32", "bfloat16"):
             raise ValueError(f"dtype must be float64, float32 or bfloat16, got {dtype!r}")
+        training = TrainConfig.preset(name)
         training = replace(
-            TrainConfig.preset(name), steps=steps, seed=seed, dtype=dtype, lr=lr, min_lr=lr / 10, compile=False
+            training,
+            steps=steps,
+            seed=seed,
+            dtype=dtype,
+            lr=lr,
+            min_lr=lr / 10,
+            batch_size=batch_size or training.batch_size,
+            compile=False,
         )
         return cls(GPTConfig.preset(name), training, device)
 
@@ -305,8 +324,8 @@ def compare(
         losses.append((expected.loss, found.loss, calibration.loss))
         deviations.append(deviation(expected, found))
         control_deviations.append(deviation(expected, calibration))
-    by_side = tuple(zip(*losses, strict=True))
-    return Comparison(dtype, *by_side, tuple(deviations), tuple(control_deviations))
+    by_side = [tuple(side) for side in zip(*losses, strict=True)]
+    return Comparison(dtype, by_side[0], by_side[1], by_side[2], tuple(deviations), tuple(control_deviations))
 
 
 def deviation(expected: Observation, found: Observation) -> Deviation:

@@ -28,7 +28,7 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step tells about the weights it started from: the loss in nats per token, and the gradients before clipping."""
+    """What a step tells of the weights it started from: the loss in nats per token, and gradients before clipping."""
 
     loss: Scalar
     gradient_norm: Scalar
@@ -56,7 +56,7 @@ def make_gradient(
 ) -> Callable[[Params, TokensBT, TokensBT], tuple[Scalar, Params]]:
     """Return the function (parameters, tokens, targets) → (loss, gradients), not yet compiled.
 
-    With ``config.accumulation`` over 1 the batch is taken in that many parts, one after another in a loop, and the parts'
+    With ``config.accumulation`` over 1 the batch is taken in that many parts, one after another in a loop, and their
     losses and gradients are averaged: the memory of one part's activations, the mathematics of the whole batch.
 
     Args:
@@ -80,7 +80,9 @@ def make_gradient(
             if parts == 1:
                 return value_and_grad(params, tokens_BT, targets_BT)
 
-            def add(total: tuple[Scalar, Params], part: tuple[TokensBT, TokensBT]) -> tuple[tuple[Scalar, Params], None]:
+            def add(
+                total: tuple[Scalar, Params], part: tuple[TokensBT, TokensBT]
+            ) -> tuple[tuple[Scalar, Params], None]:
                 found = value_and_grad(params, *part)
                 return jax.tree.map(lambda a, b: a + b / parts, total, found), None
 

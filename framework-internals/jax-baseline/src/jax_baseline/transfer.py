@@ -1,7 +1,7 @@
 """Weights from torch to JAX and back: which parameter goes where, and which way round.
 
-The map is one value, a :class:`jax_baseline.model.Params` whose leaves say where the weight comes from. Whatever has the
-structure of the parameters travels by it: weights, gradients, Adam's moments.
+The map is one value, a :class:`jax_baseline.model.Params` whose leaves say where the weight comes from. Whatever has
+the structure of the parameters travels by it: weights, gradients, Adam's moments.
 """
 
 from __future__ import annotations

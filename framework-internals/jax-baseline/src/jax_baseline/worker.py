@@ -1,11 +1,12 @@
 """A child process that holds one object and calls its methods on request.
 
-Engines that are timed against one another live in processes of their own: each has its allocator, its thread pools and its
-configuration to itself, while the parent lets them run one at a time. Requests and answers are lines of JSON.
+Engines that are timed against one another live in processes of their own: each has its allocator, its thread pools and
+its configuration to itself, while the parent lets them run one at a time. Requests and answers are lines of JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -38,7 +39,7 @@ class Worker:
     def __init__(
         self, factory: str, arguments: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
     ) -> None:
-        # Whatever made this process find its packages (an editable install, PYTHONPATH, a test runner) holds for the child.
+        # Whatever lets this process find its packages (editable installs, PYTHONPATH, a test runner) holds for the child.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
@@ -49,6 +50,9 @@ class Worker:
             text=True,
             env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         try:
             self._ask(arguments)
         except BaseException:
@@ -74,25 +78,21 @@ class Worker:
 
     def close(self) -> None:
         """End the child."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.close()
-        except BrokenPipeError:
-            pass  # it died with a request unread; wait() below collects it
+        with contextlib.suppress(BrokenPipeError):  # it died with a request unread; wait() below collects it
+            self._requests.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
         self._errors.close()
 
     def _ask(self, request: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            answer = self._answers.readline()
         except BrokenPipeError:
             answer = ""
         if not answer:
@@ -111,33 +111,25 @@ class Worker:
 
 def serve(factory: str) -> None:
     """Be the child: make the object from the first line, then answer one call a line until the input ends."""
+    module, _, function = factory.partition(":")
     # Answers have a channel of their own: what a library prints must not get between them.
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)
-
-        def respond(action: Any) -> Any:
-            value = None
+        served: Any = None
+        for line in sys.stdin:
+            request = json.loads(line)
             try:
-                value = action()
-                answer = ["value", None if action is make else value]
+                if served is None:
+                    served = getattr(importlib.import_module(module), function)(**request)
+                    answer = ["value", None]
+                else:
+                    answer = ["value", getattr(served, request["method"])(**request["arguments"])]
             except UserError as error:
                 answer = ["user error", str(error)]
-            except Exception:
+            except Exception:  # whatever it is, the parent raises it with this traceback
                 answer = ["error", traceback.format_exc()]
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
-            return value
-
-        arguments = json.loads(sys.stdin.readline())
-
-        def make() -> Any:
-            module, _, function = factory.partition(":")
-            return getattr(importlib.import_module(module), function)(**arguments)
-
-        served = respond(make)
-        for line in sys.stdin:
-            request = json.loads(line)
-            respond(lambda request=request: getattr(served, request["method"])(**request["arguments"]))
 
 
 if __name__ == "__main__":
