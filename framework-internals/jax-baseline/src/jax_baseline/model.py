@@ -160,13 +160,23 @@ def _block(
     with jax.named_scope("mlp"):
         h_BTC = _rms_norm(x_BTC, block.mlp_norm, config.norm_eps)
         h_BTF = _linear(h_BTC, block.up, compute)
-        h_BTF = jax.nn.gelu(h_BTF + block.bias.astype(h_BTF.dtype), approximate=True)
+        h_BTF = jax.nn.gelu(_add_bias(h_BTF, block.bias), approximate=True)
         return x_BTC + _linear(h_BTF, block.down, compute)
 
 
 def _linear(x: Array, kernel: Array, compute: DTypeLike) -> Array:
     """The product in the compute dtype; what autocast does to ``torch.nn.functional.linear``."""
     return x.astype(compute) @ kernel.astype(compute)
+
+
+def _add_bias(x_BTF: Array, bias_F: Array) -> Array:
+    """x + bias, both in the dtype of x, taken in float32 at least and rounded once.
+
+    The sum is the same as in the dtype of x itself. Its gradient is not: the bias's is a sum over all B·T positions, which
+    torch keeps in float32 until the end and XLA would keep in bfloat16.
+    """
+    wide = jnp.promote_types(x_BTF.dtype, jnp.float32)
+    return (x_BTF.astype(wide) + bias_F.astype(x_BTF.dtype).astype(wide)).astype(x_BTF.dtype)
 
 
 def _rms_norm(x_BTC: HiddenBTC, weight_C: Array, eps: float) -> HiddenBTC:

@@ -141,8 +141,9 @@ class Comparison:
     def bound(self, quantity: Quantity) -> float:
         """What the candidate may deviate: three times the control's largest, at least some epsilons of the dtype."""
         scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
-        # bfloat16 rounds the operands of every product; float32 is the precision of what is summed over them.
-        floor = _FLOOR_EPS[quantity] * scale * float(jnp.finfo(self.dtype).eps)
+        # bfloat16 rounds so much that no control equals its reference: the floor is that of the float32 sums in it.
+        eps = float(jnp.finfo("float64" if self.dtype == "float64" else "float32").eps)
+        floor = _FLOOR_EPS[quantity] * scale * eps
         return max(TIMES_CONTROL * self.control_largest(quantity), floor)
 
     def divergence(self) -> Divergence | None:

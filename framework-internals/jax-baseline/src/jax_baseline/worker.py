@@ -39,7 +39,7 @@ class Worker:
     def __init__(
         self, factory: str, arguments: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
     ) -> None:
-        # Whatever lets this process find its packages (editable installs, PYTHONPATH, a test runner) holds for the child.
+        # What lets this process find its packages (editable installs, PYTHONPATH, a test runner) holds for the child.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the child
         self._process = subprocess.Popen(
