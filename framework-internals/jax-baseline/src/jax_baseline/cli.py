@@ -47,7 +47,7 @@ def train(
     data: Annotated[Path | None, typer.Option(help="text to train on [default: the one CPython carries]")] = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Train; prints the loss as it falls, and the validation beside the unigram entropy of the text."""
+    """Train, without averaging weights; prints the loss, and the validation beside the unigram entropy of the text."""
     from jax_baseline.loop import NonFiniteError, StepLog, run
 
     with _user_errors():
@@ -60,6 +60,7 @@ def train(
             accumulation=accumulation,
             data=data,
             compile=False,
+            ema_decay=0.0,  # the presets of torch's loop average the weights; this loop does not yet
         )
     every = max(config.steps // 20, 1)
 

@@ -170,10 +170,10 @@ def _linear(x: Array, kernel: Array, compute: DTypeLike) -> Array:
 
 
 def _add_bias(x_BTF: Array, bias_F: Array) -> Array:
-    """x + bias, both in the dtype of x, taken in float32 at least and rounded once.
+    """X + bias, both in the dtype of x, taken in float32 at least and rounded once.
 
-    The sum is the same as in the dtype of x itself. Its gradient is not: the bias's is a sum over all B·T positions, which
-    torch keeps in float32 until the end and XLA would keep in bfloat16.
+    The sum is the same as in the dtype of x itself. The gradient is not: the bias's is a sum over all B·T positions,
+    which torch keeps in float32 until the end and XLA would keep in bfloat16.
     """
     wide = jnp.promote_types(x_BTF.dtype, jnp.float32)
     return (x_BTF.astype(wide) + bias_F.astype(x_BTF.dtype).astype(wide)).astype(x_BTF.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
 from jax_baseline.model import Block, Params
+from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import parameter_shapes
 
@@ -121,6 +123,24 @@ def to_torch(params: Params, config: GPTConfig) -> dict[str, NDArray]:
         # A copy again: the buffer behind np.asarray(array) is given away by the next donating step.
         weights[source.torch_name] = np.array(array.T if source.transposed else array)
     return weights
+
+
+def open_torch_checkpoint(path: Path, dtype: DTypeLike = jnp.float32) -> tuple[GPTConfig, Params]:
+    """Read the weights of a checkpoint that ``torch_baseline`` wrote.
+
+    Args:
+        path: ``last.pt`` or ``best.pt`` in the folder of a run.
+        dtype: of the arrays.
+
+    Returns:
+        The shape of the model, and its parameters.
+
+    Raises:
+        UserError: if there is no such file or it is damaged.
+    """
+    saved = checkpoints.load(path)
+    config = GPTConfig(**saved.model_config)
+    return config, from_torch({name: weight.numpy() for name, weight in saved.model.items()}, config, dtype)
 
 
 def require_x64_for(dtype: DTypeLike) -> None:
