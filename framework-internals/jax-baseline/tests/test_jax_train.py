@@ -17,9 +17,9 @@ from jax_baseline.transfer import from_torch
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, init_numpy
 
-SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12)
+SMALL = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=12)
 SHAPES = {
-    "small": SMALL,
+    "two blocks": replace(SMALL, n_layer=2),
     "odd heads, untied": GPTConfig(
         vocab_size=300, n_layer=1, n_head=3, n_embd=30, block_size=12, tie_embeddings=False, rope_base=500.0
     ),
@@ -75,7 +75,7 @@ def test_parity_holds(dtype, ceiling):
 
 def test_parity_in_bfloat16_is_that_of_torch_with_itself():
     found = parity.run(parity.Setup(SMALL, replace(TRAINING, dtype="bfloat16")))
-    assert found.largest("loss") <= parity.TIMES_CONTROL * found.control_largest("loss")
+    assert found.largest("loss") <= parity.TIMES_CONTROL["bfloat16"] * found.control_largest("loss")
     assert found.control_largest("loss") < 1e-2
 
 
@@ -84,7 +84,7 @@ def test_parity_in_bfloat16_is_that_of_torch_with_itself():
     [
         ({"beta2": 0.999}, "weights", 1),
         ({"weight_decay": 0.0}, "weights", 0),
-        ({"clip": 0.0}, "weights", 1),
+        ({"clip": 0.0}, "weights", 0),
         ({"warmup": 1}, "weights", 0),
     ],
 )
@@ -183,7 +183,7 @@ def test_the_loop_learns_and_names_a_step_that_is_not_finite():
     logs = []
     summary = loop.run(SMALL, config, report=logs.append)
     assert [log.step for log in logs] == list(range(1, 21))
-    assert logs[-1].loss < logs[0].loss - 0.5
+    assert logs[-1].loss < logs[0].loss - 0.3
     assert summary.bits < 8
     with pytest.raises(loop.NonFiniteError, match="step 2: the loss is"):
         loop.run(SMALL, replace(config, lr=1e30, min_lr=1e30, warmup=0, clip=0.0))

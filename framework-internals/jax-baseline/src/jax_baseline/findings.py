@@ -21,11 +21,11 @@ def finding(results: Results) -> str:
     parts = []
     if parities := results.select("parity"):
         within = [record for record in parities if record.data["divergence"] is None]
-        steps = len(parities[0].data["torch"])
         shown = next((record for record in parities if record.labels["dtype"] == "float32"), parities[0])
         parts.append(
-            f"over {steps} steps from the same weights JAX stays within its bounds of torch in {len(within)} of "
-            f"{len(parities)} dtypes (largest loss difference in {shown.labels['dtype']} "
+            f"from the same weights JAX stays within its bounds of torch in {len(within)} of "
+            f"{len(parities)} dtypes (largest loss difference over {shown.labels['steps']} "
+            f"steps in {shown.labels['dtype']} "
             f"{numbers.error_size(shown['loss, jax'].value)} nats; torch with another attention is "
             f"{numbers.error_size(shown['loss, control'].value)} from itself)"
         )
@@ -46,6 +46,9 @@ def context(results: Results) -> dict[str, Any]:
     return {
         "parity": results.configuration["parity"],
         "bench": results.configuration["bench"],
+        "times_control": {
+            record.labels["dtype"]: numbers.count(record["times control"].value) for record in results.select("parity")
+        },
         "parity_rows": [_parity_row(record) for record in results.select("parity")],
         "divergences": [
             (record.labels["dtype"], record.data["divergence"])
@@ -74,8 +77,8 @@ def figures(results: Results) -> Sequence[Figure]:
         found.append(
             Figure(
                 "differences",
-                "How far JAX's loss is from torch's at each step (markers), and how far torch is from itself when its "
-                "attention is written out (thin lines); dashed: the bound. Each dtype has its own level of rounding; "
+                "How far JAX's loss is from torch's at each step (filled), and how far torch is from itself when its "
+                "attention is written out (hollow); dashed: the bound for JAX. Each dtype has its own level of rounding; "
                 "steps at which the losses are equal to the last bit have no marker.",
                 lambda: _draw_differences(results.select("parity")),
             )
@@ -112,8 +115,7 @@ def _parity_row(record: Record) -> list[str]:
         return f"{numbers.error_size(jax)} / {numbers.error_size(control)} ≤ {numbers.error_size(bound)}"
 
     verdict = "outside" if record.data["divergence"] else "within"
-    batch = f"{record.labels['batch_size']}"
-    return [str(record.labels["dtype"]), batch, *map(cell, _QUANTITIES), verdict]
+    return [*(str(record.labels[key]) for key in ("dtype", "steps", "batch_size")), *map(cell, _QUANTITIES), verdict]
 
 
 def _first_losses(results: Results) -> list[list[str]]:
@@ -216,17 +218,17 @@ def _draw_differences(records: Sequence[Record]) -> MatplotlibFigure:
     for index, record in enumerate(records):
         torch, jax, control = (np.array(record.data[side]) for side in ("torch", "jax", "control"))
         steps, colour = np.arange(len(torch)), COLOURS[(0, 5, 2)[index % 3]]
-        for losses, style in (
-            (jax, {"marker": MARKERS[index], "linestyle": "none", "markersize": 4}),
-            (control, {"linewidth": 0.8}),
-        ):
+        for losses, side, fill in ((jax, "JAX", colour), (control, "torch, other attention", "none")):
             difference = np.abs(losses - torch)
-            label = (
-                f"{record.labels['dtype']}: JAX"
-                if losses is jax
-                else f"{record.labels['dtype']}: torch, other attention"
+            axes.plot(
+                steps,
+                np.where(difference > 0, difference, np.nan),
+                MARKERS[index],
+                color=colour,
+                markerfacecolor=fill,
+                markersize=4,
+                label=f"{record.labels['dtype']}: {side}",
             )
-            axes.plot(steps, np.where(difference > 0, difference, np.nan), color=colour, label=label, **style)
         axes.axhline(record["loss, bound"].value, color=colour, linestyle="--", linewidth=1.0)
     axes.set_yscale("log")
     axes.set_xlabel("step")

@@ -41,7 +41,7 @@ _CALLEES = re.compile(
 )
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _KIND = re.compile(r"kind=k(\w+)")
-_BACKEND_KIND = re.compile(r'"fusion_config":\{[^{}]*?"kind":"([^"]+)"')
+_BACKEND_KIND = re.compile(r'"fusion(?:_backend)?_config":\{[^{}]*?"kind":"([^"]+)"')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+),")
 _WRAPPER = re.compile(r"^[\w.]+\((.*)\)$")

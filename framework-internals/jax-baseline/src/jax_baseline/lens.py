@@ -29,12 +29,17 @@ def build_lens(root: Path) -> Lens:
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """Return what a run does on a device."""
-    steps = 10 if quick else 50
-    # On a CPU float64 and bfloat16 (emulated on most) cost several float32 steps each: they get a smaller batch.
-    batches = {"float64": 4, "float32": 4} if quick else {"float64": 4, "float32": 16, "bfloat16": 4}
     if device == "cuda":
-        batches = dict.fromkeys(("float64", "float32", "bfloat16"), 16)
-    parity = {"preset": "tiny", "steps": steps, "seed": 0, "lr": 1e-3, "batch_sizes": batches}
+        dtypes = {
+            dtype: {"steps": 10 if quick else 50, "batch_size": 16} for dtype in ("float64", "float32", "bfloat16")
+        }
+    elif quick:
+        dtypes = {dtype: {"steps": 8, "batch_size": 4} for dtype in ("float64", "float32")}
+    else:
+        # On a CPU a step in float64 or bfloat16 costs several in float32: they get fewer and smaller ones.
+        short = {"steps": 20, "batch_size": 4}
+        dtypes = {"float64": short, "float32": {"steps": 50, "batch_size": 16}, "bfloat16": short}
+    parity = {"preset": "tiny", "seed": 0, "lr": 1e-3, "dtypes": dtypes}
     eager = EngineSpec("torch", compiled=False)
     if device == "cuda":
         engines = {
@@ -67,22 +72,16 @@ def _collect_parity(run: Run) -> None:
     from jax_baseline import parity
 
     asked = run.configuration["parity"]
-    for dtype, batch_size in asked["batch_sizes"].items():
+    for dtype, size in asked["dtypes"].items():
         with run.working(f"parity in {dtype}"):
             setup = parity.Setup.preset(
-                asked["preset"],
-                steps=asked["steps"],
-                seed=asked["seed"],
-                dtype=dtype,
-                device=run.device,
-                lr=asked["lr"],
-                batch_size=batch_size,
+                asked["preset"], seed=asked["seed"], dtype=dtype, device=run.device, lr=asked["lr"], **size
             )
             found = parity.run(setup)
         divergence = found.divergence()
         run.record(
             "parity",
-            {"dtype": dtype, "batch_size": batch_size},
+            {"dtype": dtype, **size},
             {
                 f"{quantity}, {of}": Quantity(value, "nats" if quantity == "loss" else "")
                 for quantity in parity.QUANTITIES
@@ -91,7 +90,8 @@ def _collect_parity(run: Run) -> None:
                     ("control", found.control_largest(quantity)),
                     ("bound", found.bound(quantity)),
                 )
-            },
+            }
+            | {"times control": Quantity(parity.TIMES_CONTROL[dtype], "")},
             {
                 "torch": list(found.reference),
                 "jax": list(found.candidate),
