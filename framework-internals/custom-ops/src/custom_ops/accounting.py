@@ -74,7 +74,7 @@ def count_launches(function: Callable[[], object], *, device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:  # without it some versions warn of clearing
         function()
         if device == "cuda":
             torch.cuda.synchronize()
