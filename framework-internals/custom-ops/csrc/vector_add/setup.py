@@ -12,15 +12,24 @@ with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
 # -fopenmp is for the compiler only: without a runtime of its own at link time, the extension runs on torch's threads.
 # -g0 answers the -g of Python's own flags: the file is a third of the size without symbols for a debugger.
 cxx_flags = ["-O3", "-g0", "-fopenmp"]
+# Named before the compiler's own: a toolchain that brings libstdc++ only as an archive would put a second copy into the
+# wheel, and the first error message with a number in it would crash (torch's streams, this copy's locale).
+link_flags = ["-l:libstdc++.so.6"]
 
 if with_cuda:
     extension = CUDAExtension(
         "custom_ops_vector_add",
         ["binding.cpp", "cpu.cpp", "cuda.cu"],
         extra_compile_args={"cxx": [*cxx_flags, "-DCUSTOM_OPS_WITH_CUDA"], "nvcc": ["-O3"]},
+        extra_link_args=link_flags,
     )
 else:
-    extension = CppExtension("custom_ops_vector_add", ["binding.cpp", "cpu.cpp"], extra_compile_args={"cxx": cxx_flags})
+    extension = CppExtension(
+        "custom_ops_vector_add",
+        ["binding.cpp", "cpu.cpp"],
+        extra_compile_args={"cxx": cxx_flags},
+        extra_link_args=link_flags,
+    )
 
 setup(
     name="custom-ops-vector-add",
