@@ -64,19 +64,25 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     """Write a checkpoint so that ``path`` holds the old one or the new one, whole, whenever the process dies.
 
     Raises:
-        OSError: if the folder cannot be written or the disk is full; ``path`` is then as it was.
+        UserError: if the folder cannot be written or the disk is full; ``path`` is then as it was.
     """
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        torch.save({"format": FORMAT, **_fields(checkpoint)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name itself must reach the disk, too
-    finally:
-        os.close(folder)
+        with partial.open("wb") as file:
+            torch.save({"format": FORMAT, **_fields(checkpoint)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name itself must reach the disk, too
+        finally:
+            os.close(folder)
+    except (OSError, RuntimeError) as error:  # torch's archive writer turns a failed write into a RuntimeError
+        partial.unlink(missing_ok=True)
+        raise UserError(
+            f"cannot write the checkpoint {path} ({_first_line(error)}); what it held before is kept"
+        ) from error
 
 
 def load(path: Path) -> Checkpoint:
@@ -94,8 +100,9 @@ def load(path: Path) -> Checkpoint:
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint {path}") from error
     except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"the checkpoint {path} cannot be read ({reason}); use another, or start anew") from error
+        raise UserError(
+            f"the checkpoint {path} cannot be read ({_first_line(error)}); use another, or start anew"
+        ) from error
     expected = {"format", *Checkpoint.__dataclass_fields__}
     if not isinstance(content, dict) or content.keys() != expected or content["format"] != FORMAT:
         raise UserError(f"{path} is not a checkpoint of this program (format {FORMAT})")
@@ -129,3 +136,7 @@ def require_same_run(checkpoint: Checkpoint, model_config: GPTConfig, config: Tr
 def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
     # Not dataclasses.asdict: that would copy every tensor once more.
     return {name: getattr(checkpoint, name) for name in Checkpoint.__dataclass_fields__}
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

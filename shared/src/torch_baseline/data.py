@@ -123,12 +123,12 @@ def batch(data: Bytes, seed: int, step: int, batch_size: int, block_size: int) -
 def validation_batches(data: Bytes, batch_size: int, block_size: int, limit: int) -> Iterator[tuple[Tokens, Tokens]]:
     """Cut data into consecutive sequences without overlap, the same every time.
 
-    Every batch has the same shape (a compiled model would recompile for a smaller last one): sequences that do not fill
-    a batch are left out, unless there is not even one batch of them.
+    Every batch is full (a compiled model would recompile for a smaller last one): sequences that do not fill a batch
+    are left out. Data too short for one batch gives one, of evenly spaced sequences that overlap.
 
     Args:
         data: bytes, at least ``block_size + 1`` of them.
-        batch_size: the most sequences of a batch.
+        batch_size: sequences of a batch.
         block_size: tokens of a sequence.
         limit: the most batches.
 
@@ -136,9 +136,10 @@ def validation_batches(data: Bytes, batch_size: int, block_size: int, limit: int
         Inputs and targets as from :func:`batch`.
     """
     starts = np.arange(0, len(data) - block_size, block_size)
-    size = min(batch_size, len(starts))
-    for index in range(min(limit, len(starts) // size)):
-        yield _windows(data, starts[index * size : (index + 1) * size], block_size)
+    if len(starts) < batch_size:
+        starts = np.linspace(0, len(data) - block_size - 1, batch_size).astype(np.int64)
+    for index in range(min(limit, len(starts) // batch_size)):
+        yield _windows(data, starts[index * batch_size : (index + 1) * batch_size], block_size)
 
 
 def unigram_entropy_bits(data: Bytes) -> float:

@@ -8,21 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor, nn
 
 from torch_baseline.checkpoint import Checkpoint
 from torch_baseline.config import TrainConfig
 from torch_baseline.model import GPT
 from torch_baseline.optim import EMA
-
-# Whole tensors on the CPU, however the model is spread: a checkpoint can be resumed on another number of processes.
-_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+from torch_baseline.parallel import spread_like, whole
 
 
 @dataclass
@@ -55,11 +47,14 @@ class Learner:
         return best
 
     def checkpoint(self, config: TrainConfig, data_sha256: str) -> Checkpoint:
-        """Return the state, whole and on the CPU; all processes must call it."""
+        """Return the state, whole and on the CPU, for any number of processes to go on from; all must call it."""
         return Checkpoint(
             step=self.step,
-            model=get_model_state_dict(self.model, options=_WHOLE),
-            optimizer=get_optimizer_state_dict(self.model, self.optimizer, options=_WHOLE),
+            model={name: _on_cpu(parameter.detach()) for name, parameter in self._named()},
+            optimizer={
+                name: {key: _on_cpu(value) for key, value in self.optimizer.state[parameter].items()}
+                for name, parameter in self._named()
+            },
             ema={} if self.ema is None else self.ema.state_dict(),
             scaler=self.scaler.state_dict(),
             rng=_rng_state(),
@@ -72,15 +67,37 @@ class Learner:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint's state, sharded as the model is."""
-        set_model_state_dict(self.model, checkpoint.model, options=_WHOLE)
-        set_optimizer_state_dict(self.model, self.optimizer, checkpoint.optimizer, options=_WHOLE)
+        with torch.no_grad():
+            for name, parameter in self._named():
+                parameter.copy_(spread_like(checkpoint.model[name], parameter))
+        self._restore_optimizer(checkpoint.optimizer)
         if self.ema is not None:
             self.ema.load_state_dict(checkpoint.ema)
         if checkpoint.scaler:
             self.scaler.load_state_dict(checkpoint.scaler)
         self.step, self.best_loss, self.stale = checkpoint.step, checkpoint.best_loss, checkpoint.stale
-        # Last: restoring an optimizer may draw random numbers.
         _restore_rng(checkpoint.rng)
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.model.named_parameters())
+
+    def _restore_optimizer(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+        # Through load_state_dict, which knows where a fused or a plain AdamW wants its step counters; it goes by the
+        # place of a parameter in the groups, a checkpoint by its name.
+        names = {parameter: name for name, parameter in self._named()}
+        ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        state = {
+            index: {
+                key: spread_like(value, parameter) if value.ndim else value
+                for key, value in saved[names[parameter]].items()
+            }
+            for index, parameter in enumerate(ordered)
+        }
+        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+
+
+def _on_cpu(value: Tensor) -> Tensor:
+    return whole(value).to("cpu", copy=True)
 
 
 def _rng_state() -> dict[str, Any]:

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torch_baseline.config import TrainConfig
-from torch_baseline.parallel import whole
+from torch_baseline.parallel import spread_like, whole
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
@@ -87,13 +86,12 @@ class EMA:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the averages, whole and on the CPU; all processes must call it when the weights are sharded."""
-        return {name: whole(average).cpu().clone() for name, average in self.average.items()}
+        return {name: whole(average).to("cpu", copy=True) for name, average in self.average.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over averages that :meth:`state_dict` returned."""
         for name, own in self.average.items():
-            saved = state[name].to(own.device)
-            own.copy_(distribute_tensor(saved, own.device_mesh, own.placements) if isinstance(own, DTensor) else saved)
+            own.copy_(spread_like(state[name], own))
 
 
 @torch.no_grad()

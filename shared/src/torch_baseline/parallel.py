@@ -6,18 +6,20 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchkit import UserError
 from torch_baseline.config import TrainConfig
 from torch_baseline.model import GPT
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 Kind = Literal["none", "ddp", "fsdp"]
 
@@ -48,6 +50,8 @@ class World:
         if self.kind == "ddp":
             return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
         if self.kind == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
             for block in model.blocks:
                 fully_shard(block)
             fully_shard(model)
@@ -108,10 +112,46 @@ def synchronise_gradients(model: nn.Module, on: bool) -> None:
     """Say, before a forward pass, whether its backward exchanges gradients: only a step's last micro-batch has to."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
-    elif isinstance(model, FSDPModule):
+    elif _is_fsdp(model):
         model.set_requires_gradient_sync(on)
+
+
+def release_gathered(model: nn.Module) -> None:
+    """Let go of what FSDP gathered for a forward pass that no backward pass followed: parameters are shares again."""
+    if _is_fsdp(model):
+        model.reshard()
 
 
 def whole(value: Tensor) -> Tensor:
     """Return all of a tensor that may be spread over processes; all of them must call it."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if _is_spread(value) else value
+
+
+def spread_like(value: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor on the device of another and, if that is spread over processes, spread as it is."""
+    value = value.to(like.device)
+    if not _is_spread(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements)
+
+
+# Sharded tensors and modules live in packages that take seconds to import (they bring sympy), so that a single process
+# does not ask for them.
+
+
+def _is_spread(value: Tensor) -> TypeGuard[DTensor]:
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _is_fsdp(model: nn.Module) -> TypeGuard[FSDPModule]:
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)

@@ -32,7 +32,7 @@ from torch_baseline.data import (
 from torch_baseline.learner import Learner
 from torch_baseline.model import GPT, parameter_count
 from torch_baseline.optim import EMA, learning_rate, make_optimizer, set_learning_rate
-from torch_baseline.parallel import World, join_world, synchronise_gradients, whole
+from torch_baseline.parallel import World, join_world, release_gathered, synchronise_gradients, whole
 from torch_baseline.records import Report, RunFiles, Start, StepLog, Summary, ValidationLog
 from torch_baseline.throughput import Throughput
 
@@ -223,7 +223,7 @@ def train(
             # Validate, and keep the best.
             stop = learner.step == config.steps
             if stop or _due(learner.step, config.eval_interval):
-                validation = _validation_log(wrapped, learner, corpus.validation, config)
+                validation = _validation_log(wrapped, learner, corpus.validation, config, world)
                 files.append(validation)
                 report(validation)
                 if validation.best and best is not None:
@@ -305,29 +305,33 @@ def first_non_finite(model: nn.Module) -> str:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, data: Bytes, config: TrainConfig, block_size: int) -> float:
+def validate(model: nn.Module, data: Bytes, config: TrainConfig, block_size: int, world: World) -> float:
     """Return the mean loss on held-out data, nats per byte, leaving no trace in the state of the training.
 
-    Every process computes all of it: the batches are few, and the models of FSDP must run together.
+    Batches are divided among processes and micro-batches as in training: the same memory, the same compiled shapes.
 
     Args:
         model: called as in training.
         data: held-out bytes.
-        config: ``batch_size``, ``eval_batches`` and ``dtype`` are used.
+        config: ``batch_size``, ``accumulation``, ``eval_batches`` and ``dtype`` are used.
         block_size: tokens of a sequence.
+        world: the processes that share the work.
     """
-    parameter = next(model.parameters())
     training = model.training
     model.eval()
     try:
         losses = []
-        for tokens in validation_batches(data, config.batch_size, block_size, config.eval_batches):
-            x_BT, y_BT = _to_device(tokens, parameter.device)
-            with autocast(config.dtype, parameter.device.type):
-                losses.append(model(x_BT, y_BT))
-        return torch.stack(losses).double().mean().item()
+        # A replaced part may draw random numbers even here: training must not notice.
+        with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+            for tokens in validation_batches(data, config.batch_size, block_size, config.eval_batches):
+                x_BT, y_BT = (world.shard(part) for part in _to_device(tokens, world.device))
+                for x, y in zip(x_BT.chunk(config.accumulation), y_BT.chunk(config.accumulation), strict=True):
+                    with autocast(config.dtype, world.device.type):
+                        losses.append(model(x, y))
+        return world.mean(torch.stack(losses).double().mean()).item()
     finally:
         model.train(training)
+        release_gathered(model)
 
 
 def autocast(dtype: Precision, device_type: str) -> torch.autocast:
@@ -352,13 +356,15 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def _validation_log(model: nn.Module, learner: Learner, data: Bytes, config: TrainConfig) -> ValidationLog:
+def _validation_log(
+    model: nn.Module, learner: Learner, data: Bytes, config: TrainConfig, world: World
+) -> ValidationLog:
     block_size = learner.model.config.block_size
-    loss = validate(model, data, config, block_size)
+    loss = validate(model, data, config, block_size, world)
     ema_bits = None
     if learner.ema is not None:
         with learner.ema.applied(learner.model):
-            ema_bits = validate(model, data, config, block_size) * BITS_PER_NAT
+            ema_bits = validate(model, data, config, block_size, world) * BITS_PER_NAT
     return ValidationLog(learner.step, loss * BITS_PER_NAT, ema_bits, learner.note_validation(loss))
 
 

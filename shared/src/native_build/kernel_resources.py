@@ -1,0 +1,106 @@
+"""What the compiler says that a CUDA kernel uses: registers, shared memory, spills. Needs nvcc, not a GPU."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from native_build.extension import BuildError, first_complaint
+from native_build.toolchain import find_nvcc
+
+_ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)' for '(?P<architecture>[^']+)'")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_USED = re.compile(r"Used (\d+) registers")
+_SHARED = re.compile(r"(\d+) bytes smem")
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """Resources of one kernel on one architecture.
+
+    Attributes:
+        name: mangled, as in the object file.
+        architecture: ``"sm_90"``.
+        registers: a thread.
+        shared_memory: bytes a block, static.
+        stack_frame: bytes a thread in local memory, which lies in device memory.
+        spill_stores: bytes a thread written because registers ran out; a fast kernel has none.
+        spill_loads: bytes a thread read back.
+    """
+
+    name: str
+    architecture: str
+    registers: int
+    shared_memory: int
+    stack_frame: int
+    spill_stores: int
+    spill_loads: int
+
+
+def compile_cuda(
+    source: Path, architecture: str, *, cuda_cflags: Sequence[str] = (), include_dirs: Sequence[Path] = ()
+) -> list[KernelResources]:
+    """Compile a ``.cu`` file for one architecture and read ptxas's resource report; the object is thrown away.
+
+    Args:
+        source: free of torch headers, or ``include_dirs`` has them.
+        architecture: ``"sm_80"``, ``"sm_90a"``, …
+        cuda_cflags: besides ``-O3 -std=c++17``.
+        include_dirs: searched for headers.
+
+    Returns:
+        One entry a kernel, in the order of the compiler's report.
+
+    Raises:
+        BuildError: when there is no nvcc or the source does not compile.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError("cannot compile CUDA C++: no nvcc (install the CUDA toolkit, or set CUDA_HOME to where it is)")
+    virtual = architecture.replace("sm_", "compute_")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            str(nvcc), "-cubin", "-O3", "-std=c++17", "-Xptxas", "-v",
+            "-gencode", f"arch={virtual},code={architecture}",
+            *(f"-I{path}" for path in include_dirs), *cuda_cflags,
+            "-o", str(Path(folder) / "kernel.cubin"), str(source),
+        ]  # fmt: skip
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        raise BuildError(f"{source.name} does not compile for {architecture}: {first_complaint(answer.stderr)}")
+    return parse_resources(answer.stderr + answer.stdout)
+
+
+def parse_resources(report: str) -> list[KernelResources]:
+    """Read what ``ptxas -v`` printed.
+
+    Args:
+        report: the compiler's output.
+
+    Raises:
+        ValueError: when an entry function is not followed by its figures: the format has changed.
+    """
+    found = []
+    entries = list(_ENTRY.finditer(report))
+    for entry, after in zip(entries, [*entries[1:], None], strict=True):
+        part = report[entry.end() : after.start() if after else len(report)]
+        stack, used, shared = _STACK.search(part), _USED.search(part), _SHARED.search(part)
+        if stack is None or used is None:
+            raise ValueError(f"no stack or register figures for {entry['name']} in ptxas's report: {part[:200]!r}")
+        frame, stores, loads = (int(figure) for figure in stack.groups())
+        found.append(
+            KernelResources(
+                entry["name"],
+                entry["architecture"],
+                int(used[1]),
+                int(shared[1]) if shared else 0,
+                frame,
+                stores,
+                loads,
+            )
+        )
+    return found

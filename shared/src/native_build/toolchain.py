@@ -1,0 +1,45 @@
+"""Which compilers are here, and what to do about one that is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def cxx_compiler() -> str:
+    """The C++ compiler that torch's extension builder calls: ``CXX``, or ``c++``."""
+    return os.environ.get("CXX", "c++")
+
+
+def find_nvcc() -> Path | None:
+    """The path of nvcc: in ``CUDA_HOME``, on ``PATH`` or in ``/usr/local/cuda``; None where there is none."""
+    if home := os.environ.get("CUDA_HOME"):
+        candidate = Path(home) / "bin" / "nvcc"
+        return candidate if candidate.exists() else None
+    if found := shutil.which("nvcc"):
+        return Path(found)
+    default = Path("/usr/local/cuda/bin/nvcc")
+    return default if default.exists() else None
+
+
+def missing_cxx() -> str | None:
+    """Why C++ operators cannot be built here, with the remedy; None where they can."""
+    if shutil.which(cxx_compiler()) is None:
+        return f"no C++ compiler {cxx_compiler()!r} on PATH (install one: apt-get install g++, or set CXX)"
+    return None
+
+
+def missing_cuda() -> str | None:
+    """Why CUDA C++ operators cannot be built and run here, with the remedy; None where they can."""
+    import torch
+
+    if (reason := missing_cxx()) is not None:
+        return reason
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a CPU build (install a CUDA build of torch)"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU (check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES)"
+    if find_nvcc() is None:
+        return f"no nvcc (install the CUDA {torch.version.cuda} toolkit, or set CUDA_HOME to where it is)"
+    return None
