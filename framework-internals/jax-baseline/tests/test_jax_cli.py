@@ -42,6 +42,12 @@ def test_train_prints_losses_and_validation():
     assert "bits per held-out byte; unigram entropy" in result.output
 
 
+def test_bench_compares_the_engines():
+    result = invoke("bench", "--batch-size", "1", "--rounds", "1", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert [line.split("|")[1].strip() for line in result.output.splitlines()[2:]] == ["torch eager", "jax"]
+
+
 def test_hlo_of_our_step_and_of_a_dump(tmp_path):
     dump = tmp_path / "step.txt"
     ours = invoke("hlo", "--batch-size", "2", "--save", str(dump))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure as MatplotlibFigure
 
-from benchkit import Record, Results, numbers
+from benchkit import Quantity, Record, Results, numbers
 from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
 from benchkit.report import Figure, markdown_table
 
@@ -77,9 +77,9 @@ def figures(results: Results) -> Sequence[Figure]:
         found.append(
             Figure(
                 "differences",
-                "How far JAX's loss is from torch's at each step (filled), and how far torch is from itself when its "
-                "attention is written out (hollow); dashed: the bound for JAX. Each dtype has its own level of rounding; "
-                "steps at which the losses are equal to the last bit have no marker.",
+                "How far JAX's loss is from torch's at each step (filled), and how far torch is from itself when "
+                "its attention is written out (hollow); dashed: the bound for JAX. Each dtype has its own level of "
+                "rounding; steps at which the losses are equal to the last bit have no marker.",
                 lambda: _draw_differences(results.select("parity")),
             )
         )
@@ -133,7 +133,10 @@ def _first_losses(results: Results) -> list[list[str]]:
 
 def _engine_table(results: Results, engines: Iterable[Record]) -> str:
     reference = results.configuration["bench"]["reference"]
-    columns = [("MFU", lambda quantity: numbers.percent(quantity.value)), ("peak memory", numbers.quantity)]
+    columns: list[tuple[str, Callable[[Quantity], str]]] = [
+        ("MFU", lambda quantity: numbers.percent(quantity.value)),
+        ("peak memory", numbers.quantity),
+    ]
     engines = list(engines)
     columns = [column for column in columns if any(column[0] in record.values for record in engines)]
     header = ["engine", "tokens/s", "step", f"speed over {reference}", *(name for name, _ in columns)]

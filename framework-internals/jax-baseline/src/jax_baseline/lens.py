@@ -38,7 +38,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     else:
         # On a CPU a step in float64 or bfloat16 costs several in float32: they get fewer and smaller ones.
         short = {"steps": 20, "batch_size": 4}
-        dtypes = {"float64": short, "float32": {"steps": 50, "batch_size": 16}, "bfloat16": short}
+        dtypes = {"float64": short, "float32": {"steps": 50, "batch_size": 8}, "bfloat16": short}
     parity = {"preset": "tiny", "seed": 0, "lr": 1e-3, "dtypes": dtypes}
     eager = EngineSpec("torch", compiled=False)
     if device == "cuda":
@@ -53,7 +53,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         engines = {"torch eager": eager, "jax": EngineSpec("jax")}
         if not quick:
             engines |= {"torch.compile": EngineSpec("torch"), "jax, not donated": EngineSpec("jax", donate=False)}
-        bench = {"preset": "tiny", "batch_size": 16, "dtype": "float32", "rounds": 8 if quick else 15, "steps": 1}
+        bench = {"preset": "tiny", "batch_size": 16, "dtype": "float32", "rounds": 8 if quick else 10, "steps": 1}
     named = {name: asdict(spec) for name, spec in engines.items()}
     return {"parity": parity, "bench": {**bench, "engines": named, "reference": "torch eager"}}
 
