@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Literal, get_args
 
-import torch
+from rmsnorm_fused.torch_private import constant_under_compile
 
 Backend = Literal["auto", "pytorch", "triton", "cuda", "cpp"]
 Implementation = Literal["pytorch", "triton", "cuda", "cpp"]
@@ -42,7 +42,7 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
     return cpp.unavailable()
 
 
-@torch.compiler.assume_constant_result
+@constant_under_compile
 def resolve(backend: str, device_type: str) -> str:
     """The implementation to use; one word, so that torch.compile takes it as a constant instead of tracing this.
 

@@ -71,6 +71,6 @@ def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
         return torch.finfo(wide_dtype(dtype)).eps
     if isinstance(eps, bool) or not isinstance(eps, int | float):
         raise TypeError(f"eps: expected a number or None, got {type(eps).__name__}")
-    if not math.isfinite(eps) or eps < 0:
+    if not 0 <= eps < math.inf:
         raise ValueError(f"eps: expected a finite number of at least 0, got {eps}")
     return float(eps)

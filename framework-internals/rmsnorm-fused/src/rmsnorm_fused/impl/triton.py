@@ -20,12 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
-_WHOLE_ROW = 8192  # columns; backward holds x, dy, weight and the sums of a row, at 16 columns a thread
+_WHOLE_ROW = 8192  # columns; backward holds x, dy, weight and the sums of 8 columns in the 64 registers of a thread
 _TILE = 4096  # elements that one program works on at a time where rows are narrower than this
 _WIDE_BLOCK = 4096  # columns at a time of a row that is wider than _WHOLE_ROW
 _COLUMNS = 64  # columns of one program of the kernel that adds partial rows
-_ELEMENTS_A_THREAD = 16  # two 16-byte loads of bfloat16
-_STAGES = 3  # tiles of x and dy on their way in the backward loop
+_FORWARD_ELEMENTS = 16  # of a tile a thread: two 16-byte loads of bfloat16
+_BACKWARD_ELEMENTS = 8
+_WARPS_A_MULTIPROCESSOR = 32  # persistent; 64 registers a thread
+_RING_BYTES = 65536  # of shared memory for the tiles of x and dy on their way; every GPU from sm_80 on has it
 
 
 def unavailable(device_type: str) -> str | None:
@@ -59,12 +61,15 @@ class Tile:
     warps: int
 
     @staticmethod
-    def of(columns: int) -> Tile:
-        """The tile for rows of that many columns."""
-        width = min(triton.next_power_of_2(columns), _WHOLE_ROW)
+    def of(columns: int, elements_a_thread: int) -> Tile:
+        """The tile for rows of that many columns, at most _WHOLE_ROW."""
+        width = triton.next_power_of_2(columns)
         rows = max(_TILE // width, 1)
-        threads = rows * width // _ELEMENTS_A_THREAD
-        return Tile(rows, width, min(max(threads // 32, 1), 32))
+        return Tile(rows, width, rows * width // elements_a_thread // 32)
+
+    def stages(self, element_size: int) -> int:
+        """Iterations of the backward loop in flight: the current one and as many as the ring holds, at most three."""
+        return 1 + min(_RING_BYTES // (2 * self.rows * self.columns * element_size), 3)
 
 
 @triton.jit
@@ -233,7 +238,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[t
                 x, weight, y, rstd, columns, *layout, **constants, COLUMNS=_WIDE_BLOCK, num_warps=8
             )
         else:
-            tile = Tile.of(columns)
+            tile = Tile.of(columns, _FORWARD_ELEMENTS)
             _forward[(triton.cdiv(rows, tile.rows),)](
                 x, weight, y, rstd, rows, columns, *layout, **constants,
                 ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
@@ -252,19 +257,18 @@ def backward(
         "HAS_WEIGHT": weight is not None,
         "NEEDS_DWEIGHT": needs_dweight,
         "WIDE": _triton_dtype(rstd.dtype),
-        "STAGES": _STAGES,
     }
     layout = (*_layout(dy), *_layout(x))
     with _on(x.device):
         if columns > _WHOLE_ROW:
             partials = _run_backward_wide(dy, x, weight, rstd, dx, layout, constants)
         else:
-            tile = Tile.of(columns)
+            tile = Tile.of(columns, _BACKWARD_ELEMENTS)
             count = min(triton.cdiv(rows, tile.rows), _programs(x.device, tile.warps))
             partials = _partials(count, columns, rstd, needs_dweight)
             _backward[(count,)](
                 dy, x, weight, rstd, dx, partials, rows, columns, *layout, **constants,
-                ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+                ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages(x.element_size()), num_warps=tile.warps,
             )  # fmt: skip
         if not needs_dweight or weight is None:
             return dx, None
@@ -291,13 +295,14 @@ def _run_backward_wide(
     _row_scalars[(rows,)](
         dy, x, weight, rstd, along, columns, *layout, **shared, COLUMNS=_WIDE_BLOCK, num_warps=8
     )
-    width = _WIDE_BLOCK // 2
-    blocks = triton.cdiv(columns, width)
-    count = min(rows, triton.cdiv(_programs(x.device, 4), blocks))
+    tile = Tile(rows=1, columns=_WIDE_BLOCK // 2, warps=4)
+    blocks = triton.cdiv(columns, tile.columns)
+    count = min(rows, triton.cdiv(_programs(x.device, tile.warps), blocks))
     partials = _partials(count, columns, rstd, bool(constants["NEEDS_DWEIGHT"]))
     _backward_wide[(blocks, count)](
-        dy, x, weight, rstd, along, dx, partials, rows, columns, *layout, **constants, COLUMNS=width, num_warps=4
-    )
+        dy, x, weight, rstd, along, dx, partials, rows, columns, *layout, **constants,
+        COLUMNS=tile.columns, STAGES=tile.stages(x.element_size()), num_warps=tile.warps,
+    )  # fmt: skip
     return partials
 
 
@@ -315,10 +320,10 @@ def _triton_dtype(dtype: torch.dtype) -> object:
 
 
 def _programs(device: torch.device, warps: int) -> int:
-    """Persistent programs that fill a device: as many warps a multiprocessor as 64 registers a thread allow."""
+    """Persistent programs that fill a device."""
     if device.type == "cpu":
         return 3  # the interpreter runs them one after the other; more than one, so that partial rows are added
-    return _multiprocessors(device.index) * max(32 // warps, 1)
+    return _multiprocessors(device.index) * max(_WARPS_A_MULTIPROCESSOR // warps, 1)
 
 
 @functools.cache
