@@ -54,15 +54,23 @@ lenses=(dispatcher-trace compile-bench jax-baseline rmsnorm-fused custom-ops)
 manifests=(constraints.txt scripts/setup.sh shared/pyproject.toml)
 for lens in "${lenses[@]}"; do manifests+=("framework-internals/$lens/pyproject.toml"); done
 stamp=".venv/setup.stamp"
-state="$flavour ${PYTHON:-} $(cat "${manifests[@]}" | sha256sum | cut -d' ' -f1)"
-if [[ -f $stamp && $(<"$stamp") == "$state" ]] && .venv/bin/python -c '' 2>/dev/null; then exit 0; fi
-
-exec 9>.venv.lock
-flock 9  # a second set-up at the same time waits for the first one
+state="$flavour $(cat "${manifests[@]}" | sha256sum | cut -d' ' -f1)"
+version_of() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null; }
+up_to_date() {
+    [[ -f $stamp && $(<"$stamp") == "$state" ]] && version_of .venv/bin/python >/dev/null \
+        && [[ -z ${PYTHON:-} || $(version_of "$PYTHON") == "$(version_of .venv/bin/python)" ]]
+}
+if up_to_date; then exit 0; fi
 
 python=$(find_python)
-say "$("$python" --version) -> .venv, torch $torch_version for $flavour"
-.venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
+exec 9>.venv.lock
+flock 9                        # a second set-up at the same time waits for the first one,
+if up_to_date; then exit 0; fi # and finds its work done
+
+say "Python $(version_of "$python") -> .venv, torch $torch_version for $flavour"
+if [[ $(version_of .venv/bin/python) != "$(version_of "$python")" ]] || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    "$python" -m venv --clear .venv
+fi
 rm -f "$stamp"
 
 pip=(.venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt)

@@ -209,7 +209,7 @@ def _git_state(root: Path) -> tuple[str | None, bool | None]:
     if shutil.which("git") is None or (commit := git("rev-parse", "HEAD")) is None:
         return None, None
     status = git(
-        "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)framework-internals/*/reports"
+        "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)framework-internals/*/reports/*"
     )
     return commit, None if status is None else bool(status)
 

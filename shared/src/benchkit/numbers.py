@@ -18,7 +18,8 @@ def significant(value: float, digits: int = 3) -> str:
     """``value`` with that many significant digits, never in exponent form: 0.01234 → 0.0123, 1234.5 → 1,234."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = float(f"{value:.{digits - 1}e}")  # 0.9996 has its first digit before the point once rounded
+    decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
     return f"{value:,.{max(decimals, 0)}f}"
 
 

@@ -6,6 +6,7 @@ table and the list of what is missing are the same for all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +102,7 @@ def render(results: Results, spec: ReportSpec) -> str:
         number=numbers,
         **spec.context(results),
     )
-    return text.rstrip("\n") + "\n"
+    return _tidy(text)
 
 
 def write(directory: Path, spec: ReportSpec) -> Path:
@@ -124,6 +125,13 @@ def write(directory: Path, spec: ReportSpec) -> Path:
     path = directory / "report.md"
     write_text_atomically(path, text)
     return path
+
+
+def _tidy(text: str) -> str:
+    """Leave one blank line between blocks, whatever the template's conditions left; fenced code stays as it is."""
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::2] = [re.sub(r"\n{3,}", "\n\n", part) for part in parts[::2]]
+    return "".join(parts).strip("\n") + "\n"
 
 
 def _machine_rows(results: Results) -> list[tuple[str, str]]:

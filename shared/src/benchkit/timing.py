@@ -180,6 +180,28 @@ def compare(
     )
 
 
+@contextmanager
+def capturable_stream(device: Device) -> Iterator[None]:
+    """Work on a stream that :func:`compare` can capture, so that a backward pass can be timed alone.
+
+    Autograd runs a backward pass on the stream of its forward pass, and the default stream cannot be captured. Make the
+    forward graph and call :func:`compare` inside this context.
+
+    Args:
+        device: on a CPU there is nothing to do.
+    """
+    if device == "cpu":
+        yield
+        return
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
 def rotating_inputs(
     make: Callable[[], tuple[Any, ...]], *, device: Device, at_most: int = 16, cold_factor: float = 4.0
 ) -> list[tuple[Any, ...]]:
@@ -301,12 +323,21 @@ def _cuda_graph(function: Callable[..., object], inputs: Inputs, calls: int) -> 
 
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    here = torch.cuda.current_stream()
+    stream = None if here == torch.cuda.default_stream() else here
+    # A capture that fails leaves the generator's state believing that it is still being captured, and every later
+    # random number raises: the capture gets a state of its own, thrown away with it.
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(state.clone_state())
     try:
-        with torch.cuda.graph(graph):
+        # thread_local: the backward pass launches from autograd's own thread.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             # Results stay alive until the capture ends: each call then writes memory of its own, as in real use,
             # instead of a block that the allocator hands out again while it is still in the cache.
             results = [function(*inputs[index % len(inputs)]) for index in range(calls)]
     finally:
+        generator.graphsafe_set_state(state)
         torch.cuda.synchronize()
     del results
     graph.replay()

@@ -1,9 +1,9 @@
 """Just-in-time builds of pybind11 extensions that survive what happens to them in real use.
 
 ``torch.utils.cpp_extension.load`` does the building. Around it stand: a build folder that changes with anything that
-the result depends on, so that a stale library is never loaded; a lock that the operating system releases when its holder
-dies (torch's own is a plain file: a build that was killed makes every later one wait for ever); and errors that begin
-with the compiler's first complaint.
+the result depends on, so that a stale library is never loaded; a lock that the operating system releases when its
+holder dies (torch's own is a plain file: a build that was killed makes every later one wait for ever); and errors that
+begin with the compiler's first complaint.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ from filelock import FileLock
 from benchkit import UserError
 from native_build.toolchain import cxx_compiler, find_nvcc, missing_cuda, missing_cxx
 
+# torch switches the conversions and operators of CUDA's half types off for its own sources. A kernel in a plain .cu
+# file is CUDA C++ as NVIDIA documents it, and compiles the same with and without torch's builder.
+_PLAIN_CUDA = tuple(
+    f"-U__CUDA_NO_{name}__"
+    for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+)
 _HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
 
 
@@ -59,6 +65,9 @@ def load_extension(
     return _load(name, tuple(sources), cuda, tuple(cflags), tuple(cuda_cflags), tuple(include_dirs))
 
 
+_failures: dict[str, BuildError] = {}  # torch's builder takes a second try in one process for a finished build
+
+
 @functools.cache
 def _load(
     name: str,
@@ -75,6 +84,8 @@ def _load(
     architectures = _architectures() if cuda else ""
     digest = _digest(sources, include_dirs, (*cflags, *cuda_cflags, architectures, cxx_compiler()))
     folder = _build_root(cuda) / f"{name}-{digest}"
+    if str(folder) in _failures:
+        raise _failures[str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"), _build_environment(architectures), warnings.catch_warnings():
         # The builder warns of what it cannot check (no version bounds for this compiler); a compiler that is too old
@@ -86,7 +97,7 @@ def _load(
                 name=name,
                 sources=[str(source) for source in sources],
                 extra_cflags=["-O3", *cflags],
-                extra_cuda_cflags=["-O3", *cuda_cflags],
+                extra_cuda_cflags=["-O3", *_PLAIN_CUDA, *cuda_cflags],
                 extra_include_paths=[str(folder) for folder in include_dirs],
                 build_directory=str(folder),
                 with_cuda=cuda,
@@ -94,7 +105,10 @@ def _load(
         except (RuntimeError, OSError) as error:
             log = folder / "build.log"
             log.write_text(str(error), encoding="utf-8")
-            raise BuildError(f"cannot build {name}: {first_complaint(str(error))} (whole log: {log})") from error
+            _failures[str(folder)] = BuildError(
+                f"cannot build {name}: {first_complaint(str(error))} (whole log: {log})"
+            )
+            raise _failures[str(folder)] from error
 
 
 def _build_root(cuda: bool) -> Path:

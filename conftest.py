@@ -1,0 +1,19 @@
+"""Which tests can run on this machine."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs GPUs where there are too few, and say so."""
+    needed = {"gpu": 1, "multi_gpu": 2}
+    if not any(item.get_closest_marker(marker) for item in items for marker in needed):
+        return
+    import torch
+
+    found = torch.cuda.device_count()
+    for item in items:
+        for marker, count in needed.items():
+            if item.get_closest_marker(marker) and found < count:
+                item.add_marker(pytest.mark.skip(reason=f"needs {count} CUDA GPU(s), torch sees {found}"))

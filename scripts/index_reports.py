@@ -1,0 +1,85 @@
+"""Write ``framework-internals/README.md``: every committed report, by machine, with its one-line finding.
+
+A pure function of the ``results.json`` files; quick runs are left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from benchkit import UserError
+from benchkit.results import Results, load, write_text_atomically
+from benchkit.run import Lens, report_directories
+
+ROOT = Path(__file__).resolve().parents[1]
+HOUSE = ROOT / "framework-internals"
+LENSES = {
+    "dispatcher-trace": "what happens between `a + b` and the kernel, hop by hop, and why",
+    "compile-bench": "what torch.compile costs, what it gives, what breaks the graph",
+    "jax-baseline": "the same training in JAX: the same numbers? how fast? what did XLA make of it?",
+    "rmsnorm-fused": "one operator three ways (PyTorch, Triton, CUDA C++), forward and backward, at the memory limit",
+    "custom-ops": "every road from a C++/CUDA kernel to `torch.ops`, and what each costs",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One report in the index."""
+
+    lens: str
+    report: str
+    finding: str
+    results: Results
+
+
+def build_lens(name: str) -> Lens:
+    """The lens of a subproject: each package has ``lens.build_lens(root)``."""
+    module = importlib.import_module(f"{name.replace('-', '_')}.lens")
+    lens: Lens = module.build_lens(HOUSE / name)
+    return lens
+
+
+def entries() -> dict[str, list[Entry]]:
+    """The reports by machine, machines in alphabetical order, lenses in the order of the house."""
+    found: dict[str, list[Entry]] = {}
+    for name in LENSES:
+        for directory in report_directories(HOUSE / name):
+            if directory.name.endswith("-quick"):
+                continue
+            results = load(directory / "results.json")
+            report = str((directory / "report.md").relative_to(HOUSE))
+            finding = build_lens(name).report.finding(results)
+            found.setdefault(directory.name, []).append(Entry(name, report, finding, results))
+    return dict(sorted(found.items()))
+
+
+def render() -> str:
+    """The text of the index."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template("index.md.j2").render(lenses=LENSES, machines=entries())
+
+
+def main() -> None:
+    """Write the index and print its path."""
+    try:
+        text = render()
+    except UserError as error:
+        sys.exit(f"index of reports: {error}")
+    path = HOUSE / "README.md"
+    write_text_atomically(path, text)
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

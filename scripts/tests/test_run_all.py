@@ -1,0 +1,127 @@
+"""The main job's command line, the index, and every committed report against its results."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchkit.report import render
+from benchkit.results import load
+from benchkit.run import report_directories
+
+ROOT = Path(__file__).resolve().parents[2]
+HOUSE = ROOT / "framework-internals"
+
+
+def load_script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+index_reports = load_script("index_reports")
+run_all = load_script("run_all")
+
+COMMITTED = [
+    (name, directory)
+    for name in index_reports.LENSES
+    for directory in report_directories(HOUSE / name)
+    if not directory.name.endswith("-quick")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "directory"), COMMITTED, ids=[f"{name}-{directory.name}" for name, directory in COMMITTED]
+)
+def test_a_committed_report_is_a_pure_function_of_its_results(name, directory):
+    lens = index_reports.build_lens(name)
+    results = load(directory / "results.json")
+    assert results.complete
+    assert results.lens == name
+    assert results.environment.machine == directory.name
+    assert render(results, lens.report) == (directory / "report.md").read_text()
+    for figure in lens.report.figures(results):
+        assert (directory / "figures" / f"{figure.name}.svg").stat().st_size > 0
+        figure.draw()
+
+
+def test_both_scripts_know_the_same_lenses():
+    assert tuple(index_reports.LENSES) == run_all.LENSES
+    assert {path.parent.name for path in HOUSE.glob("*/pyproject.toml")} == set(run_all.LENSES)
+
+
+def test_the_committed_index_is_a_pure_function_of_the_results():
+    assert index_reports.render() == (HOUSE / "README.md").read_text()
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / "run_all.py", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "nonsense"], "run_all: --only takes one of dispatcher-trace, "),
+        (["--device", "tpu"], "run_all: --device takes auto, cpu or cuda, got 'tpu'"),
+        (["--device", "cuda"], "run_all: --device cuda was asked for, but "),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(arguments, message):
+    before = (HOUSE / "README.md").read_bytes()
+    failed = run(*arguments, CUDA_VISIBLE_DEVICES="")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith(message)
+    assert len(failed.stderr.strip().splitlines()) == 1
+    assert failed.stdout == ""
+    assert (HOUSE / "README.md").read_bytes() == before
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """Five subprojects whose run.py prints a path; the second fails."""
+    for name in run_all.LENSES:
+        script = tmp_path / "framework-internals" / name / "scripts" / "run.py"
+        script.parent.mkdir(parents=True)
+        status = 3 if name == "compile-bench" else 0
+        script.write_text(f"import sys\nprint(sys.argv[1:])\nprint({str(tmp_path / name)!r})\nsys.exit({status})\n")
+    monkeypatch.setattr(run_all, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_it_goes_on_past_a_failing_lens_and_names_it(house, monkeypatch, capsys):
+    monkeypatch.setattr(run_all, "write_index", lambda: 0)
+    with pytest.raises(run_all.typer.Exit) as stopped:
+        run_all.main(device="cpu", only=None, quick=False)
+    assert stopped.value.exit_code == 1
+    printed = capsys.readouterr()
+    assert "run_all: failed: compile-bench" in printed.err
+    assert "failed with status 3" in printed.out
+    assert all(f"{number}/5 {name}" in printed.out for number, name in enumerate(run_all.LENSES, start=1))
+
+
+def test_only_runs_what_it_names(house, monkeypatch, capsys):
+    monkeypatch.setattr(run_all, "write_index", lambda: 0)
+    run_all.main(device="cpu", only=["custom-ops"], quick=True)
+    printed = capsys.readouterr().out
+    assert "1/1 custom-ops" in printed
+    assert "jax-baseline" not in printed
+
+
+def test_an_index_that_cannot_be_written_is_a_failure(house, monkeypatch, capsys):
+    monkeypatch.setattr(run_all, "write_index", lambda: 1)
+    with pytest.raises(run_all.typer.Exit):
+        run_all.main(device="cpu", only=["custom-ops"], quick=False)
+    assert "failed: index of reports" in capsys.readouterr().err

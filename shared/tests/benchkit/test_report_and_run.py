@@ -1,0 +1,264 @@
+"""Reports as a pure function of results, and the command line that every lens has."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchkit import UserError, plotting, report
+from benchkit.device import resolve_device
+from benchkit.environment import Gpu, capture
+from benchkit.limits import datasheet, fraction_of_limit, memory_limits, product_limits
+from benchkit.results import Recorder, load
+from benchkit.run import report_directories
+
+HERE = Path(__file__).parent
+
+TEMPLATE = """
+{% extends "report_base.md.j2" %}
+{% block title %}A lens{% endblock %}
+{% block asked %}How long?{% endblock %}
+{% block method %}With a clock.{% endblock %}
+{% block findings %}
+## Times
+
+{{ table(["n", "time"], rows) }}
+
+{{ figure("times") }}
+{% endblock %}
+{% block limits %}- Nothing else.{% endblock %}
+"""
+
+# A whole lens in one file: what a subproject's package and its scripts/run.py are together.
+LENS = """
+import os, signal, sys
+from pathlib import Path
+from benchkit import Quantity, numbers
+from benchkit.plotting import new_figure
+from benchkit.report import Figure, ReportSpec
+from benchkit.run import Lens, main
+
+def collect(run):
+    for n in run.configuration["sizes"]:
+        if os.environ.get("INTERRUPT_AT") == str(n):
+            os.kill(os.getpid(), signal.SIGINT)
+        run.record("time", {"n": n}, {"time": Quantity(n * 1e-3, "s", n * 0.9e-3, n * 1.1e-3, 9, "p20-p80")})
+    run.absent("the moon", "it is not up")
+
+def draw(results):
+    figure, axes = new_figure()
+    axes.plot([r.labels["n"] for r in results.select("time")], [r["time"].value for r in results.select("time")])
+    axes.set(xlabel="n", ylabel="time (s)")
+    return figure
+
+SPEC = ReportSpec(
+    package="lens_of_the_test",
+    context=lambda results: {"rows": [[r.labels["n"], numbers.quantity(r["time"])] for r in results.select("time")]},
+    figures=lambda results: [Figure("times", "Time over n.", lambda: draw(results))],
+    finding=lambda results: f"{len(results.select('time'))} sizes were measured.",
+)
+LENS = Lens("a-lens", Path(__file__).parent, lambda device, quick: {"sizes": [1] if quick else [1, 2]}, collect, SPEC)
+if __name__ == "__main__":
+    main(LENS)
+"""
+
+
+@pytest.fixture
+def lens(tmp_path):
+    package = tmp_path / "lens_of_the_test"
+    (package / "templates").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "templates" / "report.md.j2").write_text(TEMPLATE)
+    (tmp_path / "run.py").write_text(LENS)
+    return tmp_path
+
+
+def run(lens: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(lens), *sys.path])
+    return subprocess.run(
+        [sys.executable, lens / "run.py", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, **environment},
+    )
+
+
+def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(lens):
+    done = run(lens, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    directory = lens / "reports" / "cpu"
+    assert done.stdout.strip() == str(directory / "report.md")
+    assert sorted(path.name for path in directory.rglob("*") if path.is_file()) == [
+        "report.md",
+        "results.json",
+        "times.svg",
+    ]
+    text = (directory / "report.md").read_text()
+    figure = (directory / "figures" / "times.svg").read_bytes()
+    assert text.startswith("# A lens\n\n**2 sizes were measured.**\n")
+    assert "| 2 | 2.00 ms (1.80–2.20) |" in text
+    assert "![Time over n.](figures/times.svg)" in text
+    assert "- **the moon** is not in this report: it is not up." in text
+    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    assert headings == [
+        "## What was asked",
+        "## The machine",
+        "## How it was measured",
+        "## Times",
+        "## What this does not show",
+    ]
+    (directory / "report.md").write_text("edited by hand")
+    assert run(lens, "--render-only").returncode == 0
+    assert (directory / "report.md").read_text() == text
+    assert (directory / "figures" / "times.svg").read_bytes() == figure
+
+
+def test_a_quick_run_leaves_the_full_report_alone(lens):
+    run(lens, "--device", "cpu")
+    before = (lens / "reports" / "cpu" / "report.md").read_bytes()
+    assert run(lens, "--device", "cpu", "--quick").returncode == 0
+    assert (lens / "reports" / "cpu" / "report.md").read_bytes() == before
+    assert len(load(lens / "reports" / "cpu-quick" / "results.json").records) == 1
+    assert [path.name for path in report_directories(lens)] == ["cpu", "cpu-quick"]
+
+
+def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_before(lens):
+    run(lens, "--device", "cpu")
+    directory = lens / "reports" / "cpu"
+    before = {name: (directory / name).read_bytes() for name in ("report.md", "results.json")}
+    stopped = run(lens, "--device", "cpu", INTERRUPT_AT="2")
+    assert stopped.returncode == 130
+    assert "interrupted; 1 records are kept in" in stopped.stderr
+    assert [r.labels["n"] for r in load(directory / "results.partial.json").records] == [1]
+    assert {name: (directory / name).read_bytes() for name in before} == before
+
+
+def test_corrupt_results_are_one_line_and_nothing_is_overwritten(lens):
+    run(lens, "--device", "cpu")
+    directory = lens / "reports" / "cpu"
+    before = (directory / "report.md").read_bytes()
+    (directory / "results.json").write_text("{")
+    failed = run(lens, "--render-only")
+    assert failed.returncode == 2
+    assert len(failed.stderr.strip().splitlines()) == 1
+    assert "is not a JSON document" in failed.stderr
+    assert (directory / "report.md").read_bytes() == before
+    assert (directory / "results.json").read_text() == "{"
+
+
+def test_cuda_without_a_gpu_is_one_line_and_nothing_is_written(lens):
+    failed = run(lens, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith("a-lens: --device cuda was asked for, but ")
+    assert len(failed.stderr.strip().splitlines()) == 1
+    assert not (lens / "reports").exists()
+
+
+def test_another_device_word_is_refused():
+    with pytest.raises(UserError, match="--device takes auto, cpu or cuda, got 'tpu'"):
+        resolve_device("tpu")
+    assert resolve_device("cpu") == "cpu"
+
+
+def test_an_interrupted_document_renders_and_says_so(lens, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(lens))
+    recorder = Recorder(tmp_path / "out", lens="a", environment=capture("cpu", root=HERE), configuration={})
+    spec = report.ReportSpec(
+        "lens_of_the_test",
+        context=lambda results: {"rows": []},
+        figures=lambda results: [report.Figure("times", "c", lambda: plotting.new_figure()[0])],
+        finding=lambda results: "Nothing yet.",
+    )
+    text = report.render(recorder.results, spec)
+    assert "> This run was interrupted" in text
+    gpu = "NVIDIA Something 9000"
+    on_gpu = dataclasses.replace(
+        recorder.results,
+        environment=dataclasses.replace(
+            recorder.results.environment,
+            gpu=Gpu(gpu, "9.0", 132, 2**37, 2**25, "13.0", "580"),
+        ),
+    )
+    assert f"| GPU | {gpu}, compute capability 9.0, 132 multiprocessors" in report.render(on_gpu, spec)
+
+
+def test_a_cell_cannot_break_a_table():
+    assert report.markdown_table(["a", "b"], [["x|y", "1\n2"]]) == "| a | b |\n|---|---:|\n| x\\|y | 1 2 |"
+
+
+def test_limits_are_measured_and_agree_with_the_byte_formula():
+    found = {
+        record.labels["traffic"]: record for record in memory_limits("cpu", bytes_per_tensor=1 << 22, seconds=0.05)
+    }
+    assert set(found) == {"1 read 1 write", "2 reads 1 write"}
+    for record in found.values():
+        rate = record["bandwidth"]
+        assert rate.unit == "B/s"
+        assert 1e8 < rate.low <= rate.value <= rate.high < 1e13
+    rates = {record.labels["dtype"]: record["rate"] for record in product_limits("cpu", size=128, seconds=0.05)}
+    assert set(rates) == {"float32", "bfloat16"}
+    assert 1e8 < rates["float32"].value < 1e14
+
+
+def test_the_fraction_of_a_limit_and_the_datasheet():
+    assert fraction_of_limit(2e9, 1e-3, 4e12) == pytest.approx(0.5)
+    assert datasheet("NVIDIA H200").bandwidth == 4.8e12
+    assert datasheet("NVIDIA H200").flops["bfloat16"] == pytest.approx(989.5e12)
+    assert datasheet("Some other card") is None
+
+
+def test_figures_have_no_date_and_are_equal_for_equal_data(tmp_path):
+    def draw(path: Path) -> bytes:
+        figure, axes = plotting.new_figure()
+        axes.bar(["a", "b"], [1, 2], hatch=plotting.HATCHES[1])
+        plotting.draw_limit(axes, 2.5, "the limit")
+        plotting.save(figure, path)
+        return path.read_bytes()
+
+    first, second = draw(tmp_path / "a.svg"), draw(tmp_path / "b.svg")
+    assert first == second
+    assert b"<dc:date>" not in first
+    assert draw(tmp_path / "c.png")[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["benchkit", "benchkit.run", "benchkit.report", "benchkit.limits", "benchkit.plotting", "benchkit.progress"],
+)
+def test_rendering_a_report_loads_neither_torch_nor_jax(module):
+    program = f"import sys, {module}; sys.exit(bool({{'torch', 'jax', 'triton'}} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", program], check=False, env=environment).returncode == 0
+
+
+@pytest.mark.gpu
+def test_limits_of_a_gpu_stay_under_its_datasheet():
+    import torch
+
+    sheet = datasheet(torch.cuda.get_device_name())
+    traffic = {record.labels["traffic"]: record["bandwidth"].value for record in memory_limits("cuda")}
+    rates = {record.labels["dtype"]: record["rate"].value for record in product_limits("cuda")}
+    assert set(traffic) == {"1 read 1 write", "2 reads 1 write", "2 reads 2 writes"}
+    if sheet is None:
+        pytest.skip("no datasheet for this GPU")
+    assert all(0.6 * sheet.bandwidth < rate < sheet.bandwidth for rate in traffic.values())
+    assert all(0.4 * sheet.flops[name] < rate <= sheet.flops[name] for name, rate in rates.items())
+
+
+@pytest.mark.gpu
+def test_two_reads_two_writes_computes_what_it_says():
+    import torch
+
+    from benchkit.stream_kernels import add_and_subtract
+
+    x, y = (torch.randn(100_003, device="cuda") for _ in range(2))
+    total, difference = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
+    add_and_subtract(x, y, total, difference)
+    assert torch.equal(total, x + y)
+    assert torch.equal(difference, x - y)

@@ -1,0 +1,111 @@
+"""Results on disk: versioned, atomic, and kept when a run is interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchkit import Quantity, Record, UserError
+from benchkit.environment import capture
+from benchkit.results import SCHEMA_VERSION, Recorder, dump, load, write_text_atomically
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    return Recorder(
+        tmp_path, lens="a-lens", environment=capture("cpu", root=HERE), configuration={"sizes": [1, 2], "dtype": "x"}
+    )
+
+
+def test_what_is_written_is_what_is_read(recorder):
+    record = Record("forward", {"n": 4, "kind": "a"}, {"time": Quantity(1.5, "s", 1.0, 2.0, 9, "p20-p80")}, {"k": [1]})
+    recorder.add(record)
+    recorder.absent("the GPU", "there is none")
+    path = recorder.finish()
+    found = load(path)
+    assert found == recorder.results
+    assert found.one("forward", kind="a")["time"].high == 2.0
+    assert found.complete
+    assert dump(found) == path.read_text()
+
+
+def test_selecting_and_asking_for_exactly_one(recorder):
+    for n in (1, 2):
+        recorder.add(Record("forward", {"n": n}))
+    assert [record.labels["n"] for record in recorder.results.select("forward")] == [1, 2]
+    with pytest.raises(LookupError, match="found 2"):
+        recorder.results.one("forward")
+    with pytest.raises(LookupError, match="found 0"):
+        recorder.results.one("backward")
+
+
+def test_a_killed_run_keeps_its_finished_records_and_the_results_of_the_run_before(tmp_path):
+    before = tmp_path / "results.json"
+    before.write_text("the run before")
+    program = f"""
+import os, signal, sys
+from pathlib import Path
+from benchkit import Quantity, Record
+from benchkit.environment import capture
+from benchkit.results import Recorder
+recorder = Recorder(Path({str(tmp_path)!r}), lens="a", environment=capture("cpu", root=Path(".")), configuration={{}})
+recorder.add(Record("first", {{}}, {{"time": Quantity(1.0, "s")}}))
+recorder.add(Record("second", {{}}, {{"time": Quantity(2.0, "s")}}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", program], env=environment, check=False).returncode == -9
+    assert before.read_text() == "the run before"
+    kept = load(tmp_path / "results.partial.json")
+    assert [record.name for record in kept.records] == ["first", "second"]
+    assert not kept.complete
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not a JSON document"),
+        ("[]", "expected schema_version 1, got None"),
+        (json.dumps({"schema_version": SCHEMA_VERSION + 1}), f"got {SCHEMA_VERSION + 1}"),
+        (json.dumps({"schema_version": SCHEMA_VERSION}), "does not fit schema version"),
+        (json.dumps({"schema_version": SCHEMA_VERSION, "lens": "a", "environment": {"gpu": None, "odd": 1}}), "odd"),
+    ],
+)
+def test_a_file_that_is_no_such_document_is_refused_with_a_remedy(tmp_path, text, message):
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+    assert "run the lens again" in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"cannot read .*results\.json: No such file"):
+        load(tmp_path / "results.json")
+
+
+def test_a_figure_that_is_not_finite_is_refused_by_name(recorder):
+    with pytest.raises(ValueError, match=r"record 'forward' \{'n': 4\}: time is nan"):
+        recorder.add(Record("forward", {"n": 4}, {"time": Quantity(float("nan"), "s")}))
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
+    path = tmp_path / "report.md"
+    write_text_atomically(path, "old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_text_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

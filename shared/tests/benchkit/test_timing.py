@@ -1,0 +1,194 @@
+"""Timing against workloads of known cost, and the statistics of comparisons."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from benchkit import compare, measure, timing
+from benchkit.statistics import bootstrap_median_interval
+
+
+def burn(seconds: float):
+    """A workload of known cost that a busy machine can only prolong."""
+
+    def run() -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    return run
+
+
+class FakeClock:
+    """A clock that only the workloads move forward, with seeded noise and drift: time without a machine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, noise: float, seed: int) -> None:
+        self.now = 0.0
+        self.noise = noise
+        self.random = np.random.default_rng(seed)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing.gc, "collect", lambda: 0)  # real time, hundreds of times
+
+    def workload(self, seconds: float):
+        def run() -> None:
+            drift = 1.0 + 0.3 * np.sin(self.now)  # slow against a round: hits all workloads of a round alike
+            self.now += seconds * drift * float(self.random.lognormal(0.0, self.noise))
+
+        return run
+
+
+def test_a_workload_of_known_cost_takes_that_long():
+    found = measure(burn(2e-3), seconds=0.1)
+    # A busy machine prolongs some samples, never all: the shortest is the workload and the clock's own cost.
+    assert 2e-3 <= min(found.samples) <= 2.2e-3
+    assert min(found.samples) <= found.p20 <= found.median <= found.p80
+    assert found.method == "wall-clock"
+    assert found.calls_per_sample == 1
+
+
+def test_short_calls_share_a_sample_that_is_long_against_the_clock():
+    found = measure(lambda: None, rounds=8)
+    assert found.calls_per_sample * found.median >= 0.2e-3
+    assert found.median < 5e-6
+
+
+def test_the_first_call_is_apart_from_the_samples():
+    calls = []
+
+    def slow_at_first() -> None:
+        burn(0.05 if not calls else 1e-3)()
+        calls.append(None)
+
+    found = measure(slow_at_first, rounds=8)
+    assert found.first_call >= 0.05
+    assert max(found.samples) < 0.05
+
+
+def test_inputs_rotate_and_every_variant_sees_each_set():
+    seen: dict[str, list[int]] = {"a": [], "b": []}
+    compare(
+        {name: lambda x, name=name: (seen[name].append(x), burn(1e-3)()) for name in seen},
+        inputs=[(0,), (1,), (2,)],
+        rounds=8,
+    )
+    for values in seen.values():
+        sampled = values[3:]  # after the first call and two warm-up calls
+        assert len(sampled) % 3 == 0
+        assert sampled == [0, 1, 2] * (len(sampled) // 3)
+
+
+def test_block_is_called_with_every_result():
+    results = []
+    found = measure(lambda: "result", block=results.append, rounds=8)
+    assert set(results) == {"result"}
+    assert len(results) >= 8 * found.calls_per_sample
+
+
+def test_no_variant_always_follows_the_same_other():
+    order = []
+    compare({name: lambda name=name: (order.append(name), burn(1e-3)()) for name in "abc"}, rounds=60, warmup_calls=0)
+    rounds = [tuple(order[index : index + 3]) for index in range(len(order) - 180, len(order), 3)]
+    assert {frozenset(turn) for turn in rounds} == {frozenset("abc")}
+    assert len(set(rounds)) == 6  # all orders occur
+
+
+@pytest.mark.parametrize("true_ratio", [1.0, 1.05, 3.0])
+def test_the_interval_of_a_ratio_covers_the_truth_about_as_often_as_it_says(monkeypatch, true_ratio):
+    covered = 0
+    simulations = 200
+    for seed in range(simulations):
+        clock = FakeClock(monkeypatch, noise=0.05, seed=seed)
+        found = compare(
+            {"fast": clock.workload(1e-2), "slow": clock.workload(true_ratio * 1e-2)}, rounds=25, warmup_calls=0
+        ).speedup("fast", over="slow")
+        covered += found.low <= true_ratio <= found.high
+    # Binomial(200, 0.95) lies in 182..198 with probability 0.998; the percentile bootstrap of a median of 25 is a
+    # little too short, hence the lower end of 0.90.
+    assert 0.90 * simulations <= covered <= 0.995 * simulations
+
+
+def test_a_function_compared_with_itself_on_this_machine():
+    work = burn(1e-3)
+    ratio = compare({"a": work, "b": work}, rounds=40).speedup("a", over="b", confidence=0.9999)
+    assert ratio.low <= 1.0 <= ratio.high
+    assert ratio.value == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_rate_exchanges_the_ends_of_the_interval():
+    figure = measure(burn(1e-3), rounds=9).quantity()
+    rate = figure.per(2.0, "B/s")
+    assert rate.value == pytest.approx(2.0 / figure.value)
+    assert rate.low <= rate.value <= rate.high
+    assert rate.low == pytest.approx(2.0 / figure.high)
+
+
+def test_the_bootstrap_is_seeded_and_widens_with_confidence():
+    samples = list(np.random.default_rng(1).normal(size=30))
+    assert bootstrap_median_interval(samples, seed=3) == bootstrap_median_interval(samples, seed=3)
+    low, high = bootstrap_median_interval(samples, confidence=0.5)
+    wider_low, wider_high = bootstrap_median_interval(samples, confidence=0.99)
+    assert wider_low <= low <= high <= wider_high
+
+
+def test_bad_arguments_say_what_was_expected():
+    with pytest.raises(ValueError, match="at least one function"):
+        compare({})
+    with pytest.raises(ValueError, match="rounds must be at least 1, got 0"):
+        measure(lambda: None, rounds=0)
+    with pytest.raises(ValueError, match="'cuda-graph' needs device='cuda'"):
+        measure(lambda: None, clock="cuda-graph")
+
+
+@pytest.mark.gpu
+class TestOnAGpu:
+    def test_a_graph_hides_launches_and_agrees_with_events_for_a_long_kernel(self):
+        import torch
+
+        x = torch.rand(1 << 28, device="cuda")
+        out = torch.empty_like(x)
+        graph = measure(lambda: torch.neg(x, out=out), device="cuda", seconds=0.3)
+        events = measure(lambda: torch.neg(x, out=out), device="cuda", clock="cuda-events", seconds=0.3)
+        assert (graph.method, events.method) == ("cuda-graph", "cuda-events")
+        assert graph.median == pytest.approx(events.median, rel=0.1)
+        tiny = torch.rand(8, device="cuda")
+        assert (
+            measure(lambda: tiny + 1, device="cuda").median
+            < measure(lambda: tiny + 1, device="cuda", clock="cuda-events").median
+        )
+
+    def test_a_function_that_cannot_be_captured_is_timed_by_events_and_says_why(self):
+        import torch
+
+        x = torch.rand(1000, device="cuda")
+        found = measure(lambda: x.sum().item(), device="cuda", rounds=8)
+        assert found.method == "cuda-events"
+        assert found.note.startswith("no CUDA graph:")
+        with pytest.raises(RuntimeError):
+            measure(lambda: x.sum().item(), device="cuda", clock="cuda-graph")
+        assert torch.rand(8, device="cuda").isfinite().all()  # nor does a failed capture leave the generator unusable
+
+    def test_a_backward_pass_is_captured_on_a_stream_of_its_own(self):
+        import torch
+
+        from benchkit.timing import capturable_stream
+
+        before = torch.cuda.get_rng_state()
+        with capturable_stream("cuda"):
+            x = torch.rand(1 << 20, device="cuda", requires_grad=True)
+            y = x.exp()
+            found = measure(lambda: torch.autograd.grad(y, x, y, retain_graph=True), device="cuda", rounds=8)
+        assert (found.method, found.note) == ("cuda-graph", "")
+        assert not torch.equal(torch.cuda.get_rng_state(), before)  # torch.rand moved it: the state is the user's own
+
+    def test_the_sets_of_inputs_are_larger_than_the_cache(self):
+        import torch
+
+        from benchkit.timing import rotating_inputs
+
+        cache = torch.cuda.get_device_properties(0).L2_cache_size
+        sets = rotating_inputs(lambda: (torch.rand(1 << 22, device="cuda"),), device="cuda", at_most=100)
+        assert sum(x.numel() * x.element_size() for (x,) in sets) >= 4 * cache
+        assert len({x.data_ptr() for (x,) in sets}) == len(sets)

@@ -1,0 +1,97 @@
+"""Builds, what is said when one cannot be made, and the compiler's resource report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import native_build
+from native_build.kernel_resources import parse_resources
+
+needs_cxx = pytest.mark.skipif(native_build.missing_cxx() is not None, reason=str(native_build.missing_cxx()))
+needs_nvcc = pytest.mark.skipif(native_build.find_nvcc() is None, reason="no nvcc")
+
+# pybind11 alone: torch/extension.h would take forty seconds to compile.
+MODULE = """
+#include <pybind11/pybind11.h>
+#include "answer.h"
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("answer", [] { return ANSWER; }); }
+"""
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path / "build"))
+    path = tmp_path / "answer.cpp"
+    path.write_text(MODULE)
+    (tmp_path / "answer.h").write_text("#define ANSWER 42\n")
+    return path
+
+
+@needs_cxx
+def test_an_extension_is_built_once_and_again_when_a_header_changes(source, monkeypatch):
+    first = native_build.load_extension("answer_module", [source])
+    assert first.answer() == 42
+    assert native_build.load_extension("answer_module", [source]) is first
+    library = Path(first.__file__)
+
+    # A build that was killed leaves torch's lock file behind, for which torch would wait for ever.
+    (library.parent / "lock").touch()
+    native_build.extension._load.cache_clear()
+    assert native_build.load_extension("answer_module", [source]).answer() == 42
+
+    (source.parent / "answer.h").write_text("#define ANSWER 43\n")
+    native_build.extension._load.cache_clear()
+    second = native_build.load_extension("answer_module", [source])
+    assert second.answer() == 43
+    assert Path(second.__file__).parent != library.parent
+
+
+@needs_cxx
+def test_the_error_begins_with_the_compilers_first_complaint_and_names_the_log(source):
+    source.write_text(MODULE + "int broken = undefined_name;\n")
+    with pytest.raises(native_build.BuildError, match=r"cannot build broken_module: .*undefined_name") as caught:
+        native_build.load_extension("broken_module", [source])
+    assert "\n" not in str(caught.value)
+    assert "build.log" in str(caught.value)
+    with pytest.raises(native_build.BuildError, match=r"cannot build broken_module: .*undefined_name"):
+        native_build.load_extension("broken_module", [source])  # a second try says the same
+
+
+def test_a_missing_compiler_is_one_line_with_the_remedy(source, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(native_build.BuildError, match=r"no C\+\+ compiler 'no-such-compiler'.*apt-get install g"):
+        native_build.load_extension("answer_module_without_compiler", [source])
+
+
+def test_a_missing_nvcc_is_one_line_with_the_remedy(source, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(native_build.BuildError, match=r"no nvcc .*set CUDA_HOME"):
+        native_build.compile_cuda(source, "sm_90")
+
+
+@needs_nvcc
+def test_the_resources_of_a_kernel_are_read(tmp_path):
+    path = tmp_path / "kernel.cu"
+    path.write_text(
+        "__global__ void rotate(float* x) {\n"
+        "  __shared__ float s[64]; s[threadIdx.x % 64] = x[threadIdx.x]; __syncthreads();\n"
+        "  x[threadIdx.x] = s[(threadIdx.x + 1) % 64]; }\n"
+        "__global__ void spill(float* x, int k) { float a[64]; for (int i = 0; i < 64; ++i) a[(i * k) % 64] = x[i];\n"
+        "  for (int i = 0; i < 64; ++i) x[i] = a[i]; }\n"
+    )
+    found = {kernel.name: kernel for kernel in native_build.compile_cuda(path, "sm_90a")}
+    rotate = next(kernel for name, kernel in found.items() if "rotate" in name)
+    assert (rotate.architecture, rotate.shared_memory, rotate.stack_frame) == ("sm_90a", 256, 0)
+    assert 0 < rotate.registers <= 255
+    indexed = next(kernel for name, kernel in found.items() if "spill" in name)
+    assert indexed.stack_frame >= 256  # an array indexed at run time lies in local memory
+    path.write_text("__global__ void broken() { nonsense; }")
+    with pytest.raises(native_build.BuildError, match=r"kernel.cu does not compile for sm_90: .*nonsense"):
+        native_build.compile_cuda(path, "sm_90")
+
+
+def test_a_report_whose_format_has_changed_is_not_read_as_no_spills():
+    with pytest.raises(ValueError, match="no stack or register figures for k"):
+        parse_resources("ptxas info    : Compiling entry function 'k' for 'sm_90'\nptxas info : something new\n")
