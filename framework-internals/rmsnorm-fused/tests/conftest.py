@@ -23,7 +23,9 @@ class Where:
 
 def _params(*pairs: tuple[Implementation, str]) -> list[object]:
     return [
-        pytest.param(Where(backend, device), id=f"{backend}-{device}", marks=[pytest.mark.gpu] if device == "cuda" else [])
+        pytest.param(
+            Where(backend, device), id=f"{backend}-{device}", marks=[pytest.mark.gpu] if device == "cuda" else []
+        )
         for backend, device in pairs
     ]
 

@@ -30,7 +30,12 @@ X = torch.ones(2, 8)
         ((X,), {"eps": -1e-6}, ValueError, "eps: expected a finite number of at least 0, got -1e-06"),
         ((X,), {"eps": float("nan")}, ValueError, "eps: expected a finite number"),
         ((X,), {"eps": "small"}, TypeError, "eps: expected a number or None, got str"),
-        ((X,), {"backend": "cudnn"}, ValueError, "backend: expected one of auto, pytorch, triton, cuda, cpp, got 'cudnn'"),
+        (
+            (X,),
+            {"backend": "cudnn"},
+            ValueError,
+            "backend: expected one of auto, pytorch, triton, cuda, cpp, got 'cudnn'",
+        ),
         ((X,), {"backend": "cuda"}, ValueError, "backend 'cuda' cannot be used: it takes tensors on cuda, got cpu"),
     ],
 )
@@ -110,5 +115,7 @@ def test_rows_are_read_in_place_where_two_strides_describe_them(x, copied):
 
 
 def test_import_loads_no_optional_back_end():
-    program = "import sys, rmsnorm_fused; assert not {'triton', 'native_build', 'matplotlib'} & set(sys.modules), sys.modules"
+    program = (
+        "import sys, rmsnorm_fused; assert not {'triton', 'native_build', 'matplotlib'} & set(sys.modules), sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -86,7 +86,12 @@ def test_random_cases(where, data):
 @pytest.mark.parametrize("n", WIDTHS)
 def test_widths(where, n, dtype):
     m = 70 if n < 1000 else 5
-    check(where, random(1, (m, n), dtype, where.device), random(3, (n,), dtype, where.device), random(2, (m, n), dtype, where.device))
+    check(
+        where,
+        random(1, (m, n), dtype, where.device),
+        random(3, (n,), dtype, where.device),
+        random(2, (m, n), dtype, where.device),
+    )
 
 
 def test_more_rows_than_one_partial_sum_holds(where):
@@ -136,7 +141,9 @@ def test_more_than_two_to_the_31_elements(backend):
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,), (2, 0, 5), (2, 3, 0)])
 def test_empty(where, shape):
     x = torch.empty(shape, device=where.device)
-    results = gradients(x, torch.ones(shape[-1], device=where.device), torch.empty_like(x), eps=1e-6, backend=where.backend)
+    results = gradients(
+        x, torch.ones(shape[-1], device=where.device), torch.empty_like(x), eps=1e-6, backend=where.backend
+    )
     assert results["y"].shape == results["dx"].shape == shape
     assert torch.equal(results["dweight"], torch.zeros(shape[-1], device=where.device))
 

@@ -110,7 +110,9 @@ def test_compiles_whole_and_once_for_all_batches(where):
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiles_with_inductor(where):
     if where.truncates_bfloat16:
-        pytest.skip("Inductor generates no Triton where Triton is interpreted; the other compile test covers the operator")
+        pytest.skip(
+            "Inductor generates no Triton where Triton is interpreted; the other compile test covers the operator"
+        )
     torch.compiler.reset()
     x, weight = sample(where.device)
 

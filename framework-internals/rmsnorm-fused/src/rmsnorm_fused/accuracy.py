@@ -59,9 +59,7 @@ class Expected:
         return ((actual.double() - self.value).abs().max() / self.value.abs().max()).item()
 
 
-def expected(
-    x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, eps: float
-) -> dict[Part, Expected]:
+def expected(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, eps: float) -> dict[Part, Expected]:
     """y, dx and, with a weight, dweight in float64 by the closed formulas, from the tensors as they are given.
 
     Args:

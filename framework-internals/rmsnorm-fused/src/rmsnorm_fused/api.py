@@ -17,18 +17,19 @@ def rms_norm(
 ) -> torch.Tensor:
     """Root mean square normalisation over the last dimension (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
-    y = x / sqrt(mean(x²) + eps) · weight. Sums and products run in float32 (float64 for a float64 ``x``) and the result is
-    rounded to the dtype of ``x`` once, whatever the dtype of the weight. Differentiable twice and more in ``x`` and
+    y = x / sqrt(mean(x²) + eps) · weight. Sums and products run in float32 (float64 for a float64 ``x``) and the result
+    is rounded to the dtype of ``x`` once, whatever the dtype of the weight. Twice differentiable in ``x`` and
     ``weight``; a weight that needs no gradient costs none. Never modifies its arguments.
 
     Args:
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides
             (slices of a fused projection) are read in place, others are copied first.
-        weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: no weight.
+        weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: no
+            weight.
         eps: added to the mean square, at least 0; None is the machine epsilon of the arithmetic, as torch has it.
         backend: ``"pytorch"`` (the formula), ``"triton"``, ``"cuda"`` (CUDA C++), ``"cpp"`` (C++ on the CPU) or
-            ``"auto"``: Triton on a GPU, C++ on a CPU, the formula where these are not to be had. ``"cuda"`` and ``"cpp"``
-            compile at the first call ever.
+            ``"auto"``: Triton on a GPU, C++ on a CPU, the formula where these are not to be had. ``"cuda"`` and
+            ``"cpp"`` compile at the first call ever.
 
     Returns:
         (..., N), contiguous, in the dtype of ``x``.

@@ -8,8 +8,8 @@ import torch
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """View ``x`` as (outer, inner, N) with adjacent columns: the layout that every kernel of this package takes.
 
-    Row r of M = outer * inner is then [r // inner, r % inner]. One stride between rows is outer = 1. Two are what slices
-    of a fused projection have: q of (B, T, 3 * H * D) as (B, T, H, D) is (B * T, H, D).
+    Row r of M = outer * inner is then [r // inner, r % inner]. One stride between rows is outer = 1. Two are what
+    slices of a fused projection have: q of (B, T, 3 * H * D) as (B, T, H, D) is (B * T, H, D).
 
     Args:
         x: (..., N) with at least one element.
@@ -29,7 +29,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(x: torch.Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of the dimensions before the last one, outermost first, with neighbours merged where they can be."""
+    """(size, stride) of the dimensions before the last one, outermost first, neighbours merged where they can be."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -17,3 +18,13 @@ def constant_under_compile(function: Callable[P, R]) -> Callable[P, R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def kept_graphs() -> AbstractContextManager[None]:
+    """Have torch.compile make backward passes that can be run again and again on a graph that is kept.
+
+    By default a compiled backward pass writes over what the forward pass saved, and refuses ``retain_graph``.
+    """
+    import torch._functorch.config as config
+
+    return config.patch(donated_buffer=False)

@@ -27,14 +27,14 @@ def load() -> ModuleType:
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """y (M, N) and rstd (M,) of the rows of x (outer, inner, N)."""
+    """Y (M, N) and rstd (M,) of the rows of x (outer, inner, N)."""
     return load().forward(x, _fitting(x, weight), eps, _stream(x))
 
 
 def backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, needs_dweight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dx (M, N) and, where it is asked for, dweight (N,), for the rows of dy and x (outer, inner, N)."""
+    """Dx (M, N) and, where it is asked for, dweight (N,), for the rows of dy and x (outer, inner, N)."""
     dx, dweight = load().backward(dy, x, _fitting(x, weight), rstd, needs_dweight, _stream(x))
     return dx, None if dweight is None or weight is None else dweight.to(weight.dtype)
 

@@ -8,7 +8,7 @@ from rmsnorm_fused.validation import wide_dtype
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension; autograd differentiates each operation.
+    """X / sqrt(mean(x²) + eps) · weight over the last dimension; autograd differentiates each operation.
 
     Args:
         x: (..., N).
@@ -59,8 +59,6 @@ def second_gradients(
     ug, ux, gx, vdyx = ((a * b).sum(-1, keepdim=True) for a, b in ((u_, g), (u_, x_), (g, x_), (v_ * dy_, x_)))
     along_g = r * u_ - r**3 * ux * x_ / n
     for_dy = along_g * w + r * v_ * x_
-    for_x = (
-        r * v_ * dy_ - r**3 * (u_ * gx + g * ux) / n + x_ * (3 * r**5 * ux * gx / n**2 - r**3 * (ug + vdyx) / n)
-    )
+    for_x = r * v_ * dy_ - r**3 * (u_ * gx + g * ux) / n + x_ * (3 * r**5 * ux * gx / n**2 - r**3 * (ug + vdyx) / n)
     for_weight = None if weight is None else (along_g * dy_).flatten(0, -2).sum(0).to(weight.dtype)
     return for_dy.to(dy.dtype), for_x.to(x.dtype), for_weight

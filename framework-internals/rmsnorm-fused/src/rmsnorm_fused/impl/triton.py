@@ -1,8 +1,8 @@
 """RMSNorm in Triton: forward, and backward with a deterministic dweight.
 
-Rows of up to ``_WHOLE_ROW`` columns lie in the registers of one program, several narrow rows side by side. Forward reads x
-once. Backward is persistent: each program walks over every P-th tile of rows, keeps its own float32 sum for dweight, and
-writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order.
+Rows of up to ``_WHOLE_ROW`` columns lie in the registers of one program, several narrow rows side by side. Forward reads
+x once. Backward is persistent: each program walks over every P-th tile of rows, keeps its own float32 sum for dweight,
+and writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order.
 
 Wider rows are walked through in blocks: forward reads x a second time (mostly from the L2 cache); backward finds each
 row's scalar with one kernel, and dx and dweight with a second one that owns columns.
@@ -222,7 +222,7 @@ def _add_partials(partials, dweight, count, columns, WIDE: tl.constexpr, ROWS: t
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """y (M, N) and rstd (M,) of the rows of x (outer, inner, N)."""
+    """Y (M, N) and rstd (M,) of the rows of x (outer, inner, N)."""
     outer, inner, columns = x.shape
     rows = outer * inner
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -234,9 +234,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[t
     layout = _layout(x)
     with _on(x.device):
         if columns > _WHOLE_ROW:
-            _forward_wide[(rows,)](
-                x, weight, y, rstd, columns, *layout, **constants, COLUMNS=_WIDE_BLOCK, num_warps=8
-            )
+            _forward_wide[(rows,)](x, weight, y, rstd, columns, *layout, **constants, COLUMNS=_WIDE_BLOCK, num_warps=8)
         else:
             tile = Tile.of(columns, _FORWARD_ELEMENTS)
             _forward[(triton.cdiv(rows, tile.rows),)](
@@ -249,7 +247,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[t
 def backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, needs_dweight: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dx (M, N) and, where it is asked for, dweight (N,), for the rows of dy and x (outer, inner, N)."""
+    """Dx (M, N) and, where it is asked for, dweight (N,), for the rows of dy and x (outer, inner, N)."""
     rows, columns = rstd.numel(), x.shape[-1]
     dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     weight = None if weight is None else weight.contiguous()
@@ -274,7 +272,14 @@ def backward(
             return dx, None
         dweight = torch.empty_like(weight)
         _add_partials[(triton.cdiv(columns, _COLUMNS),)](
-            partials, dweight, partials.shape[0], columns, WIDE=constants["WIDE"], ROWS=32, COLUMNS=_COLUMNS, num_warps=4
+            partials,
+            dweight,
+            partials.shape[0],
+            columns,
+            WIDE=constants["WIDE"],
+            ROWS=32,
+            COLUMNS=_COLUMNS,
+            num_warps=4,
         )
     return dx, dweight
 
@@ -292,9 +297,7 @@ def _run_backward_wide(
     rows, columns = dx.shape
     along = torch.empty_like(rstd)
     shared = {key: constants[key] for key in ("HAS_WEIGHT", "WIDE")}
-    _row_scalars[(rows,)](
-        dy, x, weight, rstd, along, columns, *layout, **shared, COLUMNS=_WIDE_BLOCK, num_warps=8
-    )
+    _row_scalars[(rows,)](dy, x, weight, rstd, along, columns, *layout, **shared, COLUMNS=_WIDE_BLOCK, num_warps=8)
     tile = Tile(rows=1, columns=_WIDE_BLOCK // 2, warps=4)
     blocks = triton.cdiv(columns, tile.columns)
     count = min(rows, triton.cdiv(_programs(x.device, tile.warps), blocks))
