@@ -78,15 +78,16 @@ template <class T, int V> __device__ __forceinline__ void widen_anew(Vector<T, V
   }
 }
 
-// The sum of `value` over the `lanes` threads (a power of two) of a row, in all of them. With over 32 lanes a block has
-// one row; `slots` holds 32 values and must not be the one of the call before: a slow thread may still be reading there.
+// The sum of `value` over the `lanes` threads (a power of two) of a row, in all of them; every row of the block has slots
+// of its own. `slots` holds 32 values and must not be the one of the call before: a slow thread may still read there.
 template <class A> __device__ __forceinline__ A row_sum(A value, int lanes, A* slots) {
   for (int offset = min(lanes, 32) / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
   if (lanes <= 32) return value;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, warps = lanes / 32;
+  slots += threadIdx.y * warps;
   if (lane == 0) slots[threadIdx.x / 32] = value;
   __syncthreads();
-  value = lane < lanes / 32 ? slots[lane] : A(0);
+  value = lane < warps ? slots[lane] : A(0);
   for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
   return value;
 }

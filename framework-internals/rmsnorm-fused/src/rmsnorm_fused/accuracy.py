@@ -52,7 +52,8 @@ class Expected:
         kind = torch.finfo(actual.dtype)
         floor = roundings * kind.eps / 2 * self.value.abs().clamp(min=kind.smallest_normal)
         arithmetic = ARITHMETIC_FACTOR * torch.finfo(self.arithmetic).eps / 2 * self.magnitude
-        return ((actual.double() - self.value).abs() / (floor + arithmetic)).max().item()
+        bound = (floor + arithmetic).clamp(min=torch.finfo(torch.float64).tiny)  # an exact zero is allowed to be one
+        return ((actual.double() - self.value).abs() / bound).max().item()
 
     def relative_error(self, actual: torch.Tensor) -> float:
         """The largest |error| over the largest |result|."""

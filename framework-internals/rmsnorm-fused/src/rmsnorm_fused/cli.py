@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -18,7 +18,7 @@ from benchkit.timing import rotating_inputs
 from rmsnorm_fused import rms_norm
 from rmsnorm_fused.accuracy import expected
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
-from rmsnorm_fused.contestants import EAGER, EPS, usable
+from rmsnorm_fused.contestants import EAGER, EPS, RmsNorm, usable
 from rmsnorm_fused.validation import DTYPES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False, help=__doc__)
@@ -90,7 +90,7 @@ def bench(
         )
         leaves = [(x.requires_grad_(), dy) for x, dy in sets]
 
-        def both(function):  # type: ignore[no-untyped-def]
+        def both(function: RmsNorm) -> Callable[[torch.Tensor, torch.Tensor], object]:
             return lambda x, dy: torch.autograd.grad(function(x, weight), (x, weight), dy)
 
         with torch.no_grad():

@@ -41,7 +41,7 @@ def usable(device: Device) -> tuple[dict[str, RmsNorm], dict[str, str]]:
         EAGER: partial(rms_norm, eps=EPS, backend="pytorch"),
         TORCH: lambda x, weight: torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, EPS),
     }
-    absent = {}
+    absent: dict[str, str] = {}
     for name in IMPLEMENTATIONS:
         if name == "pytorch":
             continue

@@ -13,6 +13,7 @@ import torch
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.limits import memory_limits
+from benchkit.results import Label
 from benchkit.run import Lens, Run
 from benchkit.timing import rotating_inputs
 from rmsnorm_fused.accuracy import Part, expected
@@ -121,7 +122,7 @@ def _measure_case(
                 values["fraction"] = _fraction(bandwidth, limits[TRAFFIC[which]])
             if name != EAGER:
                 values["speedup"] = timings.speedup(name, over=EAGER)
-            labels = {"group": case.group, "rows": case.rows, "columns": case.columns, "implementation": name}
+            labels: dict[str, Label] = {"group": case.group, **_shape_labels(case), "implementation": name}
             run.add(Record(which, labels, values, {"clock": timings[name].method, "note": timings[name].note}))
     if case.group == "batches" and run.device == "cuda":
         _measure_calls(run, case, contestants, dtype)
@@ -142,6 +143,10 @@ def _fraction(bandwidth: Quantity, limit: Quantity) -> Quantity:
         bandwidth.samples,
         bandwidth.interval,
     )
+
+
+def _shape_labels(case: Case) -> dict[str, Label]:
+    return {"rows": case.rows, "columns": case.columns}
 
 
 def _tensors(case: Case, dtype: torch.dtype, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,7 +227,7 @@ def _measure_calls(run: Run, case: Case, contestants: Mapping[str, RmsNorm], dty
         )
     torch.cuda.synchronize()
     for name in contestants:
-        labels = {"rows": case.rows, "columns": case.columns, "implementation": name}
+        labels: dict[str, Label] = {**_shape_labels(case), "implementation": name}
         run.record("call", labels, {"time": timings[name].quantity()})
 
 

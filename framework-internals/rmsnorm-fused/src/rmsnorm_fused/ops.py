@@ -1,14 +1,14 @@
 """The operators of this package as PyTorch's dispatcher knows them.
 
 Two families, ``native`` and ``triton``, share schemas, fake kernels and derivatives. In ``native`` the dispatcher
-itself picks the C++ kernel on a CPU and the CUDA kernel on a GPU, as it does for PyTorch's own operators. Triton needs a
-family of its own, because it serves the same devices and a caller may ask for either.
+itself picks the C++ kernel on a CPU and the CUDA kernel on a GPU, as it does for PyTorch's own operators. Triton needs
+a family of its own, because it serves the same devices and a caller may ask for either.
 
-``forward(x, weight, eps) -> (y, rstd)`` also gives rstd, which the derivative needs. ``backward`` is an operator too: it
-is opaque to torch.compile as a whole, and has a derivative, so that double backward is right.
+``forward(x, weight, eps) -> (y, rstd)`` also gives rstd, which the derivative needs. ``backward`` is an operator too:
+it is opaque to torch.compile as a whole, and has a derivative, so that double backward is right.
 
-They are plain operators and not ``torch.library.triton_op``, which lets Inductor see the kernels: Inductor fuses nothing
-into a kernel that a user wrote, and under Triton's interpreter there is no kernel for it to see.
+They are plain operators and not ``torch.library.triton_op``, which lets Inductor see the kernels: Inductor fuses
+nothing into a kernel that a user wrote, and under Triton's interpreter there is no kernel for it to see.
 
 The operators are defined when this module is imported, their kernels are imported (and built) at the first call: a
 graph that torch.compile took from its cache finds them either way.

@@ -1,8 +1,8 @@
 """RMSNorm in Triton: forward, and backward with a deterministic dweight.
 
-Rows of up to ``_WHOLE_ROW`` columns lie in the registers of one program, several narrow rows side by side. Forward reads
-x once. Backward is persistent: each program walks over every P-th tile of rows, keeps its own float32 sum for dweight,
-and writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order.
+Rows of up to ``_WHOLE_ROW`` columns lie in the registers of one program, several narrow rows side by side. Forward
+reads x once. Backward is persistent: each program walks over every P-th tile of rows, keeps its own float32 sum for
+dweight, and writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order.
 
 Wider rows are walked through in blocks: forward reads x a second time (mostly from the L2 cache); backward finds each
 row's scalar with one kernel, and dx and dweight with a second one that owns columns.
