@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const Backward ca
     if (call.weight && lane + k * lanes < vectors) weight[k] = vector_of<W, V>(static_cast<const W*>(call.weight), lane + k * lanes);
     else
 #pragma unroll
-      for (int e = 0; e < V; ++e) weight[k].at[e] = W(1.0f);
+      for (int e = 0; e < V; ++e) weight[k].at[e] = narrow<W>(Wide<W>(1));
 #pragma unroll
     for (int e = 0; e < V; ++e) sums[k][e] = 0;
   }
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kTileThreads, kTileBlocks) tile_kernel(const B
   if (call.weight) weight = vector_of<W, V>(static_cast<const W*>(call.weight), index);
   else
 #pragma unroll
-    for (int e = 0; e < V; ++e) weight.at[e] = W(1.0f);
+    for (int e = 0; e < V; ++e) weight.at[e] = narrow<W>(Wide<W>(1));
   A sums[V];
 #pragma unroll
   for (int e = 0; e < V; ++e) sums[e] = 0;

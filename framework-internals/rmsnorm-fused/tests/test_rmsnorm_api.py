@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rmsnorm_fused import RMSNorm, rms_norm
+from rmsnorm_fused import RMSNorm, backends, rms_norm
 from rmsnorm_fused.layout import as_rows
 
 X = torch.ones(2, 8)
@@ -56,9 +56,11 @@ def test_mixed_devices_are_named():
 
 def test_a_missing_compiler_is_named_and_auto_does_without(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
+    backends._resolve.cache_clear()
     with pytest.raises(ValueError, match="backend 'cpp' cannot be used: no C\\+\\+ compiler 'no-such-compiler'"):
         rms_norm(X, eps=1e-6, backend="cpp")
     assert torch.equal(rms_norm(X, eps=1e-6), rms_norm(X, eps=1e-6, backend="pytorch"))
+    backends._resolve.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS  # what torch's builder adds: no implicit conversions of half
 
 from native_build import compile_cuda, find_nvcc
 from rmsnorm_fused.paths import CSRC
@@ -40,7 +41,9 @@ def test_triton_under_its_interpreter():
 def test_cuda_compiles_without_spills():
     architectures = ("sm_80", "sm_90", "sm_100", "sm_120")
     with ThreadPoolExecutor(2) as pool:
-        reports = pool.map(lambda name: compile_cuda(CSRC / "rms_norm_cuda.cu", name), architectures)
+        reports = pool.map(
+            lambda name: compile_cuda(CSRC / "rms_norm_cuda.cu", name, cuda_cflags=COMMON_NVCC_FLAGS), architectures
+        )
     for architecture, kernels in zip(architectures, reports, strict=True):
         assert len(kernels) > 20
         spilling = [kernel.name for kernel in kernels if kernel.spill_stores or kernel.spill_loads]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from typing import Literal, get_args
 
@@ -54,6 +55,11 @@ def resolve(backend: str, device_type: str) -> str:
     Raises:
         ValueError: for an unknown word, or an explicit request that cannot be met here: it never falls back.
     """
+    return _resolve(backend, device_type)
+
+
+@functools.cache  # looking for compilers takes longer than a small normalisation
+def _resolve(backend: str, device_type: str) -> str:
     if backend == "auto":
         first: Implementation = "triton" if device_type == "cuda" else "cpp"
         return first if unavailable(first, device_type) is None else "pytorch"

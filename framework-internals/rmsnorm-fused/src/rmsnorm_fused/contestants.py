@@ -16,12 +16,14 @@ from rmsnorm_fused.impl import reference
 RmsNorm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 EPS = 1e-6
+COPY = "copy"
 EAGER = "eager formula"
 TORCH = "F.rms_norm"
 COMPILED = "torch.compile"
 OWN = ("triton", "cuda", "cpp")
 
 ABOUT = {
+    COPY: "a copy of the same bytes, `x.clone()` forward and `x + dy` backward: the limit",
     EAGER: 'the formula in PyTorch operators, one kernel each (`backend="pytorch"`)',
     TORCH: "`torch.nn.functional.rms_norm`, PyTorch's own",
     COMPILED: "`torch.compile` of that formula for this shape",

@@ -16,6 +16,7 @@ graph that torch.compile took from its cache finds them either way.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -73,6 +74,7 @@ def _register(family: Family) -> None:
 
 
 def _register_kernels(family: Family, key: str, module: str) -> None:
+    @functools.cache
     def kernels() -> ModuleType:
         return importlib.import_module(f"rmsnorm_fused.impl.{module}")
 

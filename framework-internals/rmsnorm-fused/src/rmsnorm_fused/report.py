@@ -12,16 +12,17 @@ from benchkit import Record, Results, numbers
 from benchkit.plotting import COLOURS, HATCHES, MARKERS, draw_limit, new_figure
 from benchkit.report import Figure, ReportSpec, markdown_table
 from rmsnorm_fused.accuracy import ARITHMETIC_FACTOR
-from rmsnorm_fused.contestants import ABOUT, EAGER, OWN
+from rmsnorm_fused.contestants import ABOUT, COPY, EAGER, OWN
 
 _ORDER = tuple(ABOUT)
 _PASSES = ("forward", "backward")
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-def _implementations(records: Sequence[Record]) -> list[str]:
+def _implementations(records: Sequence[Record], *, copy: bool = False) -> list[str]:
+    """Their names in the order of the report, with the copy first where it is wanted."""
     present = {str(record.labels["implementation"]) for record in records}
-    return [name for name in _ORDER if name in present]
+    return [name for name in _ORDER if name in present and (copy or name != COPY)]
 
 
 def _shape(results: Results) -> str:
@@ -57,12 +58,12 @@ def _headline_table(results: Results, which: str) -> str:
             f"`{name}`" if name in OWN else name,
             numbers.quantity(record["time"]),
             numbers.with_unit(record["bandwidth"].value, "B/s"),
-            numbers.percent(record["fraction"].value),
-            numbers.quantity(record["speedup"]) if "speedup" in record.values else "1",
+            numbers.percent(record["fraction"].value) if name != COPY else "100 %",
+            numbers.quantity(record["speedup"]) if "speedup" in record.values else "1" if name == EAGER else "",
             ", ".join(numbers.error_size(record[key].value) for key in record.values if key.startswith("error_")),
-            numbers.significant(record["share_of_bound"].value, 2),
+            numbers.significant(record["share_of_bound"].value, 2) if name != COPY else "",
         )
-        for name in _implementations(records)
+        for name in _implementations(records, copy=True)
         for record in records
         if record.labels["implementation"] == name
     ]
@@ -74,14 +75,15 @@ def _headline_table(results: Results, which: str) -> str:
 
 def _width_table(results: Results, which: str) -> str:
     records = _width_records(results, which)
-    names = _implementations(records)
+    names = _implementations(records, copy=True)
     columns = sorted({int(record.labels["columns"]) for record in records})
 
     def cell(name: str, width: int) -> str:
         found = [r for r in records if r.labels["implementation"] == name and r.labels["columns"] == width]
         if not found:
             return "–"
-        return f"{numbers.with_unit(found[0]['time'].value, 's')} ({numbers.percent(found[0]['fraction'].value, 0)})"
+        time = numbers.with_unit(found[0]["time"].value, "s")
+        return time if name == COPY else f"{time} ({numbers.percent(found[0]['fraction'].value, 0)})"
 
     shapes = {int(record.labels["columns"]): record.labels["rows"] for record in records}
     return markdown_table(
@@ -102,7 +104,7 @@ def _width_records(results: Results, which: str) -> list[Record]:
 def _batch_table(results: Results) -> str:
     kernels = results.select("forward", group="batches")
     calls = results.select("call")
-    names = _implementations(kernels)
+    names = _implementations(kernels, copy=True)
 
     def times(records: Sequence[Record], rows: object) -> list[str]:
         by_name = {r.labels["implementation"]: r["time"].value for r in records if r.labels["rows"] == rows}
@@ -122,7 +124,9 @@ def _batch_sentence(results: Results) -> str:
     rows = min(results.configuration["batches"])
     source = "call" if results.select("call") else "forward"
     records = [
-        r for r in results.select(source) if r.labels["rows"] == rows and r.labels.get("group", "batches") == "batches"
+        record
+        for record in results.select(source, rows=rows)
+        if record.labels.get("group", "batches") == "batches" and record.labels["implementation"] != COPY
     ]
     if not records:
         return ""
@@ -160,7 +164,15 @@ def _draw_headline(results: Results) -> MatplotlibFigure:
     draw_limit(axes, 100, "copy limit")
     axes.set_xticks(range(len(names)), names)
     axes.set_ylabel("share of the measured copy limit, %")
-    top = max((100 * r["fraction"].value for w in _PASSES for r in results.select(w, group="headline")), default=100)
+    top = max(
+        (
+            100 * r["fraction"].value
+            for w in _PASSES
+            for r in results.select(w, group="headline")
+            if "fraction" in r.values
+        ),
+        default=100.0,
+    )
     axes.set_ylim(0, max(118, 1.12 * top))
     axes.grid(axis="x", visible=False)
     axes.legend(loc="upper left", ncols=2)
@@ -187,7 +199,7 @@ def _draw_widths(results: Results, which: str) -> MatplotlibFigure:
     widths = sorted({int(record.labels["columns"]) for record in records})
     axes.set_xticks(widths, [str(width) for width in widths])
     axes.minorticks_off()
-    top = max((100 * record["fraction"].value for record in records), default=100)
+    top = max((100 * record["fraction"].value for record in records if "fraction" in record.values), default=100.0)
     axes.set_ylim(0, max(115, 1.12 * top))
     axes.set_xlabel(f"columns N, at {numbers.count(results.configuration['elements'])} elements")
     axes.set_ylabel("share of the measured copy limit, %")
@@ -222,7 +234,7 @@ def figures(results: Results) -> list[Figure]:
 
 def context(results: Results) -> dict[str, Any]:
     """The template's variables."""
-    names = _implementations(results.select("forward", group="headline"))
+    names = _implementations(results.select("forward", group="headline"), copy=True)
     notes = {
         str(record.data["note"])
         for which in _PASSES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 import torch
@@ -21,6 +22,7 @@ def unavailable() -> str | None:
     return missing_cxx()
 
 
+@functools.cache
 def load() -> ModuleType:
     """The extension, built if need be.
 

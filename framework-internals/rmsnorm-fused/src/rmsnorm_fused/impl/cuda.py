@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 
 import torch
@@ -17,6 +18,7 @@ def unavailable() -> str | None:
     return missing_cuda()
 
 
+@functools.cache
 def load() -> ModuleType:
     """The extension, built if need be.
 
