@@ -40,8 +40,8 @@ def test_opcheck_backward(kernel, needs_dweight):
 @pytest.mark.parametrize("with_weight", [True, False])
 def test_gradcheck_once_and_twice(where, with_weight):
     x, weight = sample(where.device, dtype=torch.float64)
-    x = x.detach()[:2, :2, :6].requires_grad_()  # strided, and small: gradcheck calls once per element
-    inputs = (x, weight.detach()[:6].requires_grad_()) if with_weight else (x,)
+    x = x.detach()[:1, :3, :4].requires_grad_()  # strided, and small: gradcheck calls once per element
+    inputs = (x, weight.detach()[:4].requires_grad_()) if with_weight else (x,)
 
     def function(*arguments):
         return rms_norm(*arguments, eps=1e-3, backend=where.backend)
@@ -106,8 +106,8 @@ def test_compiles_whole_and_once_for_all_batches(where):
         assert any(f"rmsnorm_fused.{family(where)}_forward" in name for name in counting.operators)
 
 
-# Importing Inductor makes torch warn of its own code.
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+# Importing Inductor makes torch warn of its own code; on a GPU it recommends TensorFloat32, for products.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiles_with_inductor(where):
     if where.truncates_bfloat16:
         pytest.skip(

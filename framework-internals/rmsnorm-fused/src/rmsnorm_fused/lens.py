@@ -62,7 +62,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
             "batches": [1, 8, 64, 256],
             "batch_columns": 4096,
             "seconds": 0.3 if quick else 1.5,
-            "compile_widths": not quick,
+            "compiled_groups": ["headline"] if quick else ["headline", "widths"],
         }
     return {
         "dtype": "float32",
@@ -72,7 +72,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         "batches": [1, 16],
         "batch_columns": 1024,
         "seconds": 0.3 if quick else 2.0,
-        "compile_widths": False,
+        "compiled_groups": ["headline"],
     }
 
 
@@ -80,9 +80,10 @@ def cases(configuration: Mapping[str, Any]) -> Iterator[Case]:
     """The shapes to time, the most important one first."""
     rows, columns = configuration["headline"]
     both: tuple[Pass, ...] = ("forward", "backward")
-    yield Case("headline", rows, columns, both, True)
+    with_compile = configuration["compiled_groups"]
+    yield Case("headline", rows, columns, both, "headline" in with_compile)
     for width in configuration["widths"]:
-        yield Case("widths", max(configuration["elements"] // width, 1), width, both, configuration["compile_widths"])
+        yield Case("widths", max(configuration["elements"] // width, 1), width, both, "widths" in with_compile)
     for batch in configuration["batches"]:
         yield Case("batches", batch, configuration["batch_columns"], ("forward",), False)
 

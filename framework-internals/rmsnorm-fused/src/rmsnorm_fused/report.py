@@ -175,7 +175,7 @@ def _draw_headline(results: Results) -> MatplotlibFigure:
     )
     axes.set_ylim(0, max(118, 1.12 * top))
     axes.grid(axis="x", visible=False)
-    axes.legend(loc="upper left", ncols=2)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.set_title(f"RMSNorm at {_shape(results)}", fontsize=10)
     return figure
 
@@ -204,7 +204,7 @@ def _draw_widths(results: Results, which: str) -> MatplotlibFigure:
     axes.set_xlabel(f"columns N, at {numbers.count(results.configuration['elements'])} elements")
     axes.set_ylabel("share of the measured copy limit, %")
     axes.set_title(f"{which}, {results.configuration['dtype']}", fontsize=10)
-    axes.legend(loc="lower left", ncols=3, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=6, frameon=False)
     return figure
 
 
