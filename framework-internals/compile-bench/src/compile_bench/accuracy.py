@@ -1,0 +1,139 @@
+"""Are the compiled outputs and gradients as right as the eager ones? Both are held against float64.
+
+The compiled error of a tensor, ‖x − x₆₄‖₂ / ‖x₆₄‖₂, may be at most::
+
+    3 · (eager error of the same tensor) + u(dtype) + √(n / 2) · u(float32)
+
+The first term is for two computations that only order their operations differently. u(dtype) is one rounding in the
+dtype that was computed in: eager may be exact by luck. The last is for sums over the batch. Added in order, n terms of
+random sign have a relative error of about √(n / 2) · u (the probabilistic analysis of Higham and Mary, 2019); eager
+adds them pairwise, Inductor's C++ loops in order, so the gradients of biases and norm weights come out several times
+less accurate without anything being wrong. n is bounded by the elements of the largest argument.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compile_bench.results import Accuracy, ErrorPair
+from compile_bench.target import Target
+
+# The norm of n independent roundings scatters by a share of 1/√(2n): 3 is far outside for any tensor that matters.
+FACTOR = 3.0
+
+Values = dict[str, Tensor]
+
+
+def compare_with_eager(
+    target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool
+) -> Accuracy:
+    """Run the same forward (and backward) pass eagerly, compiled and in float64, and compare.
+
+    Args:
+        target: with the weights that all three get.
+        compiled: ``torch.compile`` of ``compiled_model``.
+        compiled_model: the module behind it; its weights are set to the target's.
+        train: compare gradients too.
+    """
+    if _draws_random_numbers(target, train=train):
+        return Accuracy(
+            skipped="the model draws random numbers (dropout?), and the compiler draws others than eager does"
+        )
+    compiled_model.load_state_dict(target.model.state_dict())
+    ours = _values(target, compiled, compiled_model, train=train)
+    eager_model = target.copied()
+    eager = _values(target, eager_model, eager_model, train=train)
+    del eager_model
+    try:
+        wide = _wide(target)
+        exact = _values(wide, wide.model, wide.model, train=train)
+    except torch.OutOfMemoryError:
+        return Accuracy(skipped="the float64 computation does not fit in the GPU's memory")
+    except RuntimeError as error:  # a dtype written into the model, or an operator without a float64 kernel
+        return Accuracy(skipped=f"the model does not run in float64: {str(error).splitlines()[0]}")
+    allowance = _allowance(target)
+    pairs = [_pair(name, eager[name], ours[name], exact[name], allowance) for name in exact]
+    gradients = [pair for pair in pairs if pair.name != "output"]
+    return Accuracy(
+        output=pairs[0],
+        gradient=max(gradients, key=lambda pair: pair.compiled / pair.bound, default=None),
+        tensors=len(pairs),
+    )
+
+
+def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train: bool) -> Values:
+    """The outputs as one vector under ``"output"``, and every parameter's gradient."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(train), target.precision():
+        output = call(*target.args, **target.kwargs)
+    if not train:
+        return {"output": _flat(output)}
+    loss = target.scalar(output)
+    loss.backward()
+    gradients = {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"output": _flat(loss.detach()), **gradients}
+
+
+def _flat(output: Any) -> Tensor:
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return torch.cat([leaf.detach().double().flatten() for leaf in leaves])
+
+
+def _pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
+    size = torch.linalg.vector_norm(exact).item() or 1.0
+
+    def error(values: Tensor) -> float:
+        return torch.linalg.vector_norm(values - exact).item() / size
+
+    return ErrorPair(name, error(eager), error(compiled), FACTOR * error(eager) + allowance)
+
+
+def _wide(target: Target) -> Target:
+    """The target in float64, without autocast."""
+
+    def widen(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, value)
+
+    return replace(
+        target,
+        model=copy.deepcopy(target.model).double(),
+        args=widen(target.args),
+        kwargs=widen(dict(target.kwargs)),
+        autocast=None,
+    )
+
+
+def _allowance(target: Target) -> float:
+    """What the bound adds to the eager error: one rounding, and a sum over the batch in order."""
+    dtype = target.autocast or next(
+        (p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32
+    )
+    arguments = pytree.tree_leaves((target.args, dict(target.kwargs)))
+    terms = max((leaf.numel() for leaf in arguments if isinstance(leaf, Tensor)), default=1)
+    # Sums are accumulated in float32 where the dtype is narrower, and in the dtype where it is wider.
+    accumulator = torch.promote_types(dtype, torch.float32)
+    return torch.finfo(dtype).eps / 2 + math.sqrt(terms / 2) * torch.finfo(accumulator).eps / 2
+
+
+def _draws_random_numbers(target: Target, *, train: bool) -> bool:
+    """Whether another seed changes the output by more than running again with the same seed does."""
+    model = target.copied().train(train)
+
+    def output(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            return _flat(target.forward(model, target.args))
+
+    first = output(0)
+    same, other = (torch.linalg.vector_norm(output(seed) - first).item() for seed in (0, 1))
+    return other > 10 * same

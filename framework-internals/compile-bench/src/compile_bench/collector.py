@@ -1,0 +1,172 @@
+"""The one module over PyTorch's private surface: what torch.compile did, as it happens, without parsing logs.
+
+A handler on the logger ``torch.__trace`` receives what PyTorch writes for ``tlparse``. The same entries come on torch
+2.10 to 2.15; :func:`missing_surface` names what a later PyTorch has moved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from compile_bench.trace import CompileTrace, Event, read_events
+
+_TRACE_LOGGER = "torch.__trace"
+
+# Breaks that give up a whole frame reach the trace only while the artifact log "graph_breaks" is on in these modules.
+_BREAK_LOGGERS = tuple(
+    f"torch._dynamo.{module}.__graph_breaks" for module in ("symbolic_convert", "convert_frame", "exc")
+)
+
+_KEPT = frozenset(("dynamo_output_graph", "dynamo_cpp_guards_str", "compilation_metrics"))
+
+# Artifacts whose text is read; of the others (bytecode, graphs, generated code: megabytes) the name is enough.
+_READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
+
+# module, attribute: what this file reaches for, apart from the loggers.
+_SURFACE = (
+    ("torch._logging", "trace_structured"),
+    ("torch._inductor.metrics", "generated_kernel_count"),
+    ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
+    ("torch._inductor.compile_fx", "compile_fx"),
+)
+
+
+class Collector(logging.Handler):
+    """Collects what torch.compile does inside a ``with`` block.
+
+    Example:
+        >>> with Collector() as collector:
+        ...     torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
+        tensor([0.8415, 0.8415])
+        >>> len(collector.trace().graphs)
+        1
+    """
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.DEBUG)
+        self.events: list[Event] = []
+        self._seconds = 0.0
+        self._errors: list[str] = []
+        self._saved: list[tuple[logging.Logger, int, bool, list[logging.Handler]]] = []
+        self._kernels_before = 0
+        self._kernels = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one entry; one that cannot be read is reported by :meth:`trace`, not raised into the user's code."""
+        start = time.perf_counter()
+        try:
+            self.events.extend(_events(getattr(record, "metadata", None) or {}, getattr(record, "payload", None)))
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            self._errors.append(f"{type(error).__name__}: {error}")
+        finally:
+            self._seconds += time.perf_counter() - start
+
+    def __enter__(self) -> Collector:
+        trace = logging.getLogger(_TRACE_LOGGER)
+        for logger in (trace, *map(logging.getLogger, _BREAK_LOGGERS)):
+            self._saved.append((logger, logger.level, logger.propagate, list(logger.handlers)))
+            logger.setLevel(logging.DEBUG)
+            if logger is not trace:
+                logger.propagate = False
+                logger.handlers[:] = logger.handlers or [logging.NullHandler()]
+        trace.addHandler(self)
+        self._kernels_before = _generated_kernels()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._kernels = _generated_kernels() - self._kernels_before
+        for logger, level, propagate, handlers in self._saved:
+            logger.setLevel(level)
+            logger.propagate = propagate
+            logger.handlers[:] = handlers
+        self._saved.clear()
+
+    def trace(self) -> CompileTrace:
+        """What was seen, once the block has ended.
+
+        Raises:
+            RuntimeError: if entries came that this version cannot read: their format has changed.
+        """
+        if self._errors:
+            raise RuntimeError(
+                f"{len(self._errors)} entries of torch's structured trace could not be read (torch "
+                f"{torch.__version__}; first: {self._errors[0]}); compile_bench.collector needs an update for it"
+            )
+        return read_events(
+            self.events,
+            library=str(Path(torch.__file__).parent),
+            kernels=self._kernels,
+            handler_seconds=self._seconds,
+        )
+
+
+def missing_surface() -> list[str]:
+    """Names of PyTorch's private surface that this module needs and this torch does not have."""
+    missing = []
+    for module, attribute in _SURFACE:
+        try:
+            found = hasattr(importlib.import_module(module), attribute)
+        except ImportError:
+            found = False
+        if not found:
+            missing.append(f"{module}.{attribute}")
+    return missing
+
+
+def import_compiler() -> float:
+    """Import Dynamo and Inductor, which ``import torch`` leaves out.
+
+    Returns:
+        Seconds.
+    """
+    start = time.perf_counter()
+    importlib.import_module("torch._dynamo")
+    importlib.import_module("torch._inductor.compile_fx")
+    return time.perf_counter() - start
+
+
+def prepare_toolchain(device: str) -> float:
+    """Do what Inductor does once a process, and more slowly once a cache folder, whatever the model is.
+
+    On a CPU it finds out by test programs which vector instructions the compiler and the machine have; on a GPU Triton
+    builds and loads its driver stub.
+
+    Returns:
+        Seconds.
+    """
+    start = time.perf_counter()
+    if device == "cpu":
+        importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()
+    else:
+        importlib.import_module("triton.runtime.driver").driver.active.get_current_target()
+    return time.perf_counter() - start
+
+
+def _generated_kernels() -> int:
+    return int(importlib.import_module("torch._inductor.metrics").generated_kernel_count)
+
+
+def _events(metadata: Mapping[str, Any], payload: object) -> list[Event]:
+    text = payload if isinstance(payload, str) else ""
+    compile_id = f"{metadata['frame_id']}/{metadata.get('frame_compile_id')}" if "frame_id" in metadata else ""
+    events = []
+    for key, value in metadata.items():
+        if key == "chromium_event":
+            events.append(Event(key, compile_id, json.loads(text)))
+        elif key == "artifact":
+            name = value["name"]
+            events.append(Event(name, compile_id, value, text if name in _READ_ARTIFACTS else ""))
+        elif key in _KEPT:
+            events.append(Event(key, compile_id, value, text))
+    return events

@@ -1,0 +1,171 @@
+"""Runs measurements, each in a fresh process with cache folders of its own, and puts their results together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from benchkit import UserError
+from benchkit.device import Device
+from compile_bench.results import Bench, Case, Compiled, FirstSteps, Request, Triage
+
+DEFAULT_LIMIT = 600.0
+
+
+class WorkerFailure(Exception):
+    """A measuring process that hung, crashed or was killed: the message says which, in one line."""
+
+
+class Harness:
+    """A private temporary folder for caches, and the processes that use it.
+
+    Args:
+        device: what is measured.
+        limit: seconds after which a process and all that it started are ended.
+
+    Example:
+        >>> with Harness.open("cpu") as harness:  # doctest: +SKIP
+        ...     bench = harness.bench(Case("mlp"))
+        >>> bench.trace.graphs  # doctest: +SKIP
+    """
+
+    def __init__(self, folder: Path, device: Device, limit: float) -> None:
+        self.folder = folder
+        self.device = device
+        self.limit = limit
+        self._toolchain: float | None = None
+        self._caches = 0
+
+    @classmethod
+    @contextmanager
+    def open(cls, device: Device, *, limit: float = DEFAULT_LIMIT) -> Iterator[Harness]:
+        """A harness whose caches are gone when the block ends."""
+        with tempfile.TemporaryDirectory(prefix="compile-bench-") as folder:
+            yield cls(Path(folder), device, limit)
+
+    def toolchain_seconds(self) -> float:
+        """Seconds that Inductor needs, once per cache folder, to find out about compiler and machine.
+
+        The cache that this leaves behind is what every "cold" cache starts from: the price belongs to the machine, not
+        to a model.
+        """
+        if self._toolchain is None:
+            seed = self.folder / "toolchain"
+            self._toolchain = cast(float, self._run(Request("toolchain", Case("", self.device)), seed))
+        return self._toolchain
+
+    def eager(self, case: Case) -> FirstSteps:
+        """First steps without compiling; the mode of ``case`` does not matter."""
+        return cast(FirstSteps, self._run(Request("eager", case), self._new_cache()))
+
+    def bench(
+        self, case: Case, *, eager: FirstSteps | None = None, steady_seconds: float = 10.0, warm: bool = True
+    ) -> Bench:
+        """Measure everything about a case, in two or three processes.
+
+        Args:
+            case: what.
+            eager: first eager steps, if they were measured before.
+            steady_seconds: how long to sample steady steps.
+            warm: also measure the first steps with warm caches.
+
+        Raises:
+            WorkerFailure: if a process hung or crashed.
+            UserError: if the target is at fault.
+        """
+        self.toolchain_seconds()
+        eager = eager or self.eager(case)
+        cache = self._new_cache()
+        cold = cast(Compiled, self._run(Request("compiled", case, 0.0 if warm else steady_seconds), cache))
+        last = cast(Compiled, self._run(Request("compiled", case, steady_seconds), cache)) if warm else cold
+        assert last.steady is not None
+        assert last.accuracy is not None
+        return Bench(case, eager, cold.first, last.first if warm else None, last.steady, last.accuracy, last.memory)
+
+    def triage(self, case: Case) -> Triage:
+        """Count breaks and recompilations of a case, without a code generator; seconds rather than minutes.
+
+        Raises:
+            WorkerFailure: if the process hung or crashed.
+            UserError: if the target is at fault.
+        """
+        return cast(Triage, self._run(Request("triage", case), self._new_cache(empty=True)))
+
+    def _new_cache(self, *, empty: bool = False) -> Path:
+        self._caches += 1
+        cache = self.folder / f"cache-{self._caches}"
+        seed = self.folder / "toolchain"
+        if seed.exists() and not empty:
+            shutil.copytree(seed, cache)
+        return cache
+
+    def _run(self, request: Request, cache: Path) -> object:
+        """Answer a request in a fresh process."""
+        cache.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            request_path, result_path, log_path = (Path(folder) / name for name in ("request", "result", "log"))
+            request_path.write_bytes(pickle.dumps(request))
+            command = [sys.executable, "-m", "compile_bench.worker", str(request_path), str(result_path)]
+            status = run_limited(command, _environment(cache), log_path, self.limit)
+            log = log_path.read_text(errors="replace")
+            what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
+            if status is None:
+                raise WorkerFailure(f"{what} was ended after its time limit of {self.limit:g} s")
+            if status != 0 or not result_path.exists():
+                raise WorkerFailure(f"{what} ended with status {status}: {_last_line(log)}")
+            result = pickle.loads(result_path.read_bytes())
+        if isinstance(result, UserError):
+            raise result
+        return result
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    """This process's, with caches below ``cache`` and with this process's import path."""
+    return {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+
+
+def run_limited(command: list[str], environment: dict[str, str], log: Path, limit: float) -> int | None:
+    """Run a command in a session of its own; whatever is left of the session is ended when it returns.
+
+    Args:
+        command: program and arguments.
+        environment: all of it.
+        log: file for its output.
+        limit: seconds.
+
+    Returns:
+        The exit status, or None if it had not ended after ``limit`` seconds.
+    """
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            return process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # The session holds the compiler's own workers too; they may outlive the process, and hang with it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _last_line(log: str) -> str:
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it wrote nothing"

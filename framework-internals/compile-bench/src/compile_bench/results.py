@@ -1,0 +1,204 @@
+"""What a measurement is asked for, and the typed results it gives. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from benchkit.device import Device
+from benchkit.results import Quantity
+from compile_bench.trace import CompileTrace
+
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+MODES: tuple[Mode, ...] = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+Job = Literal["toolchain", "eager", "compiled", "triage"]
+
+# The first call compiles; with CUDA graphs the second warms up and the third captures: all three belong to the price.
+FIRST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        target: its name.
+        device: where it runs.
+        train: training step, or forward pass without gradients.
+        mode: of ``torch.compile``.
+        dynamic: of ``torch.compile``: None leaves it to PyTorch, which turns a size symbolic when it changes.
+    """
+
+    target: str
+    device: Device = "cpu"
+    train: bool = True
+    mode: Mode = "default"
+    dynamic: bool | None = None
+
+    @property
+    def kind(self) -> str:
+        """``"training"`` or ``"inference"``."""
+        return "training" if self.train else "inference"
+
+
+@dataclass(frozen=True)
+class FirstSteps:
+    """The first steps in a fresh process.
+
+    Attributes:
+        steps: seconds of the first :data:`FIRST_STEPS` steps.
+        import_seconds: importing Dynamo and Inductor; 0 for eager.
+        toolchain_seconds: what Inductor finds out about compiler and machine once a process; 0 for eager.
+        trace: what was compiled; None for eager.
+    """
+
+    steps: tuple[float, ...]
+    import_seconds: float = 0.0
+    toolchain_seconds: float = 0.0
+    trace: CompileTrace | None = None
+
+    @property
+    def total(self) -> float:
+        """Seconds from an imported torch to the end of the first steps."""
+        return sum(self.steps) + self.import_seconds + self.toolchain_seconds
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Steps after all compiling, eager and compiled taken in turns.
+
+    Attributes:
+        eager: seconds a step.
+        compiled: seconds a step.
+        speedup: eager over compiled, paired, with its interval.
+        method: the clock.
+        pressure: percent of the last ten seconds of it in which some task waited for a CPU core; None if not known.
+    """
+
+    eager: Quantity
+    compiled: Quantity
+    speedup: Quantity
+    method: str
+    pressure: float | None = None
+
+
+@dataclass(frozen=True)
+class ErrorPair:
+    """Errors of one tensor (or all outputs as one) against float64: ‖x − x₆₄‖₂ / ‖x₆₄‖₂.
+
+    Attributes:
+        name: of the tensor.
+        eager: error of the eager computation.
+        compiled: error of the compiled one.
+        bound: what the compiled one's error may be, see :mod:`compile_bench.accuracy`.
+    """
+
+    name: str
+    eager: float
+    compiled: float
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the compiled error is within the bound."""
+        return self.compiled <= self.bound
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Outputs and gradients of eager and compiled, both against float64.
+
+    Attributes:
+        output: all outputs (for training: the loss).
+        gradient: the gradient tensor closest to, or furthest over, its bound; None for inference.
+        tensors: how many were compared.
+        skipped: why nothing was compared; empty if it was.
+    """
+
+    output: ErrorPair | None = None
+    gradient: ErrorPair | None = None
+    tensors: int = 0
+    skipped: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything that was compared is within its bound."""
+        return all(pair.holds for pair in (self.output, self.gradient) if pair is not None)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak bytes that torch's CUDA allocator had given out during a step, weights and captured graphs included."""
+
+    eager: int
+    compiled: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a worker is to do.
+
+    Attributes:
+        job: ``toolchain``, ``eager`` first steps, ``compiled`` first steps and more, or ``triage``.
+        case: of what.
+        steady_seconds: for ``compiled``: how long to sample steady steps; 0 stops after the first steps.
+    """
+
+    job: Job
+    case: Case
+    steady_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A worker's answer to ``compiled``; all but the first steps are None where no steady steps were asked for."""
+
+    first: FirstSteps
+    steady: Steady | None = None
+    accuracy: Accuracy | None = None
+    memory: Memory | None = None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything about one case.
+
+    Attributes:
+        case: what was measured.
+        eager: first steps without compiling.
+        cold: first steps with empty caches.
+        warm: first steps in a process that finds the caches of the one before; None if not asked for.
+        steady: after compiling.
+        accuracy: against float64.
+        memory: None on a CPU.
+    """
+
+    case: Case
+    eager: FirstSteps
+    cold: FirstSteps
+    warm: FirstSteps | None
+    steady: Steady
+    accuracy: Accuracy
+    memory: Memory | None
+
+    @property
+    def trace(self) -> CompileTrace:
+        """What the cold process compiled."""
+        assert self.cold.trace is not None
+        return self.cold.trace
+
+
+@dataclass(frozen=True)
+class Triage:
+    """Breaks and recompilations of one case, counted without a code generator.
+
+    Attributes:
+        case: what was traced.
+        trace: what was seen.
+        calls: how many steps were made over the schedule.
+    """
+
+    case: Case
+    trace: CompileTrace
+    calls: int

@@ -1,0 +1,216 @@
+"""What is compiled: a model with its arguments, named on a command line.
+
+A target is a function without arguments, written ``path/to/file.py:function`` or ``package.module:attribute``. It
+returns ``(model, args)``, or a :class:`Target` where there is more to say::
+
+    def small():
+        torch.manual_seed(0)
+        return torch.nn.Linear(64, 64), (torch.randn(8, 64),)
+
+The model is made on the CPU in the dtype it is to run in; it and its arguments are moved to the device. A training step
+is forward, loss, backward; without a ``loss`` a scalar output is taken as it is, and the mean square of any other
+output. The names in :data:`compile_bench.zoo.ZOO` are targets too.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchkit import UserError
+from benchkit.device import Device
+
+Step = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model, what it is called with, and how it is trained.
+
+    Attributes:
+        model: on the CPU.
+        args: positional arguments of ``model``.
+        kwargs: keyword arguments.
+        loss: from the model's output to a scalar.
+        schedule: further tuples of positional arguments, called in turn where recompilations are counted: the last,
+            smaller batch, a longer sequence.
+        autocast: dtype that the forward pass autocasts to; None for none.
+        make_step: from a model (eager or compiled) and the arguments to a whole training step, optimizer included; by
+            default forward, loss and backward.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], Tensor] | None = None
+    schedule: tuple[tuple[Any, ...], ...] = ()
+    autocast: torch.dtype | None = None
+    make_step: Callable[[nn.Module, tuple[Any, ...]], Step] | None = None
+
+    def moved(self, device: Device) -> Target:
+        """The same target on a device; arguments too."""
+        return Target(
+            self.model.to(device),
+            _move(self.args, device),
+            _move(dict(self.kwargs), device),
+            self.loss,
+            _move(self.schedule, device),
+            self.autocast,
+            self.make_step,
+        )
+
+    def copied(self) -> nn.Module:
+        """A model of its own with the same weights, so that steps of two variants do not disturb each other."""
+        return copy.deepcopy(self.model)
+
+    def forward(self, model: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Call ``model`` as this target says."""
+        with self.precision():
+            return model(*args, **self.kwargs)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """The autocast that the forward pass runs under."""
+        if self.autocast is None:
+            return nullcontext()
+        device = next((p.device.type for p in self.model.parameters()), "cpu")
+        return torch.autocast(device, dtype=self.autocast)
+
+    def scalar(self, output: Any) -> Tensor:
+        """The loss of an output."""
+        if self.loss is not None:
+            return self.loss(output)
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not tensors:
+            raise UserError("the model's output holds no floating-point tensor to train on; give the target a loss")
+        if len(tensors) == 1 and tensors[0].ndim == 0:
+            return tensors[0]
+        return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
+
+    def step(self, model: nn.Module, args: tuple[Any, ...], *, train: bool) -> Step:
+        """One step of ``model``: a training step, or a forward pass without gradients.
+
+        Args:
+            model: :meth:`copied`, or the compiled form of one.
+            args: :attr:`args` or one of :attr:`schedule`.
+            train: which of the two.
+        """
+        if train and self.make_step is not None:
+            return self.make_step(model, args)
+
+        def training_step() -> Tensor:
+            model.zero_grad(set_to_none=True)
+            loss = self.scalar(self.forward(model, args))
+            loss.backward()
+            return loss.detach()
+
+        def inference_step() -> Any:
+            with torch.no_grad():
+                return self.forward(model, args)
+
+        return training_step if train else inference_step
+
+
+def load_target(name: str, device: Device) -> Target:
+    """Make the target of that name on a device.
+
+    Args:
+        name: of the zoo, ``file.py:function`` or ``module:attribute``.
+        device: to put it on.
+
+    Raises:
+        UserError: in one line, when there is no such target, it raises, or it returns something else.
+    """
+    from compile_bench.zoo import ZOO
+
+    if name in ZOO:
+        return ZOO[name](device).moved(device)
+    function = _find(name)
+    try:
+        made = function()
+    except Exception as error:  # whatever the user's function raises
+        raise UserError(f"{name} raised {_describe(error)}") from error
+    target = _as_target(name, made)
+    try:
+        return target.moved(device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"{name} cannot be moved to {device}: {_describe(error)}") from error
+
+
+def _find(name: str) -> Callable[[], Any]:
+    place, separator, attribute = name.rpartition(":")
+    if not separator or not place or not attribute:
+        from compile_bench.zoo import ZOO
+
+        raise UserError(
+            f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(ZOO))}"
+        )
+    module = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
+    function = getattr(module, attribute, None)
+    if function is None:
+        raise UserError(f"{place} has no {attribute!r} (target {name})")
+    if isinstance(function, nn.Module) or not callable(function):
+        kind = type(function).__name__
+        raise UserError(f"{name} is of type {kind}; expected a function without arguments that returns (model, args)")
+    return function
+
+
+def _load_file(path: Path, name: str) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"there is no file {path} (target {name})")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` would
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        raise UserError(f"{path} cannot be loaded: {_describe(error)}") from error
+    return module
+
+
+def _import(module: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # whatever the user's module raises
+        raise UserError(f"module {module} cannot be imported (target {name}): {_describe(error)}") from error
+
+
+def _as_target(name: str, made: object) -> Target:
+    if isinstance(made, Target):
+        target = made
+    elif isinstance(made, tuple) and len(made) == 2:
+        target = Target(made[0], made[1])
+    else:
+        kind = type(made).__name__
+        raise UserError(f"{name} returned an object of type {kind}; expected (model, args) or a compile_bench.Target")
+    if not isinstance(target.model, nn.Module):
+        raise UserError(f"{name} returned a model of type {type(target.model).__name__}; expected a torch.nn.Module")
+    if not isinstance(target.args, tuple):
+        raise UserError(f"{name} returned args of type {type(target.args).__name__}; expected a tuple")
+    return target
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    hint = ""
+    if "CUDA" in str(error) and not torch.cuda.is_available():
+        hint = " (it needs a GPU, and torch sees none)"
+    return f"{type(error).__name__}: {text[0] if text else 'no message'}{hint}"
+
+
+def _move(value: Any, device: Device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), value)

@@ -1,0 +1,452 @@
+"""What one compilation did, read from the events of PyTorch's structured trace.
+
+Pure text and numbers in, typed records out: nothing here imports torch, so the formats that PyTorch prints are tested
+on recorded events. :mod:`compile_bench.collector` is what hands the events over.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+PHASES = ("Dynamo", "AOTAutograd", "Inductor", "C++/Triton compiler", "Autotuning", "Caches")
+
+# A dynamo_timed name (torch/_dynamo/utils.py) and the phase it starts. A name that is not here belongs to whatever it
+# is nested in, so that a new inner name in a later PyTorch moves no time from one phase to another.
+_PHASE_PATTERNS = tuple(
+    (re.compile(pattern), phase)
+    for pattern, phase in (
+        (
+            r"entire_frame_compile|_compile\.compile_inner|dynamo|bytecode_tracing|build_guards|compile_attempt_",
+            "Dynamo",
+        ),
+        (r"create_aot_dispatcher_function|aot_|backend_compile|OutputGraph\.call_user_compiler|min_cut", "AOTAutograd"),
+        (r"AOTAutogradCache|FxGraphCache|CacheBase|inductor_codecache_torch_key|TritonBundler|pgo\.", "Caches"),
+        (r"PyCodeCache\.load_by_key_path", "Caches"),
+        (r"compile_file|async_compile\.|.*precompil|reload_kernel|CUDACompile", "C++/Triton compiler"),
+        (r"CachingAutotuner\.(benchmark|coordinate|combo)|.*_template_autotuning|benchmark_", "Autotuning"),
+        (
+            r"inductor_compile|compile_fx|fx_codegen|_recursive_|entire_backward_compile|backward\._backward_impl"
+            r"|GraphLowering|Scheduler|code_gen",
+            "Inductor",
+        ),
+    )
+)
+
+# Reason -> category, first match. The registry numbers of PyTorch's own list change between releases; the wording of
+# the kinds below has been the same from 2.10 on.
+_CATEGORIES = tuple(
+    (re.compile(pattern, re.IGNORECASE), category)
+    for pattern, category in (
+        (r"recompile.?limit|cache.?size.?limit", "recompile limit"),
+        (r"data.dependent branch|data.dependent jump|dynamic control flow", "data-dependent control flow"),
+        (
+            r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist",
+            "tensor value read by Python",
+        ),
+        (r"dynamic (output )?shape|DynamicOutputShape|nonzero|unbacked", "data-dependent shape"),
+        (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", "asked for by the code"),
+        (r"builtin operator|reorderable_logging|logging|print", "side effect"),
+        (
+            r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable",
+            "call Dynamo will not enter",
+        ),
+        (r"backend compiler|BackendCompilerFailed", "backend failed"),
+        (r"context manager", "context manager"),
+        (r"requires_grad|autograd\.Function|backward|hook", "autograd"),
+        (r"bytecode|tp_|__\w+__|generator|exception|super\(\)|iterator|class|builtin", "Python construct"),
+    )
+)
+
+_RECOMPILE_CAUSES = (
+    ("size mismatch", "tensor size"),
+    ("stride mismatch", "tensor layout"),
+    ("rank mismatch", "tensor rank"),
+    ("dtype mismatch", "dtype"),
+    ("device mismatch", "device"),
+    ("requires_grad mismatch", "requires_grad"),
+    ("dispatch key set mismatch", "dispatch keys"),
+    ("GLOBAL_STATE", "global state (grad mode, autocast, …)"),
+    ("grad_mode", "global state (grad mode, autocast, …)"),
+    ("___check_obj_id", "another object"),
+    ("___check_type_id", "another type"),
+    ("len(", "container length"),
+    (".training", "train / eval mode"),
+    ("Eq(", "symbolic shape"),
+    ("Ne(", "symbolic shape"),
+    (" == ", "Python value"),
+    (" <= ", "symbolic shape"),
+)
+
+_TRACEBACK_LINE = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n\s+(?P<source>[^\n]*)'
+)
+_REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
+_GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
+_GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
+_CACHE_EVENT = re.compile(r"(?:fx_graph|aotautograd|dynamo)_(?:bundled_)?cache_(?:hit|miss|bypass)")
+_WHOLE_FRAME = ("cannot properly resume", "will skip tracing the frame", "falling back to eager")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of the structured trace.
+
+    Attributes:
+        kind: ``"dynamo_output_graph"``, ``"compilation_metrics"``, ``"chromium_event"``, an artifact's name, ….
+        compile_id: ``"frame/compile"`` as PyTorch counts them; empty outside a compilation.
+        detail: the entry's metadata.
+        payload: its text.
+    """
+
+    kind: str
+    compile_id: str
+    detail: Any
+    payload: str = ""
+
+
+@dataclass(frozen=True)
+class Break:
+    """A place where Dynamo stopped capturing and Python went on by itself.
+
+    Attributes:
+        file: of the user's code.
+        line: in it, counted from 1; 0 when PyTorch did not say.
+        function: that the line is in.
+        source: the line's text.
+        reason: what kind of break it is, in PyTorch's words.
+        explanation: the sentence behind it.
+        hints: what PyTorch proposes.
+        category: one of a dozen families of reasons.
+        whole_frame: whether the function was given up as a whole and runs eagerly for good, instead of being split.
+        times: how often it was met (every recompilation meets it anew).
+        registry: the number in PyTorch's published list, ``"GB0170"``; empty if it gave none.
+    """
+
+    file: str
+    line: int
+    function: str
+    source: str
+    reason: str
+    explanation: str
+    hints: tuple[str, ...]
+    category: str
+    whole_frame: bool
+    times: int = 1
+    registry: str = ""
+
+    @property
+    def place(self) -> str:
+        """``file.py:LINE``."""
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A function that was compiled again because a guard of the earlier code failed.
+
+    Attributes:
+        compile_id: of the new compilation, ``"0/1"``.
+        function: that was compiled again.
+        file: where it is.
+        line: its first line, or the line that made the guard where PyTorch says so.
+        guard: the condition that no longer held, against the newest earlier code.
+        cause: the family of the condition: tensor size, Python value, ….
+    """
+
+    compile_id: str
+    function: str
+    file: str
+    line: int
+    guard: str
+    cause: str
+
+    @property
+    def place(self) -> str:
+        """``file.py:LINE``."""
+        return f"{self.file}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One captured graph.
+
+    Attributes:
+        compile_id: ``"0/0"``.
+        function: whose code it is.
+        operations: calls in it, as Dynamo captured them.
+        guards: conditions that are checked before every call.
+        guard_seconds: one check of all of them, as PyTorch measured it; None where it did not.
+    """
+
+    compile_id: str
+    function: str
+    operations: int
+    guards: int
+    guard_seconds: float | None
+
+
+@dataclass(frozen=True)
+class CompileTrace:
+    """All that was seen of the compilations in one ``with Collector()`` block.
+
+    Attributes:
+        graphs: captured, recompiled ones included.
+        breaks: one for every place and reason.
+        recompiles: in the order they happened.
+        phases: seconds by phase (:data:`PHASES`), each instant counted once.
+        cache_events: how often each cache was hit, missed or passed by.
+        kernels: generated by Inductor (C++ loops or Triton kernels); 0 for another backend.
+        handler_seconds: time spent in the collector itself.
+    """
+
+    graphs: tuple[Graph, ...] = ()
+    breaks: tuple[Break, ...] = ()
+    recompiles: tuple[Recompile, ...] = ()
+    phases: Mapping[str, float] = field(default_factory=dict)
+    cache_events: Mapping[str, int] = field(default_factory=dict)
+    kernels: int = 0
+    handler_seconds: float = 0.0
+
+    @property
+    def guards(self) -> int:
+        """Conditions over all graphs."""
+        return sum(graph.guards for graph in self.graphs)
+
+    @property
+    def operations(self) -> int:
+        """Captured calls over all graphs."""
+        return sum(graph.operations for graph in self.graphs)
+
+
+def read_events(
+    events: Sequence[Event], *, library: str = "", kernels: int = 0, handler_seconds: float = 0.0
+) -> CompileTrace:
+    """Turn the events of one block into records.
+
+    Args:
+        events: in the order they came.
+        library: folder of the torch package: lines in it are PyTorch's own and never the user's.
+        kernels: passed on.
+        handler_seconds: passed on.
+    """
+    metrics = {event.compile_id: event.detail for event in events if event.kind == "compilation_metrics"}
+    frames = {
+        compile_id: _Frame(entry["co_name"], str(entry.get("co_filename")), int(entry.get("co_firstlineno") or 0))
+        for compile_id, entry in metrics.items()
+        if entry.get("co_name")
+    }
+    return CompileTrace(
+        graphs=_graphs(events, frames, metrics),
+        breaks=_breaks(events, frames, metrics, library),
+        recompiles=tuple(_recompile(event, frames) for event in events if event.kind == "recompile_reasons"),
+        phases=phase_seconds([event.detail for event in events if event.kind == "chromium_event"]),
+        cache_events=Counter(event.kind for event in events if _CACHE_EVENT.fullmatch(event.kind)),
+        kernels=kernels,
+        handler_seconds=handler_seconds,
+    )
+
+
+def phase_seconds(timed: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Split the time of a compilation into phases so that each instant belongs to one.
+
+    The events of several threads come on one track. At every instant the phase is that of the span opened last: inside
+    a span of Inductor that waits for the C++ compiler, the C++ compiler.
+
+    Args:
+        timed: Chromium trace events: ``name``, ``ph`` (``"B"`` or ``"E"``), ``ts`` in microseconds.
+
+    Returns:
+        Seconds by phase; phases that did not occur are left out.
+    """
+    open_spans: list[tuple[str, str]] = []  # name, phase
+    seconds: dict[str, float] = {}
+    last = 0.0
+    for event in sorted((event for event in timed if event["ph"] in "BE"), key=lambda event: float(event["ts"])):
+        if open_spans:
+            phase = open_spans[-1][1]
+            seconds[phase] = seconds.get(phase, 0.0) + (event["ts"] - last) * 1e-6
+        last = event["ts"]
+        name = event["name"]
+        if event["ph"] == "B":
+            inherited = open_spans[-1][1] if open_spans else "Dynamo"
+            open_spans.append((name, _phase(name, inherited)))
+            continue
+        for index in range(len(open_spans) - 1, -1, -1):
+            if open_spans[index][0] == name:
+                del open_spans[index]
+                break
+    return {phase: seconds[phase] for phase in PHASES if phase in seconds}
+
+
+def _phase(name: str, inherited: str) -> str:
+    return next((phase for pattern, phase in _PHASE_PATTERNS if pattern.match(name)), inherited)
+
+
+@dataclass(frozen=True)
+class _Frame:
+    function: str
+    file: str
+    line: int
+
+
+def _frame_of(compile_id: str, frames: Mapping[str, _Frame]) -> _Frame:
+    """The frame of a compilation, or of an earlier one of the same code when this one was given up before it began."""
+    if compile_id in frames:
+        return frames[compile_id]
+    same = f"{compile_id.split('/')[0]}/"
+    return next((frame for key, frame in frames.items() if key.startswith(same)), _Frame("?", "?", 0))
+
+
+def _graphs(
+    events: Sequence[Event], frames: Mapping[str, _Frame], metrics: Mapping[str, Mapping[str, Any]]
+) -> tuple[Graph, ...]:
+    latency = {
+        event.compile_id: float(found[1]) * 1e-6
+        for event in events
+        if event.kind == "dynamo_cpp_guards_str" and (found := _GUARD_LATENCY.search(event.payload))
+    }
+    # Dynamo may trace a frame more than once before it settles: the last graph of a compilation is the one that runs.
+    texts = {event.compile_id: event.payload for event in events if event.kind == "dynamo_output_graph"}
+    return tuple(
+        Graph(
+            compile_id,
+            _frame_of(compile_id, frames).function,
+            int(metrics.get(compile_id, {}).get("graph_op_count") or len(_GRAPH_OPERATION.findall(text))),
+            int(metrics.get(compile_id, {}).get("guard_count") or 0),
+            latency.get(compile_id),
+        )
+        for compile_id, text in texts.items()
+    )
+
+
+def _breaks(
+    events: Sequence[Event],
+    frames: Mapping[str, _Frame],
+    metrics: Mapping[str, Mapping[str, Any]],
+    library: str,
+) -> tuple[Break, ...]:
+    found = [
+        (event.compile_id, _break(event.payload, _frame_of(event.compile_id, frames), library))
+        for event in events
+        if event.kind == "dynamo_graph_break_reason"
+    ]
+    told = {compile_id for compile_id, _ in found}
+    # Some failures never reach the graph-break artifact: the recompile limit, and errors of a backend that Dynamo
+    # suppresses. They stand in the metrics of the compilation alone.
+    found += [
+        (compile_id, _failure(entry, _frame_of(compile_id, frames)))
+        for compile_id, entry in metrics.items()
+        if entry.get("fail_type") and compile_id not in told
+    ]
+    merged: dict[tuple[str, int, str], Break] = {}
+    for _, each in found:
+        key = (each.file, each.line, each.reason)
+        before = merged.get(key)
+        merged[key] = each if before is None else _replace_times(before, before.times + 1)
+    return tuple(merged.values())
+
+
+def _replace_times(each: Break, times: int) -> Break:
+    return Break(**{**each.__dict__, "times": times})
+
+
+def _break(text: str, frame: _Frame, library: str) -> Break:
+    before, _, traceback = text.partition("User code traceback:")
+    traceback = traceback.split("\nTraceback (most recent call last):")[0]
+    stack = [
+        (m["file"], int(m["line"]), m["function"].strip(), m["source"].strip())
+        for m in _TRACEBACK_LINE.finditer(traceback)
+    ]
+    own = [entry for entry in stack if not library or not entry[0].startswith(library)]
+    named = re.search(r"Graph break in user code at (.*):(\d+)", text)
+    if own:
+        file, line, function, source = own[-1]
+    elif named and not (library and named[1].startswith(library)):
+        file, line, function, source = named[1], int(named[2]), frame.function, ""
+    else:
+        file, line, function, source = frame.file, frame.line, frame.function, ""
+    first = before.partition("*** While handling this graph break")[0].split("Graph Break Reason:")[-1]
+    reason, explanation, hints = _message(first)
+    number = _REGISTRY_NUMBER.search(first)
+    return Break(
+        file=file,
+        line=line,
+        function=function,
+        source=source,
+        reason=reason,
+        explanation=explanation,
+        hints=hints,
+        category=categorise(reason, explanation),
+        whole_frame=any(marker in text for marker in _WHOLE_FRAME),
+        registry=f"GB{number[1]}" if number else "",
+    )
+
+
+def _failure(entry: Mapping[str, Any], frame: _Frame) -> Break:
+    text = str(entry.get("fail_reason") or entry["fail_type"])
+    reason, explanation, hints = _message(text)
+    number = _REGISTRY_NUMBER.search(text)
+    return Break(
+        file=str(entry.get("fail_user_frame_filename") or entry.get("co_filename") or frame.file),
+        line=int(entry.get("fail_user_frame_lineno") or entry.get("co_firstlineno") or frame.line),
+        function=str(entry.get("co_name") or frame.function),
+        source="",
+        reason=reason,
+        explanation=explanation,
+        hints=hints,
+        category=categorise(reason, explanation),
+        whole_frame=True,
+        registry=f"GB{number[1]}" if number else "",
+    )
+
+
+def _message(text: str) -> tuple[str, str, tuple[str, ...]]:
+    """Reason, explanation and hints of a formatted graph-break message."""
+    head = [line.strip() for line in text.split("\n  Explanation:")[0].splitlines() if line.strip()]
+    explanation = re.search(r"^  Explanation: (.*?)(?=^  Hint: |^  Developer debug context:|\Z)", text, re.S | re.M)
+    hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
+    said = explanation[1] if explanation else ""
+    return (
+        head[-1] if head else "no reason given",
+        _one_line(said.split("\n\n")[0]),
+        tuple(_one_line(hint) for hint in hints),
+    )
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def categorise(reason: str, explanation: str = "") -> str:
+    """The family of a break's reason; ``"other"`` for wording that is not known."""
+    for text in (reason, explanation):
+        for pattern, category in _CATEGORIES:
+            if pattern.search(text):
+                return category
+    return "other"
+
+
+def _recompile(event: Event, frames: Mapping[str, _Frame]) -> Recompile:
+    text = event.payload
+    try:
+        reasons = json.loads(text)
+    except ValueError:  # a single reason comes as plain text
+        reasons = text
+    newest = reasons[0] if isinstance(reasons, list) else str(reasons)
+    frame = _frame_of(event.compile_id, frames)
+    first_line = newest.split("\n")[0]
+    guard = _one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0])
+    made_at = _TRACEBACK_LINE.search(newest)
+    return Recompile(
+        event.compile_id,
+        frame.function,
+        made_at["file"] if made_at else frame.file,
+        int(made_at["line"]) if made_at else frame.line,
+        guard,
+        next((cause for marker, cause in _RECOMPILE_CAUSES if marker in first_line), "other"),
+    )

@@ -1,0 +1,109 @@
+"""The float64-calibrated comparison: right results pass, planted errors do not, random models are left alone."""
+
+import torch
+from torch import nn
+
+from compile_bench.accuracy import compare_with_eager
+from compile_bench.target import Target
+
+
+def target(*layers):
+    torch.manual_seed(0)
+    return Target(nn.Sequential(nn.Linear(16, 16), nn.GELU(), *layers, nn.Linear(16, 4)), (torch.randn(8, 16),))
+
+
+def test_the_same_computation_is_within_the_bound():
+    made = target()
+    model = made.copied()
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert accuracy.holds
+    assert accuracy.tensors == 5  # the output and four gradients
+    assert accuracy.output.compiled == accuracy.output.eager
+
+
+def test_weights_are_set_back_before_comparing():
+    made = target()
+    model = made.copied()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert compare_with_eager(made, model, model, train=False).holds
+
+
+def test_a_lower_precision_is_outside_the_bound():
+    made = target()
+    model = made.copied()
+
+    def rounded(x):
+        return model(x.bfloat16().float())
+
+    accuracy = compare_with_eager(made, rounded, model, train=False)
+    assert not accuracy.holds
+    assert accuracy.output.compiled > 100 * accuracy.output.eager
+
+
+def test_a_wrong_gradient_is_found_though_the_output_is_right():
+    made = target()
+    model = made.copied()
+    model[0].weight.register_hook(lambda gradient: gradient * 1.001)
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert accuracy.output.holds
+    assert not accuracy.gradient.holds
+    assert accuracy.gradient.name == "0.weight"
+
+
+def test_a_model_with_dropout_is_not_compared_in_training():
+    made = target(nn.Dropout(0.5))
+    made.model.train()
+    model = made.copied()
+    assert "random numbers" in compare_with_eager(made, model, model, train=True).skipped
+    model.eval()
+    assert not compare_with_eager(made, model, model, train=False).skipped
+
+
+def test_a_model_that_cannot_do_float64_says_so():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x.to(torch.float32))
+
+    torch.manual_seed(0)
+    made = Target(Fixed(), (torch.randn(2, 4),))
+    model = made.copied()
+    assert "does not run in float64" in compare_with_eager(made, model, model, train=False).skipped
+
+
+def test_a_sum_in_order_is_within_the_bound_and_a_dropped_term_is_not():
+    class Scaled(nn.Module):
+        """A weight whose gradient is a sum over all rows, added as the flag says."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x * self.weight
+
+    torch.manual_seed(0)
+    made = Target(Scaled(), (torch.randn(4096, 4),), loss=lambda y: (y * y.detach().sin()).sum())
+    model = made.copied()
+
+    def gradient_over(rows):
+        x = made.args[0]
+        terms = x * (x * model.weight.detach()).sin()
+        total = torch.zeros(4)
+        for term in terms[:rows]:
+            total = total + term
+        return total
+
+    def check(rows):
+        hook = model.weight.register_hook(lambda _: gradient_over(rows))
+        accuracy = compare_with_eager(made, model, model, train=True)
+        hook.remove()
+        return accuracy
+
+    assert check(4096).holds
+    assert not check(4095).holds

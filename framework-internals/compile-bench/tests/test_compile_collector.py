@@ -1,0 +1,90 @@
+"""The collector on this torch: the private surface it stands on, and that it leaves no trace of itself."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compile_bench.collector import Collector, missing_surface
+
+# PyTorch's compiler warns about itself while it is imported and while it traces.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def program():
+    spec = importlib.util.spec_from_file_location("compile_bench_golden_program", GOLDEN / "program.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    torch._dynamo.reset()
+    yield module
+    torch._dynamo.reset()
+
+
+def test_the_private_surface_is_there():
+    missing = missing_surface()
+    assert not missing, f"torch {torch.__version__} has moved {missing}: compile_bench.collector needs an update"
+
+
+def test_the_trace_of_this_torch_reads_as_the_recorded_ones_do(program):
+    with Collector() as collector:
+        program.breaks()
+    trace = collector.trace()
+    what = (
+        f"torch {torch.__version__} writes its structured trace differently: update compile_bench.trace and record it"
+    )
+    assert [entry.category for entry in trace.breaks] == [
+        "data-dependent control flow",
+        "tensor value read by Python",
+        "side effect",
+    ], what
+    assert {Path(entry.file).name for entry in trace.breaks} == {"program.py"}, what
+    assert trace.recompiles[0].guard == "self.calls == 0", what
+    assert {entry.cause for entry in trace.recompiles} == {"Python value", "tensor size"}, what
+    assert trace.graphs[0].operations == 3, what
+    assert trace.graphs[0].guards > 0, what
+    assert 0 < trace.phases["Dynamo"] < 60, what
+
+
+def test_breaks_agree_with_dynamos_own_count(program):
+    with Collector() as collector:
+        torch.compile(program.Model(), backend="eager")(torch.ones(4, 8))
+    torch._dynamo.reset()
+    explained = torch._dynamo.explain(program.Model())(torch.ones(4, 8))
+    assert len(collector.trace().breaks) == explained.graph_break_count
+    assert len(collector.trace().graphs) == explained.graph_count
+
+
+def test_loggers_are_as_they_were(program):
+    names = ("torch.__trace", "torch._dynamo.symbolic_convert.__graph_breaks")
+    before = [(log.level, log.propagate, list(log.handlers)) for log in map(logging.getLogger, names)]
+    with pytest.raises(ZeroDivisionError), Collector():
+        raise ZeroDivisionError
+    assert [(log.level, log.propagate, list(log.handlers)) for log in map(logging.getLogger, names)] == before
+
+
+def test_an_entry_that_cannot_be_read_is_reported():
+    collector = Collector()
+    with collector:
+        record = logging.LogRecord("torch.__trace", logging.DEBUG, "", 0, "", (), None)
+        record.metadata = {"chromium_event": {}}
+        record.payload = "not JSON"
+        collector.handle(record)
+    with pytest.raises(RuntimeError, match="needs an update"):
+        collector.trace()
+
+
+def test_results_and_report_need_no_torch():
+    code = "import compile_bench.report, compile_bench.harness, sys; assert 'torch' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)

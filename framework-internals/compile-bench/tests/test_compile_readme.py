@@ -1,0 +1,44 @@
+"""The README's commands and snippets do what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compile_bench.cli import app
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = re.findall(r"^compile-bench (\w+)", README, re.MULTILINE)
+
+
+def test_the_targets_of_the_readme_can_be_checked(tmp_path):
+    path = tmp_path / "readme_targets.py"
+    path.write_text(SNIPPETS[0] + SNIPPETS[1])
+    result = CliRunner().invoke(app, ["check", f"{path}:detailed", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+
+
+def test_the_library_snippet_prints_the_planted_breaks(capsys):
+    exec(compile(SNIPPETS[2], "README.md", "exec"), {})
+    assert "data-dependent control flow Data-dependent branching" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_commands_exist(name):
+    assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
+def test_all_commands_are_shown():
+    assert sorted(COMMANDS) == ["check", "run", "triage"]
+
+
+def test_the_module_is_the_command():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "compile_bench", "--help"]
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "triage" in answer.stdout

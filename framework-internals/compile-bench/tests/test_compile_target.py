@@ -1,0 +1,120 @@
+"""Targets: what may be named, and the one line for each that may not."""
+
+import pytest
+import torch
+
+from benchkit import UserError
+from compile_bench.target import Target, load_target
+
+FILE = """
+import torch
+
+def good():
+    return torch.nn.Linear(4, 2), (torch.ones(3, 4),)
+
+def raises():
+    raise KeyError("no such layer")
+
+def number():
+    return 7
+
+def not_a_model():
+    return (lambda x: x), (torch.ones(3),)
+
+def loose_args():
+    return torch.nn.Linear(4, 2), torch.ones(3, 4)
+
+def gpu():
+    return torch.nn.Linear(4, 2, device="cuda"), (torch.ones(3, 4, device="cuda"),)
+
+model = torch.nn.Linear(4, 2)
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    path = tmp_path / "my_targets.py"
+    path.write_text(FILE)
+    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    return path
+
+
+def test_a_function_in_a_file(file):
+    target = load_target(f"{file}:good", "cpu")
+    assert target.forward(target.model, target.args).shape == (3, 2)
+
+
+def test_a_function_in_a_module(file, monkeypatch):
+    monkeypatch.syspath_prepend(file.parent)
+    target = load_target("my_targets:good", "cpu")
+    assert isinstance(target, Target)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raises", "raised KeyError: 'no such layer'"),
+        ("number", r"returned an object of type int; expected \(model, args\)"),
+        ("not_a_model", "returned a model of type function; expected a torch.nn.Module"),
+        ("loose_args", "returned args of type Tensor; expected a tuple"),
+        ("model", "is of type Linear; expected a function without arguments"),
+        ("absent", "has no 'absent'"),
+    ],
+)
+def test_a_bad_function_is_one_line(file, name, message):
+    with pytest.raises(UserError, match=message) as caught:
+        load_target(f"{file}:{name}", "cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_target_that_needs_a_gpu_says_so(file):
+    with pytest.raises(UserError, match="it needs a GPU, and torch sees none"):
+        load_target(f"{file}:gpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.py:f", "there is no file nowhere.py"),
+        ("no_such_package.module:f", "cannot be imported"),
+        ("resnet", "one of gpt, gpt-one-layer, mlp, planted"),
+    ],
+)
+def test_a_bad_place_is_one_line(name, message):
+    with pytest.raises(UserError, match=message):
+        load_target(name, "cpu")
+
+
+def test_a_broken_file_is_one_line(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("import torch\nx = (\n")
+    with pytest.raises(UserError, match=r"broken\.py cannot be loaded: SyntaxError"):
+        load_target(f"{path}:f", "cpu")
+
+
+def test_a_training_step_leaves_gradients_and_an_inference_step_none():
+    target = load_target("mlp", "cpu")
+    model = target.copied()
+    loss = target.step(model, target.args, train=True)()
+    assert loss.ndim == 0
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    output = target.step(model, target.args, train=False)()
+    assert output.shape == (64, 10)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_gpt_step_is_the_training_loops():
+    target = load_target("gpt-one-layer", "cpu")
+    model = target.copied()
+    step = target.step(model, target.args, train=True)
+    first, second = float(step()), float(step())
+    assert second < first  # the optimizer is part of it, on one batch
+    assert torch.equal(target.model.embedding.weight, load_target("gpt-one-layer", "cpu").model.embedding.weight)
+
+
+def test_output_without_floats_needs_a_loss():
+    target = Target(torch.nn.Linear(1, 1), ())
+    with pytest.raises(UserError, match="give the target a loss"):
+        target.scalar(torch.ones(3, dtype=torch.int64))

@@ -1,0 +1,141 @@
+"""Reading PyTorch's structured trace: recorded events of known programs, and the arithmetic of phases."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from compile_bench.trace import Event, categorise, phase_seconds, read_events
+
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})
+
+
+def golden(name, version):
+    lines = (GOLDEN / f"{name}-torch-{version}.jsonl").read_text().splitlines()
+    return read_events([Event(*json.loads(line)) for line in lines], library="/library/torch")
+
+
+def line_of(comment):
+    """The line of the golden program that ends in this comment."""
+    lines = (GOLDEN / "program.py").read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_breaks_name_the_users_line_and_category(version):
+    found = {entry.place: entry for entry in golden("breaks", version).breaks}
+    assert {place: entry.category for place, entry in found.items()} == {
+        f"/user/program.py:{line_of('a branch on a value')}": "data-dependent control flow",
+        f"/user/program.py:{line_of('a value read')}": "tensor value read by Python",
+        f"/user/program.py:{line_of('a side effect')}": "side effect",
+    }
+    branch = found[f"/user/program.py:{line_of('a branch on a value')}"]
+    assert branch.reason == "Data-dependent branching"
+    assert branch.source == "if x.sum() > 0:  # a branch on a value"
+    assert branch.function == "forward"
+    assert branch.explanation.startswith("Detected data-dependent branching")
+    assert any("torch.cond" in hint for hint in branch.hints)
+    assert not branch.whole_frame
+    assert branch.times == 3  # once for each compilation of forward: first, new constant, new size
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_recompiles_name_the_guard_that_failed(version):
+    recompiles = golden("breaks", version).recompiles
+    constant = recompiles[0]
+    assert (constant.function, constant.guard, constant.cause) == ("forward", "self.calls == 0", "Python value")
+    assert constant.place == f"/user/program.py:{line_of('a new constant')}"
+    sizes = [entry for entry in recompiles if entry.cause == "tensor size"]
+    assert sizes[0].guard == "tensor 'x' size mismatch at index 0. expected 4, actual 5"
+    assert {entry.cause for entry in recompiles} == {"Python value", "tensor size"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_graphs_are_counted_with_operations_and_guards(version):
+    trace = golden("breaks", version)
+    first = trace.graphs[0]
+    assert (first.compile_id, first.function, first.operations) == ("0/0", "forward", 3)
+    assert first.guards > 0
+    assert first.guard_seconds is not None
+    assert 1e-7 < first.guard_seconds < 1e-2
+    assert len(trace.graphs) == 10
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_break_in_a_loop_gives_up_the_whole_frame(version):
+    trace = golden("loop", version)
+    assert trace.graphs == ()
+    (found,) = trace.breaks
+    assert found.whole_frame
+    assert found.place == f"/user/program.py:{line_of('a branch on a value, in a loop')}"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_recompile_limit_is_found_in_the_metrics(version):
+    trace = golden("limit", version)
+    (found,) = trace.breaks
+    assert (found.category, found.function, found.whole_frame) == ("recompile limit", "grow", True)
+    assert found.file == "/user/program.py"
+    assert [entry.compile_id for entry in trace.recompiles] == ["0/1", "0/2"]
+
+
+def spans(*entries):
+    return [{"name": name, "ph": ph, "ts": seconds * 1e6} for name, ph, seconds in entries]
+
+
+def test_each_instant_belongs_to_the_innermost_phase():
+    phases = phase_seconds(
+        spans(
+            ("dynamo", "B", 0),
+            ("backend_compile", "B", 1),
+            ("inductor_compile", "B", 3),
+            ("a name of a later torch", "B", 4),
+            ("compile_file", "B", 5),
+            ("compile_file", "E", 9),
+            ("a name of a later torch", "E", 10),
+            ("inductor_compile", "E", 10),
+            ("backend_compile", "E", 10),
+            ("dynamo", "E", 10.5),
+        )
+    )
+    assert phases == pytest.approx({"Dynamo": 1.5, "AOTAutograd": 2.0, "Inductor": 3.0, "C++/Triton compiler": 4.0})
+
+
+def test_spans_of_several_threads_are_counted_once():
+    phases = phase_seconds(
+        spans(
+            ("inductor_compile", "B", 0),
+            ("compile_file", "B", 1),
+            ("compile_file", "B", 2),
+            ("compile_file", "E", 3),
+            ("compile_file", "E", 5),
+            ("inductor_compile", "E", 6),
+        )
+    )
+    assert phases == pytest.approx({"Inductor": 2.0, "C++/Triton compiler": 4.0})
+
+
+def test_time_between_compilations_is_nobodys():
+    events = spans(("dynamo", "B", 0), ("dynamo", "E", 1), ("dynamo", "E", 2), ("dynamo", "B", 7), ("dynamo", "E", 9))
+    assert phase_seconds(events) == pytest.approx({"Dynamo": 3.0})
+
+
+@pytest.mark.parametrize(
+    ("reason", "category"),
+    [
+        ("Data-dependent branching", "data-dependent control flow"),
+        ("Unsupported Tensor.item() call with capture_scalar_outputs=False", "tensor value read by Python"),
+        ("Dynamic shape operator", "data-dependent shape"),
+        ("Call to `torch._dynamo.graph_break()`", "asked for by the code"),
+        ("Attempted to call function marked as skipped", "call Dynamo will not enter"),
+        ("Skip calling `torch.compiler.disable()`d function", "call Dynamo will not enter"),
+        ("Unsupported context manager", "context manager"),
+        ("setattr() on Tensor.requires_grad", "autograd"),
+        ("Backend compiler exception", "backend failed"),
+        ("Missing tp_iternext", "Python construct"),
+        ("Something new", "other"),
+    ],
+)
+def test_category_of_a_reason(reason, category):
+    assert categorise(reason) == category

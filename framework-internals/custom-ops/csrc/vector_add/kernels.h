@@ -1,0 +1,30 @@
+// What the binding knows of the kernels: plain functions on raw pointers. A file that includes torch's headers takes
+// many seconds to compile; with this boundary only binding.cpp does, and the kernels compile in one or two.
+#pragma once
+
+#include <cstdint>
+
+namespace custom_ops {
+
+enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
+
+// Two inputs and one output of `count` elements each, contiguous, aligned to one element, the output apart from both.
+struct Operands {
+  Dtype dtype;
+  const void* x;
+  const void* b;
+  void* out;
+  int64_t count;
+};
+
+// out = x + b, rounded once to the dtype. `begin` and `end` choose elements, so that a caller can share them out.
+void add_cpu(const Operands& operands, int64_t begin, int64_t end);
+
+// out = alpha * x + b in one fused multiply-add: float32 for the 16-bit dtypes, which are then rounded once more.
+void axpb_cpu(const Operands& operands, double alpha, int64_t begin, int64_t end);
+
+// The same on the current device; `stream` is a cudaStream_t. They return the launch's cudaError_t.
+int add_cuda(const Operands& operands, void* stream);
+int axpb_cuda(const Operands& operands, double alpha, void* stream);
+
+}  // namespace custom_ops

@@ -1,0 +1,9 @@
+"""The main job: measure every road on this machine and write ``reports/``."""
+
+from pathlib import Path
+
+from benchkit.run import main
+from custom_ops.lens import build_lens
+
+if __name__ == "__main__":
+    main(build_lens(Path(__file__).resolve().parents[1]))

@@ -1,0 +1,5 @@
+"""``python -m custom_ops``: the same as ``custom-ops``."""
+
+from custom_ops.cli import app
+
+app(prog_name="custom-ops")

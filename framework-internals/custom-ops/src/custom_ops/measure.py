@@ -1,0 +1,413 @@
+"""The measurements of the report, each a stream of records; the command line's ``bench`` takes one of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import native_build
+from benchkit import Quantity, Record, compare
+from benchkit.device import Device
+from benchkit.timing import rotating_inputs
+from custom_ops.accounting import (
+    Traffic,
+    axpb_traffic,
+    axpb_unfused_traffic,
+    count_launches,
+    elementwise,
+    vector_add_traffic,
+)
+from custom_ops.builds import extension
+from custom_ops.roads import ahead_of_time
+from custom_ops.roads.module import NAME
+from custom_ops.roads.wrappers import AddFunction, wrappers
+from custom_ops.torch_internals import Unsupported
+from custom_ops.vector_add import axpb, vector_add
+
+# Three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
+ALPHA = 1.25
+
+_LOAD = """
+import json, time
+from custom_ops.roads import {road} as road
+import torch
+start = time.perf_counter()
+module = road.load()
+seconds = time.perf_counter() - start
+a = torch.arange(5.0)
+assert torch.equal(module.vector_add(a, a), a + a)
+print(json.dumps([seconds, module.__file__]))
+"""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``torch.float32`` → ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def build_just_in_time() -> Record:
+    """Build by road A into an empty cache, and load from it: a record ``build``, label ``road``.
+
+    Returns:
+        The values ``build``, ``load`` (in a fresh process that finds the result, without importing torch) and
+        ``library`` (bytes of the shared library).
+
+    Raises:
+        native_build.BuildError: when a compiler is missing or fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        cache = {"FRAMEWORK_INTERNALS_BUILD_DIR": folder}
+        cold, library = _load_in_fresh_process("just_in_time", cache)
+        cached, _ = _load_in_fresh_process("just_in_time", cache)
+        values = {"build": Quantity(cold, "s"), "load": Quantity(cached, "s"), "library": _size(library)}
+    return Record("build", {"road": "just-in-time"}, values)
+
+
+def build_ahead_of_time() -> Record:
+    """Build by road B, and load the wheel's module: as :func:`build_just_in_time`, with the wheel's size and name.
+
+    Raises:
+        native_build.BuildError: when a compiler is missing or fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        wheel = ahead_of_time.build_wheel(Path(folder))
+        seconds = time.perf_counter() - start
+        loading, size = load_wheel_apart(wheel)
+        values = {
+            "build": Quantity(seconds, "s"),
+            "load": Quantity(loading, "s"),
+            "library": size,
+            "wheel": _size(wheel),
+        }
+    return Record("build", {"road": "ahead-of-time"}, values, data={"wheel": wheel.name})
+
+
+def load_wheel_apart(wheel: Path) -> tuple[float, Quantity]:
+    """Load a wheel's module, unpacked aside, in a fresh process, which adds two tensors with it.
+
+    Args:
+        wheel: made by :func:`custom_ops.roads.ahead_of_time.build_wheel`.
+
+    Returns:
+        The seconds of loading, without importing torch, and the bytes of the shared library.
+
+    Raises:
+        native_build.BuildError: when it does not load or adds wrongly.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder)
+        seconds, library = _load_in_fresh_process("ahead_of_time", {}, Path(folder))
+        return seconds, _size(library)
+
+
+def _load_in_fresh_process(road: str, environment: dict[str, str], *first_on_path: Path) -> tuple[float, Path]:
+    path = os.pathsep.join([*(str(folder) for folder in first_on_path), *sys.path])
+    answer = subprocess.run(
+        [sys.executable, "-c", _LOAD.format(road=road)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment, "PYTHONPATH": path},
+    )
+    if answer.returncode != 0:
+        last = (answer.stderr.strip() or "no output").splitlines()[-1]
+        raise native_build.BuildError(f"{NAME} does not load in a fresh process: {last}")
+    seconds, file = json.loads(answer.stdout.splitlines()[-1])
+    return seconds, Path(file)
+
+
+def _size(path: Path) -> Quantity:
+    return Quantity(path.stat().st_size, "B")
+
+
+def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iterator[Record]:
+    """Time one call from Python by every wrapper: records ``call``, labels ``form``, ``count``, ``grad``.
+
+    On a GPU the clock is the host's and nobody waits for the kernel: what is timed is what the call costs Python.
+
+    Args:
+        device: of the tensors.
+        counts: elements, few enough that the call costs more than the sum.
+        seconds: of sampling for each count.
+
+    Yields:
+        The values ``time``, and ``ratio``: how many times slower than ``torch.add``; at the first count also with an
+        operand that requires a gradient.
+    """
+    functions = wrappers()
+    for count, grad in [(counts[0], True), *((count, False) for count in counts)]:
+        a = torch.randn(count, device=device, requires_grad=grad)
+        b = torch.randn(count, device=device)
+        comparison = compare(
+            functions, device=device, inputs=[(a, b)], clock="wall-clock", block=lambda result: result, seconds=seconds
+        )
+        for name in functions:
+            yield Record(
+                "call",
+                {"form": name, "count": count, "grad": grad},
+                {"time": comparison[name].quantity(), "ratio": comparison.speedup("torch.add", over=name)},
+            )
+
+
+def capabilities(device: Device) -> Iterator[Record]:
+    """Try what each wrapper can do: records ``wrapper``, labels ``form``, ``differentiable``, ``compilable``.
+
+    Args:
+        device: of the tensors.
+    """
+    a, b = torch.ones(4, device=device), torch.ones(4, device=device)
+    for name, function in wrappers().items():
+        yield Record(
+            "wrapper",
+            {
+                "form": name,
+                "differentiable": gradients_flow(function, a, b),
+                "compilable": compiles_whole(function, a, b),
+            },
+        )
+
+
+def gradients_flow(function: AddFunction, a: Tensor, b: Tensor) -> bool:
+    """Whether a backward pass through ``function`` reaches its first operand.
+
+    That the result requires a gradient is not enough: an operator without an autograd kernel gives such a result, and
+    its backward pass warns and leaves the gradient out.
+    """
+    operand = a.detach().clone().requires_grad_()
+    result = function(operand, b)
+    if not result.requires_grad:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result.sum().backward()
+    return operand.grad is not None
+
+
+def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
+    """Whether ``torch.compile(fullgraph=True)`` takes ``function`` (tracing only: the back end is ``eager``)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer warns of what it then refuses
+        try:
+            torch.compile(function, fullgraph=True, backend="eager")(a, b)
+        except Unsupported:
+            return False
+    return True
+
+
+def bandwidths(
+    device: Device, counts: Sequence[int], dtypes: Sequence[torch.dtype], *, seconds: float
+) -> Iterator[Record]:
+    """Time the sum over sizes: records ``bandwidth``, labels ``form``, ``dtype``, ``count``.
+
+    Args:
+        device: of the tensors.
+        counts: elements.
+        dtypes: of the tensors.
+        seconds: of sampling for each count and dtype.
+
+    Yields:
+        The values ``time``, ``rate`` (3·N·itemsize bytes over it), ``speedup`` over ``torch.add`` and ``over_bare``,
+        the same over the pybind11 function. ``torch.add, out=`` writes into memory that is there already: what is
+        between it and ``torch.add`` is the allocation.
+    """
+    bare = extension().vector_add
+    functions: dict[str, Callable[..., Tensor]] = {
+        "torch.add": lambda a, b, out: torch.add(a, b),
+        "torch.add, out=": lambda a, b, out: torch.add(a, b, out=out),
+        "pybind11 function": lambda a, b, out: bare(a, b),
+        "custom_ops.vector_add": lambda a, b, out: vector_add(a, b),
+    }
+    for dtype in dtypes:
+        for count in counts:
+            inputs = rotating_inputs(partial(_random, 3, count, dtype, device), device=device)
+            moved = elementwise(inputs[0][0], inputs=2).bytes
+            comparison = compare(functions, device=device, inputs=inputs, seconds=seconds)
+            for name in functions:
+                time_of_call = comparison[name].quantity()
+                yield Record(
+                    "bandwidth",
+                    {"form": name, "dtype": name_of(dtype), "count": count, "clock": comparison[name].method},
+                    {
+                        "time": time_of_call,
+                        "rate": time_of_call.per(moved, "B/s"),
+                        "speedup": comparison.speedup(name, over="torch.add"),
+                        "over_bare": comparison.speedup(name, over="pybind11 function"),
+                    },
+                )
+
+
+def fusion(device: Device, count: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
+    """Time α·x + b as two operators and as one: records ``fusion``, label ``form``.
+
+    Args:
+        device: of the tensors.
+        count: elements, more than the caches hold.
+        dtype: of the tensors.
+        seconds: of sampling.
+
+    Yields:
+        The values ``time``, ``speedup`` over the two operators and ``predicted_speedup``, the ratio of the bytes;
+        ``launches`` and ``predicted_launches``; ``bytes``.
+    """
+    functions: dict[str, Callable[..., Tensor]] = {
+        "alpha * x + b": lambda x, b: ALPHA * x + b,
+        "torch.add(b, x, alpha=alpha)": lambda x, b: torch.add(b, x, alpha=ALPHA),
+        "custom_ops.axpb": lambda x, b: axpb(x, b, ALPHA),
+    }
+    inputs = rotating_inputs(partial(_random, 2, count, dtype, device), device=device)
+    x, b = inputs[0]
+    traffic = dict.fromkeys(functions, axpb_traffic(x, b)) | {"alpha * x + b": axpb_unfused_traffic(x)}
+    comparison = compare(functions, device=device, inputs=inputs, seconds=seconds)
+    for name, function in functions.items():
+        yield Record(
+            "fusion",
+            {"form": name, "dtype": name_of(dtype), "count": count},
+            {
+                "time": comparison[name].quantity(),
+                "speedup": comparison.speedup(name, over="alpha * x + b"),
+                "predicted_speedup": Quantity(traffic["alpha * x + b"].bytes / traffic[name].bytes, "×"),
+                **_launches(traffic[name], partial(function, x, b), device),
+            },
+        )
+
+
+def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
+    """Time operands that do not lie as the fastest kernel wants them: records ``layout``, labels ``layout``, ``form``.
+
+    Args:
+        device: of the tensors.
+        side: of the square operands.
+        dtype: of the tensors.
+        seconds: of sampling for each layout.
+
+    Yields:
+        The value ``time`` for ``torch.add`` and for ``custom_ops.vector_add``; for the latter also ``speedup`` over
+        the former, ``launches``, ``predicted_launches`` and ``bytes``.
+    """
+
+    def operands(layout: str) -> tuple[Tensor, Tensor]:
+        first, second = _random(2, side * side + 1, dtype, device)
+        if layout == "from the second element on":  # contiguous, but aligned to one element only
+            return first[1:].view(side, side), second[1:].view(side, side)
+        square = first[:-1].view(side, side)
+        return square.t() if layout == "first operand transposed" else square, second[:-1].view(side, side)
+
+    functions: dict[str, AddFunction] = {"torch.add": torch.add, "custom_ops.vector_add": vector_add}
+    for layout in ("contiguous", "from the second element on", "first operand transposed"):
+        inputs = rotating_inputs(partial(operands, layout), device=device)
+        a, b = inputs[0]
+        comparison = compare(functions, device=device, inputs=inputs, seconds=seconds)
+        labels = {"layout": layout, "dtype": name_of(dtype), "count": side * side}
+        yield Record("layout", {**labels, "form": "torch.add"}, {"time": comparison["torch.add"].quantity()})
+        yield Record(
+            "layout",
+            {**labels, "form": "custom_ops.vector_add"},
+            {
+                "time": comparison["custom_ops.vector_add"].quantity(),
+                "speedup": comparison.speedup("custom_ops.vector_add", over="torch.add"),
+                **_launches(vector_add_traffic(a, b), partial(vector_add, a, b), device),
+            },
+        )
+
+
+def _launches(traffic: Traffic, call: Callable[[], object], device: Device) -> dict[str, Quantity]:
+    return {
+        "launches": Quantity(count_launches(call, device=device), ""),
+        "predicted_launches": Quantity(traffic.launches, ""),
+        "bytes": Quantity(traffic.bytes, "B"),
+    }
+
+
+def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> Iterator[Record]:
+    """Hold both operators against torch's and against extended precision: records ``correctness``.
+
+    Args:
+        device: of the tensors.
+        count: elements.
+        dtypes: of the tensors.
+
+    Yields:
+        Labels ``op`` and ``dtype``; values ``elements``, ``differing`` (from torch's result, see :func:`differing`),
+        and the largest errors ``error`` and ``torch_error`` in units in the last place of the exact result.
+    """
+    for dtype in dtypes:
+        a, b = hard_operands(count, dtype, device)
+        for op, ours, theirs, alpha in (
+            ("vector_add", vector_add(a, b), a + b, 1.0),
+            ("axpb", axpb(a, b, ALPHA), ALPHA * a + b, ALPHA),
+        ):
+            yield Record(
+                "correctness",
+                {"op": op, "dtype": name_of(dtype)},
+                {
+                    "elements": Quantity(count, ""),
+                    "differing": Quantity(differing(ours, theirs), ""),
+                    "error": Quantity(largest_error(ours, a, b, alpha), "ulp"),
+                    "torch_error": Quantity(largest_error(theirs, a, b, alpha), "ulp"),
+                },
+            )
+
+
+def hard_operands(count: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:
+    """Two vectors of seeded values over many binades, with infinities, NaNs, zeros of both signs and subnormals."""
+    generator = torch.Generator().manual_seed(0)
+    smallest, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    special = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), smallest, -smallest / 2, largest, -largest],
+        dtype=torch.float64,
+    )
+
+    def values() -> Tensor:
+        mantissa = torch.randn(count, dtype=torch.float64, generator=generator)
+        exponent = torch.randint(-12, 13, (count,), generator=generator)
+        return torch.ldexp(mantissa, exponent)
+
+    a, b = values(), values()
+    pairs = torch.cartesian_prod(special, special)[:count]
+    a[: len(pairs)], b[: len(pairs)] = pairs.unbind(1)
+    return a.to(dtype).to(device), b.to(dtype).to(device)
+
+
+def differing(result: Tensor, other: Tensor) -> int:
+    """How many elements differ in any bit, the sign of a zero included; two NaNs count as equal."""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[result.element_size()]
+    differ = result.contiguous().view(integer) != other.contiguous().view(integer)
+    return int((differ & ~(result.isnan() & other.isnan())).sum())
+
+
+def largest_error(result: Tensor, x: Tensor, b: Tensor, alpha: float) -> float:
+    """The largest |result − (α·x + b)| in units in the last place, where both are finite.
+
+    Args:
+        result: of the operator.
+        x: its first operand.
+        b: its second one.
+        alpha: at most three binary digits, so that the reference, in numpy's longdouble, is exact to 64 bits.
+    """
+    information = torch.finfo(result.dtype)
+    wide = [np.asarray(tensor.detach().cpu().double().numpy(), dtype=np.longdouble) for tensor in (result, x, b)]
+    with np.errstate(invalid="ignore"):
+        exact = np.longdouble(alpha) * wide[1] + wide[2]
+    finite = np.isfinite(wide[0]) & np.isfinite(exact)
+    exact, got = exact[finite], wide[0][finite]
+    binade = np.frexp(np.maximum(np.abs(exact), information.smallest_normal))[1] - 1
+    return float(np.max(np.abs(got - exact) / np.ldexp(np.longdouble(information.eps), binade)))
+
+
+def _random(operands: int, count: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(count, device=device).to(dtype) for _ in range(operands))

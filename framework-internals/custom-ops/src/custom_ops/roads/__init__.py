@@ -1,0 +1,1 @@
+"""The roads: how the kernels are built, and how the built function becomes an operator."""

@@ -1,0 +1,30 @@
+"""Predicted launches and bytes, against counting by hand and against the profiler."""
+
+import torch
+
+import custom_ops
+from custom_ops.accounting import Traffic, axpb_traffic, axpb_unfused_traffic, count_launches, vector_add_traffic
+
+
+def test_known_figures() -> None:
+    a = torch.empty(10, 20, dtype=torch.bfloat16)
+    assert vector_add_traffic(a, a) == Traffic(launches=1, read=800, written=400)
+    assert axpb_unfused_traffic(a) == Traffic(launches=2, read=1200, written=800)
+    assert axpb_unfused_traffic(a).bytes * 3 == axpb_traffic(a, a).bytes * 5
+
+
+def test_an_operand_not_contiguous_costs_a_copy() -> None:
+    a = torch.empty(10, 20)
+    assert vector_add_traffic(a.t(), a.t()) == Traffic(launches=3, read=4 * 800, written=3 * 800)
+
+
+def test_nothing_for_no_elements() -> None:
+    assert vector_add_traffic(torch.empty(0), torch.empty(0)) == Traffic()
+
+
+def test_profiler_counts_what_was_predicted(device: str) -> None:
+    a, b = torch.randn(64, 64, device=device), torch.randn(64, 64, device=device)
+    assert count_launches(lambda: custom_ops.vector_add(a, b), device=device) == 1
+    assert count_launches(lambda: custom_ops.vector_add(a.t(), b), device=device) == 2
+    assert count_launches(lambda: custom_ops.axpb(a, b, 2.0), device=device) == 1
+    assert count_launches(lambda: 2.0 * a + b, device=device) == axpb_unfused_traffic(a).launches

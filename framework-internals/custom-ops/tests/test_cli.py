@@ -1,0 +1,68 @@
+"""The command line and the documented snippets."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from custom_ops.cli import app
+from custom_ops.roads.module import NAME
+
+ROOT = Path(__file__).resolve().parents[1]
+runner = CliRunner()
+
+
+def test_info_names_build_and_torch() -> None:
+    result = runner.invoke(app, ["info"])
+    assert result.exit_code == 0, result.output
+    assert torch.__version__ in result.output
+    assert re.search(r"served by +(just-in-time|ahead-of-time)", result.output)
+
+
+def test_bench_at_a_size_of_ones_own() -> None:
+    result = runner.invoke(
+        app, ["bench", "--count", "1000", "--dtype", "bfloat16", "--device", "cpu", "--seconds", "0.05"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "1,000 × bfloat16" in result.output
+    assert "custom_ops.vector_add" in result.output
+
+
+def test_build_just_in_time_names_the_library() -> None:
+    result = runner.invoke(app, ["build", "just-in-time"])
+    assert result.exit_code == 0, result.output
+    assert Path(result.output.split("\n")[0]).suffix == ".so"
+
+
+@pytest.mark.slow
+def test_build_ahead_of_time_leaves_a_wheel_that_has_been_loaded(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["build", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    wheel = Path(result.output.split("\n")[0])
+    assert wheel.name.startswith(NAME)
+    assert list(tmp_path.iterdir()) == [wheel]
+    assert "pip install" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "sideways"], "custom-ops: expected one of ahead-of-time, just-in-time, got 'sideways'"),
+        (["bench", "--dtype", "int8"], "custom-ops: --dtype: expected one of float32"),
+        (["bench", "--device", "tpu"], "custom-ops: --device takes auto, cpu or cuda, got 'tpu'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(message)
+    assert result.stderr.count("\n") == 1
+
+
+def test_readme_snippets_run() -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert snippets
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), {})

@@ -1,0 +1,127 @@
+"""From what the shims captured to calls and hops: grouping, prediction, native names, sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dispatcher_trace import dispatcher
+from dispatcher_trace.native import native_function
+from dispatcher_trace.predict import choose, handed_on, predict
+from dispatcher_trace.recorder import RawHop, Recorder
+from dispatcher_trace.records import Argument, Call, Hop, TensorFact
+from dispatcher_trace.why import explain
+
+
+def calls_of(recorder: Recorder, tables: Mapping[str, dispatcher.Table]) -> tuple[list[Call], list[RawHop]]:
+    """Everything a recorder holds, as calls.
+
+    Args:
+        recorder: after the traced code has ended.
+        tables: dispatch tables as they were without shims.
+
+    Returns:
+        The calls made by the traced code itself, and the raw first hop of every call (nested ones too) in the order of
+        their numbers, which a profile is matched against.
+    """
+    assembler = _Assembler(recorder, tables)
+    calls = [assembler.call(raw) for raw in recorder.top]
+    return calls, sorted(assembler.first_hops, key=lambda raw: raw.number)
+
+
+def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
+    """Whether the hop's parent handed on to it, rather than calling the operator anew.
+
+    The dispatcher does not say. A hop counts as handed on when its parent is of the same operator, is of a kind that
+    hands on, and the set that it would hand on leads to this very key and set.
+    """
+    parent = raw.parent
+    if parent is None or parent.operator != raw.operator or parent.key not in table:
+        return False
+    left = handed_on(parent.key, table[parent.key].kind, parent.keys, raw.backend)
+    if left is None:
+        return False
+    if parent.key == "BackendSelect":
+        return True  # the backend may come from a layout or a default device: any other key will do
+    step = choose(table, left)
+    return step.key == raw.key
+
+
+class _Assembler:
+    def __init__(self, recorder: Recorder, tables: Mapping[str, dispatcher.Table]) -> None:
+        self.recorder = recorder
+        self.tables = tables
+        self.first_hops: list[RawHop] = []
+        self._threads: dict[int, str] = {recorder.thread: "main"}
+
+    def call(self, first: RawHop) -> Call:
+        """The call that begins with this hop."""
+        self.first_hops.append(first)
+        table = self.tables[first.operator]
+        steps = predict(table, first.carried, first.included, first.excluded, first.backend)
+        chain: list[RawHop] = []
+        following: RawHop | None = first
+        while following is not None:
+            chain.append(following)
+            following = next((child for child in chain[-1].children if is_redispatch(child, table)), None)
+        hops: list[Hop] = []
+        for position, raw in enumerate(chain):
+            predicted = steps[position].key if position < len(steps) else ""
+            hop = self._hop(raw, table, predicted, redispatched=position > 0)
+            successor = chain[position + 1] if position + 1 < len(chain) else None
+            hop.calls = [self.call(child) for child in raw.children if child is not successor]
+            hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
+            hops.append(hop)
+        return Call(first.operator, hops, missed=tuple(step.key for step in steps[len(chain) :]))
+
+    def _hop(self, raw: RawHop, table: dispatcher.Table, predicted: str, *, redispatched: bool) -> Hop:
+        registration = table[raw.key]
+        return Hop(
+            number=raw.number,
+            operator=raw.operator,
+            key=raw.key,
+            keys=dispatcher.key_names(raw.keys),
+            how="redispatch" if redispatched else "call",
+            skipped=_skipped(raw, table, redispatched=redispatched),
+            included=dispatcher.key_names(raw.included),
+            excluded=dispatcher.key_names(raw.excluded),
+            removed=() if redispatched else _removed(raw),
+            kind=registration.kind,
+            where=registration.where,
+            native=native_function(raw.operator, raw.key, registration.kind),
+            predicted=predicted,
+            arguments=tuple(_argument(name, value) for name, value in raw.arguments),
+            results=tuple(_argument("", value) for value in raw.results),
+            thread=self._thread(raw),
+            node=raw.node,
+            made_node=raw.made_node,
+            start_ns=raw.start_ns,
+            stop_ns=raw.stop_ns,
+            error=raw.error,
+        )
+
+    def _thread(self, raw: RawHop) -> str:
+        kind = "autograd worker" if raw.node else "thread"
+        return self._threads.setdefault(raw.thread, f"{kind} {len(self._threads)}")
+
+
+def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:
+    if not redispatched:
+        return choose(table, dispatcher.computed(raw.carried, raw.included, raw.excluded)).skipped
+    assert raw.parent is not None
+    left = handed_on(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.backend)
+    return () if left is None else choose(table, left).skipped
+
+
+def _removed(raw: RawHop) -> tuple[str, ...]:
+    left = set(dispatcher.key_names(dispatcher.computed(raw.carried, raw.included, raw.excluded)))
+    return tuple(key for key in dispatcher.key_names(raw.carried) if key not in left)
+
+
+def _argument(name: str, value: Any) -> Argument:
+    if isinstance(value, TensorFact):
+        return Argument(name, str(value), (value,))
+    if isinstance(value, list):
+        tensors = tuple(item for item in value if isinstance(item, TensorFact))
+        return Argument(name, f"[{', '.join(map(str, value))}]", tensors)
+    return Argument(name, f"{name}={value}" if name else value)

@@ -1,0 +1,77 @@
+"""The figures: a walk as a path through the keys."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from matplotlib.figure import Figure as MatplotlibFigure
+
+from benchkit.plotting import COLOURS, new_figure
+from benchkit.report import Figure
+from benchkit.results import Record, Results
+
+# What the dispatcher ranks, highest first; keys of the walk that are not here stand below in order of arrival.
+_RANK = ("Autocast", "Autograd", "ADInplaceOrView", "BackendSelect")
+_SHOWN = (("a @ b", "f32", "autocast"), ("a @ b", "bf16", "requires_grad"))
+
+
+def figures(results: Results) -> list[Figure]:
+    """One picture for each walk that is long enough to deserve one."""
+    made = []
+    for expression, dtype, mode in _SHOWN:
+        for walk in results.select("walk", expression=expression, dtype=dtype, mode=mode):
+            caption = (
+                f"The walk of {expression} in {dtype} under {mode}: from left to right in order of arrival, the highest"
+                " priority on top. A filled mark is a call, whose key set the dispatcher computed anew; an empty one"
+                " was handed on to. The number in it is the depth of nesting; the text names the operator called."
+                " Grey is the backward, with the node that ran."
+            )
+            made.append(Figure(f"walk_{mode}_{dtype}", caption, partial(draw_walk, walk)))
+    return made
+
+
+def draw_walk(walk: Record) -> MatplotlibFigure:
+    """Hops in order over the keys that they chose."""
+    rows: list[dict[str, Any]] = sorted(walk.data["hops"], key=lambda row: row["number"])
+    keys = _ordered(list(dict.fromkeys(row["key"] for row in rows)))
+    level = {key: len(keys) - 1 - index for index, key in enumerate(keys)}
+    figure, axes = new_figure(width=max(7.0, 0.36 * len(rows) + 1.6), height=1.6 + 0.62 * len(keys))
+    for first, last, node in _backward_spans(rows):
+        axes.axvspan(first - 0.5, last + 0.5, color="#EEEEEE", zorder=0)
+        axes.text((first + last) / 2, len(keys) - 0.08, node, ha="center", fontsize=8)
+    xs, ys = [row["number"] for row in rows], [level[row["key"]] for row in rows]
+    axes.plot(xs, ys, color="#888888", linewidth=1.0, drawstyle="steps-mid", zorder=1)
+    for row, y in zip(rows, ys, strict=True):
+        called = row["how"] == "call"
+        face, ink = (COLOURS[0], "white") if called else ("white", "black")
+        axes.scatter(row["number"], y, s=150, facecolor=face, edgecolor=COLOURS[0], linewidth=1.3, zorder=2)
+        axes.text(row["number"], y, str(row["depth"]), ha="center", va="center", fontsize=7, color=ink, zorder=3)
+        if called:
+            name = row["operator"].removeprefix("aten::")
+            axes.annotate(name, (row["number"], y), (0, 8), textcoords="offset points", rotation=38, fontsize=7.5)
+    axes.set_yticks(list(level.values()), list(level))
+    axes.set_ylim(-0.5, len(keys) + 0.2)
+    axes.set_xlim(0.3, max(xs) + 1.6)
+    axes.set_xticks([number for number in xs if number == 1 or number % 5 == 0])
+    axes.set_xlabel("hop, in order of arrival")
+    axes.set_ylabel("dispatch key")
+    return figure
+
+
+def _backward_spans(rows: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """First and last hop of each stretch that one autograd node made, with the node's name."""
+    spans = []
+    for node, stretch in groupby(rows, key=lambda row: row["node"]):
+        numbers = [row["number"] for row in stretch]
+        if node:
+            spans.append((numbers[0], numbers[-1], node.partition("#")[0]))
+    return spans
+
+
+def _ordered(keys: list[str]) -> list[str]:
+    def rank(key: str) -> int:
+        return next((index for index, prefix in enumerate(_RANK) if key.startswith(prefix)), len(_RANK))
+
+    return sorted(keys, key=rank)

@@ -1,0 +1,231 @@
+"""What a walk is made of: calls, their hops, and the facts of each; plain data that goes to JSON and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+
+SCHEMA_VERSION = 1
+
+DTYPE_NAMES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` → ``bf16``; a dtype without a short name keeps torch's."""
+    return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """One tensor at one hop.
+
+    Attributes:
+        label: ``$2``: the same tensor object has the same label all through a trace.
+        dtype: short name.
+        shape: sizes; a symbolic size as text.
+        device: ``cpu``, ``cuda:0``.
+        keys: the dispatch keys it carried, highest priority first.
+    """
+
+    label: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    device: str
+    keys: tuple[str, ...]
+
+    def __str__(self) -> str:
+        where = "" if self.device == "cpu" else f"@{self.device}"
+        return f"{self.label}: {self.dtype}[{', '.join(map(str, self.shape))}]{where}"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a hop, or one result.
+
+    Attributes:
+        name: from the schema; empty for a result without a name.
+        text: as a reader sees it: ``$0: f32[3, 4]``, ``alpha=2``.
+        tensors: the tensors in it: none for a number, several for a list.
+    """
+
+    name: str
+    text: str
+    tensors: tuple[TensorFact, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One device kernel that ran under a call, from the profiler.
+
+    Attributes:
+        name: as the profiler prints it, demangled.
+        grid: blocks, where the profiler says.
+        block: threads of a block.
+        seconds: on the device.
+        registers: a thread, where the profiler says.
+    """
+
+    name: str
+    grid: tuple[int, ...] = ()
+    block: tuple[int, ...] = ()
+    seconds: float = 0.0
+    registers: int | None = None
+
+
+@dataclass
+class Hop:
+    """One arrival at one kernel: the dispatcher chose ``key`` out of ``keys`` and ran what the table holds there.
+
+    Attributes:
+        number: order of arrival in the trace, from 1.
+        operator: with overload.
+        key: the key that was chosen.
+        keys: the key set that the kernel was handed, highest first.
+        how: ``call``: the dispatcher computed the key set from arguments and thread state; ``redispatch``: the kernel
+            before handed on what was left of its own.
+        skipped: keys above ``key`` in the computed set at which this operator falls through.
+        included: keys that the thread adds.
+        excluded: keys that the thread takes out; a per-backend functionality shows under one backend's name.
+        removed: keys that the arguments carry and the thread takes out of this call's set.
+        kind: of the kernel, from the table before the shims came.
+        where: file and line of its registration.
+        native: the C++ function behind a backend key, where the wheel's ``native_functions.yaml`` says; else empty.
+        predicted: the key that the static prediction names for this position; empty where it names none.
+        arguments: what came in.
+        results: what went out.
+        thread: ``main`` or the name of another thread.
+        node: the autograd node whose backward made this hop, with its sequence number; empty in forward.
+        made_node: the autograd node that the results carry and the arguments did not.
+        start_ns: on a monotonic clock, from the start of the trace.
+        stop_ns: likewise; the time in between holds everything below, and the tracer.
+        error: the exception that left the kernel, or empty.
+        calls: what the kernel called, in order.
+        why: one sentence computed from the above.
+    """
+
+    number: int
+    operator: str
+    key: str
+    keys: tuple[str, ...]
+    how: Literal["call", "redispatch"]
+    skipped: tuple[str, ...]
+    included: tuple[str, ...]
+    excluded: tuple[str, ...]
+    removed: tuple[str, ...]
+    kind: str
+    where: str
+    native: str
+    predicted: str
+    arguments: tuple[Argument, ...]
+    results: tuple[Argument, ...]
+    thread: str
+    node: str
+    made_node: str
+    start_ns: int
+    stop_ns: int
+    error: str
+    calls: list[Call] = field(default_factory=list)
+    why: str = ""
+
+    @property
+    def tensors(self) -> tuple[TensorFact, ...]:
+        """All tensors that came in."""
+        return tuple(tensor for argument in self.arguments for tensor in argument.tensors)
+
+
+@dataclass
+class Call:
+    """One call of an operator: its hops from the highest key down to the kernel that did not hand on.
+
+    Attributes:
+        operator: with overload.
+        hops: in order.
+        missed: keys that the prediction names after the last hop that was seen.
+        kernels: device kernels launched under this call and not under a call inside it.
+    """
+
+    operator: str
+    hops: list[Hop]
+    missed: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The keys of the hops."""
+        return tuple(hop.key for hop in self.hops)
+
+    @property
+    def title(self) -> str:
+        """``$2: f32[3, 2] = aten::mm($0: f32[3, 4], $1: f32[4, 2])``."""
+        first = self.hops[0]
+        results = ", ".join(result.text for result in first.results)
+        arguments = ", ".join(argument.text for argument in first.arguments)
+        return f"{results + ' = ' if results else ''}{self.operator}({arguments})"
+
+    def spine(self) -> list[Hop]:
+        """The hops that lead to the kernel which computes the result.
+
+        From a composite or a caster the way goes on into the last operator that it called; it ends at the first kernel
+        that is neither.
+        """
+        last = self.hops[-1]
+        onward = last.kind in ("math kernel", "default backend kernel") or last.key.startswith("Autocast")
+        return [*self.hops, *(last.calls[-1].spine() if onward and last.calls else ())]
+
+    def walk(self) -> Iterator[Call]:
+        """This call and every call inside it, in order."""
+        yield self
+        for hop in self.hops:
+            for call in hop.calls:
+                yield from call.walk()
+
+
+def calls_to_json(calls: list[Call]) -> list[dict[str, Any]]:
+    """Calls as plain JSON."""
+    return [asdict(call) for call in calls]
+
+
+def calls_from_json(document: list[dict[str, Any]]) -> list[Call]:
+    """The inverse of :func:`calls_to_json`."""
+    return [
+        Call(
+            operator=entry["operator"],
+            hops=[_hop(hop) for hop in entry["hops"]],
+            missed=tuple(entry["missed"]),
+            kernels=tuple(
+                Kernel(**{**kernel, "grid": tuple(kernel["grid"]), "block": tuple(kernel["block"])})
+                for kernel in entry["kernels"]
+            ),
+        )
+        for entry in document
+    ]
+
+
+def _hop(entry: dict[str, Any]) -> Hop:
+    sets = {name: tuple(entry[name]) for name in ("keys", "skipped", "included", "excluded", "removed")}
+    values = {name: tuple(_argument(value) for value in entry[name]) for name in ("arguments", "results")}
+    return Hop(**{**entry, **sets, **values, "calls": calls_from_json(entry["calls"])})
+
+
+def _argument(entry: dict[str, Any]) -> Argument:
+    tensors = tuple(
+        TensorFact(**{**tensor, "shape": tuple(tensor["shape"]), "keys": tuple(tensor["keys"])})
+        for tensor in entry["tensors"]
+    )
+    return Argument(entry["name"], entry["text"], tensors)

@@ -1,0 +1,268 @@
+"""Shims: each kernel of the dispatch tables wrapped by a Python function that notes the hop and calls it.
+
+``torch.library.get_kernel`` gives the kernel that a table holds now; registering a wrapper under the same (operator,
+key) puts it in that kernel's place, and is handed the exact key set of the hop; ``call_boxed`` runs the kernel as the
+dispatcher would have. Taking the registrations back restores the tables.
+
+All operators are shimmed at once: finding out first which a callable uses would need a dry run, which changes random
+state, parameters and caches, and a walk would miss what the second run does differently. The registrations cost about
+18 µs each (NOTES.md), and a complete set is the only one that can miss nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dispatcher_trace import dispatcher, keys
+from dispatcher_trace.recorder import Recorder
+
+# torch.Tensor's constructors of subclasses take a fresh view that Python must not have seen before; a shim shows every
+# result to Python. So the shims of what they call stand aside while they run, as those of the operator that makes
+# wrapped numbers do.
+_CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
+_SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *dispatcher.WRAPPING_OPERATORS})
+
+# functorch wraps a wrapped number in a tensor of its own that keeps the mark, and torch, about to hand it to a Python
+# kernel as a plain number, finds no number in it.
+_NUMBER_UNDER_GRAD = (
+    "dispatcher_trace cannot follow {operator} with a Python number as an operand under torch.func.grad or jvp: torch "
+    "cannot hand such a number to a Python kernel. Write the number as a tensor of the operand's dtype."
+)
+
+_active = threading.Lock()
+
+
+class Shims:
+    """The shims of one installation; :func:`installed` makes them and takes them back.
+
+    Attributes:
+        recorder: where hops go; None while nothing is recorded.
+        tables: the dispatch table of every operator as it was before.
+        scope: which keys are watched.
+        count: how many (operator, key) pairs are shimmed.
+        number_labels: the text of each wrapped number, by ``id``.
+    """
+
+    def __init__(self, scope: keys.Scope) -> None:
+        dispatcher.require_apis()
+        self.scope = scope
+        self.recorder: Recorder | None = None
+        self.tables: dict[str, dispatcher.Table] = {}
+        self.count = 0
+        self._libraries: dict[str, Any] = {}
+        self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+        self._numbers: dict[tuple[type, str], torch.Tensor] = {}  # by type and text: 1, 1.0 and True are equal
+        self.number_labels: dict[int, str] = {}
+        self._suspending = threading.RLock()
+
+    def install(self, only: Iterable[str] | None = None) -> None:
+        """Put the shims in.
+
+        Args:
+            only: the operators; by default all there are.
+        """
+        watched = keys.watched(self.scope)
+        pending = []
+        # Fetch every kernel before registering any: a new CPU registration changes what a composite operator resolves
+        # to at AutogradCPU.
+        for operator in dispatcher.operators() if only is None else only:
+            self.tables[operator] = table = dispatcher.table(operator)
+            for key, registration in table.items():
+                if key in watched and not registration.fallthrough:
+                    pending.append((operator, key, dispatcher.kernel_of(operator, key)))
+        for operator, key, kernel in pending:
+            self._wrappers.setdefault(operator, []).append((key, self._wrap(operator, key, kernel)))
+        self.count = len(pending)
+        for operator in self._wrappers:
+            self._register(operator)
+        for name, operator in _CONSTRUCTORS.items():
+            if operator in self._wrappers:
+                setattr(torch.Tensor, name, self._constructor(name, operator))
+
+    def remove(self) -> None:
+        """Take the shims out: the tables hold what they held before."""
+        for name in _CONSTRUCTORS:
+            if name in vars(torch.Tensor):
+                delattr(torch.Tensor, name)
+        for library in self._libraries.values():
+            library.reset()
+        self._libraries.clear()
+        self._wrappers.clear()
+
+    def _register(self, operator: str) -> None:
+        namespace, _, name = operator.partition("::")
+        own = operator if operator in _SUSPENDABLE else namespace
+        if own not in self._libraries:
+            self._libraries[own] = dispatcher.registrar(namespace)
+        for key, wrapper in self._wrappers[operator]:
+            self._libraries[own].impl(name, key, wrapper, True)
+
+    def _wrap(self, operator: str, key: str, kernel: Any) -> Callable[..., Any]:
+        """The function that stands at (operator, key): note the hop, run the kernel, note how it ended.
+
+        Python is handed a wrapped number as a plain one, in arguments and in results; it goes on as it came.
+        """
+        run = kernel.call_boxed
+        facts = _Signature(operator)
+
+        def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(type(value) in _NUMBERS for value in args):
+                positions = facts.tensor_positions
+                args = tuple(
+                    self._wrapped(value) if index in positions and type(value) in _NUMBERS else value
+                    for index, value in enumerate(args)
+                )
+            recorder = self.recorder
+            if recorder is None or recorder.busy:
+                result = run(keyset, *args, **kwargs)
+                return self._wrapped(result) if type(result) in _NUMBERS and facts.returns_tensor else result
+            hop = recorder.enter(operator, key, keyset, facts.names, args, kwargs)
+            result = None
+            error: BaseException | None = None
+            try:
+                result = run(keyset, *args, **kwargs)
+                if type(result) in _NUMBERS and facts.returns_tensor:
+                    result = self._wrapped(result)
+            except BaseException as raised:
+                error = raised
+                if key.startswith("FuncTorch") and "Cannot access data pointer" in str(raised):
+                    raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator)) from raised
+                raise
+            finally:
+                recorder.leave(hop, result, args, error)
+            return result
+
+        return shim
+
+    @contextmanager
+    def _suspended(self, *operators: str) -> Iterator[None]:
+        """Take the shims of these operators out for the length of the block."""
+        with self._suspending:
+            taken = [operator for operator in operators if operator in self._libraries]
+            for operator in taken:
+                self._libraries.pop(operator).reset()
+            try:
+                with dispatcher.own_work():
+                    yield
+            finally:
+                with _quiet():
+                    for operator in taken:
+                        self._register(operator)
+
+    def _constructor(self, name: str, operator: str) -> Any:
+        original = dispatcher.tensor_constructor(name)
+
+        def construct(*args: Any, **kwargs: Any) -> Any:
+            recorder = self.recorder
+            if recorder is not None and not recorder.busy:
+                recorder.unrecorded[operator] = recorder.unrecorded.get(operator, 0) + 1
+            with self._suspended(operator):
+                return original(*args, **kwargs)
+
+        return staticmethod(construct) if name == "_make_subclass" else construct
+
+    def _wrapped(self, value: complex) -> torch.Tensor:
+        """The wrapped number that Python unwrapped, made once for each value."""
+        known = (type(value), repr(value))
+        if known not in self._numbers:
+            recorder = self.recorder
+            before = recorder is None or recorder.busy
+            if recorder is not None:
+                recorder.busy = True
+            try:
+                with self._suspended(*dispatcher.WRAPPING_OPERATORS):
+                    number = dispatcher.wrapped_number(value)
+                self.number_labels[id(number)] = repr(value)
+                self._numbers[known] = number
+            finally:
+                if recorder is not None:
+                    recorder.busy = before
+        return self._numbers[known]
+
+
+_NUMBERS = frozenset({int, float, bool, complex})
+_TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
+
+
+class _Signature:
+    """What a shim needs of an operator's schema, looked up at its first call."""
+
+    __slots__ = ("_operator", "_parsed")
+
+    def __init__(self, operator: str) -> None:
+        self._operator = operator
+        self._parsed: tuple[tuple[str, ...], frozenset[int], bool] | None = None
+
+    def _read(self) -> tuple[tuple[str, ...], frozenset[int], bool]:
+        if self._parsed is None:
+            schema = dispatcher.schema(self._operator)
+            arguments = schema.arguments
+            self._parsed = (
+                tuple(argument.name for argument in arguments),
+                frozenset(i for i, argument in enumerate(arguments) if str(argument.type) in _TENSOR_TYPES),
+                len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor",
+            )
+        return self._parsed
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._read()[0]
+
+    @property
+    def tensor_positions(self) -> frozenset[int]:
+        return self._read()[1]
+
+    @property
+    def returns_tensor(self) -> bool:
+        return self._read()[2]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Registering over a kernel is this package's purpose; torch warns of the first."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
+        )
+        yield
+
+
+@contextmanager
+def installed(scope: keys.Scope = "all", *, only: Iterable[str] | None = None) -> Iterator[Shims]:
+    """Install the shims, and take them out at the end of the block, however it ends.
+
+    Args:
+        scope: as :func:`dispatcher_trace.keys.watched` has it.
+        only: shim these operators alone.
+
+    Raises:
+        RuntimeError: when shims are installed already, here or on another thread: the tables belong to the process.
+    """
+    if not _active.acquire(blocking=False):
+        raise RuntimeError(
+            "a trace is active already; dispatch tables belong to the whole process, so leave that block first "
+            "(also when it runs on another thread)"
+        )
+    try:
+        shims = Shims(scope)
+        collecting = gc.isenabled()
+        gc.disable()  # tens of thousands of new objects that live on: collections in between find nothing
+        try:
+            with _quiet():
+                shims.install(only)
+            if collecting:
+                gc.enable()
+            yield shims
+        finally:
+            shims.remove()
+            if collecting:
+                gc.enable()
+    finally:
+        _active.release()

@@ -1,0 +1,187 @@
+"""What to trace, as a command line names it: tensor specifications, expressions, functions in files."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchkit import UserError
+from benchkit.device import resolve_device
+from dispatcher_trace.records import DTYPE_NAMES
+from dispatcher_trace.render import near_names
+
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_SPEC = re.compile(r"^(?P<name>[A-Za-z_]\w*)=(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:@(?P<device>[\w:]+))?$")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to make: ``a=bf16[256,256]@cuda``.
+
+    Attributes:
+        name: the variable.
+        dtype: of the tensor.
+        shape: sizes; empty for a tensor without dimensions.
+        device: where it is made.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+
+    @classmethod
+    def parse(cls, text: str) -> TensorSpec:
+        """Read a specification.
+
+        Raises:
+            UserError: saying what is wrong with it.
+        """
+        match = _SPEC.match(text.strip())
+        if match is None:
+            raise UserError(
+                f"--tensor takes NAME=DTYPE[SIZES] or NAME=DTYPE[SIZES]@DEVICE (a=bf16[256,256]@cuda), got {text!r}"
+            )
+        dtype = parse_dtype(match["dtype"], "--tensor")
+        try:
+            shape = tuple(int(size) for size in match["shape"].split(",")) if match["shape"].strip() else ()
+        except ValueError:
+            raise UserError(
+                f"--tensor: sizes are whole numbers between commas, got [{match['shape']}] in {text!r}"
+            ) from None
+        device = match["device"] or "cpu"
+        resolve_device(device.partition(":")[0])
+        return cls(match["name"], dtype, shape, device)
+
+    def make(self, *, requires_grad: bool = False) -> torch.Tensor:
+        """A tensor of seeded random numbers: normal for floating point, 0 to 9 for integers."""
+        generator = torch.Generator().manual_seed(0)
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            tensor = torch.randn(self.shape, generator=generator, dtype=torch.float32).to(self.device, self.dtype)
+            return tensor.requires_grad_(requires_grad)
+        return torch.randint(0, 10, self.shape, generator=generator).to(self.device, self.dtype)
+
+
+def parse_dtype(text: str, option: str) -> torch.dtype:
+    """``bf16`` or ``bfloat16`` → ``torch.bfloat16``.
+
+    Raises:
+        UserError: naming the option and the dtypes there are.
+    """
+    dtype = DTYPES.get(text, getattr(torch, text, None))
+    if not isinstance(dtype, torch.dtype):
+        raise UserError(f"{option}: unknown dtype {text!r}; one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def expression(source: str, specs: Sequence[TensorSpec], *, requires_grad: bool) -> Callable[[], Any]:
+    """A function that evaluates an expression over the tensors, with ``torch`` and ``F`` in scope.
+
+    Raises:
+        UserError: for an expression that is not Python.
+    """
+    try:
+        code = compile(source, "<expression>", "eval")
+    except SyntaxError as error:
+        raise UserError(f"cannot read the expression {source!r}: {error.msg}") from None
+    scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    scope |= {spec.name: spec.make(requires_grad=requires_grad) for spec in specs}
+    return lambda: eval(code, scope)
+
+
+def load_function(target: str) -> Callable[[], Any]:
+    """The function that ``FILE.py:FUNCTION`` names; the file is run as a module.
+
+    Raises:
+        UserError: for a target without a colon, a file that is not there or raises, or a function that is not in it.
+    """
+    path_text, colon, name = target.rpartition(":")
+    if not colon or not name:
+        raise UserError(f"expected FILE.py:FUNCTION, got {target!r}")
+    path = Path(path_text)
+    if not path.is_file():
+        raise UserError(f"no file {path_text!r}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path_text!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # so that it can import its neighbours, as when it is run
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{path_text} raises when it is imported: {one_line(error)}") from error
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = near_names(name, functions) if functions else ""
+        raise UserError(f"{path_text} has no function {name!r}{near}")
+    return function
+
+
+def one_line(error: BaseException) -> str:
+    """``ValueError: the first line of its message``."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under what a callable runs.
+
+    Attributes:
+        device: ``cpu`` or ``cuda``: where factory functions without a device put tensors, and autocast's device.
+        autocast: its dtype, or None.
+        inference_mode: whether to run under ``torch.inference_mode``.
+        backward: whether to go on with ``sum().backward()`` of what the callable returns.
+    """
+
+    device: str = "cpu"
+    autocast: torch.dtype | None = None
+    inference_mode: bool = False
+    backward: bool = False
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Call the function under these conditions; returns what it returned.
+
+        Raises:
+            UserError: when there is nothing to go backward from.
+        """
+        with ExitStack() as stack:
+            for context in self._contexts():
+                stack.enter_context(context)
+            result = function()
+        if self.backward:
+            roots = [tensor for tensor in _tensors(result) if tensor.requires_grad]
+            if not roots:
+                raise UserError("--backward: the result holds no tensor that requires a gradient")
+            torch.autograd.backward([root.sum() for root in roots])
+        return result
+
+    def _contexts(self) -> list[AbstractContextManager[Any]]:
+        contexts: list[AbstractContextManager[Any]] = []
+        if self.device != "cpu":
+            contexts.append(torch.device(self.device))
+        if self.autocast is not None:
+            contexts.append(torch.autocast(self.device, dtype=self.autocast))
+        if self.inference_mode:
+            contexts.append(torch.inference_mode())
+        return contexts
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []

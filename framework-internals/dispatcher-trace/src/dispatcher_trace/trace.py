@@ -1,0 +1,135 @@
+"""Recording a walk: the context manager ``trace`` and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from dispatcher_trace import assemble, dispatcher, keys, profile, render
+from dispatcher_trace.recorder import Recorder
+from dispatcher_trace.records import SCHEMA_VERSION, Call, Hop, calls_to_json
+from dispatcher_trace.shim import Shims, installed
+
+
+class Trace:
+    """A recorded walk; empty until the block that recorded it has ended.
+
+    Attributes:
+        calls: the operator calls that the traced code made, in order; what those called is inside them.
+        unrecorded: operator calls that ran without a shim, by operator: see NOTES.md on tensor subclasses.
+        match: how the profiler's view fits, where kernels were asked for.
+        scope: which keys were watched.
+    """
+
+    def __init__(self, scope: keys.Scope) -> None:
+        self.calls: list[Call] = []
+        self.unrecorded: dict[str, int] = {}
+        self.match: profile.Match | None = None
+        self.scope = scope
+
+    @property
+    def all_calls(self) -> list[Call]:
+        """Every call, nested ones too, in order."""
+        return [call for top in self.calls for call in top.walk()]
+
+    @property
+    def hops(self) -> list[Hop]:
+        """Every hop, in order of arrival."""
+        return sorted((hop for call in self.all_calls for hop in call.hops), key=lambda hop: hop.number)
+
+    @property
+    def agreement(self) -> tuple[int, int]:
+        """Hops whose key the static prediction named, of all positions that were seen or predicted."""
+        calls = self.all_calls
+        agreed = sum(hop.predicted == hop.key for call in calls for hop in call.hops)
+        return agreed, sum(len(call.hops) + len(call.missed) for call in calls)
+
+    @property
+    def notes(self) -> list[str]:
+        """What this walk does not show, each in one sentence."""
+        notes = [f"Hops at {', '.join(keys.unwatched(self.scope))} are not watched."]
+        for operator, count in self.unrecorded.items():
+            notes.append(f"{operator} ran {count} times inside a tensor subclass's constructor, unrecorded.")
+        if self.match is not None and self.match.untied_kernels:
+            notes.append(
+                f"{self.match.untied_kernels} of {self.match.kernels} device kernels ran under no recorded call."
+            )
+        return notes
+
+    def to_json(self) -> dict[str, Any]:
+        """The walk as plain JSON, with the versions that its facts depend on."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "torch": torch.__version__,
+            "scope": self.scope,
+            "calls": calls_to_json(self.calls),
+            "match": None if self.match is None else asdict(self.match),
+            "notes": self.notes,
+        }
+
+    def to_markdown(self) -> str:
+        """The walk as a tree, and under it why each hop happened."""
+        return render.walk(self.calls, self.notes)
+
+
+@contextmanager
+def record(shims: Shims, *, kernels: bool | None = None) -> Iterator[Trace]:
+    """Record one walk with shims that are installed already, to record several without installing each time.
+
+    Args:
+        shims: from :func:`dispatcher_trace.shim.installed`.
+        kernels: run the profiler as well and tie device kernels to calls; by default where torch sees a GPU.
+
+    Raises:
+        RuntimeError: when a recording is running, or kernels are asked for and a profiler is running.
+    """
+    if shims.recorder is not None:
+        raise RuntimeError("a recording is running already; end its block first")
+    if kernels is None:
+        kernels = torch.cuda.is_available()
+    trace = Trace(shims.scope)
+    with profile.profiled() if kernels else nullcontext() as profiled:
+        recorder = shims.recorder = Recorder(shims.number_labels)
+        try:
+            yield trace
+        finally:
+            shims.recorder = None
+            trace.unrecorded = recorder.unrecorded
+            # Assembled also when the traced code raised: the walk to the error is what one wants to see then.
+            trace.calls, firsts = assemble.calls_of(recorder, shims.tables)
+    if profiled is not None:
+        trace.match = profile.tie(profiled.events, firsts, trace.calls)
+
+
+@contextmanager
+def trace(*, scope: keys.Scope = "all", kernels: bool | None = None) -> Iterator[Trace]:
+    """Record every hop through the dispatcher that the code of the block causes, on any thread.
+
+    Installing takes three seconds (one with ``scope="core"``); a hop costs tens of microseconds. Results
+    are bit-equal to those without, and the dispatch tables are what they were when the block ends, however it ends.
+
+    Args:
+        scope: the keys to watch, as :func:`dispatcher_trace.keys.watched` has it.
+        kernels: also name the device kernels, through the profiler; by default where torch sees a GPU.
+
+    Raises:
+        RuntimeError: when a trace is active already, here or on another thread, or torch lacks what is needed.
+    """
+    with installed(scope) as shims, record(shims, kernels=kernels) as walk:
+        yield walk
+
+
+def table_of(operator: str) -> dispatcher.Table:
+    """The static dispatch table of an operator.
+
+    Raises:
+        ValueError: for an operator that does not exist, with near names.
+    """
+    if not dispatcher.is_operator(operator):
+        near = render.near_names(operator, dispatcher.operators())
+        raise ValueError(f"no operator {operator!r}{near}")
+    return dispatcher.table(operator)

@@ -1,0 +1,58 @@
+"""The private torch APIs that the package rests on: when one moves, the failure names it."""
+
+import pytest
+import torch
+
+from dispatcher_trace import dispatcher
+
+
+def test_every_private_api_is_there() -> None:
+    assert dispatcher.missing_apis() == []
+
+
+def test_a_moved_api_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatcher, "_PRIVATE", ("_dispatch_keys", "_gone_in_this_version"))
+    with pytest.raises(RuntimeError, match=r"has no torch\._C\._gone_in_this_version; .* supports torch 2\.10"):
+        dispatcher.require_apis()
+
+
+def test_table_of_add() -> None:
+    table = dispatcher.table("aten::add.Tensor")
+    assert table["CPU"].kind == "kernel"
+    assert table["AutogradCPU"].kind == "autograd kernel"
+    assert table["ADInplaceOrView"].fallthrough
+    assert table["CPU"].file.startswith("aten/src/ATen/RegisterCPU")  # no folder of the build machine
+    assert dispatcher.table("aten::no_such_operator") == {}
+
+
+def test_table_follows_a_new_registration() -> None:
+    library = torch.library.Library("dispatcher_trace_test", "DEF")
+    library.define("twice(Tensor x) -> Tensor")
+    assert dispatcher.table("dispatcher_trace_test::twice").get("CPU") is None
+    library.impl("twice", lambda x: x * 2, "CPU")
+    assert dispatcher.table("dispatcher_trace_test::twice")["CPU"].kind == "kernel"
+    library._destroy()
+
+
+def test_key_sets() -> None:
+    keys = dispatcher.bits_of("CPU", "AutogradCPU", "ADInplaceOrView")
+    assert dispatcher.key_names(keys) == ("AutogradCPU", "ADInplaceOrView", "CPU")
+    assert dispatcher.key_names(dispatcher.below(keys, "AutogradOther")) == ("ADInplaceOrView", "CPU")
+    assert dispatcher.key_names(dispatcher.without(keys, "ADInplaceOrView")) == ("AutogradCPU", "CPU")
+    assert dispatcher.key_names(dispatcher.keys_of(torch.ones(1))) == (
+        "AutocastCPU",
+        "AutogradCPU",
+        "ADInplaceOrView",
+        "CPU",
+    )
+    added = dispatcher.bits_of("BackendSelect")
+    assert dispatcher.key_names(dispatcher.computed(keys, added, keys)) == ("BackendSelect",)
+
+
+@pytest.mark.parametrize("value", [2, 0.5, True, 1j, -0.0])
+def test_wrapped_numbers_are_weak(value: complex) -> None:
+    number = dispatcher.wrapped_number(value)
+    weak = torch.ones((), dtype=torch.int8 if isinstance(value, int) else torch.float16)
+    assert torch.result_type(weak, number) == torch.result_type(weak, value)
+    assert number.shape == ()
+    assert repr(number.item()) == repr(value)

@@ -1,0 +1,115 @@
+"""The command line: what it prints, and one clear line for bad input."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dispatcher_trace.cli import app
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_expr_prints_tree_and_reasons() -> None:
+    result = call("expr", "a + b", "--tensor", "a=f32[2,3]", "--tensor", "b=f32[3]", "--scope", "core")
+    assert result.exit_code == 0, result.stderr
+    assert "$2: f32[2, 3] = aten::add.Tensor($0: f32[2, 3], $1: f32[3])" in result.stdout
+    assert re.search(r"1 AutogradCPU +autograd kernel", result.stdout)
+    assert "\n2. `aten::add.Tensor` at CPU: AutogradCPU handed on" in result.stdout
+    assert "Python, PythonTLSSnapshot" in result.stdout  # what core does not watch
+
+
+def test_expr_with_autocast_and_backward_as_json(tmp_path: Path) -> None:
+    out = tmp_path / "walk.json"
+    specs = ("--tensor", "a=f32[4,4]", "--tensor", "b=bf16[4,4]")
+    result = call("expr", "a @ b", *specs, "--autocast", "bf16", "--backward", "--format", "json", "--out", str(out))
+    assert result.exit_code == 0, result.stderr
+    calls = json.loads(out.read_text(encoding="utf-8"))["calls"]
+    assert calls[0]["hops"][0]["key"] == "AutocastCPU"
+    assert any(hop["node"].startswith("MmBackward0") for call in calls for hop in call["hops"])
+
+
+def test_run_walks_a_function(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\n\ndef step():\n    return torch.ones(2).exp()\n")
+    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--inference-mode", "--format", "tree")
+    assert result.exit_code == 0, result.stderr
+    assert "aten::exp($0: f32[2])" in result.stdout
+    assert "AutogradCPU" not in result.stdout
+
+
+def test_op_prints_the_table() -> None:
+    result = call("op", "aten::add.Tensor")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert any(
+        re.match(r"CPU +kernel +aten/src/ATen/RegisterCPU\w*\.cpp:\d+ +at::native::structured", line) for line in lines
+    )
+    order = [line.split()[0] for line in lines[1:-1]]
+    assert order.index("AutocastCPU") < order.index("AutogradCPU") < order.index("ADInplaceOrView") < order.index("CPU")
+    assert "PrivateUse1" not in result.stdout
+    assert "PrivateUse1" in call("op", "aten::add.Tensor", "--all").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("op", "add.tensr"), "no operator 'add.tensr'; near names: aten::add.Tensor"),
+        (("expr", "a +"), "cannot read the expression 'a +'"),
+        (("expr", "a", "--tensor", "a=f33[2]"), "--tensor: unknown dtype 'f33'; one of f32"),
+        (("expr", "a", "--tensor", "a:f32[2]"), "--tensor takes NAME=DTYPE[SIZES]"),
+        (("expr", "a", "--tensor", "a=f32[2,,3]"), "--tensor: sizes are whole numbers between commas"),
+        (("expr", "a", "--tensor", "a=f32[2]@tpu"), "takes auto, cpu or cuda, got 'tpu'"),
+        (("expr", "a @ a", "--tensor", "a=f32[2,3]", "--scope", "core"), "the traced code raised RuntimeError"),
+        (("expr", "3", "--backward", "--scope", "core"), "holds no tensor that requires a gradient"),
+        (("expr", "3", "--autocast", "half-ish"), "--autocast: unknown dtype 'half-ish'"),
+        (("run", "nowhere.py:f"), "no file 'nowhere.py'"),
+        (("run", "nowhere"), "expected FILE.py:FUNCTION, got 'nowhere'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_bad_files_are_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def stepp():\n    return 1 / 0\n")
+    missing, raising = call("run", f"{file}:step"), call("run", f"{file}:stepp", "--scope", "core")
+    assert "has no function 'step'; near names: stepp" in missing.stderr
+    assert "the traced code raised ZeroDivisionError: division by zero" in raising.stderr
+    file.write_text("raise OSError('broken')\n")
+    broken = call("run", f"{file}:step")
+    assert "raises when it is imported: OSError: broken" in broken.stderr
+    assert [result.exit_code for result in (missing, raising, broken)] == [2, 2, 2]
+
+
+def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(snippet, "README.md", "exec"), {})
+    assert "AutocastCPU" in capsys.readouterr().out
+
+
+def test_the_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shlex
+
+    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    commands = [line for line in text.splitlines() if line.startswith("dispatcher-trace ")]
+    assert len(commands) >= 3
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\ndef step():\n    return torch.ones(2, requires_grad=True).exp()\n"
+    )
+    for command in commands:
+        result = call(*shlex.split(command.partition("  #")[0])[1:])
+        assert result.exit_code == 0, f"{command}: {result.stderr}"

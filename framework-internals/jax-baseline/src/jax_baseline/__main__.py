@@ -1,0 +1,5 @@
+"""``python -m jax_baseline``."""
+
+from jax_baseline.cli import main
+
+main()

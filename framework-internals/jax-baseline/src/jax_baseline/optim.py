@@ -1,0 +1,78 @@
+"""AdamW, clipping and the learning rate, to the letter of torch's.
+
+The schedule is ``torch_baseline``'s own, tabulated: Python floats, the same on both sides.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from torch_baseline.config import TrainConfig
+from torch_baseline.optim import learning_rate
+
+# What torch.nn.utils.clip_grad_norm_ adds to the norm before it divides; optax.clip_by_global_norm adds nothing and so
+# scales a clipped gradient by about one part in a million more.
+_TORCH_CLIP_EPS = 1e-6
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Return clipping followed by AdamW (Loshchilov and Hutter 2019) that decays matrices alone.
+
+    Args:
+        config: learning rate and its schedule over ``steps``, betas, epsilon, weight decay and clip. An update after
+            the last step would go on at the last step's rate.
+    """
+    table = np.array([learning_rate(step, config) for step in range(config.steps)])
+
+    def scheduled(count: jax.Array) -> jax.Array:
+        return jnp.asarray(table)[count]
+
+    adamw = optax.adamw(
+        scheduled,
+        b1=config.beta1,
+        b2=config.beta2,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
+    )
+    return optax.chain(clip_like_torch(config.clip), adamw) if config.clip else adamw
+
+
+def clip_like_torch(max_norm: float) -> optax.GradientTransformation:
+    """Return min(1, max_norm / (‖g‖ + 1e-6)) · g, ‖g‖ over all gradients, as ``torch.nn.utils.clip_grad_norm_`` has it.
+
+    Args:
+        max_norm: the norm that is let through; positive.
+    """
+
+    def clip(updates: optax.Updates, state: optax.EmptyState, params: optax.Params = None) -> tuple:
+        del params
+        scale = jnp.minimum(max_norm / (global_norm(updates) + _TORCH_CLIP_EPS), 1.0)
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), clip)
+
+
+def global_norm(tree: optax.Updates) -> jax.Array:
+    """Return √Σ g² over all leaves, in their dtype: one number that a step reports and clips by."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+
+
+def compute_dtype(config: TrainConfig) -> DTypeLike:
+    """Return the dtype to multiply matrices in.
+
+    Raises:
+        ValueError: for float16, which needs a gradient scaler that this loop does not have.
+    """
+    if config.dtype == "float16":
+        raise ValueError("this loop has no gradient scaler for dtype='float16'; use bfloat16 (or float32, float64)")
+    return jnp.dtype(config.dtype)
+
+
+def master_dtype(config: TrainConfig) -> DTypeLike:
+    """Return the dtype of the weights and of the optimizer's state: float64 for float64, else float32."""
+    return jnp.dtype(jnp.float64 if config.dtype == "float64" else jnp.float32)

@@ -1,0 +1,147 @@
+"""One optimizer step as one compiled function, and the loop around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from benchkit import UserError
+from benchkit.device import Device
+from jax_baseline.model import Attention, Params, Scalar, TokensBT, loss, xla_attention
+from jax_baseline.optim import compute_dtype, global_norm, make_optimizer, master_dtype
+from jax_baseline.transfer import from_torch
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.model import init_numpy
+
+
+class TrainState(NamedTuple):
+    """All that the next step depends on, besides its batch."""
+
+    step: Int[Array, ""]
+    params: Params
+    optimizer: optax.OptState
+
+
+class Metrics(NamedTuple):
+    """What a step tells of the weights it started from: the loss in nats per token, and gradients before clipping."""
+
+    loss: Scalar
+    gradient_norm: Scalar
+    gradients: Params | None = None
+
+
+Step = Callable[[TrainState, TokensBT, TokensBT], tuple[TrainState, Metrics]]
+
+
+def initial_state(model: GPTConfig, config: TrainConfig, params: Params | None = None) -> TrainState:
+    """Return the state before the first step.
+
+    Args:
+        model: the shape.
+        config: precision, seed and optimizer.
+        params: to start from, in the master dtype; by default the weights ``torch_baseline`` draws from the same seed.
+    """
+    if params is None:
+        params = from_torch(init_numpy(model, config.seed), model, master_dtype(config))
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
+
+
+def make_gradient(
+    model: GPTConfig, config: TrainConfig, *, attention: Attention = xla_attention
+) -> Callable[[Params, TokensBT, TokensBT], tuple[Scalar, Params]]:
+    """Return the function (parameters, tokens, targets) → (loss, gradients), not yet compiled.
+
+    With ``config.accumulation`` over 1 the batch is taken in that many parts, one after another in a loop, and their
+    losses and gradients are averaged: the memory of one part's activations, the mathematics of the whole batch.
+
+    Args:
+        model: the shape.
+        config: precision and accumulation.
+        attention: see :func:`jax_baseline.model.forward`.
+
+    Raises:
+        ValueError: for a dtype this loop does not have.
+    """
+    dtype, parts = compute_dtype(config), config.accumulation
+    value_and_grad = jax.value_and_grad(
+        lambda params, tokens_BT, targets_BT: loss(
+            params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention
+        )
+    )
+
+    def gradient(params: Params, tokens_BT: TokensBT, targets_BT: TokensBT) -> tuple[Scalar, Params]:
+        # float32 products in float32: JAX's default on a GPU is TF32, torch's is not. Lower dtypes are not affected.
+        with jax.default_matmul_precision("highest"):
+            if parts == 1:
+                return value_and_grad(params, tokens_BT, targets_BT)
+
+            def add(
+                total: tuple[Scalar, Params], part: tuple[TokensBT, TokensBT]
+            ) -> tuple[tuple[Scalar, Params], None]:
+                found = value_and_grad(params, *part)
+                return jax.tree.map(lambda a, b: a + b / parts, total, found), None
+
+            batches = tuple(array.reshape(parts, -1, array.shape[1]) for array in (tokens_BT, targets_BT))
+            zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), master_dtype(config)), params))
+            return jax.lax.scan(add, zero, batches)[0]
+
+    return gradient
+
+
+def make_train_step(
+    model: GPTConfig,
+    config: TrainConfig,
+    *,
+    attention: Attention = xla_attention,
+    donate: bool = True,
+    keep_gradients: bool = False,
+) -> Step:
+    """Return one whole optimizer step, compiled when it is first called: forward, backward, clip, AdamW.
+
+    Args:
+        model: the shape.
+        config: precision, accumulation and optimizer.
+        attention: see :func:`jax_baseline.model.forward`.
+        donate: overwrite the state that is passed in, which saves the memory of a second one; the caller must then not
+            use it again.
+        keep_gradients: hand out the gradients in the metrics, for whoever wants to look at them.
+
+    Returns:
+        (state, tokens_BT, targets_BT) → (state, metrics).
+
+    Raises:
+        ValueError: for a dtype this loop does not have.
+    """
+    gradient = make_gradient(model, config, attention=attention)
+    optimizer = make_optimizer(config)
+
+    def train_step(state: TrainState, tokens_BT: TokensBT, targets_BT: TokensBT) -> tuple[TrainState, Metrics]:
+        loss_, gradients = gradient(state.params, tokens_BT, targets_BT)
+        with jax.named_scope("optimizer"):
+            norm = global_norm(gradients)
+            updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+            params = optax.apply_updates(state.params, updates)
+        metrics = Metrics(loss_, norm, gradients if keep_gradients else None)
+        return TrainState(state.step + 1, params, optimizer_state), metrics
+
+    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+
+
+def require_jax_device(device: Device) -> None:
+    """Check that JAX can use the device.
+
+    Raises:
+        UserError: if not.
+    """
+    try:
+        jax.devices(device)
+    except RuntimeError as error:
+        raise UserError(
+            f"JAX sees no device {device!r} (it has {jax.default_backend()}); for a GPU install jax[cuda13], or use "
+            "--device cpu"
+        ) from error

@@ -1,0 +1,79 @@
+"""The workers and the comparison of engines in them."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchkit import UserError
+from jax_baseline.bench import measure_engines
+from jax_baseline.engines import EngineSpec, bench_config
+from jax_baseline.worker import Worker, WorkerError
+
+
+class Talker:
+    """What the tests' worker holds."""
+
+    def __init__(self, greeting):
+        if greeting == "nothing":
+            raise ValueError("no greeting")
+        self.greeting = greeting
+
+    def greet(self, name):
+        print("this must not disturb the answers")
+        return f"{self.greeting}, {name}"
+
+    def fail(self):
+        raise KeyError("lost")
+
+    def refuse(self):
+        raise UserError("not today")
+
+    def die(self):
+        raise SystemExit(7)
+
+
+@pytest.fixture
+def factory(tmp_path, monkeypatch):
+    from pathlib import Path
+
+    (tmp_path / "talker_module.py").write_text(Path(__file__).read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    return "talker_module:Talker"
+
+
+def test_calls_answers_and_errors(factory):
+    with Worker(factory, {"greeting": "Hello"}) as worker:
+        assert worker.call("greet", name="you") == "Hello, you"
+        with pytest.raises(WorkerError, match="KeyError: 'lost'"):
+            worker.call("fail")
+        with pytest.raises(UserError, match="not today"):
+            worker.call("refuse")
+        assert worker.call("greet", name="again") == "Hello, again"
+        with pytest.raises(WorkerError, match="ended with status 7"):
+            worker.call("die")
+
+
+def test_a_factory_that_fails_raises(factory):
+    with pytest.raises(WorkerError, match="ValueError: no greeting"):
+        Worker(factory, {"greeting": "nothing"})
+
+
+def test_engines_agree_and_are_timed():
+    model, training = bench_config("tiny", batch_size=2, dtype="float32")
+    model = replace(model, n_layer=1, n_embd=32, block_size=16)
+    engines = {"torch eager": EngineSpec("torch", compiled=False), "jax": EngineSpec("jax")}
+    measured = measure_engines(engines, model, training, device="cpu", rounds=3)
+    prepared = measured.preparations
+    assert prepared["jax"].loss == pytest.approx(prepared["torch eager"].loss, abs=1e-5)
+    assert set(prepared["jax"].compile_seconds) == {"trace", "lower", "compile"}
+    assert sum(prepared["jax"].compile_seconds.values()) < prepared["jax"].first_step_seconds
+    # Step counter, weights, both moments and their two counters: all of the state, and none of the batch.
+    arrays = 1 + 7 + 2
+    assert prepared["jax"].hlo["donated"] == prepared["jax"].hlo["arguments"] - 2
+    assert prepared["jax"].hlo["donated"] >= 3 * (arrays - 1)
+    assert len(measured.comparison["jax"].samples) == 3
+
+
+def test_unknown_engines_are_refused():
+    with pytest.raises(ValueError, match="framework must be torch or jax, got 'mxnet'"):
+        EngineSpec("mxnet")

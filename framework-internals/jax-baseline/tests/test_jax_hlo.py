@@ -1,0 +1,110 @@
+"""The reader of optimised HLO, on text written for the purpose and on a real module."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_baseline.compilation import compile_step
+from jax_baseline.hlo import kernels, parse, summarise
+
+# What XLA prints for a GPU, shortened: tuple shapes with comments, quoted brackets, a loop, custom calls, a collective.
+# ruff: noqa: E501
+GPU_STEP = r"""HloModule jit_step, is_scheduled=true, input_output_alias={ {0}: (0, {}, may-alias), {1}: (2, {}, must-alias) }, entry_computation_layout={(f32[4,4]{1,0})->(f32[4,4]{1,0})}
+
+FileNames
+1 "model.py"
+
+%fused_add (p.0: f32[4,4], p.1: f32[4,4]) -> f32[4,4] {
+  %p.0 = f32[4,4]{1,0} parameter(0)
+  %p.1 = f32[4,4]{1,0} parameter(1)
+  ROOT %add.1 = f32[4,4]{1,0} add(%p.0, %p.1)
+}
+
+%gemm_fusion (p.2: f32[4,4], p.3: f32[4,4]) -> f32[4,4] {
+  %p.2 = f32[4,4]{1,0} parameter(0)
+  %p.3 = f32[4,4]{1,0} parameter(1)
+  ROOT %dot.1 = f32[4,4]{1,0} dot(%p.2, %p.3), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body (arg: (s32[], f32[4,4])) -> (s32[], f32[4,4]) {
+  %arg = (s32[], f32[4,4]{1,0}) parameter(0)
+  %count = s32[] get-tuple-element(%arg), index=0
+  %value = f32[4,4]{1,0} get-tuple-element(%arg), index=1
+  %looped = f32[4,4]{1,0} fusion(%value, %value), kind=kInput, calls=%fused_add
+  ROOT %pair = (s32[], /*index=1*/f32[4,4]{1,0}) tuple(%count, %looped)
+}
+
+%condition (arg.1: (s32[], f32[4,4])) -> pred[] {
+  %arg.1 = (s32[], f32[4,4]{1,0}) parameter(0)
+  ROOT %go = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[4,4], b: f32[4,4], c: f32[4,4]) -> (f32[4,4], f32[4,4]) {
+  %a = f32[4,4]{1,0} parameter(0)
+  %b = f32[4,4]{1,0} parameter(1)
+  %c = f32[4,4]{1,0} parameter(2)
+  %sum = f32[4,4]{1,0} fusion(%a, %b), kind=kLoop, calls=%fused_add, metadata={op_name="jit(step)/jvp(block0)/mlp/add"}
+  %gemm = (f32[4,4]{1,0}, /*index=1*/s8[32]{0}) custom-call(%sum, %b), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/transpose(jvp(block1))/mlp/dot_general" stack_frame_id=3}, backend_config={"note":"a ) in a string"}
+  %product = f32[4,4]{1,0} get-tuple-element(%gemm), index=0
+  %triton = f32[4,4]{1,0} fusion(%product, %c), kind=kCustom, calls=%gemm_fusion, backend_config={"fusion_backend_config":{"kind":"__triton_gemm"}}
+  %start = f32[4,4]{1,0} all-reduce-start(%triton), replica_groups={{0,1}}, to_apply=%fused_add
+  %done = f32[4,4]{1,0} all-reduce-done(%start)
+  %zero = s32[] constant(0)
+  %state = (s32[], f32[4,4]{1,0}) tuple(%zero, %done)
+  %loop = (s32[], f32[4,4]{1,0}) while(%state), condition=%condition, body=%body
+  %last = f32[4,4]{1,0} get-tuple-element(%loop), index=1
+  ROOT %out = (f32[4,4]{1,0}, f32[4,4]{1,0}) tuple(%last, %sum)
+}
+"""
+
+
+def test_known_module():
+    summary = summarise(GPU_STEP)
+    assert summary.kinds == {
+        "all-reduce-start": 1,
+        "custom call: __cublas$gemm": 1,
+        "fusion custom: __triton_gemm": 1,
+        "fusion input": 1,
+        "fusion loop": 1,
+    }
+    assert (summary.kernels, summary.dots) == (5, 1)
+    assert summary.collectives == {"all-reduce-start": 1}
+    assert (summary.donated, summary.arguments) == (2, 3)
+    assert parse(GPU_STEP).donated == {0, 2}
+
+
+def test_regions_and_phases():
+    by_name = {kernel.name: kernel for kernel in kernels(parse(GPU_STEP))}
+    assert (by_name["sum"].phase, by_name["sum"].region) == ("forward", "block0/mlp")
+    assert (by_name["gemm"].phase, by_name["gemm"].region) == ("backward", "block1/mlp")
+    assert (by_name["looped"].phase, by_name["looped"].region) == ("other", "")
+    counts = {(group.region, group.phase): group.kernels for group in summarise(GPU_STEP).regions}
+    assert counts[("block*/mlp", "forward")] == counts[("block*/mlp", "backward")] == 1
+
+
+@pytest.mark.parametrize("text", ["", "int main() { return 0; }", "HloModule empty\n"])
+def test_other_text_is_refused(text):
+    with pytest.raises(ValueError, match=r"expected (the text of an HLO module|HLO text)"):
+        summarise(text)
+
+
+def test_a_real_module_against_what_was_written():
+    def step(weights, x):
+        with jax.named_scope("layer0"):
+            hidden = jnp.tanh(x @ weights[0])
+        with jax.named_scope("layer1"):
+            return [w * 0.5 for w in weights], (hidden @ weights[1]).sum()
+
+    weights = [jnp.ones((8, 16)), jnp.ones((16, 4))]
+    x = jnp.ones((5, 8))
+    compiled = compile_step(jax.jit(step, donate_argnums=0), weights, x)
+    summary = summarise(compiled.text)
+    assert summary.donated == 2
+    assert summary.arguments == 3
+    if jax.default_backend() == "cpu":
+        assert summary.dots == 2
+        # Two products of 2·m·n·k; tanh, the halving and the sum are the rest.
+        products = 2 * (5 * 8 * 16 + 5 * 16 * 4)
+        assert products <= compiled.flops < 1.5 * products
+    assert sum(summary.kinds.values()) == summary.kernels
+    assert any(group.region.startswith("layer*") for group in summary.regions)

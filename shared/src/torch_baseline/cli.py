@@ -1,0 +1,162 @@
+"""``python -m torch_baseline train`` and ``sample``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from benchkit import UserError, numbers
+from benchkit.device import resolve_device
+from torch_baseline import checkpoint as checkpoints
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.records import Event, Start, StepLog, Summary, ValidationLog
+from torch_baseline.sample import model_from_checkpoint, sample_bytes
+from torch_baseline.train import BEST, NonFiniteError, train
+
+app = typer.Typer(help="One small GPT and its training loop.", add_completion=False, pretty_exceptions_enable=False)
+
+# Lines of step logs in a run, whatever its length.
+_LOG_LINES = 20
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one line on standard error and exit status 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"torch_baseline: {error}", file=sys.stderr)
+        sys.exit(2)
+    except NonFiniteError as error:
+        print(f"torch_baseline: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+@app.command("train")
+def train_command(
+    preset: Annotated[str, typer.Option(help="tiny (CPU) or gpt2-124m (GPU)")] = "tiny",
+    steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
+    data: Annotated[Path | None, typer.Option(help="text to train on [default: the one CPython carries]")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for checkpoints and metrics [default: none]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --out")] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float64, float32, bfloat16 or float16")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="sequences a step, over all processes")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="micro-batches a step")] = None,
+    lr: Annotated[float | None, typer.Option(help="highest learning rate")] = None,
+    seed: Annotated[int | None, typer.Option(help="of weights and batches")] = None,
+    patience: Annotated[int | None, typer.Option(help="validations without improvement before stopping")] = None,
+    parallel: Annotated[str | None, typer.Option(help="ddp or fsdp, under torchrun")] = None,
+    compile: Annotated[bool | None, typer.Option(help="pass the model through torch.compile")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="refuse varying algorithms")] = False,
+) -> None:
+    """Train; prints the loss as it falls, and validation beside the unigram entropy of the text."""
+    given: dict[str, Any] = {
+        "steps": steps,
+        "data": data,
+        "out": out,
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "lr": lr,
+        "seed": seed,
+        "patience": patience,
+        "parallel": parallel,
+        "compile": compile,
+        "deterministic": deterministic,
+    }
+    try:
+        model_config = GPTConfig.preset(preset)
+        config = replace(
+            TrainConfig.preset(preset), **{name: value for name, value in given.items() if value is not None}
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    # Under torchrun every process reports the same; one prints it.
+    log = RunLog(Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0"), config.steps)
+    log.summary(train(model_config, config, device=resolve_device(device), resume=resume, report=log))
+
+
+@app.command()
+def sample(
+    run: Annotated[Path, typer.Argument(help="folder of a training run, or a checkpoint")],
+    prompt: Annotated[str, typer.Option(help="text to go on from")] = "The ",
+    count: Annotated[int, typer.Option("--bytes", min=1, help="bytes to write")] = 300,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest byte")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="of the draws")] = 0,
+) -> None:
+    """Write with the best model of a run."""
+    if not prompt:
+        raise UserError("--prompt must hold at least one byte")
+    model = model_from_checkpoint(checkpoints.load(run / BEST if run.is_dir() else run))
+    written = bytes(sample_bytes(model, prompt.encode(), count, temperature=temperature, seed=seed))
+    print(prompt + written.decode(errors="replace"))
+
+
+class RunLog:
+    """Prints a run's events as aligned lines.
+
+    Args:
+        console: to print on.
+        steps: of the whole run, to choose which steps are printed.
+    """
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self.console = console
+        self.steps = steps
+        self.unigram_bits = 0.0
+        self.every = max(steps // _LOG_LINES, 1)
+
+    def __call__(self, event: Event) -> None:
+        """Print one event."""
+        if isinstance(event, Start):
+            self._start(event)
+        elif isinstance(event, StepLog):
+            if event.step % self.every == 0 or event.step == 1:
+                self._step(event)
+        else:
+            self._validation(event)
+
+    def summary(self, summary: Summary) -> None:
+        """Print what came of the run."""
+        speed = ""
+        if summary.tokens_per_second is not None:
+            speed = f"; {numbers.count(summary.tokens_per_second)} tokens/s"
+            speed += "" if summary.mfu is None else f", MFU {numbers.percent(summary.mfu)}"
+        stopped = ", stopped early" if summary.stopped_early else ""
+        averaged = "" if summary.ema_bits is None else f" ({summary.ema_bits:.3f} with averaged weights)"
+        self._line(
+            f"[bold]{summary.steps} steps{stopped}: {summary.bits:.3f} bits per held-out byte[/]{averaged}, "
+            f"best {summary.best_bits:.3f}; unigram entropy {summary.unigram_bits:.3f}{speed}"
+        )
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True)
+
+    def _start(self, event: Start) -> None:
+        self.unigram_bits = event.unigram_bits
+        self._line(f"text    {escape(event.corpus)}, SHA-256 {event.sha256[:16]}…")
+        if event.note:
+            self._line(f"note    {escape(event.note)}")
+        resumed = f", going on after step {event.step}" if event.step else ""
+        self._line(f"model   {numbers.count(event.parameters)} parameters on {event.device}{resumed}")
+
+    def _step(self, event: StepLog) -> None:
+        mfu = "" if event.mfu is None else f"  MFU {numbers.percent(event.mfu)}"
+        self._line(
+            f"step {event.step:>{len(str(self.steps))}}  loss {event.loss:.4f}  lr {event.lr:.2e}  "
+            f"grad norm {event.gradient_norm:.3f}  {numbers.count(event.tokens_per_second)} tokens/s{mfu}"
+        )
+
+    def _validation(self, event: ValidationLog) -> None:
+        averaged = "" if event.ema_bits is None else f", averaged weights {event.ema_bits:.3f}"
+        best = "  (best)" if event.best else ""
+        self._line(
+            f"[bold]validation {event.bits:.3f} bits/byte[/]{averaged}; unigram entropy {self.unigram_bits:.3f}{best}"
+        )

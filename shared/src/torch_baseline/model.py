@@ -1,0 +1,273 @@
+"""A GPT whose norm, activation and attention can be replaced by an operator of one's own.
+
+Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), an MLP with a biased
+tanh-GELU, causal attention and, by default, a tied embedding.
+
+Shapes: B sequences, T positions, C model width, H heads, D head size (C = H·D), F MLP width (4·C), V vocabulary.
+A name ends in the shape of its tensor: ``x_BTC``. Weights are (out, in), as in ``torch.nn.Linear``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from torch_baseline.config import GPTConfig
+
+NormFactory = Callable[[int, float], nn.Module]
+Activation = Callable[[Tensor, Tensor], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Weights = dict[str, NDArray[np.float32]]
+
+INIT_STD = 0.02
+
+
+def rms_norm(width: int, eps: float) -> nn.Module:
+    """Return torch's RMSNorm over the last dimension, y = x / √(mean(x²) + eps) · weight."""
+    return nn.RMSNorm(width, eps=eps)
+
+
+def bias_gelu(x_BTF: Tensor, bias_F: Tensor) -> Tensor:
+    """Return GELU(x + bias) in its tanh form (Hendrycks and Gimpel 2016), in the dtype of x."""
+    return F.gelu(x_BTF + bias_F.to(x_BTF.dtype), approximate="tanh")
+
+
+def causal_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    """Return softmax(q kᵀ / √D, masked above the diagonal) v, by torch's own choice of kernel."""
+    return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights, see :func:`init_numpy`.
+        norm: makes a norm from (width, eps); its one parameter must be ``weight`` of shape (width,).
+        activation: called as ``activation(x_BTF, bias_F)`` on the product of the first MLP matrix, so that bias and
+            nonlinearity can be one kernel. ``bias_F`` has the dtype of the weights, ``x_BTF`` that of the computation.
+        attention: called as ``attention(q_BHTD, k_BHTD, v_BHTD)``, causal, scaled by 1/√D, on rotated queries and keys;
+            they are views of (B, T, H, D) memory.
+    """
+
+    # Made in float64, whatever the weights are: a model turned to float64 is then float64 throughout.
+    cos_TD: Tensor
+    sin_TD: Tensor
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        seed: int = 0,
+        norm: NormFactory = rms_norm,
+        activation: Activation = bias_gelu,
+        attention: Attention = causal_attention,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(
+            Block(config, norm=norm, activation=activation, attention=attention) for _ in range(config.n_layer)
+        )
+        self.norm = norm(config.n_embd, config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        cos_TD, sin_TD = rotary_tables(config)
+        self.register_buffer("cos_TD", torch.from_numpy(cos_TD), persistent=False)
+        self.register_buffer("sin_TD", torch.from_numpy(sin_TD), persistent=False)
+        self.load_numpy(init_numpy(config, seed))
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Return the logits, or, given targets, the mean cross-entropy.
+
+        Args:
+            tokens_BT: int64 or int32, T at most ``block_size``.
+            targets_BT: int64, the token that follows each position.
+
+        Returns:
+            Logits (B, T, V) in the dtype of the computation; with targets a scalar in nats per token, computed in
+            float32 at least.
+
+        Raises:
+            ValueError: for a sequence longer than ``block_size``.
+        """
+        length = tokens_BT.shape[1]
+        if length > self.config.block_size:
+            raise ValueError(f"a sequence holds at most block_size={self.config.block_size} tokens, got {length}")
+        x_BTC = self.embedding(tokens_BT)
+        wide = torch.promote_types(x_BTC.dtype, torch.float32)
+        cos_TD, sin_TD = self.cos_TD[:length].to(wide), self.sin_TD[:length].to(wide)
+        for block in self.blocks:
+            x_BTC = block(x_BTC, cos_TD, sin_TD)
+        x_BTC = self.norm(x_BTC)
+        logits_BTV = F.linear(x_BTC, self.embedding.weight) if self.head is None else self.head(x_BTC)
+        if targets_BT is None:
+            return logits_BTV
+        return F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten())
+
+    def load_numpy(self, weights: Mapping[str, NDArray]) -> None:
+        """Copy weights in, by the names of :func:`parameter_shapes`, keeping dtype and device of the parameters.
+
+        Raises:
+            ValueError: if a name is missing, unknown, or of another shape.
+        """
+        parameters = dict(self.named_parameters())
+        if parameters.keys() != weights.keys():
+            missing, unknown = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
+            raise ValueError(
+                f"the weights do not fit the model: missing {missing}, unknown {unknown} "
+                "(a replaced norm must keep its one parameter `weight`)"
+            )
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                if parameter.shape != weights[name].shape:
+                    raise ValueError(f"{name} must be {tuple(parameter.shape)}, got {weights[name].shape}")
+                parameter.copy_(torch.from_numpy(np.ascontiguousarray(weights[name])))
+
+    def to_numpy(self) -> dict[str, NDArray]:
+        """Return copies of the weights by name; the inverse of :meth:`load_numpy`."""
+        return {name: parameter.detach().cpu().numpy().copy() for name, parameter in self.named_parameters()}
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig, *, norm: NormFactory, activation: Activation, attention: Attention) -> None:
+        super().__init__()
+        self.attention_norm = norm(config.n_embd, config.norm_eps)
+        self.attention = SelfAttention(config, attention)
+        self.mlp_norm = norm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config, activation)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        """Return the residual stream after this block."""
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD)
+        return x_BTC + self.mlp(self.mlp_norm(x_BTC))
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention with rotary positions; no biases."""
+
+    def __init__(self, config: GPTConfig, attention: Attention) -> None:
+        super().__init__()
+        self.n_head = config.n_head
+        self.attend = attention
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        """Return what the heads gathered, mixed by the output matrix."""
+        q_BHTD, k_BHTD, v_BHTD = (
+            part_BTC.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part_BTC in self.qkv(x_BTC).chunk(3, dim=-1)
+        )
+        y_BHTD = self.attend(rotate(q_BHTD, cos_TD, sin_TD), rotate(k_BHTD, cos_TD, sin_TD), v_BHTD)
+        return self.out(y_BHTD.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """down · activation(up · x, bias), the bias belonging to the activation so that one kernel can do both."""
+
+    def __init__(self, config: GPTConfig, activation: Activation) -> None:
+        super().__init__()
+        self.activate = activation
+        self.up = nn.Linear(config.n_embd, config.mlp_size, bias=False)
+        self.bias = nn.Parameter(torch.zeros(config.mlp_size))
+        self.down = nn.Linear(config.mlp_size, config.n_embd, bias=False)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Return the MLP's contribution to the residual stream."""
+        return self.down(self.activate(self.up(x_BTC), self.bias))
+
+
+def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Turn the pairs (x_i, x_{i + D/2}) by position times frequency (Su et al. 2021, in the half-split layout).
+
+    Args:
+        x_BHTD: queries or keys, any floating dtype.
+        cos_TD: (T, D/2), from :func:`rotary_tables`, in the dtype to compute in.
+        sin_TD: likewise.
+
+    Returns:
+        Same shape and dtype as ``x_BHTD``.
+    """
+    first, second = x_BHTD.chunk(2, dim=-1)
+    return torch.cat((first * cos_TD - second * sin_TD, second * cos_TD + first * sin_TD), dim=-1).to(x_BHTD.dtype)
+
+
+def rotary_tables(config: GPTConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return cos and sin of t · base^(−2i/D), both (block_size, D/2) float64."""
+    frequency = config.rope_base ** (-np.arange(0, config.head_size, 2) / config.head_size)
+    angle = np.arange(config.block_size)[:, None] * frequency
+    return np.cos(angle), np.sin(angle)
+
+
+def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter, in the order of the model; matrices are (out, in)."""
+    width, inner = config.n_embd, config.mlp_size
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, width)}
+    for index in range(config.n_layer):
+        shapes |= {
+            f"blocks.{index}.attention_norm.weight": (width,),
+            f"blocks.{index}.attention.qkv.weight": (3 * width, width),
+            f"blocks.{index}.attention.out.weight": (width, width),
+            f"blocks.{index}.mlp_norm.weight": (width,),
+            f"blocks.{index}.mlp.bias": (inner,),
+            f"blocks.{index}.mlp.up.weight": (inner, width),
+            f"blocks.{index}.mlp.down.weight": (width, inner),
+        }
+    shapes["norm.weight"] = (width,)
+    if not config.tie_embeddings:
+        shapes["head.weight"] = (config.vocab_size, width)
+    return shapes
+
+
+def init_numpy(config: GPTConfig, seed: int) -> Weights:
+    """Draw initial weights without a framework, so that every one can start from the same numbers.
+
+    As GPT-2 (Radford et al. 2019): matrices from N(0, 0.02²); those that write into the residual stream (two a block)
+    divided by √(2·n_layer), so that the stream's variance does not grow with depth; norms 1, biases 0.
+
+    Args:
+        config: the shape.
+        seed: of NumPy's PCG64.
+
+    Returns:
+        float32 arrays by parameter name, shaped as :func:`parameter_shapes` says.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    residual_std = INIT_STD / math.sqrt(2 * config.n_layer)
+    weights: Weights = {}
+    for name, shape in parameter_shapes(config).items():
+        if name.endswith("norm.weight"):
+            weights[name] = np.ones(shape, np.float32)
+        elif name.endswith("bias"):
+            weights[name] = np.zeros(shape, np.float32)
+        else:
+            std = residual_std if name.endswith(("attention.out.weight", "mlp.down.weight")) else INIT_STD
+            weights[name] = generator.standard_normal(shape, np.float32) * np.float32(std)
+    return weights
+
+
+def parameter_count(config: GPTConfig) -> int:
+    """Return the number of trained scalars."""
+    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """Return the floating-point operations that one trained token needs: 6·N + 12·L·H·Q·T.
+
+    Chowdhery et al. 2022 (PaLM), appendix B: two operations a parameter forward and four backward, and the two products
+    of attention likewise, without a discount for the causal mask and without recomputation. N leaves out an embedding
+    table that is only looked up; a tied one is counted, since it makes the logits.
+
+    Returns:
+        FLOP per token, forward and backward, at sequences of ``block_size``.
+    """
+    looked_up = 0 if config.tie_embeddings else config.vocab_size * config.n_embd
+    attention = 12 * config.n_layer * config.n_head * config.head_size * config.block_size
+    return 6 * (parameter_count(config) - looked_up) + attention

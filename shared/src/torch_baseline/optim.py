@@ -1,0 +1,100 @@
+"""The optimizer, its learning rate, and the moving average of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from torch_baseline.config import TrainConfig
+from torch_baseline.parallel import spread_like, whole
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Return AdamW (Loshchilov and Hutter 2019) that decays matrices and leaves gains and biases alone.
+
+    Args:
+        model: on the device and in the dtype that it will be trained in.
+        config: learning rate, betas, epsilon and weight decay.
+    """
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        fused=parameters[0].is_cuda,  # one kernel for many tensors instead of a dozen
+    )
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Return the learning rate of a step: a linear warm-up, then half a cosine (Loshchilov and Hutter 2017).
+
+    lr · (step + 1) / (warmup + 1) before ``warmup``, then min_lr + (lr − min_lr) · (1 + cos(π p)) / 2 with p from 0 at
+    step ``warmup`` to 1 at the last step.
+
+    Args:
+        step: counted from 0.
+        config: lr, min_lr, warmup and steps.
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / (config.warmup + 1)
+    progress = (step - config.warmup) / max(config.steps - 1 - config.warmup, 1)
+    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give all parameter groups the same learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+class EMA:
+    """Exponential moving average of a model's weights, e ← decay · e + (1 − decay) · p, from the initial weights on.
+
+    Args:
+        model: whose weights are followed; its names are the average's.
+        decay: in [0, 1).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Move the average towards the model's present weights."""
+        for name, parameter in model.named_parameters():
+            self.average[name].mul_(self.decay).add_(parameter, alpha=1 - self.decay)
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Give the model the averaged weights for a while; its own come back bit for bit."""
+        own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        _copy_into(model, self.average)
+        try:
+            yield
+        finally:
+            _copy_into(model, own)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the averages, whole and on the CPU; all processes must call it when the weights are sharded."""
+        return {name: whole(average).to("cpu", copy=True) for name, average in self.average.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over averages that :meth:`state_dict` returned."""
+        for name, own in self.average.items():
+            own.copy_(spread_like(state[name], own))
+
+
+@torch.no_grad()
+def _copy_into(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(weights[name])

@@ -1,0 +1,70 @@
+"""Tokens per second and the share of the machine's peak that they are."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from benchkit.limits import datasheet
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
+from torch_baseline.model import flops_per_token
+from torch_baseline.parallel import World
+
+# The first steps of a process compile, allocate and fill caches: they are left out of the total.
+WARMUP_STEPS = 5
+
+
+class Throughput:
+    """A clock for training steps.
+
+    Args:
+        model_config: says what a token costs.
+        config: says how many tokens a step has.
+        world: says on how many devices of which kind.
+    """
+
+    def __init__(self, model_config: GPTConfig, config: TrainConfig, world: World) -> None:
+        self._device = world.device
+        self._tokens_per_step = config.batch_size * model_config.block_size
+        self._flops_per_token = flops_per_token(model_config)
+        self._peak = peak_flops(world.device, config.dtype, world.size)
+        self._steps = 0
+        self._counted_seconds = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """Start the clock again after something that is not training."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._mark = time.perf_counter()
+
+    def lap(self) -> float:
+        """Note a step and return its seconds."""
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        self._steps += 1
+        if self._steps > WARMUP_STEPS:
+            self._counted_seconds += seconds
+        return seconds
+
+    def rate(self, seconds: float) -> float:
+        """Return tokens per second of one step that took ``seconds``."""
+        return self._tokens_per_step / seconds
+
+    def total_rate(self) -> float | None:
+        """Return tokens per second over all steps after the first :data:`WARMUP_STEPS`; None if there were none."""
+        counted = self._steps - WARMUP_STEPS
+        return counted * self._tokens_per_step / self._counted_seconds if counted > 0 else None
+
+    def mfu(self, rate: float | None) -> float | None:
+        """Return the model FLOPs at ``rate`` tokens per second over the peak; None where either is not known."""
+        return None if rate is None or self._peak is None else rate * self._flops_per_token / self._peak
+
+
+def peak_flops(device: torch.device, dtype: Precision, devices: int = 1) -> float | None:
+    """Return the datasheet's dense peak of all devices together, FLOP/s; None for a CPU or an unknown GPU."""
+    if device.type != "cuda":
+        return None
+    sheet = datasheet(torch.cuda.get_device_name(device))
+    return None if sheet is None else sheet.flops[dtype] * devices

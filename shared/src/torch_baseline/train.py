@@ -1,0 +1,415 @@
+"""The training loop, readable top to bottom: step, log, validate, save.
+
+:func:`make_train_step` is one whole optimizer step, the same one that other packages time and compare; :func:`train` is
+the loop around it. Nothing is printed here: what happens is handed to ``report`` as it happens.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchkit import UserError, environment
+from torch_baseline import checkpoint as checkpoints
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
+from torch_baseline.data import (
+    Bytes,
+    Tokens,
+    batch,
+    load_corpus,
+    require_length,
+    unigram_entropy_bits,
+    validation_batches,
+)
+from torch_baseline.learner import Learner
+from torch_baseline.model import GPT, parameter_count
+from torch_baseline.optim import EMA, learning_rate, make_optimizer, set_learning_rate
+from torch_baseline.parallel import World, join_world, release_gathered, synchronise_gradients, whole
+from torch_baseline.records import Report, RunFiles, Start, StepLog, Summary, ValidationLog
+from torch_baseline.throughput import Throughput
+
+LAST, BEST = "last.pt", "best.pt"
+
+BITS_PER_NAT = 1 / math.log(2)
+
+# Below this the float16 scaler has halved its factor (65536 at first) so often that the gradients are at fault.
+_LEAST_SCALE = 1.0
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient became infinite or not a number; weights are still those before that step."""
+
+
+class TrainStep:
+    """One optimizer step: forward, backward, clipping, update. Made by :func:`make_train_step`.
+
+    Attributes:
+        gradient_norm: of the latest step, before clipping; a scalar on the model's device.
+        scaler: of float16 gradients; does nothing in other dtypes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: TrainConfig,
+        before_update: Callable[[TrainStep, Tensor], None] | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.before_update = before_update
+        self.parameters = list(model.parameters())
+        self.device_type = self.parameters[0].device.type
+        self.scaler = torch.amp.GradScaler(self.device_type, enabled=config.dtype == "float16")
+        self.gradient_norm = torch.zeros(())
+
+    def __call__(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+        """Take one step at the optimizer's present learning rate.
+
+        Args:
+            x_BT: this process's inputs, int64; B a multiple of the configuration's ``accumulation``.
+            y_BT: the targets.
+
+        Returns:
+            The mean loss before the update, nats per token: a detached scalar, not yet waited for.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._accumulate(x_BT, y_BT)
+        self.scaler.unscale_(self.optimizer)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        self.gradient_norm = whole(nn.utils.get_total_norm(gradients))
+        if self.before_update is not None:
+            self.before_update(self, loss)
+        if self.config.clip:
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, self.gradient_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss
+
+    def _accumulate(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+        """Run forward and backward over the micro-batches; gradients become those of the mean over all of them."""
+        parts = self.config.accumulation
+        losses = []
+        for index, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
+            synchronise_gradients(self.model, index == parts - 1)
+            with autocast(self.config.dtype, self.device_type):
+                loss = self.model(x, y)
+            self.scaler.scale(loss / parts).backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+
+def make_train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: TrainConfig,
+    *,
+    before_update: Callable[[TrainStep, Tensor], None] | None = None,
+) -> TrainStep:
+    """Make the step that the loop runs, to be run, timed or compared by itself.
+
+    Nothing in it waits for the device, and the learning rate is whatever the optimizer holds
+    (:func:`torch_baseline.optim.set_learning_rate`).
+
+    Args:
+        model: called as ``model(x_BT, y_BT)``, returns the mean loss; compiled or wrapped as one likes.
+        optimizer: of the model's parameters.
+        config: ``dtype``, ``accumulation`` and ``clip`` are used.
+        before_update: called with the step and the loss when gradients are there, unclipped, and the weights still old.
+
+    Returns:
+        A callable ``step(x_BT, y_BT) -> loss``.
+    """
+    return TrainStep(model, optimizer, config, before_update)
+
+
+def train(
+    model_config: GPTConfig,
+    config: TrainConfig,
+    *,
+    device: str = "cpu",
+    resume: bool = False,
+    parts: Mapping[str, Any] | None = None,
+    report: Report = lambda event: None,
+) -> Summary:
+    """Train a model.
+
+    Args:
+        model_config: its shape.
+        config: how; ``config.out`` receives ``last.pt``, ``best.pt``, ``metrics.jsonl`` and ``run.json``.
+        device: ``"cpu"`` or ``"cuda"``.
+        resume: go on from ``last.pt`` in ``config.out``; the run is then bit for bit the one that was not interrupted.
+        parts: replacements, passed to :class:`GPT`: ``norm``, ``activation``, ``attention``.
+        report: called in every process with what happens, as it happens.
+
+    Returns:
+        The outcome.
+
+    Raises:
+        UserError: for data that cannot be used, an output folder that holds another run, or a checkpoint that does not
+            fit.
+        NonFiniteError: naming the step and the parameter or gradient.
+        ValueError: for a vocabulary that does not hold the bytes.
+    """
+    if model_config.vocab_size < 256:
+        raise ValueError(f"bytes need a vocab_size of at least 256, got {model_config.vocab_size}")
+    corpus = load_corpus(config.data)
+    require_length(corpus, model_config.block_size)
+
+    with join_world(config, device) as world, deterministic_algorithms(config.deterministic):
+        # The model, what trains it, and where it stands.
+        torch.manual_seed(config.seed)
+        model = GPT(model_config, seed=config.seed, **(parts or {})).to(world.device)
+        if config.dtype == "float64":
+            model.double()
+        wrapped = world.wrap(model)
+        if config.compile:
+            wrapped.compile()
+        optimizer = make_optimizer(model, config)
+        ema = EMA(model, config.ema_decay) if config.ema_decay else None
+        check = FiniteCheck(model, world)
+        train_step = make_train_step(wrapped, optimizer, config, before_update=check)
+        learner = Learner(model, optimizer, train_step.scaler, ema)
+
+        # What was done before, and what is left behind.
+        _start_or_resume(learner, config, corpus.sha256, resume=resume)
+        last, best = (None, None) if config.out is None else (config.out / LAST, config.out / BEST)
+        files = RunFiles(config.out if world.is_main else None)
+        files.forget_after(learner.step)
+        start = Start(
+            corpus=corpus.name,
+            note=corpus.note,
+            sha256=corpus.sha256,
+            unigram_bits=unigram_entropy_bits(corpus.validation),
+            parameters=parameter_count(model_config),
+            device=str(world.device),
+            step=learner.step,
+        )
+        metadata = _metadata(model_config, config, start, world)
+        files.describe(metadata)
+        report(start)
+
+        throughput = Throughput(model_config, config, world)
+        validation = None
+        stop = False
+        while not stop:
+            # Step: the batch and the learning rate are pure functions of the step, so neither has to be saved.
+            lr = learning_rate(learner.step, config)
+            set_learning_rate(optimizer, lr)
+            tokens = batch(corpus.train, config.seed, learner.step, config.batch_size, model_config.block_size)
+            x_BT, y_BT = (world.shard(part) for part in _to_device(tokens, world.device))
+            check.step = learner.step + 1
+            train_step(x_BT, y_BT)
+            if ema is not None:
+                ema.update(model)
+            learner.step += 1
+
+            # Log.
+            seconds = throughput.lap()
+            rate = throughput.rate(seconds)
+            log = StepLog(learner.step, check.loss, lr, check.gradient_norm, seconds, rate, throughput.mfu(rate))
+            files.append(log)
+            report(log)
+
+            # Validate, and keep the best.
+            stop = learner.step == config.steps
+            if stop or _due(learner.step, config.eval_interval):
+                validation = _validation_log(wrapped, learner, corpus.validation, config, world)
+                files.append(validation)
+                report(validation)
+                if validation.best and best is not None:
+                    _save(best, learner, config, corpus.sha256, world)
+                stop = stop or _out_of_patience(learner, config)
+                throughput.start()
+
+            # Save.
+            if last is not None and (stop or _due(learner.step, config.checkpoint_interval)):
+                _save(last, learner, config, corpus.sha256, world)
+                throughput.start()
+
+        assert validation is not None, "the last step validates"
+        rate_overall = throughput.total_rate()
+        summary = Summary(
+            steps=learner.step,
+            stopped_early=learner.step < config.steps,
+            bits=validation.bits,
+            ema_bits=validation.ema_bits,
+            best_bits=learner.best_loss * BITS_PER_NAT,
+            unigram_bits=start.unigram_bits,
+            tokens_per_second=rate_overall,
+            mfu=throughput.mfu(rate_overall),
+        )
+        files.describe({**metadata, "summary": asdict(summary)})
+        return summary
+
+
+class FiniteCheck:
+    """Stops a run at the first loss or gradient norm that is not a finite number, before the weights are touched.
+
+    It reads both, and so waits for the device once a step; the loop logs what it read.
+
+    Args:
+        model: whose parameters and gradients are searched; not wrapped.
+        world: averages the loss over its processes, so that all of them stop together.
+    """
+
+    def __init__(self, model: GPT, world: World) -> None:
+        self.model = model
+        self.world = world
+        self.step = 0
+        self.loss = math.nan
+        self.gradient_norm = math.nan
+
+    def __call__(self, train_step: TrainStep, loss: Tensor) -> None:
+        """Read a step's loss and gradient norm.
+
+        Raises:
+            NonFiniteError: if one is not finite; a float16 gradient that only overflowed is left to the scaler.
+        """
+        values = torch.stack((self.world.mean(loss).double(), train_step.gradient_norm.double()))
+        self.loss, self.gradient_norm = values.tolist()
+        if math.isfinite(self.loss) and math.isfinite(self.gradient_norm):
+            return
+        scaler = train_step.scaler
+        if math.isfinite(self.loss) and scaler.is_enabled() and scaler.get_scale() >= _LEAST_SCALE:
+            return
+        raise NonFiniteError(
+            f"step {self.step}: the loss is {self.loss}, the gradient norm {self.gradient_norm}; "
+            f"{first_non_finite(self.model)}. The weights are those before this step"
+        )
+
+
+def first_non_finite(model: nn.Module) -> str:
+    """Name where a number that is not finite shows first, in words.
+
+    Parameters are searched in the order of the forward pass, then gradients against it: the backward pass carries such
+    a number on to everything it visits later.
+    """
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        if not bool(torch.isfinite(whole(parameter.detach())).all()):
+            return f"parameter {name} is not finite"
+    for name, parameter in reversed(named):
+        if parameter.grad is not None and not bool(torch.isfinite(whole(parameter.grad)).all()):
+            return f"parameters are finite, the gradient of {name} is not"
+    return "parameters and gradients are finite, the loss alone is not"
+
+
+@torch.no_grad()
+def validate(model: nn.Module, data: Bytes, config: TrainConfig, block_size: int, world: World) -> float:
+    """Return the mean loss on held-out data, nats per byte, leaving no trace in the state of the training.
+
+    Batches are divided among processes and micro-batches as in training: the same memory, the same compiled shapes.
+
+    Args:
+        model: called as in training.
+        data: held-out bytes.
+        config: ``batch_size``, ``accumulation``, ``eval_batches`` and ``dtype`` are used.
+        block_size: tokens of a sequence.
+        world: the processes that share the work.
+    """
+    training = model.training
+    model.eval()
+    try:
+        losses = []
+        # A replaced part may draw random numbers even here: training must not notice.
+        with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+            for tokens in validation_batches(data, config.batch_size, block_size, config.eval_batches):
+                x_BT, y_BT = (world.shard(part) for part in _to_device(tokens, world.device))
+                for x, y in zip(x_BT.chunk(config.accumulation), y_BT.chunk(config.accumulation), strict=True):
+                    with autocast(config.dtype, world.device.type):
+                        losses.append(model(x, y))
+        return world.mean(torch.stack(losses).double().mean()).item()
+    finally:
+        model.train(training)
+        release_gathered(model)
+
+
+def autocast(dtype: Precision, device_type: str) -> torch.autocast:
+    """Return the context that a forward pass computes in: low precision where ``dtype`` asks for it."""
+    low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
+    return torch.autocast(device_type, dtype=low, enabled=low is not None)
+
+
+@contextmanager
+def deterministic_algorithms(on: bool) -> Iterator[None]:
+    """Let torch refuse, for a while, algorithms whose result varies from run to run; ``on=False`` changes nothing."""
+    if not on:
+        yield
+        return
+    # cuBLAS reads it when it starts: two fixed workspaces instead of a choice by load.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _validation_log(
+    model: nn.Module, learner: Learner, data: Bytes, config: TrainConfig, world: World
+) -> ValidationLog:
+    block_size = learner.model.config.block_size
+    loss = validate(model, data, config, block_size, world)
+    ema_bits = None
+    if learner.ema is not None:
+        with learner.ema.applied(learner.model):
+            ema_bits = validate(model, data, config, block_size, world) * BITS_PER_NAT
+    return ValidationLog(learner.step, loss * BITS_PER_NAT, ema_bits, learner.note_validation(loss))
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _out_of_patience(learner: Learner, config: TrainConfig) -> bool:
+    return config.patience > 0 and learner.stale >= config.patience
+
+
+def _to_device(tokens: tuple[Tokens, Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
+    x_BT, y_BT = (torch.from_numpy(part) for part in tokens)
+    if device.type == "cuda":  # pinned memory: the copy then runs beside the launches that follow
+        x_BT, y_BT = x_BT.pin_memory(), y_BT.pin_memory()
+    return x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
+
+
+def _start_or_resume(learner: Learner, config: TrainConfig, data_sha256: str, *, resume: bool) -> None:
+    """Restore the last checkpoint, or make sure that a new run overwrites none."""
+    if not resume:
+        if config.out is not None and (config.out / LAST).exists():
+            raise UserError(f"{config.out} holds a run already; go on with it (--resume), or name another folder")
+        return
+    if config.out is None:
+        raise UserError("--resume needs the folder of the run: --out DIR")
+    saved = checkpoints.load(config.out / LAST)
+    checkpoints.require_same_run(saved, learner.model.config, config, data_sha256)
+    learner.restore(saved)
+    if learner.step >= config.steps or _out_of_patience(learner, config):
+        raise UserError(f"the run in {config.out} is finished (step {learner.step}); nothing is left to do")
+
+
+def _save(path: Path, learner: Learner, config: TrainConfig, data_sha256: str, world: World) -> None:
+    saved = learner.checkpoint(config, data_sha256)  # every process gathers, one writes
+    if world.is_main:
+        checkpoints.save(path, saved)
+
+
+def _metadata(model_config: GPTConfig, config: TrainConfig, start: Start, world: World) -> dict[str, Any]:
+    device: Any = world.device.type
+    return {
+        "model": asdict(model_config),
+        "training": config.as_plain(),
+        "start": asdict(start),
+        "processes": world.size,
+        "environment": asdict(environment.capture(device, root=Path(__file__).parent)),
+    }

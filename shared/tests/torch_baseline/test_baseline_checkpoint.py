@@ -1,0 +1,250 @@
+"""What survives: a kill at any moment, a damaged file, a resume with other settings."""
+
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import zipfile
+
+import pytest
+import torch
+
+from benchkit import UserError
+from torch_baseline import checkpoint as checkpoints
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.records import StepLog
+from torch_baseline.sample import model_from_checkpoint, sample_bytes
+from torch_baseline.train import train
+
+# Dropout in the activation: torch's generator then decides about the weights, and its state has to come back.
+SCRIPT = textwrap.dedent(
+    """
+    import os, signal, sys, torch
+    from pathlib import Path
+    from torch_baseline.config import GPTConfig, TrainConfig
+    from torch_baseline.model import bias_gelu
+    from torch_baseline.records import StepLog
+    from torch_baseline.train import train
+
+    mode, out = sys.argv[1:]
+    if mode == "kill-in-write":
+        fsync, calls = os.fsync, []
+        def die_at_the_second_checkpoint(handle):
+            if os.readlink(f"/proc/self/fd/{handle}").endswith("last.pt.partial"):
+                calls.append(handle)
+                if len(calls) == 2:
+                    os.ftruncate(handle, 1000)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            fsync(handle)
+        os.fsync = die_at_the_second_checkpoint
+
+    def report(event):
+        if mode == "kill" and isinstance(event, StepLog) and event.step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(
+        GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32),
+        TrainConfig(steps=11, batch_size=4, accumulation=2, warmup=2, eval_interval=11, eval_batches=2,
+                    checkpoint_interval=3, ema_decay=0.9, out=Path(out)),
+        resume=mode == "resume",
+        report=report,
+        parts={"activation": lambda x, bias: torch.nn.functional.dropout(bias_gelu(x, bias), 0.1)},
+    )
+    """
+)
+
+
+def run(mode, out):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT, mode, str(out)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def run_here(monkeypatch, mode, out):
+    """The same in this process, whose generators have been used already."""
+    monkeypatch.setattr(sys, "argv", ["script", mode, str(out)])
+    exec(SCRIPT, {})
+
+
+def contents(out, name="last.pt"):
+    """The whole state, and the losses on the way to it."""
+    state = dataclasses.asdict(checkpoints.load(out / name))
+    state["train_config"].pop("out")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    timed = ("seconds", "tokens_per_second")
+    return state, [{key: value for key, value in line.items() if key not in timed} for line in lines]
+
+
+def assert_same(first, second, path="state"):
+    if isinstance(first, dict):
+        assert first.keys() == second.keys(), path
+        for name in first:
+            assert_same(first[name], second[name], f"{path}.{name}")
+    elif isinstance(first, torch.Tensor):
+        assert torch.equal(first, second), path
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second), path
+        for one, other in zip(first, second, strict=True):
+            assert_same(one, other, path)
+    else:
+        assert first == second, path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    out = tmp_path_factory.mktemp("uninterrupted")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the other processes: the number decides the order of sums
+    with pytest.MonkeyPatch.context() as patch:
+        run_here(patch, "run", out)
+    torch.set_num_threads(threads)
+    return out
+
+
+@pytest.mark.parametrize(("how", "last_whole"), [("kill", 6), ("kill-in-write", 3)])
+def test_a_killed_run_resumes_bit_for_bit(uninterrupted, tmp_path, monkeypatch, how, last_whole):
+    assert run(how, tmp_path).returncode == -signal.SIGKILL
+    assert checkpoints.load(tmp_path / "last.pt").step == last_whole
+    run_here(monkeypatch, "resume", tmp_path)
+    for name in ("last.pt", "best.pt"):
+        assert_same(contents(tmp_path, name), contents(uninterrupted, name))
+    assert not (tmp_path / "last.pt.partial").exists()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_float16_run_resumes_with_its_scale(tmp_path, small):
+    config = TrainConfig(
+        steps=8, batch_size=4, warmup=2, dtype="float16", checkpoint_interval=3, eval_batches=2, out=tmp_path / "whole"
+    )
+    train(small, config)
+
+    def stop(event):
+        if isinstance(event, StepLog) and event.step == 5:
+            raise Interrupted
+
+    config = dataclasses.replace(config, out=tmp_path / "stopped")
+    with pytest.raises(Interrupted):
+        train(small, config, report=stop)
+    train(small, config, resume=True)
+    whole = contents(tmp_path / "whole")
+    assert whole[0]["scaler"]["_growth_tracker"] == 8
+    assert_same(contents(tmp_path / "stopped"), whole)
+
+
+@pytest.mark.parametrize("position", [0.0, 0.3, 0.6, 0.999])
+def test_a_flipped_bit_is_refused(uninterrupted, tmp_path, position):
+    raw = bytearray((uninterrupted / "last.pt").read_bytes())
+    with zipfile.ZipFile(uninterrupted / "last.pt") as archive:
+        # Inside the data of the member at that place: archive padding carries nothing to damage.
+        start = [member.header_offset for member in archive.infolist()][int(position * len(archive.infolist()))]
+    header = (
+        30
+        + int.from_bytes(raw[start + 26 : start + 28], "little")
+        + int.from_bytes(raw[start + 28 : start + 30], "little")
+    )
+    raw[start + header] ^= 4
+    damaged = tmp_path / "last.pt"
+    damaged.write_bytes(raw)
+    with pytest.raises(UserError, match=r"last\.pt is damaged"):
+        checkpoints.load(damaged)
+
+
+@pytest.mark.parametrize("size", [0, 100, 20_000])
+def test_a_cut_file_is_refused(uninterrupted, tmp_path, size):
+    cut = tmp_path / "last.pt"
+    cut.write_bytes((uninterrupted / "last.pt").read_bytes()[:size])
+    with pytest.raises(UserError, match=r"last\.pt cannot be read"):
+        checkpoints.load(cut)
+
+
+def test_other_files_are_refused_and_run_no_code(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "sprung"),))
+
+    torch.save({"format": 1, "model": Trap()}, tmp_path / "trap.pt")
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Trap()))
+    torch.save({"format": 99}, tmp_path / "other.pt")
+    for name, reason in (("trap", "cannot be read"), ("plain", "cannot be read"), ("other", "is not a checkpoint")):
+        with pytest.raises(UserError, match=reason):
+            checkpoints.load(tmp_path / f"{name}.pt")
+    assert not (tmp_path / "sprung").exists()
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        checkpoints.load(tmp_path / "missing.pt")
+
+
+@pytest.mark.parametrize(
+    ("model_changes", "changes", "message"),
+    [
+        ({"n_head": 2}, {}, r"n_head=3 \(model\), this run asks for n_head=2"),
+        ({}, {"lr": 0.1}, r"lr=0.003 \(training\), this run asks for lr=0.1"),
+        ({}, {"steps": 12}, "steps=11"),
+        ({}, {}, r"trained on data with SHA-256"),
+    ],
+)
+def test_another_run_is_refused(uninterrupted, model_changes, changes, message):
+    saved = checkpoints.load(uninterrupted / "last.pt")
+    config = TrainConfig(**{**saved.train_config, "out": uninterrupted, **changes})
+    with pytest.raises(UserError, match=message):
+        checkpoints.require_same_run(saved, GPTConfig(**{**saved.model_config, **model_changes}), config, "0" * 64)
+
+
+def test_where_and_how_often_may_change(uninterrupted, tmp_path):
+    saved = checkpoints.load(uninterrupted / "last.pt")
+    config = TrainConfig(**{**saved.train_config, "out": tmp_path, "eval_interval": 1, "compile": True})
+    checkpoints.require_same_run(saved, GPTConfig(**saved.model_config), config, saved.data_sha256)
+
+
+def test_a_failed_write_keeps_what_was_there(uninterrupted, tmp_path, monkeypatch):
+    saved = checkpoints.load(uninterrupted / "last.pt")
+    checkpoints.save(tmp_path / "last.pt", saved)
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write the checkpoint .*No space left on device"):
+        checkpoints.save(tmp_path / "last.pt", dataclasses.replace(saved, step=99))
+    assert [file.name for file in tmp_path.iterdir()] == ["last.pt"]
+    assert checkpoints.load(tmp_path / "last.pt").step == 11
+
+
+def test_resuming_needs_a_run(tmp_path, small):
+    with pytest.raises(UserError, match="needs the folder of the run"):
+        train(small, TrainConfig(), resume=True)
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        train(small, TrainConfig(out=tmp_path), resume=True)
+
+
+def test_a_checkpoint_writes_text(uninterrupted):
+    saved = checkpoints.load(uninterrupted / "best.pt")
+    model = model_from_checkpoint(saved)
+    name = "blocks.1.mlp.up.weight"
+    assert torch.equal(dict(model.named_parameters())[name], saved.ema[name])
+    assert torch.equal(dict(model_from_checkpoint(saved, averaged=False).named_parameters())[name], saved.model[name])
+
+    def written(**options):
+        return bytes(sample_bytes(model, b"The ", 40, **{"temperature": 1.0, "seed": 0, **options}))
+
+    assert written() == written() != written(seed=1)
+    # Without temperature every byte is the likeliest after the window that the model sees.
+    greedy = written(temperature=0)
+    window = torch.tensor([list((b"The " + greedy)[-33:-1])])
+    assert model(window)[0, -1].argmax() == greedy[-1]
+    with pytest.raises(ValueError, match="at least one byte"):
+        next(sample_bytes(model, b"", 1, temperature=1.0, seed=0))
+    with pytest.raises(ValueError, match="must not be negative"):
+        next(sample_bytes(model, b"x", 1, temperature=-1.0, seed=0))

@@ -1,0 +1,95 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from torch_baseline import cli
+
+
+def command(monkeypatch, capsys, *arguments):
+    """Run the command line in this process; return its exit status, standard output and standard error."""
+    monkeypatch.setattr(sys, "argv", ["torch_baseline", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code, *capsys.readouterr()
+
+
+def test_train_resume_and_sample(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "run"
+    options = ["--preset", "tiny", "--steps", "4", "--batch-size", "2", "--out", str(out), "--device", "cpu"]
+    status, stdout, stderr = command(monkeypatch, capsys, "train", *options)
+    assert (status, stderr) == (0, "")
+    lines = stdout.splitlines()
+    assert lines[0].startswith("text    pydoc_data.topics of Python")
+    (last_step,) = (line for line in lines if line.startswith("step 4"))
+    for part in ("loss", "lr", "grad norm", "tokens/s"):
+        assert part in last_step
+    assert "bits/byte" in lines[-2]
+    assert "unigram entropy 4." in lines[-2]
+    assert lines[-1].startswith("4 steps: ")
+
+    status, stdout, stderr = command(monkeypatch, capsys, "train", *options, "--resume")
+    assert (status, stdout) == (2, "")
+    assert "finished (step 4)" in stderr
+
+    status, stdout, stderr = command(monkeypatch, capsys, "sample", str(out), "--prompt", "def ", "--bytes", "20")
+    assert (status, stderr) == (0, "")
+    assert stdout.startswith("def ")
+    assert len(stdout) > 8
+
+
+def test_the_module_runs_on_a_file(tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"to be or not to be, " * 100)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    options = ["--steps", "1", "--batch-size", "2", "--data", str(text), "--device", "cpu"]
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "torch_baseline", "train", *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith("text    text, SHA-256")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--preset", "huge"], "unknown preset 'huge'"),
+        (["train", "--device", "tpu"], "--device takes auto, cpu or cuda"),
+        (["train", "--data", "no/such/file"], "cannot read the data file no/such/file"),
+        (["train", "--lr", "-1"], "lr must be positive, got -1.0"),
+        (["train", "--resume"], "--resume needs the folder of the run"),
+        (["sample", "no/such/run"], "there is no checkpoint no/such/run"),
+        (["sample", "no/such/run", "--prompt", ""], "at least one byte"),
+        (["train", "--out", "/proc/nowhere"], "cannot make the output folder /proc/nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(monkeypatch, capsys, arguments, message):
+    status, stdout, stderr = command(monkeypatch, capsys, *arguments)
+    assert (status, stdout) == (2, "")
+    assert message in stderr
+    assert stderr.startswith("torch_baseline: ")
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_one_line(tmp_path, monkeypatch, capsys):
+    status, stdout, stderr = command(monkeypatch, capsys, "train", "--device", "cuda", "--out", str(tmp_path / "run"))
+    assert (status, stdout) == (2, "")
+    assert stderr.startswith("torch_baseline: --device cuda was asked for, but")
+    assert stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_diverges_is_one_line(tmp_path, monkeypatch, capsys):
+    options = ["--steps", "30", "--batch-size", "2", "--lr", "1e30", "--device", "cpu"]
+    status, _, stderr = command(monkeypatch, capsys, "train", *options)
+    assert status == 1
+    assert stderr.startswith("torch_baseline: step ")
+    assert stderr.count("\n") == 1

@@ -1,0 +1,137 @@
+"""Two processes on one machine (gloo) against one process."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from benchkit import UserError
+from torch_baseline import checkpoint as checkpoints
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.parallel import join_world
+from torch_baseline.train import train
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.train import train
+
+train(
+    GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32),
+    TrainConfig(steps=5, batch_size=8, accumulation=2, warmup=2, eval_batches=2, ema_decay=0.9, dtype="float64",
+                checkpoint_interval=3, parallel=sys.argv[1], out=Path(sys.argv[2])),
+    device=sys.argv[3],
+    resume=len(sys.argv) > 4,
+)
+"""
+
+
+def run_two(tmp_path, kind, out, device="cpu", *more):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    finished = subprocess.run(
+        [*launcher, str(script), kind, str(out), device, *more],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone")
+    config = TrainConfig(
+        steps=5,
+        batch_size=8,
+        accumulation=2,
+        warmup=2,
+        eval_batches=2,
+        ema_decay=0.9,
+        dtype="float64",
+        checkpoint_interval=3,
+        out=out,
+    )
+    train(GPTConfig(n_layer=2, n_head=3, n_embd=48, block_size=32), config)
+    return out
+
+
+def losses(out):
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] if line["event"] == "StepLog" else line["bits"] for line in lines]
+
+
+def assert_same_run(out, alone):
+    # float64 and the same sums in another order: 256 positions a step give about 256·u = 3e-14; Adam's quotient m/√v,
+    # near ±1 in the first steps whatever the gradient's size, hands a gradient's relative error on, 5 steps add it up.
+    np.testing.assert_allclose(losses(out), losses(alone), rtol=2e-12)
+    ours, theirs = (checkpoints.load(folder / "last.pt") for folder in (out, alone))
+    assert ours.step == theirs.step == 5
+    for part in ("model", "ema"):
+        for name, value in getattr(theirs, part).items():
+            torch.testing.assert_close(getattr(ours, part)[name], value, rtol=0, atol=1e-10)
+    assert ours.optimizer.keys() == theirs.optimizer.keys()
+    for name, state in theirs.optimizer.items():
+        for key, value in state.items():
+            torch.testing.assert_close(ours.optimizer[name][key], value, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_take_the_steps_of_one(alone, tmp_path, kind):
+    run_two(tmp_path, kind, tmp_path / kind)
+    assert_same_run(tmp_path / kind, alone)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(alone, tmp_path):
+    out = tmp_path / "run"
+    saved = checkpoints.load(alone / "last.pt")
+    config = TrainConfig(**{**saved.train_config, "out": out})
+
+    class Interrupted(Exception):
+        pass
+
+    def stop(event):
+        if getattr(event, "step", 0) == 4:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        train(GPTConfig(**saved.model_config), config, report=stop)
+    assert checkpoints.load(out / "last.pt").step == 3
+    run_two(tmp_path, "fsdp", out, "cpu", "resume")
+    assert_same_run(out, alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_gpus_take_the_steps_of_one(alone, tmp_path, kind):
+    run_two(tmp_path, kind, tmp_path / kind, "cuda")
+    assert_same_run(tmp_path / kind, alone)
+
+
+def test_processes_and_settings_must_go_together(monkeypatch):
+    config = TrainConfig(parallel="ddp", batch_size=6)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(UserError, match="torchrun --nproc-per-node 2"), join_world(config, "cpu"):
+        pass
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UserError, match="torchrun started 4 processes"), join_world(TrainConfig(), "cpu"):
+        pass
+    monkeypatch.setenv("RANK", "0")
+    with (
+        pytest.raises(UserError, match=r"multiple of processes · accumulation = 4 · 1, got 6"),
+        join_world(config, "cpu"),
+    ):
+        pass
