@@ -1,0 +1,131 @@
+"""The command line: which back ends there are here, whether they are right, how fast they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchkit import UserError, compare, numbers
+from benchkit.device import resolve_device
+from benchkit.timing import rotating_inputs
+from rmsnorm_fused import rms_norm
+from rmsnorm_fused.accuracy import expected
+from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
+from rmsnorm_fused.contestants import EAGER, EPS, RmsNorm, usable
+from rmsnorm_fused.validation import DTYPES
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False, help=__doc__)
+
+_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there is a GPU.")]
+ShapeOption = Annotated[str, typer.Option(help="ROWSxCOLUMNS.")]
+DtypeOption = Annotated[str, typer.Option(help=f"{', '.join(_NAMES)}.")]
+
+
+@app.command()
+def info() -> None:
+    """Say which back ends can be used here, and what the others lack."""
+    table = Table("back end", "device", "usable", box=None)
+    for name in IMPLEMENTATIONS:
+        for device in ("cpu", "cuda"):
+            if name in ("cpp", "cuda") and (name == "cuda") != (device == "cuda"):
+                continue
+            reason = unavailable(name, device)
+            if reason is None and device == "cuda" and not torch.cuda.is_available():
+                reason = "torch sees no CUDA GPU"
+            table.add_row(name, device, "yes" if reason is None else f"no: {reason}")
+    Console().print(table)
+
+
+@app.command()
+def check(shape: ShapeOption = "512x1024", dtype: DtypeOption = "float32", device: DeviceOption = "auto") -> None:
+    """Compare every usable back end with float64, forward and backward; exit status 1 where one is wrong."""
+    with _one_line_errors():
+        rows, columns, kind = _parse(shape, dtype)
+        where = resolve_device(device)
+        torch.manual_seed(0)
+        x, dy = (torch.randn(rows, columns, device=where).to(kind) for _ in range(2))
+        weight = torch.randn(columns, device=where).to(kind).requires_grad_()
+        references = expected(x, weight, dy, EPS)
+        table = Table("back end", "result", "largest error", "of the bound", box=None)
+        worst = 0.0
+        for name in IMPLEMENTATIONS:
+            if unavailable(name, where) is not None:
+                continue
+            leaf = x.clone().requires_grad_()
+            y = rms_norm(leaf, weight, eps=EPS, backend=name)
+            results = dict(zip(references, (y, *torch.autograd.grad(y, (leaf, weight), dy)), strict=True))
+            for part, result in results.items():
+                share = references[part].share_of_bound(result.detach())
+                worst = max(worst, share)
+                error = numbers.error_size(references[part].relative_error(result.detach()))
+                table.add_row(name, part, error, numbers.significant(share, 2))
+        Console().print(table)
+    raise typer.Exit(0 if worst <= 1 else 1)
+
+
+@app.command()
+def bench(
+    shape: ShapeOption = "4096x4096",
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "auto",
+    seconds: Annotated[float, typer.Option(help="Of sampling, forward and backward each.")] = 1.0,
+) -> None:
+    """Time the forward pass, and forward and backward together, of every implementation at one shape."""
+    with _one_line_errors():
+        rows, columns, kind = _parse(shape, dtype)
+        where = resolve_device(device)
+        functions, _ = usable(where)
+        weight = torch.ones(columns, device=where, dtype=kind, requires_grad=True)
+        sets = rotating_inputs(
+            lambda: tuple(torch.randn(rows, columns, device=where).to(kind) for _ in range(2)), device=where
+        )
+        leaves = [(x.requires_grad_(), dy) for x, dy in sets]
+
+        def both(function: RmsNorm) -> Callable[[torch.Tensor, torch.Tensor], object]:
+            return lambda x, dy: torch.autograd.grad(function(x, weight), (x, weight), dy)
+
+        with torch.no_grad():
+            forward = compare(
+                {name: lambda x, _, f=function: f(x, weight) for name, function in functions.items()},
+                device=where,
+                inputs=leaves,
+                seconds=seconds,
+            )
+        together = compare(
+            {name: both(function) for name, function in functions.items()}, device=where, inputs=leaves, seconds=seconds
+        )
+    table = Table("implementation", "forward", "against eager", "forward + backward", "against eager", box=None)
+    for name in functions:
+        cells = []
+        for comparison in (forward, together):
+            ratio = "1" if name == EAGER else numbers.with_unit(comparison.speedup(name, over=EAGER).value, "×")
+            cells += [numbers.quantity(comparison[name].quantity()), ratio]
+        table.add_row(name, *cells)
+    Console().print(table)
+
+
+def _parse(shape: str, dtype: str) -> tuple[int, int, torch.dtype]:
+    rows, found, columns = shape.partition("x")
+    if not (found and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
+        raise UserError(f"--shape takes ROWSxCOLUMNS, for example 4096x1024, got {shape!r}")
+    if dtype not in _NAMES:
+        raise UserError(f"--dtype takes {', '.join(_NAMES)}, got {dtype!r}")
+    return int(rows), int(columns), _NAMES[dtype]
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        print(f"rmsnorm-fused: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None

@@ -1,0 +1,1 @@
+"""The implementations. None imports another, and none is imported before it is used."""

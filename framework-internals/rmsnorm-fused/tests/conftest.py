@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from rmsnorm_fused.backends import Implementation, unavailable
+
+
+@dataclass(frozen=True)
+class Where:
+    """An implementation and the device it is tried on."""
+
+    backend: Implementation
+    device: str
+
+    @property
+    def truncates_bfloat16(self) -> bool:
+        """Triton's interpreter cuts float32 off to bfloat16; the compiled kernels round to nearest."""
+        return self.backend == "triton" and self.device == "cpu"
+
+
+def _params(*pairs: tuple[Implementation, str]) -> list[object]:
+    return [
+        pytest.param(
+            Where(backend, device), id=f"{backend}-{device}", marks=[pytest.mark.gpu] if device == "cuda" else []
+        )
+        for backend, device in pairs
+    ]
+
+
+def _usable(where: Where) -> Where:
+    if where.device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA GPU")
+    if (reason := unavailable(where.backend, where.device)) is not None:
+        pytest.skip(reason)
+    return where
+
+
+KERNELS = _params(("cpp", "cpu"), ("triton", "cpu"), ("triton", "cuda"), ("cuda", "cuda"))
+ALL = [*_params(("pytorch", "cpu"), ("pytorch", "cuda")), *KERNELS]
+
+
+@pytest.fixture(scope="session", params=ALL)
+def where(request: pytest.FixtureRequest) -> Where:
+    """Every implementation on every device that it is for."""
+    return _usable(request.param)
+
+
+@pytest.fixture(scope="session", params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> Where:
+    """Those that are operators of this package: all but the PyTorch formula."""
+    return _usable(request.param)

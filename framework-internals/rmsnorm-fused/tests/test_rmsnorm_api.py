@@ -1,0 +1,123 @@
+"""The public function and module: what they refuse, and how they stand in for PyTorch's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rmsnorm_fused import RMSNorm, backends, rms_norm
+from rmsnorm_fused.layout import as_rows
+
+X = torch.ones(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (([1.0, 2.0],), {}, TypeError, "x: expected a tensor, got list"),
+        ((X.int(),), {}, TypeError, r"x: expected float32, .*got torch.int32"),
+        ((X.to(torch.complex64),), {}, TypeError, r"got torch.complex64"),
+        ((torch.tensor(1.0),), {}, ValueError, "x: expected at least one dimension"),
+        ((X, [1.0]), {}, TypeError, "weight: expected a tensor or None, got list"),
+        ((X, torch.ones(7)), {}, ValueError, r"weight: expected shape \(8,\).*got \(7,\)"),
+        ((X, torch.ones(1, 8)), {}, ValueError, r"weight: expected shape \(8,\).*got \(1, 8\)"),
+        ((X, torch.ones(8, dtype=torch.int64)), {}, TypeError, "weight: expected float32, .*got torch.int64"),
+        ((X, torch.ones(8, dtype=torch.float64)), {}, TypeError, "a float64 weight needs a float64 x"),
+        ((X, torch.ones(8, device="meta")), {}, ValueError, "weight: expected it on cpu, where x is, got meta"),
+        ((X,), {"eps": -1e-6}, ValueError, "eps: expected a finite number of at least 0, got -1e-06"),
+        ((X,), {"eps": float("nan")}, ValueError, "eps: expected a finite number"),
+        ((X,), {"eps": "small"}, TypeError, "eps: expected a number or None, got str"),
+        (
+            (X,),
+            {"backend": "cudnn"},
+            ValueError,
+            "backend: expected one of auto, pytorch, triton, cuda, cpp, got 'cudnn'",
+        ),
+        ((X,), {"backend": "cuda"}, ValueError, "backend 'cuda' cannot be used: it takes tensors on cuda, got cpu"),
+    ],
+)
+def test_bad_input_is_named(arguments, options, error, message):
+    with pytest.raises(error, match=message):
+        rms_norm(*arguments, **{"eps": 1e-6, **options})
+
+
+@pytest.mark.gpu
+def test_mixed_devices_are_named():
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA GPU")
+    with pytest.raises(ValueError, match="weight: expected it on cuda:0"):
+        rms_norm(X.cuda(), torch.ones(8), eps=1e-6)
+    with pytest.raises(ValueError, match="backend 'cpp' cannot be used: it takes tensors on cpu, got cuda"):
+        rms_norm(X.cuda(), eps=1e-6, backend="cpp")
+
+
+def test_a_missing_compiler_is_named_and_auto_does_without(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    backends._resolve.cache_clear()
+    with pytest.raises(ValueError, match="backend 'cpp' cannot be used: no C\\+\\+ compiler 'no-such-compiler'"):
+        rms_norm(X, eps=1e-6, backend="cpp")
+    assert torch.equal(rms_norm(X, eps=1e-6), rms_norm(X, eps=1e-6, backend="pytorch"))
+    backends._resolve.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_eps_none_is_torchs(dtype):
+    x = torch.full((2, 8), 1e-4, dtype=dtype)  # small enough for eps to decide
+    ours = rms_norm(x, eps=None, backend="pytorch")
+    assert torch.allclose(ours, torch.nn.functional.rms_norm(x, (8,)), rtol=torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("shape", [8, (8,), [4, 8]])
+@pytest.mark.parametrize("affine", [True, False])
+def test_module_stands_in_for_torchs(where, shape, affine):
+    theirs = torch.nn.RMSNorm(shape, 1e-5, affine, device=where.device)
+    ours = RMSNorm(shape, 1e-5, affine, device=where.device, backend=where.backend)
+    if affine:
+        torch.nn.init.normal_(theirs.weight)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    assert [*ours.state_dict()] == [*theirs.state_dict()]
+    x = torch.randn(3, 4, 8, device=where.device)
+    assert torch.allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-6)
+    assert isinstance(ours, torch.nn.RMSNorm)
+    assert f"backend={where.backend}" in repr(ours)
+
+
+def test_module_names_a_wrong_shape():
+    with pytest.raises(ValueError, match=r"x: expected last dimensions \(8,\), got shape \(2, 7\)"):
+        RMSNorm(8)(torch.ones(2, 7))
+
+
+def test_weight_of_another_dtype_keeps_the_dtype_of_x(where):
+    x = torch.randn(3, 8, device=where.device, dtype=torch.bfloat16)
+    assert rms_norm(x, torch.ones(8, device=where.device), eps=1e-6, backend=where.backend).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("x", "copied"),
+    [
+        (torch.zeros(2, 3, 8), False),
+        (torch.zeros(8), False),
+        (torch.zeros(4, 24)[:, 8:16], False),  # one stride between rows
+        (torch.zeros(2, 5, 3, 4, 8)[:, :, 1], False),  # q of a fused projection: two strides
+        (torch.zeros(2, 4, 5, 8).transpose(1, 2), True),  # three strides
+        (torch.zeros(8, 4).t(), True),  # columns apart
+        (torch.zeros(1, 8).expand(4, 8), False),
+    ],
+)
+def test_rows_are_read_in_place_where_two_strides_describe_them(x, copied):
+    x = x.copy_(torch.randn(x.shape)) if x.stride(0) else x
+    rows = as_rows(x)
+    assert rows.shape[0] * rows.shape[1] * rows.shape[2] == x.numel()
+    assert torch.equal(rows.reshape(x.shape), x)
+    assert (rows.data_ptr() != x.data_ptr()) == copied
+
+
+def test_import_loads_no_optional_back_end():
+    program = (
+        "import sys, rmsnorm_fused; assert not {'triton', 'native_build', 'matplotlib'} & set(sys.modules), sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,50 @@
+"""The kernels themselves: under Triton's interpreter, through its compiler, and through nvcc, all without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS  # what torch's builder adds: no implicit conversions of half
+
+from native_build import compile_cuda, find_nvcc
+from rmsnorm_fused.paths import CSRC
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="these are the tests that it would start again")
+def test_triton_under_its_interpreter():
+    # A process of its own: Triton reads the variable when it is imported, and everything else here must not see it.
+    answer = subprocess.run(
+        [
+            sys.executable, "-m", "pytest", str(HERE), "-k", "triton-cpu", "-q", "-p", "no:cacheprovider",
+            "-c", str(HERE.parents[2] / "pyproject.toml"), "--rootdir", str(HERE.parents[2]),
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout[-4000:] + answer.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", answer.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 50, answer.stdout[-1000:]
+
+
+@pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
+def test_cuda_compiles_without_spills():
+    architectures = ("sm_80", "sm_90", "sm_100", "sm_120")
+    with ThreadPoolExecutor(2) as pool:
+        reports = pool.map(
+            lambda name: compile_cuda(CSRC / "rms_norm_cuda.cu", name, cuda_cflags=COMMON_NVCC_FLAGS), architectures
+        )
+    for architecture, kernels in zip(architectures, reports, strict=True):
+        assert len(kernels) > 20
+        spilling = [kernel.name for kernel in kernels if kernel.spill_stores or kernel.spill_loads]
+        assert not spilling, f"{architecture}: {spilling}"
