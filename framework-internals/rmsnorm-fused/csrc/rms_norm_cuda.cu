@@ -378,7 +378,9 @@ void check_size(const Shape& shape) {
 }
 
 void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string("rms_norm: ") + what + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next call of anyone in this process would report our error as its own
+  throw std::runtime_error(std::string("rms_norm: ") + what + ": " + cudaGetErrorString(status));
 }
 
 int attribute(cudaDeviceAttr name, int device) {
@@ -408,7 +410,8 @@ class DeviceGuard {
 
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream, Arguments... arguments) {
-  if (shared > 48 * 1024)  // more than every GPU grants without being asked
+  // Without being asked a GPU grants 48 KiB, the kernel's static shared memory included: `slots` has to fit as well.
+  if (shared > 47 * 1024)
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), "shared memory");
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
