@@ -15,7 +15,7 @@ from benchkit.device import Device
 from benchkit.limits import memory_limits
 from benchkit.results import Label
 from benchkit.run import Lens, Run
-from benchkit.timing import rotating_inputs
+from benchkit.timing import capturable_stream, rotating_inputs
 from rmsnorm_fused.accuracy import Part, expected
 from rmsnorm_fused.contestants import COMPILED, COPY, EAGER, EPS, OWN, RmsNorm, compiled, usable
 from rmsnorm_fused.report import REPORT
@@ -177,20 +177,19 @@ def _timings(run: Run, case: Case, contestants: Mapping[str, RmsNorm], dtype: to
         functions |= {name: lambda x, _, f=function: f(x, weight) for name, function in contestants.items()}
         with torch.no_grad():
             return compare(functions, device=run.device, inputs=sets, seconds=seconds)
-    # Through autograd, as a training step calls it, on graphs that are kept. Not captured into a CUDA graph: autograd
-    # runs on the stream of the forward pass, which a capture does not own. At these sizes the GPU is never out of work.
-    graphs: dict[str, list[tuple[Any, ...]]] = {COPY: [(None, x, dy) for x, dy in sets]}
-    for name, function in contestants.items():
-        leaves = [(x.detach().requires_grad_(), dy) for x, dy in sets]
-        graphs[name] = [(function(leaf, weight), leaf, dy) for leaf, dy in leaves]
-    return compare(
-        dict.fromkeys(contestants, lambda y, x, dy: torch.autograd.grad(y, (x, weight), dy, retain_graph=True))
-        | {COPY: lambda _, x, dy: x + dy},
-        device=run.device,
-        inputs=graphs,
-        clock="cuda-events" if run.device == "cuda" else "auto",
-        seconds=seconds,
-    )
+    # Through autograd, as a training step calls it, on graphs that are kept.
+    with capturable_stream(run.device):
+        graphs: dict[str, list[tuple[Any, ...]]] = {COPY: [(None, x, dy) for x, dy in sets]}
+        for name, function in contestants.items():
+            leaves = [(x.detach().requires_grad_(), dy) for x, dy in sets]
+            graphs[name] = [(function(leaf, weight), leaf, dy) for leaf, dy in leaves]
+        return compare(
+            dict.fromkeys(contestants, lambda y, x, dy: torch.autograd.grad(y, (x, weight), dy, retain_graph=True))
+            | {COPY: lambda _, x, dy: x + dy},
+            device=run.device,
+            inputs=graphs,
+            seconds=seconds,
+        )
 
 
 def _measure_calls(run: Run, case: Case, contestants: Mapping[str, RmsNorm], dtype: torch.dtype) -> None:
