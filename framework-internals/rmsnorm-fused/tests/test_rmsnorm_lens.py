@@ -65,7 +65,7 @@ def test_the_report_of_a_gpu_has_kernels_and_calls(results):
     )
     there = replace(results, environment=replace(results.environment, gpu=gpu), records=(*results.records, *calls))
     text = render(there, lens.REPORT)
-    assert "replayed from a CUDA graph" in text
+    assert "replayed from CUDA graphs" in text
     assert "| 1 × 64 | call from Python |" in text
     assert "the least is paid by cpp (10.0 µs a call), the most by eager formula (100 µs)" in text
 
