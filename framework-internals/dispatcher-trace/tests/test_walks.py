@@ -264,6 +264,10 @@ PROGRAMS: dict[str, Callable[[], Tensor]] = {
 UNPREDICTED = {"aten::detach_"}
 
 
+# Calls that reach nothing but a Python meta kernel of torch's own, where no shim can stand.
+ON_META_KERNELS_ALONE = {"functionalize": Counter({"aten::add_": 1})}
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(name: str, untraced: dict[str, tuple[Tensor, Counter[str]]], shims: Shims) -> None:
     expected, operators = untraced[name]
@@ -272,9 +276,10 @@ def test_program(name: str, untraced: dict[str, tuple[Tensor, Counter[str]]], sh
     assert torch.equal(result, expected)
     assert result.dtype == expected.dtype
     ours = Counter(call.operator.partition(".")[0] for call in t.all_calls)
-    assert ours + Counter(t.unrecorded) == operators
+    unseen = ON_META_KERNELS_ALONE.get(name, Counter())
+    assert ours + Counter(t.unrecorded) + unseen == operators
     assert t.match is not None
-    assert t.match.tied == t.match.calls == t.match.operators
+    assert t.match.tied == t.match.calls == t.match.operators - unseen.total()
     wrong = [call for call in t.all_calls if call.missed or any(hop.predicted != hop.key for hop in call.hops)]
     assert {call.operator for call in wrong} <= UNPREDICTED
 

@@ -88,6 +88,16 @@ class Registration:
     line: int
 
     @property
+    def torch_python(self) -> bool:
+        """Whether the kernel is a Python function of torch's own; such a cell cannot be shimmed and put back.
+
+        Torch keeps Python kernels in a second map, by operator and key, which it consults while a Python mode is
+        active and which a removed registration does not leave: after the shims are gone, a fake tensor would find one
+        of them there in place of, for example, a meta kernel.
+        """
+        return self.file.startswith("torch/") and self.file.endswith(".py")
+
+    @property
     def where(self) -> str:
         """``file:line``."""
         return f"{self.file}:{self.line}"

@@ -75,7 +75,7 @@ class Shims:
         for operator in dispatcher.operators() if only is None else only:
             self.tables[operator] = table = dispatcher.table(operator)
             for key, registration in table.items():
-                if key in watched and not registration.fallthrough:
+                if key in watched and not registration.fallthrough and not registration.torch_python:
                     pending.append((operator, key, dispatcher.kernel_of(operator, key)))
         for operator, key, kernel in pending:
             self._wrappers.setdefault(operator, []).append((key, self._wrap(operator, key, kernel)))

@@ -1,0 +1,60 @@
+"""The commands and snippets of the root README and of shared/README, run as they stand."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def section(path: Path, heading: str, language: str) -> str:
+    """The first fenced block of a language after a heading."""
+    text = path.read_text().partition(heading)[2]
+    return re.search(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[1]
+
+
+def commands() -> list[str]:
+    lines = section(ROOT / "README.md", "## Your own code", "bash").splitlines()
+    return [line.partition("  # ")[0].partition("   #")[0].strip() for line in lines if line]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_of_the_root_readme_runs(command, tmp_path):
+    name, *arguments = shlex.split(command)
+    if name == "python":
+        program = [sys.executable, *arguments]
+        program = [argument if argument != "200" else "2" for argument in program]  # its 200 steps have a test
+    else:
+        program = [sys.executable, "-m", name.replace("-", "_"), *arguments]
+    done = subprocess.run(
+        program,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_every_file_that_the_root_readme_names_is_there():
+    text = (ROOT / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (ROOT / target).exists(), target
+    for script in set(re.findall(r"\./(scripts/\S+\.sh)", text)):
+        assert os.access(ROOT / script, os.X_OK), script
+
+
+def test_the_snippet_of_the_shared_readme_runs(capsys):
+    exec(section(ROOT / "shared" / "README.md", "# shared", "python"), {})
+    join, ratio = capsys.readouterr().out.splitlines()
+    assert "s (" in join
+    assert "× (" in ratio
