@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchkit import Quantity
+from benchkit import Quantity, UserError
 from compile_bench import Case, Harness, WorkerFailure, judge
 from compile_bench.cli import app, budget_exceeded
 from compile_bench.harness import run_limited
@@ -162,3 +162,12 @@ def test_a_small_model_is_measured_to_the_end(toolchain, file):
     assert bench.memory is None
     assert judge(bench).advice in ("compile", "don't", "inconclusive")
     assert not [path for path in toolchain.folder.iterdir() if "request" in path.name]
+
+
+def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with (
+        Harness.open("cpu") as harness,
+        pytest.raises(UserError, match=r"no C\+\+ compiler 'no-such-compiler' on PATH \(install one"),
+    ):
+        harness.toolchain_seconds()

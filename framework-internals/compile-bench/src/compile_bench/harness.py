@@ -18,6 +18,7 @@ from typing import cast
 from benchkit import UserError
 from benchkit.device import Device
 from compile_bench.results import Bench, Case, Compiled, FirstSteps, Request, Triage
+from native_build import missing_cxx
 
 DEFAULT_LIMIT = 600.0
 
@@ -58,8 +59,13 @@ class Harness:
 
         The cache that this leaves behind is what every "cold" cache starts from: the price belongs to the machine, not
         to a model.
+
+        Raises:
+            UserError: without a C++ compiler, on a CPU.
         """
         if self._toolchain is None:
+            if self.device == "cpu" and (reason := missing_cxx()) is not None:
+                raise UserError(f"Inductor compiles for a CPU with a C++ compiler: {reason}")
             seed = self.folder / "toolchain"
             self._toolchain = cast(float, self._run(Request("toolchain", Case("", self.device)), seed))
         return self._toolchain
