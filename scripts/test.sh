@@ -18,4 +18,6 @@ else
     exit 1
 fi
 [[ ${1:-} == --lint-only ]] && exit 0
-exec $python -m pytest "$@"
+[[ ${SETUP:-1} == 0 ]] && exec $python -m pytest "$@"
+# A process a core, each with one thread an operator: two threads of two processes on two cores wait for one another.
+OMP_NUM_THREADS=1 exec $python -m pytest --numprocesses 2 --dist loadfile "$@"
