@@ -2,52 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from rmsnorm_fused import ops
-from rmsnorm_fused.backends import Backend, resolve
+from rmsnorm_fused.backends import Backend, family_of, quick_call, resolve
 from rmsnorm_fused.impl import reference
-from rmsnorm_fused.validation import check_input, check_weight, resolve_eps
+from rmsnorm_fused.options import Casting, Options
+from rmsnorm_fused.validation import (
+    check_casting,
+    check_input,
+    check_quantised,
+    check_residual,
+    check_weight,
+    resolve_eps,
+    resolve_offset,
+)
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float | None, backend: Backend = "auto"
-) -> torch.Tensor:
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float | None,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    casting: Casting = "exact",
+    out_dtype: torch.dtype | None = None,
+    scale: torch.Tensor | Literal["dynamic"] | None = None,
+    backend: Backend = "auto",
+) -> Any:
     """Root mean square normalisation over the last dimension (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
-    y = x / sqrt(mean(x²) + eps) · weight. Sums and products run in float32 (float64 for a float64 ``x``) and the result
-    is rounded to the dtype of ``x`` once, whatever the dtype of the weight. Twice differentiable in ``x`` and
-    ``weight``; a weight that needs no gradient costs none. Never modifies its arguments.
+    y = s / sqrt(mean(s²) + eps) · (weight + weight_offset), with s = x + residual, rounded to the dtype of ``x``, or
+    s = x. Sums and products run in float32 (float64 for a float64 ``x``) and the result is rounded once, whatever the
+    dtype of the weight. A row's result does not depend on the other rows. Differentiable in ``x``, ``residual`` and
+    ``weight``, twice with ``casting="exact"``. Never modifies its arguments.
 
     Args:
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides
             (slices of a fused projection) are read in place, others are copied first.
-        weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: no
-            weight.
+        weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: all ones,
+            and no ``weight_offset``.
         eps: added to the mean square, at least 0; None is the machine epsilon of the arithmetic, as torch has it.
-        backend: ``"pytorch"`` (the formula), ``"triton"``, ``"cuda"`` (CUDA C++), ``"cpp"`` (C++ on the CPU) or
-            ``"auto"``: Triton on a GPU, C++ on a CPU, the formula where these are not to be had. ``"cuda"`` and
-            ``"cpp"`` compile at the first call ever.
+        residual: like ``x``; added to it first, in the same kernel, and the sum is returned too.
+        weight_offset: added to the weight in the accumulating dtype: 1.0 for weights that are stored zero-centred
+            (Gemma).
+        casting: where to round. ``"exact"``: at the end alone. ``"llama"``: x·rstd too before the product with the
+            weight, as Hugging Face's ``LlamaRMSNorm`` does, whose results it then has bit for bit up to the last place
+            of the sum.
+        out_dtype: ``torch.float8_e4m3fn`` for a quantised result, y / scale, cut off at ±448, without a gradient. None:
+            the dtype of ``x``.
+        scale: for a quantised result: a float32 tensor of one element (static), or ``"dynamic"`` for each row's own,
+            the row's largest \\|y\\| / 448 (1 for a row of zeros), which is then returned.
+        backend: ``"cuda"`` (CUDA C++), ``"triton"``, ``"cpp"`` (C++ on the CPU), ``"pytorch"`` (the formula) or
+            ``"auto"``: the first of these that the machine has, CUDA C++ before Triton on a GPU. ``"cuda"`` and
+            ``"cpp"`` compile at the first call ever, or come prebuilt (``python -m rmsnorm_fused build``).
 
     Returns:
-        (..., N), contiguous, in the dtype of ``x``.
+        y (..., N), contiguous, in the dtype of ``x`` or ``out_dtype``. With a residual the tuple (y, s); with a dynamic
+        scale (y, scales), scales float32 (..., 1); with both (y, s, scales).
 
     Raises:
         TypeError: for an argument of a type or dtype that is not taken.
         ValueError: for shapes or devices that do not fit, a negative ``eps``, an unknown back end, or one that cannot
             be used here or for these tensors: an explicit request never falls back.
-        BuildError: (of ``native_build``) when a back end does not compile.
+        BuildError: (of ``native_build``) when a back end that was asked for does not compile.
     """
+    if casting == "exact" and out_dtype is None and (quick := quick_call(backend)) is not None:
+        found = quick(x, residual, weight, eps, weight_offset)
+        if found is not None:  # None: nothing was done, the arguments need the long way
+            return found
     check_input(x)
+    check_casting(casting)
+    if residual is not None:
+        check_residual(x, residual)
     if weight is not None:
         check_weight(x, weight)
-    number = resolve_eps(eps, x.dtype)
+    options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
+    check_quantised(x, residual, weight, out_dtype, scale)
     implementation = resolve(backend, x.device.type)
+    if out_dtype is not None:
+        return _quantised(implementation, x, residual, weight, options, out_dtype, scale)
     if implementation == "pytorch":
-        return reference.rms_norm(x, weight, number)
-    return ops.forward("triton" if implementation == "triton" else "native", x, weight, number)
+        return reference.rms_norm(x, residual, weight, options)
+    family = family_of(implementation)
+    if residual is None:
+        return ops.forward(family, x, weight, options)
+    return ops.forward_add(family, x, residual, weight, options)
+
+
+def _quantised(
+    implementation: str,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    options: Options,
+    dtype: torch.dtype,
+    scale: torch.Tensor | str | None,
+) -> Any:
+    static = scale if isinstance(scale, torch.Tensor) else None
+    if implementation == "pytorch":
+        y, s, row_scales = reference.quantize(x, residual, weight, static, options, dtype)
+    else:
+        y, s, row_scales = ops.quantize(family_of(implementation), x, residual, weight, static, options, dtype)
+    results = (y, *(() if residual is None else (s,)), *(() if static is not None else (row_scales,)))
+    return results if len(results) > 1 else y
 
 
 class RMSNorm(torch.nn.RMSNorm):

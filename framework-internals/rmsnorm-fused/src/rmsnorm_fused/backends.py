@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Literal, get_args
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
+import torch
+
+from native_build import BuildError
 from rmsnorm_fused.torch_private import constant_under_compile
 
 Backend = Literal["auto", "pytorch", "triton", "cuda", "cpp"]
 Implementation = Literal["pytorch", "triton", "cuda", "cpp"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+# What `auto` tries on each type of device. CUDA C++ before Triton: as fast or faster at every measured width, and a call
+# costs a tenth (NOTES.md).
+_PREFERRED: dict[str, tuple[Implementation, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}
+
+QuickCall = Callable[[Any, Any, Any, Any, Any], Any]
+_quick_calls: dict[str, QuickCall] = {}
 
 
 def unavailable(implementation: Implementation, device_type: str) -> str | None:
@@ -34,26 +46,23 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
         from rmsnorm_fused.impl import triton
 
         return triton.unavailable(device_type)
-    if implementation == "cuda":
-        from rmsnorm_fused.impl import cuda
+    from rmsnorm_fused.impl import native
 
-        return cuda.unavailable()
-    from rmsnorm_fused.impl import cpp
-
-    return cpp.unavailable()
+    return native.unavailable(device_type)
 
 
 @constant_under_compile
 def resolve(backend: str, device_type: str) -> str:
-    """The implementation to use; one word, so that torch.compile takes it as a constant instead of tracing this.
+    """The implementation to use, made ready; one word, so that torch.compile takes it as a constant instead of tracing.
 
     Args:
-        backend: what the caller asked for. ``"auto"`` is Triton on a GPU, C++ on a CPU, and the PyTorch formula where
-            these are not to be had.
+        backend: what the caller asked for. ``"auto"`` is CUDA C++ on a GPU, else Triton; C++ on a CPU; and the PyTorch
+            formula where these are not to be had.
         device_type: of the tensors.
 
     Raises:
         ValueError: for an unknown word, or an explicit request that cannot be met here: it never falls back.
+        BuildError: when what was asked for does not compile. ``auto`` warns instead and takes the next one.
     """
     return _resolve(backend, device_type)
 
@@ -61,10 +70,52 @@ def resolve(backend: str, device_type: str) -> str:
 @functools.cache  # looking for compilers takes longer than a small normalisation
 def _resolve(backend: str, device_type: str) -> str:
     if backend == "auto":
-        first: Implementation = "triton" if device_type == "cuda" else "cpp"
-        return first if unavailable(first, device_type) is None else "pytorch"
+        return _first_that_works(device_type)
     if backend not in IMPLEMENTATIONS:
         raise ValueError(f"backend: expected one of {', '.join(get_args(Backend))}, got {backend!r}")
     if (reason := unavailable(backend, device_type)) is not None:
         raise ValueError(f"backend {backend!r} cannot be used: {reason}")
+    _make_ready(backend, device_type)
     return backend
+
+
+def _first_that_works(device_type: str) -> str:
+    for candidate in _PREFERRED.get(device_type, ()):
+        if unavailable(candidate, device_type) is not None:
+            continue
+        try:
+            _make_ready(candidate, device_type)
+        except BuildError as error:
+            warnings.warn(f"rmsnorm_fused does without its {candidate} back end: {error}", stacklevel=2)
+            continue
+        if candidate in _quick_calls:
+            _quick_calls["auto"] = _quick_calls[candidate]
+        return candidate
+    return "pytorch"
+
+
+def _make_ready(implementation: str, device_type: str) -> None:
+    if implementation not in ("cuda", "cpp"):
+        return
+    from rmsnorm_fused.impl import native
+
+    quick = native.load(device_type)
+    if quick is not None:
+        _quick_calls[implementation] = quick
+
+
+def family_of(implementation: str) -> Literal["native", "triton"]:
+    """The family of operators that an implementation is behind."""
+    return "triton" if implementation == "triton" else "native"
+
+
+def quick_call(backend: str) -> QuickCall | None:
+    """The way past Python for an ordinary call in eager mode, where the back end has one.
+
+    It takes (x, residual, weight, eps, weight_offset) and returns what :func:`rmsnorm_fused.rms_norm` does, or None
+    without having done anything when the arguments are not ordinary: another device, a wrong shape, a subclass.
+
+    Args:
+        backend: what the caller asked for.
+    """
+    return None if torch.compiler.is_compiling() else _quick_calls.get(backend)

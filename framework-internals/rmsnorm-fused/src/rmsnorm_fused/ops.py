@@ -1,17 +1,20 @@
 """The operators of this package as PyTorch's dispatcher knows them.
 
-Two families, ``native`` and ``triton``, share schemas, fake kernels and derivatives. In ``native`` the dispatcher
-itself picks the C++ kernel on a CPU and the CUDA kernel on a GPU, as it does for PyTorch's own operators. Triton needs
-a family of its own, because it serves the same devices and a caller may ask for either.
+Two families, ``native`` and ``triton``, share schemas, fake kernels, derivatives and batching rules. In ``native`` the
+dispatcher itself picks the C++ kernel on a CPU and the CUDA kernel on a GPU, as it does for PyTorch's own operators.
+Triton needs a family of its own, because it serves the same devices and a caller may ask for either.
 
-``forward(x, weight, eps) -> (y, rstd)`` also gives rstd, which the derivative needs. ``backward`` is an operator too:
-it is opaque to torch.compile as a whole, and has a derivative, so that double backward is right.
+``forward(x, weight, …) -> (y, rstd)`` also gives rstd, which the derivative needs. ``forward_add`` adds a residual first
+and gives the sum too. ``backward`` serves both; it is an operator too: opaque to torch.compile as a whole, and with a
+derivative, so that double backward is right. ``quantize`` is for inference and has no derivative.
 
 They are plain operators and not ``torch.library.triton_op``, which lets Inductor see the kernels: Inductor fuses
 nothing into a kernel that a user wrote, and under Triton's interpreter there is no kernel for it to see.
 
-The operators are defined when this module is imported, their kernels are imported (and built) at the first call: a
-graph that torch.compile took from its cache finds them either way.
+Schemas, fakes and derivatives are registered when this module is imported; kernels by whoever provides them (see
+``impl``). The just-in-time extension registers its derivative of the forward pass in C++, at AutogradCPU and
+AutogradCUDA, where it goes before the one from Python here, at the alias Autograd: a call through Python's costs 10 to
+20 µs more.
 """
 
 from __future__ import annotations
@@ -25,118 +28,295 @@ import torch
 
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.layout import as_rows
+from rmsnorm_fused.options import Options
 from rmsnorm_fused.validation import wide_dtype
 
 Family = Literal["native", "triton"]
+FAMILIES: tuple[Family, ...] = ("native", "triton")
 
-_KERNELS: dict[Family, dict[str, str]] = {
-    "native": {"CPU": "cpp", "CUDA": "cuda"},
-    "triton": {"CPU": "triton", "CUDA": "triton"},
-}
+_OPTIONS = "float eps, float weight_offset, bool llama"
+_SCHEMAS = (
+    f"forward(Tensor x, Tensor? weight, {_OPTIONS}) -> (Tensor y, Tensor rstd)",
+    f"forward_add(Tensor x, Tensor residual, Tensor? weight, {_OPTIONS}) -> (Tensor y, Tensor s, Tensor rstd)",
+    "backward(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, float weight_offset, bool llama,"
+    " bool needs_dweight, bool deterministic) -> (Tensor dx, Tensor dweight)",
+    f"quantize(Tensor x, Tensor? residual, Tensor? weight, Tensor? scale, {_OPTIONS}, ScalarType dtype)"
+    " -> (Tensor y, Tensor s, Tensor row_scales)",
+)
 
 _library = torch.library.Library("rmsnorm_fused", "DEF")  # lives as long as the process
 
 
-def forward(family: Family, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """Y of the family's operator, differentiable.
+def operator(family: Family, name: str) -> Any:
+    """``torch.ops.rmsnorm_fused.<family>_<name>``.
 
     Args:
         family: whose kernels.
-        x: (..., N), checked by the caller.
-        weight: (N,) or None, checked by the caller.
-        eps: added to the mean square.
+        name: ``forward``, ``forward_add``, ``backward`` or ``quantize``.
     """
-    operator = torch.ops.rmsnorm_fused.native_forward if family == "native" else torch.ops.rmsnorm_fused.triton_forward
-    return cast("tuple[torch.Tensor, torch.Tensor]", operator(x, weight, eps))[0]
+    return getattr(torch.ops.rmsnorm_fused, f"{family}_{name}")
 
 
-def _register(family: Family) -> None:
-    _library.define(f"{family}_forward(Tensor x, Tensor? weight, float eps) -> (Tensor y, Tensor rstd)")
-    _library.define(
-        f"{family}_backward(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, bool needs_dweight)"
-        " -> (Tensor dx, Tensor dweight)"
+def forward(family: Family, x: torch.Tensor, weight: torch.Tensor | None, options: Options) -> torch.Tensor:
+    """Y, differentiable; the arguments were checked by the caller."""
+    return cast("tuple[torch.Tensor, ...]", operator(family, "forward")(x, weight, *options))[0]
+
+
+def forward_add(
+    family: Family, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Y and s = x + residual, both differentiable; the arguments were checked by the caller."""
+    y, s, _ = operator(family, "forward_add")(x, residual, weight, *options)
+    return y, s
+
+
+def quantize(
+    family: Family,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    options: Options,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantised y, s (empty without a residual) and the rows' scales (..., 1) (empty with a static scale)."""
+    return cast(
+        "tuple[torch.Tensor, torch.Tensor, torch.Tensor]",
+        operator(family, "quantize")(x, residual, weight, scale, *options, dtype),
     )
-    for key, module in _KERNELS[family].items():
-        _register_kernels(family, key, module)
-    forward_name, backward_name = f"rmsnorm_fused::{family}_forward", f"rmsnorm_fused::{family}_backward"
-    torch.library.register_fake(forward_name, _fake_forward, lib=_library)
-    torch.library.register_fake(backward_name, _fake_backward, lib=_library)
-
-    def gradients(ctx: Any, dy: torch.Tensor, _drstd: None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        x, weight, rstd = ctx.saved_tensors
-        needs_dweight = weight is not None and ctx.needs_input_grad[1]
-        operator = getattr(torch.ops.rmsnorm_fused, f"{family}_backward")
-        dx, dweight = operator(dy, x, weight, rstd, needs_dweight)
-        return dx, dweight if needs_dweight else None, None
-
-    torch.library.register_autograd(forward_name, gradients, setup_context=_save_forward, lib=_library)
-    torch.library.register_autograd(backward_name, _second_gradients, setup_context=_save_backward, lib=_library)
 
 
-def _register_kernels(family: Family, key: str, module: str) -> None:
-    @functools.cache
-    def kernels() -> ModuleType:
-        return importlib.import_module(f"rmsnorm_fused.impl.{module}")
+# ---- fake kernels: the shapes and dtypes of results
 
-    def forward_kernel(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        if x.numel() == 0:
-            return torch.empty_like(x, memory_format=torch.contiguous_format), _rstd_like(x).zero_()
-        y, rstd = kernels().forward(as_rows(x), weight, eps)
-        return y.view(x.shape), rstd.view(x.shape[:-1])
 
-    def backward_kernel(
-        dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, needs_dweight: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if x.numel() == 0:
-            dx, dweight = _fake_backward(dy, x, weight, rstd, needs_dweight)
-            return dx, dweight.zero_()
-        dx, dweight = kernels().backward(as_rows(dy), as_rows(x), weight, rstd.contiguous().view(-1), needs_dweight)
-        return dx.view(x.shape), x.new_empty(0) if dweight is None else dweight
-
-    _library.impl(f"{family}_forward", forward_kernel, key)
-    _library.impl(f"{family}_backward", backward_kernel, key)
+def _contiguous_like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _rstd_like(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[:-1], dtype=wide_dtype(x.dtype))
 
 
-def _fake_forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), _rstd_like(x)
+def _fake_forward(x: torch.Tensor, weight: torch.Tensor | None, *_: object) -> tuple[torch.Tensor, ...]:
+    return _contiguous_like(x), _rstd_like(x)
+
+
+def _fake_forward_add(x: torch.Tensor, residual: torch.Tensor, *_: object) -> tuple[torch.Tensor, ...]:
+    return _contiguous_like(x), _contiguous_like(x), _rstd_like(x)
 
 
 def _fake_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, needs_dweight: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight_offset: float,
+    llama: bool,
+    needs_dweight: bool,
+    deterministic: bool,
+) -> tuple[torch.Tensor, ...]:
     # A schema cannot return an optional tensor: dweight is empty where it was not asked for.
-    dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else x.new_empty(0)
-    return torch.empty_like(x, memory_format=torch.contiguous_format), dweight
+    dweight = weight.new_empty(weight.shape) if needs_dweight and weight is not None else s.new_empty(0)
+    return _contiguous_like(s), dweight
 
 
-def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, weight, _ = inputs
-    ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
+def _fake_quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    llama: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, ...]:
+    s = x.new_empty(0) if residual is None else _contiguous_like(x)
+    row_scales = x.new_empty((*x.shape[:-1], 1) if scale is None else (0,), dtype=torch.float32)
+    return _contiguous_like(x, dtype), s, row_scales
+
+
+_FAKES = {
+    "forward": _fake_forward,
+    "forward_add": _fake_forward_add,
+    "backward": _fake_backward,
+    "quantize": _fake_quantize,
+}
+
+
+# ---- derivatives
+
+
+def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, *options = inputs
+    ctx.options = Options(*options)
+    ctx.save_for_backward(x, weight, output[-1])
+    ctx.mark_non_differentiable(output[-1])
+
+
+def _save_forward_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    _, _, weight, *options = inputs
+    ctx.options = Options(*options)
+    ctx.save_for_backward(output[1], weight, output[-1])
+    ctx.mark_non_differentiable(output[-1])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(
+    family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, weight_wanted: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    s, weight, rstd = ctx.saved_tensors
+    if dy is None:  # y was not used: the sum passes its gradient on
+        return ds, None
+    needs_dweight = weight is not None and weight_wanted
+    dx, dweight = operator(family, "backward")(
+        dy, ds, s, weight, rstd, *ctx.options[1:], needs_dweight, torch.are_deterministic_algorithms_enabled()
+    )
+    return dx, dweight if needs_dweight else None
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    dy, x, weight, rstd, ctx.needs_dweight = inputs
-    ctx.save_for_backward(dy, x, weight, rstd)
+    dy, ds, s, weight, rstd, ctx.weight_offset, ctx.llama, ctx.needs_dweight, _ = inputs
+    ctx.has_ds = ds is not None
+    ctx.save_for_backward(dy, s, weight, rstd)
+    ctx.set_materialize_grads(False)
     if not ctx.needs_dweight:
         ctx.mark_non_differentiable(output[1])
 
 
-def _second_gradients(
-    ctx: Any, ddx: torch.Tensor | None, ddweight: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None, None]:
-    # rstd gets no gradient of its own: it is a function of x, and the gradient of x holds its part.
-    dy, x, weight, rstd = ctx.saved_tensors
-    return (
-        *reference.second_gradients(ddx, ddweight if ctx.needs_dweight else None, dy, x, weight, rstd),
-        None,
-        None,
+def _second_gradients(ctx: Any, ddx: torch.Tensor | None, ddweight: torch.Tensor | None) -> tuple[Any, ...]:
+    # rstd gets no gradient of its own: it is a function of s, and the gradient of s holds its part.
+    if ctx.llama:
+        raise RuntimeError(
+            "rms_norm(casting='llama') has no second derivative here: it rounds between its operations; "
+            "use casting='exact', or backend='pytorch'"
+        )
+    dy, s, weight, rstd = ctx.saved_tensors
+    if ddx is None and ddweight is None:
+        return (None,) * 9
+    for_dy, for_s, for_weight = reference.second_gradients(
+        ddx, ddweight if ctx.needs_dweight else None, dy, s, weight, rstd, ctx.weight_offset
     )
+    return for_dy, ddx if ctx.has_ds else None, for_s, for_weight, None, None, None, None, None
 
 
-_register("native")
-_register("triton")
+def _register_derivatives(family: Family) -> None:
+    def forward_gradients(ctx: Any, dy: torch.Tensor, _rstd: None) -> tuple[Any, ...]:
+        dx, dweight = _gradients(family, ctx, dy, None, ctx.needs_input_grad[1])
+        return dx, dweight, None, None, None
+
+    def forward_add_gradients(
+        ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, _rstd: None
+    ) -> tuple[Any, ...]:
+        dx, dweight = _gradients(family, ctx, dy, ds, ctx.needs_input_grad[2])
+        return dx, dx, dweight, None, None, None
+
+    for name, backward, setup in (
+        ("forward", forward_gradients, _save_forward),
+        ("forward_add", forward_add_gradients, _save_forward_add),
+        ("backward", _second_gradients, _save_backward),
+    ):
+        torch.library.register_autograd(
+            f"rmsnorm_fused::{family}_{name}", backward, setup_context=setup, lib=_library
+        )
+
+
+# ---- kernels that work on rows: Triton's, and those of the prebuilt library
+
+
+def register_row_kernels(family: Family, key: str, module: str) -> None:
+    """Register the kernels of a module of ``impl`` for a dispatch key; the module is imported at the first call.
+
+    The module has ``forward``, ``backward`` and ``quantize`` on matrices of rows as :func:`layout.as_rows` makes them:
+
+        forward(x, residual, weight, options) -> (y, s or None, rstd)
+        backward(dy, ds, s, weight, rstd, weight_offset, llama, needs_dweight, deterministic) -> (dx, dweight or None)
+        quantize(x, residual, weight, scale, options, dtype) -> (y, s or None, row_scales or None)
+
+    with x, residual, dy, ds and s (outer, inner, N), residual and ds possibly None; y, s and dx (M, N) contiguous;
+    rstd and row_scales (M,).
+
+    Args:
+        family: whose operators.
+        key: ``"CPU"`` or ``"CUDA"``.
+        module: its name in ``rmsnorm_fused.impl``.
+    """
+
+    @functools.cache
+    def kernels() -> ModuleType:
+        return importlib.import_module(f"rmsnorm_fused.impl.{module}")
+
+    def run_forward(
+        x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if x.numel() == 0:
+            return _contiguous_like(x), _contiguous_like(x), _rstd_like(x).zero_()
+        y, s, rstd = kernels().forward(as_rows(x), _optional_rows(residual), weight, options)
+        return y.view(x.shape), x if s is None else s.view(x.shape), rstd.view(x.shape[:-1])
+
+    def forward_kernel(x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
+        y, _, rstd = run_forward(x, None, weight, Options(*options))
+        return y, rstd
+
+    def forward_add_kernel(
+        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *options: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return run_forward(x, residual, weight, Options(*options))
+
+    def backward_kernel(
+        dy: torch.Tensor,
+        ds: torch.Tensor | None,
+        s: torch.Tensor,
+        weight: torch.Tensor | None,
+        rstd: torch.Tensor,
+        *rest: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        if s.numel() == 0:
+            dx, dweight = _fake_backward(dy, ds, s, weight, rstd, *rest)
+            return dx, dweight.zero_()
+        rstd = rstd.contiguous().view(-1)
+        dx, dweight = kernels().backward(as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest)
+        return dx.view(s.shape), s.new_empty(0) if dweight is None else dweight
+
+    def quantize_kernel(
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        eps: float,
+        weight_offset: float,
+        llama: bool,
+        dtype: torch.dtype,
+    ) -> tuple[torch.Tensor, ...]:
+        options = Options(eps, weight_offset, llama)
+        empty = _fake_quantize(x, residual, weight, scale, *options, dtype)
+        if x.numel() == 0:
+            return empty[0], empty[1], empty[2].fill_(1.0)
+        y, s, row_scales = kernels().quantize(as_rows(x), _optional_rows(residual), weight, scale, options, dtype)
+        return (
+            y.view(x.shape),
+            empty[1] if s is None else s.view(x.shape),
+            empty[2] if row_scales is None else row_scales.view(empty[2].shape),
+        )
+
+    for name, kernel in (
+        ("forward", forward_kernel),
+        ("forward_add", forward_add_kernel),
+        ("backward", backward_kernel),
+        ("quantize", quantize_kernel),
+    ):
+        _library.impl(f"{family}_{name}", kernel, key)
+
+
+def _optional_rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else as_rows(x)
+
+
+for _family in FAMILIES:
+    for _schema in _SCHEMAS:
+        _library.define(f"{_family}_{_schema}")
+    for _name, _fake in _FAKES.items():
+        torch.library.register_fake(f"rmsnorm_fused::{_family}_{_name}", _fake, lib=_library)
+    _register_derivatives(_family)
+for _key in ("CPU", "CUDA"):
+    register_row_kernels("triton", _key, "triton")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
+
+from rmsnorm_fused.options import CASTINGS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TAKEN = "float32, bfloat16, float16 or float64"
@@ -53,6 +56,92 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
         )
     if weight.device != x.device:
         raise ValueError(f"weight: expected it on {x.device}, where x is, got {weight.device}; move one of them")
+
+
+def check_casting(casting: str) -> None:
+    """Refuse an unknown word.
+
+    Raises:
+        ValueError: for anything but one of ``options.CASTINGS``.
+    """
+    if casting not in CASTINGS:
+        raise ValueError(f"casting: expected one of {', '.join(CASTINGS)}, got {casting!r}")
+
+
+def check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Refuse a residual that cannot be added to ``x`` element by element.
+
+    Raises:
+        TypeError: for something other than a tensor, or another dtype.
+        ValueError: for another shape or device.
+    """
+    if not isinstance(residual, torch.Tensor):
+        raise TypeError(f"residual: expected a tensor or None, got {type(residual).__name__}")
+    if residual.dtype != x.dtype:
+        raise TypeError(f"residual: expected {x.dtype}, the dtype of x, got {residual.dtype}; convert one of them")
+    if residual.shape != x.shape:
+        raise ValueError(f"residual: expected shape {tuple(x.shape)}, that of x, got {tuple(residual.shape)}")
+    if residual.device != x.device:
+        raise ValueError(f"residual: expected it on {x.device}, where x is, got {residual.device}; move one of them")
+
+
+def check_quantised(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    scale: torch.Tensor | Literal["dynamic"] | None,
+) -> None:
+    """Refuse a quantised result that cannot be had, or that would lose a gradient without a word.
+
+    Raises:
+        TypeError: for another ``out_dtype``, a float64 ``x``, or a ``scale`` that is neither a float32 tensor nor
+            ``"dynamic"``.
+        ValueError: for a scale of more than one element or on another device, a missing or needless one, or a tensor
+            that requires a gradient.
+    """
+    if out_dtype is None:
+        if scale is not None:
+            raise ValueError("scale: expected None without out_dtype=torch.float8_e4m3fn, got one")
+        return
+    if out_dtype != torch.float8_e4m3fn:
+        raise TypeError(f"out_dtype: expected torch.float8_e4m3fn or None (the dtype of x), got {out_dtype}")
+    if x.dtype == torch.float64:
+        raise TypeError("x: expected float32, bfloat16 or float16 for a float8 result, got torch.float64")
+    _check_scale(x, scale)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight)):
+        raise ValueError("out_dtype: a float8 result has no gradient; call under torch.no_grad() or detach the arguments")
+
+
+def _check_scale(x: torch.Tensor, scale: torch.Tensor | Literal["dynamic"] | None) -> None:
+    wanted = 'a float32 tensor of one element (static) or "dynamic" (each row its own)'
+    if scale is None:
+        raise ValueError(f"scale: expected {wanted} with out_dtype, got None")
+    if isinstance(scale, str):
+        if scale != "dynamic":
+            raise ValueError(f"scale: expected {wanted}, got {scale!r}")
+        return
+    if not isinstance(scale, torch.Tensor) or scale.dtype != torch.float32:
+        found = scale.dtype if isinstance(scale, torch.Tensor) else type(scale).__name__
+        raise TypeError(f"scale: expected {wanted}, got {found}")
+    if scale.numel() != 1:
+        raise ValueError(f"scale: expected {wanted}, got shape {tuple(scale.shape)}")
+    if scale.device != x.device:
+        raise ValueError(f"scale: expected it on {x.device}, where x is, got {scale.device}; move one of them")
+
+
+def resolve_offset(weight_offset: float) -> float:
+    """The number to add to the weight.
+
+    Raises:
+        TypeError: for something other than a number.
+        ValueError: for an infinite or undefined number.
+    """
+    if isinstance(weight_offset, bool) or not isinstance(weight_offset, int | float):
+        raise TypeError(f"weight_offset: expected a number, got {type(weight_offset).__name__}")
+    if not math.isfinite(weight_offset):
+        raise ValueError(f"weight_offset: expected a finite number, got {weight_offset}")
+    return float(weight_offset)
 
 
 def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:

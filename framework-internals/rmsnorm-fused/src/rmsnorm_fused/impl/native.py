@@ -1,0 +1,57 @@
+"""The C++ and CUDA C++ kernels (``csrc``), built at their first call or taken from the prebuilt library."""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from native_build import load_extension, missing_cuda, missing_cxx
+from rmsnorm_fused.paths import CSRC
+
+if TYPE_CHECKING:
+    from rmsnorm_fused.backends import QuickCall
+
+# The instruction set that torch itself found on this processor, not -march=native: it is part of the build's key, so
+# that a cache on a file system that machines share never serves one machine's instructions to another.
+_INSTRUCTIONS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
+
+
+def unavailable(device_type: str) -> str | None:
+    """Why these kernels cannot be used on such a device here, with the remedy; None where they can.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+    """
+    if not CSRC.is_dir():
+        return f"the C++ sources are not in {CSRC} (install the package editable from its checkout)"
+    return missing_cuda() if device_type == "cuda" else missing_cxx()
+
+
+@functools.cache
+def load(device_type: str) -> QuickCall | None:
+    """Register the kernels for a type of device, built if need be.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+
+    Returns:
+        The extension's own entry, see ``backends.quick_call``.
+
+    Raises:
+        BuildError: when they cannot be built.
+    """
+    extension = _build_cuda() if device_type == "cuda" else _build_cpu()
+    return extension.rms_norm
+
+
+def _build_cpu() -> ModuleType:
+    flags = ("-fopenmp", *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    return load_extension("rms_norm_cpu", [CSRC / "binding.cpp", CSRC / "rms_norm_cpu.cpp"], cflags=flags)
+
+
+def _build_cuda() -> ModuleType:
+    sources = [CSRC / "binding.cpp", *sorted(CSRC.glob("*.cu"))]
+    return load_extension("rms_norm_cuda", sources, cuda=True, cflags=("-DRMS_NORM_CUDA",))

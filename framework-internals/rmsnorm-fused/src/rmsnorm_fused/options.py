@@ -1,0 +1,26 @@
+"""What a normalisation is, besides its tensors."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+Casting = Literal["exact", "llama"]
+
+CASTINGS: tuple[Casting, ...] = get_args(Casting)
+
+LARGEST_FLOAT8 = 448.0  # the largest finite float8_e4m3fn
+
+
+class Options(NamedTuple):
+    """The numbers that every operator and implementation of this package takes, in the order that they take them.
+
+    Attributes:
+        eps: added to the mean square.
+        weight_offset: added to the weight in the accumulating dtype; 1 for Gemma's zero-centred weight.
+        llama: round x·rstd to the dtype of x before the product with the weight, and dy·weight before what follows, as
+            Hugging Face's ``LlamaRMSNorm`` does.
+    """
+
+    eps: float
+    weight_offset: float = 0.0
+    llama: bool = False
