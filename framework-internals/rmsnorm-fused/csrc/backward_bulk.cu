@@ -1,0 +1,301 @@
+// RMSNorm backward for sm_90 and later: s, dy (and ds) are read once, at any width up to 262144 bfloat16. bulk.cuh says how.
+// The consumers hold weight and the sums for dweight of their columns in registers, and write one partial row a block.
+#include <optional>
+
+#include "backward.cuh"
+#include "bulk.cuh"
+
+namespace rms_norm {
+namespace {
+
+using namespace bulk;
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// A row between its two passes; `whole` is its sum where one warp has all of it.
+struct Summed {
+  uint32_t row;
+  float rstd, whole;
+};
+
+template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S, kWhole> {
+  using Base = Consumer<T, S, kWhole>;
+  using Base::count, Base::cut, Base::first, Base::has, Base::in_ring, Base::index, Base::kBranch, Base::row_of_unit, Base::V;
+
+  const Backward& call;
+  float weight[S::kVectors][V], dweight[S::kVectors][V];
+
+  __device__ __forceinline__ BackwardConsumer(const Base& base, const Backward& call) : Base(base), call(call) {
+#pragma unroll
+    for (int k = 0; k < S::kVectors; ++k) {
+#pragma unroll
+      for (int e = 0; e < V; ++e) weight[k][e] = dweight[k][e] = 0;
+      if (has(k)) load_weight<T, V>(weight[k], call.weight, call.shape.weight_type == call.shape.type, first + index(k));
+    }
+  }
+
+  // First pass: this warp's part of the row's sum of dy * w * s. False when there is no unit any more.
+  __device__ __forceinline__ bool add_up(uint32_t turn, Place& at, Summed& now) const {
+    float sums[2] = {};  // chains of their own: an addition takes four cycles
+#pragma unroll
+    for (int tile = 0; tile < S::kTiles; ++tile) {
+      ptx::wait(&this->control.full[at.stage], at.parity);
+      if (tile == 0) {
+        const uint32_t unit = this->control.units[at.stage];
+        if (unit == kNoUnit) return false;
+        now.row = unit * cut.rows + row_of_unit;
+        if (this->inside(now.row)) now.rstd = __ldg(static_cast<const float*>(call.rstd) + now.row);
+      }
+#pragma unroll
+      for (int i = 0; i < S::kTile; ++i) {
+        const int k = tile * S::kTile + i;
+        if (kBranch && !has(k)) continue;
+        auto s = in_ring(at, 0, i), dy = in_ring(at, 1, i);
+        if (!has(k)) s = dy = {};  // the ring has bytes of another row there
+#pragma unroll
+        for (int e = 0; e < V; ++e) sums[e % 2] += widen(dy.at[e]) * weight[k][e] * widen(s.at[e]);
+      }
+      at.advance(cut.stages);
+    }
+    now.whole = this->send_sum(sums[0] + sums[1], turn, this->inside(now.row));
+    return true;
+  }
+
+  // Second pass: dx, and this row's share of dweight.
+  __device__ __forceinline__ void finish(uint32_t turn, Place& at, const Summed& then) {
+    if (!this->inside(then.row)) {  // the last unit may have fewer rows
+      for (int tile = 0; tile < S::kTiles; ++tile) this->release(at);
+      return;
+    }
+    const float rstd = then.rstd, scale = -rstd * rstd * rstd * this->inverse;
+    Vector<T, V>* dx = reinterpret_cast<Vector<T, V>*>(static_cast<T*>(call.dx) + then.row * call.shape.columns) + first;
+    const float pull = scale * this->sum_of(turn, then.whole);
+#pragma unroll
+    for (int tile = 0; tile < S::kTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < S::kTile; ++i) {
+        const int k = tile * S::kTile + i;
+        if (kBranch && !has(k)) continue;
+        const auto s = in_ring(at, 0, i), dy = in_ring(at, 1, i);
+        float out[V];
+#pragma unroll
+        for (int e = 0; e < V; ++e) {
+          const float g = widen(dy.at[e]) * rstd, x = widen(s.at[e]);
+          dweight[k][e] += g * x;  // where the row has no such column, of whatever is there: store_partial leaves it out
+          out[e] = g * weight[k][e] + x * pull;
+        }
+        if (cut.tensors == 3) {
+          const auto ds = in_ring(at, 2, i);
+#pragma unroll
+          for (int e = 0; e < V; ++e) out[e] += widen(ds.at[e]);
+        }
+        Vector<T, V> narrowed;
+#pragma unroll
+        for (int e = 0; e < V; ++e) narrowed.at[e] = narrow<T>(out[e]);
+        if (has(k)) dx[index(k)] = narrowed;
+      }
+      this->release(at);
+    }
+  }
+
+  // The rows side by side meet in shared memory, in their order; nothing is on its way into the ring any more.
+  __device__ __forceinline__ void store_partial(float* gathered) {
+    float* partial = static_cast<float*>(call.workspace) + blockIdx.x / cut.cluster * call.shape.columns + int64_t{first} * V;
+    if (kWhole || cut.rows == 1) {
+#pragma unroll
+      for (int k = 0; k < S::kVectors; ++k)
+        if (has(k))
+#pragma unroll
+          for (int e = 0; e < V; e += 4)
+            *reinterpret_cast<float4*>(partial + int64_t{index(k)} * V + e) = {dweight[k][e], dweight[k][e + 1], dweight[k][e + 2], dweight[k][e + 3]};
+      return;
+    }
+    asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads) : "memory");  // all consumers are done with the ring
+    const int columns = count * V;
+#pragma unroll
+    for (int k = 0; k < S::kVectors; ++k)
+      if (has(k))
+#pragma unroll
+        for (int e = 0; e < V; ++e) gathered[row_of_unit * columns + index(k) * V + e] = dweight[k][e];
+    asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads) : "memory");
+    for (int column = threadIdx.x; column < columns; column += S::kThreads) {
+      float sum = 0;
+      for (int row = 0; row < cut.rows; ++row) sum += gathered[row * columns + column];
+      partial[column] = sum;
+    }
+  }
+
+  __device__ __forceinline__ void consume(float* gathered) {
+    Place adding, finishing;
+    Summed now = {}, before = {};
+    for (uint32_t turn = 0;; ++turn) {
+      const bool more = add_up(turn, adding, now);
+      if (turn > 0) finish(turn - 1, finishing, before);
+      if (!more) break;
+      before = now;
+    }
+    if (call.dweight) store_partial(gathered);
+  }
+};
+
+#endif
+
+template <class T, class S, bool kWhole>
+__global__ void __launch_bounds__(S::kBlock, S::kResident) backward_bulk_kernel(const __grid_constant__ Backward call, const __grid_constant__ Cut cut) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char ring[];
+  __shared__ Control control;
+  run_block<T, S>(cut, control, ring, [&](uint32_t rank) {
+    BackwardConsumer<T, S, kWhole>({cut, control, ring, rank}, call).consume(reinterpret_cast<float*>(ring));
+  });
+#endif
+}
+
+// What was measured to be the fastest for each width (NOTES.md). Several blocks a multiprocessor, where the registers allow it,
+// hide one another's latencies, but do so only when units are drawn: dealt in turn, the blocks drift apart.
+using Shape1 = BulkShape<1, 1, 8, 2>;
+using Shape2 = BulkShape<1, 2, 8, 2>;
+using Shape3 = BulkShape<1, 3, 8, 2>;
+using Shape4 = BulkShape<2, 2, 8, 1>;
+using Shape4Clustered = BulkShape<1, 4, 8, 1>;
+using ShapeWide = BulkShape<3, 2, 11, 1>;
+
+constexpr int kLeastVectors = 32;   // of a row: below, lanes would idle (backward.cu gives a row fewer of them)
+constexpr int kNarrowCluster = 8;   // blocks, before a block's slice is made wider instead: of 16, fewer fit a GPU
+
+enum class Choice { one, two, three, four, four_clustered, wide };
+
+struct BulkPlan {
+  Cut cut;
+  Choice choice;
+  bool whole;
+  size_t shared;
+  int64_t partial_bytes;
+};
+
+// Calls function(S{}, whole) with the shape of a plan; `whole` is a std::bool_constant.
+template <class Function> void with_shape(const BulkPlan& plan, Function&& function) {
+  const auto with = [&](auto shape) {
+    if (plan.whole) function(shape, std::true_type{});
+    else function(shape, std::false_type{});
+  };
+  switch (plan.choice) {
+    case Choice::one: return with(Shape1{});
+    case Choice::two: return with(Shape2{});
+    case Choice::three: return with(Shape3{});
+    case Choice::four: return with(Shape4{});
+    case Choice::four_clustered: return with(Shape4Clustered{});
+    case Choice::wide: return function(ShapeWide{}, std::false_type{});
+  }
+}
+
+// Warps a row and vectors a lane that leave the fewest lanes idle; rather two vectors than three or one.
+void cut_narrow(int vectors, BulkPlan& plan) {
+  double least = 1e9;
+  for (const int lane_vectors : {2, 3, 1})
+    for (int warps = 1; warps <= Shape1::kWarps; warps *= 2) {
+      const double idle = 32.0 * warps * lane_vectors / vectors;
+      if (idle < 1 || idle >= least) continue;
+      least = idle;
+      plan.cut.warps_a_row = warps;
+      plan.choice = lane_vectors == 1 ? Choice::one : lane_vectors == 2 ? Choice::two : Choice::three;
+    }
+}
+
+// Which shape, and how many blocks share a row. False for rows that are too wide.
+bool choose(int64_t vectors, int tensors, BulkPlan& plan) {
+  Cut& cut = plan.cut;
+  spread_over_cluster(vectors, 1, cut);
+  if (vectors <= Shape3::kThreads * Shape3::kVectors) {
+    cut_narrow(cut.slice, plan);
+    return true;
+  }
+  cut.warps_a_row = Shape4::kWarps;
+  const int widest = tensors == 3 ? kMaxCluster : kNarrowCluster;  // three tensors of a wide slice fill the shared memory
+  while (cut.slice > Shape4::kThreads * Shape4::kVectors && cut.cluster < widest) spread_over_cluster(vectors, 2 * cut.cluster, cut);
+  const bool exact = cut.slice == Shape4::kThreads * Shape4::kVectors && vectors == int64_t{cut.slice} * cut.cluster;
+  plan.choice = cut.cluster == 1 || (cut.cluster == 2 && exact) ? Choice::four : Choice::four_clustered;
+  if (cut.slice <= Shape4::kThreads * Shape4::kVectors) {
+    if (cut.slice <= Shape3::kThreads * Shape3::kVectors) plan.choice = Choice::three;
+    return true;
+  }
+  plan.choice = Choice::wide;
+  cut.warps_a_row = ShapeWide::kWarps;
+  if (cut.slice > ShapeWide::kThreads * ShapeWide::kVectors) spread_over_cluster(vectors, kMaxCluster, cut);
+  return cut.slice <= ShapeWide::kThreads * ShapeWide::kVectors;
+}
+
+// Bytes of the ring: enough on their way to keep the memory busy, measured; more is slower, or makes no difference.
+size_t ring_bytes(const BulkPlan& plan) {
+  switch (plan.choice) {
+    case Choice::one:
+    case Choice::two: return 64 << 10;
+    case Choice::three: return 72 << 10;
+    case Choice::four: return (plan.cut.cluster == 2 && plan.cut.tensors == 2 ? 128 : 160) << 10;
+    case Choice::four_clustered: return 160 << 10;
+    case Choice::wide: return 224 << 10;
+  }
+  return 0;
+}
+
+template <class T> bool make_plan(const Backward& call, BulkPlan& plan) {
+  const Shape& shape = call.shape;
+  const int64_t vectors = shape.columns / kVector<T>;
+  if (limits_of(shape.device).capability < 90 || call.llama || shape.columns % kVector<T> != 0 || vectors < kLeastVectors || !aligned<T>(call.s) ||
+      !aligned<T>(call.dy) || !aligned<T>(call.ds) || !aligned(call.dx) || !aligned(call.weight.data))
+    return false;
+  plan = {};
+  if (!choose(vectors, call.ds.data ? 3 : 2, plan)) return false;
+  plan.cut.tensors = call.ds.data ? 3 : 2;
+  plan.cut.from[0] = call.s;
+  plan.cut.from[1] = call.dy;
+  plan.cut.from[2] = call.ds;
+  with_shape(plan, [&](auto chosen, auto) {
+    using S = decltype(chosen);
+    plan.whole = plan.choice != Choice::wide && !(plan.choice == Choice::four && plan.cut.cluster == 1) && plan.cut.warps_a_row == S::kWarps &&
+                 plan.cut.slice == S::kThreads * S::kVectors && vectors == int64_t{plan.cut.slice} * plan.cut.cluster;
+  });
+  with_shape(plan, [&](auto chosen, auto whole) {
+    using S = decltype(chosen);
+    plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan), plan.cut);
+    plan.partial_bytes = call.dweight ? int64_t{plan.cut.teams} * shape.columns * static_cast<int64_t>(sizeof(float)) : 0;
+    if (S::kDeals && !call.deterministic && plan.cut.units > plan.cut.teams)
+      plan.cut.counter = reinterpret_cast<uint32_t*>(static_cast<char*>(call.workspace) + plan.partial_bytes);
+  });
+  return plan.shared > 0;
+}
+
+// The plan in the type that the call has, or nothing where these kernels cannot do it.
+std::optional<BulkPlan> plan_for(const Backward& call) {
+  BulkPlan plan;
+  bool usable = false;
+  visit(call.shape.type, [&](auto zero) {
+    if constexpr (!std::is_same_v<decltype(zero), double>) usable = make_plan<decltype(zero)>(call, plan);
+  });
+  return usable ? std::optional(plan) : std::nullopt;
+}
+
+}  // namespace
+
+std::optional<BackwardPlan> bulk_plan(const Backward& call) {
+  const auto plan = plan_for(call);
+  if (!plan) return std::nullopt;
+  return BackwardPlan{plan->cut.teams, plan->partial_bytes + static_cast<int64_t>(sizeof(uint64_t))};
+}
+
+void bulk_backward(const Backward& call) {
+  const BulkPlan plan = plan_for(call).value();
+  if (plan.cut.counter)
+    check(cudaMemsetAsync(plan.cut.counter, 0, sizeof(uint32_t), static_cast<cudaStream_t>(call.shape.stream)), "cudaMemsetAsync");
+  visit(call.shape.type, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (!std::is_same_v<T, double>)
+      with_shape(plan, [&](auto chosen, auto whole) {
+        using S = decltype(chosen);
+        const Launch how = {dim3(plan.cut.teams * plan.cut.cluster), dim3(S::kBlock), plan.shared, plan.cut.cluster};
+        launch<backward_bulk_kernel<T, S, decltype(whole)::value>>(how, call.shape.device, call.shape.stream, call, plan.cut);
+      });
+  });
+}
+
+}  // namespace rms_norm

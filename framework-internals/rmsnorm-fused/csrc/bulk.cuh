@@ -1,0 +1,313 @@
+// Persistent blocks that work through the rows of a matrix as the bulk copy engine of sm_90 and later brings them.
+//
+// Work is cut into units: the rows that a block has side by side, or one row shared by the blocks of a cluster. In each
+// block one warp (the producer) has the engine fill a ring of stages in shared memory with the coming units; the others
+// (the consumers) own the same columns of every row. A row is read from the ring twice: for its sum, and for the results.
+// The first pass over a unit goes before the second pass over the unit before it, so that nobody waits for a sum: it
+// travels, through slots in shared memory, also to the other blocks of the cluster, while the threads are busy.
+//
+// Units are dealt out in turn, or each when its block is ready, from a counter. The second is faster where several blocks
+// share a multiprocessor, since multiprocessors do not reach the memory equally fast, but which block gets a unit is chance.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <tuple>
+#include <type_traits>
+
+#include "launch.cuh"
+#include "ptx.cuh"
+
+namespace rms_norm::bulk {
+
+constexpr int kMaxCluster = 16;   // over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)
+constexpr int kMaxStages = 20;
+constexpr int kSums = 4;          // rows' sums that may be on their way at a time; three would do
+constexpr int kMaxWarps = 16;     // consumers of a block
+constexpr int kAhead = 3;         // units drawn before they are needed
+constexpr int kDealt = 32;        // of them not yet taken by the slowest block of a cluster: fewer than kMaxStages + kAhead
+constexpr int kVectorBytes = 16;
+
+// How units are cut, what `BulkShape` says at compile time apart. Vectors are of kVectorBytes.
+struct Cut {
+  int slice;          // vectors of a row that a block has
+  int warps_a_row;    // a power of two
+  int rows;           // of a unit: consumer warps / warps_a_row
+  int cluster;        // blocks that share a row; 1 where rows > 1
+  int stages;
+  int tensors;        // that are read
+  Rows from[3];       // they themselves
+  int64_t rows_in_all, columns;
+  bool adjacent;      // a unit's rows follow one another in memory as they do in the ring: one copy brings them
+  uint32_t units;
+  uint32_t teams;     // clusters in the grid
+  uint32_t* counter;  // of units dealt out; null: in turn
+};
+
+// A row takes kTiles * kTile vectors of every lane; a stage holds kTile of them. kWarps consume; kResident blocks share a
+// multiprocessor.
+template <int kTiles_, int kTile_, int kWarps_, int kResident_> struct BulkShape {
+  static constexpr int kTiles = kTiles_, kTile = kTile_, kWarps = kWarps_, kResident = kResident_;
+  static constexpr int kVectors = kTiles * kTile, kThreads = 32 * kWarps;
+  // And one warp that produces, one that deals. Where a block has the multiprocessor to itself, a warp more is slower.
+  static constexpr bool kDeals = kResident > 1;
+  static constexpr int kBlock = kThreads + (kDeals ? 64 : 32);
+  static constexpr int kTensorBytes = kThreads * kTile * kVectorBytes;  // of one stage
+};
+
+constexpr uint32_t kNoUnit = 0xffffffffu;
+
+struct Control {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+  uint64_t summed[kSums][kMaxWarps];    // one a row of the unit
+  uint64_t dealt[kDealt], taken[kAhead];
+  uint32_t units[kMaxStages];           // the unit in a stage; kNoUnit: no more
+  uint32_t deal[kDealt];                // units that block 0 of the cluster has drawn for all of them
+  alignas(16) float sums[kSums][kMaxWarps * kMaxCluster];  // from every warp that works at a row
+};
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// What deals out units where `cut.counter` does: draws one after the other, kAhead before the producer needs it (an answer
+// may take microseconds), and passes it on to the producers of the cluster. One lane, in block 0 of a cluster.
+__device__ void deal(const Cut& cut, Control& control) {
+  for (uint32_t turn = 0;; ++turn) {
+    if (turn >= kAhead) ptx::wait(&control.taken[turn % kAhead], turn / kAhead - 1 & 1);
+    const uint32_t unit = turn == 0 ? blockIdx.x / cut.cluster : cut.teams + atomicAdd(cut.counter, 1u);
+    const int place = turn % kDealt;
+    if (cut.cluster == 1) {
+      control.deal[place] = unit;
+      ptx::arrive(&control.dealt[place]);
+    } else {
+      for (int block = 0; block < cut.cluster; ++block) ptx::send(&control.deal[place], unit, &control.dealt[place], block);
+    }
+    if (unit >= cut.units) return;
+  }
+}
+
+// The units to work at; asked by the producer's first lane alone.
+class Units {
+ public:
+  __device__ Units(const Cut& cut, Control& control, uint32_t rank) : cut_(cut), control_(control), rank_(rank) {}
+
+  __device__ __forceinline__ uint32_t next() {
+    uint32_t unit = blockIdx.x / cut_.cluster + turn_ * cut_.teams;
+    if (cut_.counter) {
+      const int place = turn_ % kDealt;
+      if (cut_.cluster > 1) ptx::arrive_expecting(&control_.dealt[place], sizeof(uint32_t));
+      ptx::wait_for_cluster(&control_.dealt[place], turn_ / kDealt & 1);
+      unit = control_.deal[place];
+      if (rank_ == 0) ptx::arrive(&control_.taken[turn_ % kAhead]);
+    }
+    ++turn_;
+    return unit < cut_.units ? unit : kNoUnit;
+  }
+
+ private:
+  const Cut& cut_;
+  Control& control_;
+  const uint32_t rank_;
+  uint32_t turn_ = 0;
+};
+
+// A place in the ring, and the parity of the phase that it is in there.
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
+template <class T, class S> __device__ void produce(const Cut& cut, Control& control, unsigned char* ring, uint32_t rank) {
+  const int lane = threadIdx.x % 32, stage_bytes = cut.tensors * S::kTensorBytes, row_lanes = 32 * cut.warps_a_row;
+  const int first = rank * cut.slice, count = min(cut.slice, static_cast<int>(cut.columns / kVector<T>) - first);
+  const auto row_at = [&](int tensor, uint32_t row) { return row_of<T>(cut.from[tensor], row); };
+  Units units(cut, control, rank);
+  Place at;
+  at.parity = 1;  // a stage that was never full counts as emptied
+  for (;;) {
+    const uint32_t unit = __shfl_sync(0xffffffffu, lane == 0 ? units.next() : 0u, 0);
+    const uint32_t first_row = unit * cut.rows;
+    const int rows = unit == kNoUnit ? 0 : min(cut.rows, static_cast<int>(static_cast<uint32_t>(cut.rows_in_all) - first_row));
+    for (int tile = 0; tile < (unit == kNoUnit ? 1 : S::kTiles); ++tile) {
+      const int begin = tile * S::kTile * row_lanes;
+      const uint32_t bytes = max(min(S::kTile * row_lanes, count - begin), 0) * kVectorBytes;
+      ptx::wait(&control.empty[at.stage], at.parity);
+      if (lane == 0) {
+        control.units[at.stage] = unit;
+        ptx::arrive_expecting(&control.full[at.stage], bytes * rows * cut.tensors);
+      }
+      __syncwarp();
+      if (cut.adjacent) {
+        if (lane < cut.tensors && rows > 0)
+          ptx::copy_bulk(ring + at.stage * stage_bytes + lane * S::kTensorBytes, row_at(lane, first_row), bytes * rows, &control.full[at.stage]);
+      } else if (bytes > 0)
+        for (int copy = lane; copy < rows * cut.tensors; copy += 32) {
+          const int tensor = copy / rows, row = copy - tensor * rows;
+          ptx::copy_bulk(ring + at.stage * stage_bytes + tensor * S::kTensorBytes + row * S::kTile * row_lanes * kVectorBytes,
+                         row_at(tensor, first_row + row) + int64_t{first + begin} * kVector<T>, bytes, &control.full[at.stage]);
+        }
+      at.advance(cut.stages);
+    }
+    if (unit == kNoUnit) return;
+  }
+}
+
+// What a consumer knows of the unit at hand. Vector k of a row is at index(k), if has(k). kWhole: a unit is one row, and
+// every lane has all its vectors: addresses are constants, and nothing is asked.
+template <class T, class S, bool kWhole> struct Consumer {
+  static constexpr int V = kVector<T>;
+  // With many warps a branch around the vectors that a row lacks costs nothing; with few it would keep loads apart.
+  static constexpr bool kBranch = S::kWarps * S::kResident > 8;
+
+  const Cut& cut;
+  Control& control;
+  const unsigned char* ring;
+  const uint32_t rank;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_lanes = kWhole ? S::kThreads : 32 * cut.warps_a_row;
+  const int lane_of_row = kWhole ? threadIdx.x : threadIdx.x % row_lanes, row_of_unit = kWhole ? 0 : threadIdx.x / row_lanes;
+  const int first = rank * cut.slice;
+  const int count = min(cut.slice, static_cast<int>(cut.columns / V) - first);
+  const int parts = (kWhole ? S::kWarps : cut.warps_a_row) * cut.cluster;  // of a row's sum
+  const unsigned char* const mine = ring + (row_of_unit * S::kTile * row_lanes + lane_of_row) * kVectorBytes;
+  const int stage_bytes = cut.tensors * S::kTensorBytes;
+  const float inverse = 1.0f / static_cast<float>(cut.columns);
+
+  __device__ __forceinline__ int index(int k) const { return k * row_lanes + lane_of_row; }
+  __device__ __forceinline__ bool has(int k) const { return kWhole || index(k) < count; }
+  __device__ __forceinline__ bool inside(uint32_t row) const { return kWhole || row < cut.rows_in_all; }
+
+  __device__ __forceinline__ const Vector<T, V>& in_ring(const Place& at, int tensor, int k_of_tile) const {
+    return *reinterpret_cast<const Vector<T, V>*>(mine + at.stage * stage_bytes + tensor * S::kTensorBytes + k_of_tile * row_lanes * kVectorBytes);
+  }
+
+  // The sum of a warp's lanes; where a row has more than one warp, sent to all that need it.
+  __device__ __forceinline__ float send_sum(float sum, uint32_t turn, bool inside) const {
+    sum = within_warp(sum, 32, Add{});
+    if (parts > 1 && inside) {
+      const int place = turn % kSums, part = rank * cut.warps_a_row + warp % cut.warps_a_row;
+      uint64_t* summed = &control.summed[place][row_of_unit];
+      float* slot = &control.sums[place][row_of_unit * parts + part];
+      if (cut.cluster > 1) {
+        if (lane_of_row == 0) ptx::arrive_expecting(summed, parts * sizeof(float));
+        if (lane < cut.cluster) ptx::send(slot, __float_as_uint(sum), summed, lane);
+      } else if (lane == 0) {
+        *slot = sum;
+        ptx::arrive(summed);
+      }
+    }
+    return sum;
+  }
+
+  // A row's sum, once all its parts are there; `own` where there is one. Each lane takes four; few parts, all the same.
+  __device__ __forceinline__ float sum_of(uint32_t turn, float own) const {
+    if (parts == 1) return own;
+    const int place = turn % kSums;
+    uint64_t* summed = &control.summed[place][row_of_unit];
+    if (cut.cluster > 1) ptx::wait_for_cluster(summed, turn / kSums & 1);
+    else ptx::wait(summed, turn / kSums & 1);
+    const float* sums = &control.sums[place][row_of_unit * parts];
+    if (parts == 2) return sums[0] + sums[1];
+    const auto four = [&](int index) {
+      const float4 part = reinterpret_cast<const float4*>(sums)[index];
+      return (part.x + part.y) + (part.z + part.w);
+    };
+    if (parts <= 8) return parts == 4 ? four(0) : four(0) + four(1);
+    if (parts <= 128 && S::kWarps % 8 == 0) return within_warp(four(lane % (parts / 4)), parts / 4, Add{});
+    float sum = lane < parts / 4 ? four(lane) : 0.0f;
+    if (lane + 32 < parts / 4) sum += four(lane + 32);  // kMaxWarps * kMaxCluster parts at most
+    return within_warp(sum, 32, Add{});
+  }
+
+  // After the last use of what was loaded: the producer may write over this stage at once.
+  __device__ __forceinline__ void release(Place& at) const {
+    __syncwarp();
+    if (lane == 0) ptx::arrive(&control.empty[at.stage]);
+    at.advance(cut.stages);
+  }
+};
+
+// Runs a block: `consumer` is called with the rank in the cluster in the threads that consume.
+template <class T, class S, class Consume>
+__device__ __forceinline__ void run_block(const Cut& cut, Control& control, unsigned char* ring, Consume&& consume) {
+  const uint32_t rank = cut.cluster > 1 ? ptx::rank_in_cluster() : 0;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kMaxStages; ++stage) {
+      ptx::barrier_init(&control.full[stage], 1);
+      ptx::barrier_init(&control.empty[stage], S::kWarps);
+    }
+    for (int place = 0; place < kDealt; ++place) ptx::barrier_init(&control.dealt[place], 1);
+    for (int place = 0; place < kAhead; ++place) ptx::barrier_init(&control.taken[place], 1);
+    for (int place = 0; place < kSums; ++place)
+      for (int row = 0; row < kMaxWarps; ++row) ptx::barrier_init(&control.summed[place][row], cut.cluster > 1 ? 1 : cut.warps_a_row);
+    ptx::fence_barrier_init();
+    ptx::fence_for_bulk_copies();
+  }
+  __syncthreads();
+  if (cut.cluster > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+  const int warp = threadIdx.x / 32;
+  if (warp < S::kWarps) consume(rank);
+  else if (warp == S::kWarps) produce<T, S>(cut, control, ring, rank);
+  else if (threadIdx.x % 32 == 0 && cut.counter && rank == 0) deal(cut, control);
+  if (cut.cluster > 1) {  // a block's shared memory must outlive what others send to it
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  }
+}
+
+#endif
+
+// Clusters of such blocks that a device holds at a time. Asked of the driver once each.
+template <auto kernel> int clusters_at_a_time(int device, const Launch& how, int resident) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int, size_t>, int> known;
+  const std::lock_guard lock(mutex);
+  int& count = known[{device, how.cluster, how.shared}];
+  if (count > 0) return count;
+  grant<kernel>(device);
+  if (how.cluster > 1) {
+    cudaLaunchAttribute attributes[2];
+    const cudaLaunchConfig_t config = configuration(how, nullptr, attributes);
+    check(cudaOccupancyMaxActiveClusters(&count, kernel, &config), "cudaOccupancyMaxActiveClusters");
+  } else {
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, how.block.x, how.shared), "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    count = std::min(count, resident) * limits_of(device).multiprocessors;
+  }
+  return count;
+}
+
+inline void spread_over_cluster(int64_t vectors, int blocks, Cut& cut) {
+  cut.cluster = blocks;
+  cut.slice = static_cast<int>((vectors + blocks - 1) / blocks);
+}
+
+inline bool contiguous(const Rows& rows, const Shape& shape) { return rows.inner == shape.rows && rows.inner_stride == shape.columns; }
+
+// Fills in what follows from the shape S, from `cut.cluster`, `slice`, `warps_a_row`, `tensors` and `from`, for a ring of about
+// so many bytes. Returns the dynamic shared memory; 0 where the device has too little.
+template <auto kernel, class T, class S> size_t fill_in(const Shape& shape, size_t ring_bytes, Cut& cut) {
+  const DeviceLimits& limits = limits_of(shape.device);
+  cut.rows_in_all = shape.rows;
+  cut.columns = shape.columns;
+  cut.rows = S::kWarps / cut.warps_a_row;
+  cut.units = blocks_for(shape.rows, cut.rows);
+  cut.adjacent = S::kTiles == 1 && cut.cluster == 1 && cut.slice == S::kTile * 32 * cut.warps_a_row;
+  for (int tensor = 0; tensor < cut.tensors; ++tensor) cut.adjacent = cut.adjacent && contiguous(cut.from[tensor], shape);
+  const size_t stage = size_t{S::kTensorBytes} * cut.tensors;
+  const size_t at_most = std::min<size_t>(limits.shared_a_block, limits.shared_a_multiprocessor / S::kResident - 1024) - sizeof(Control);
+  const size_t least = 2 * S::kTiles + 1;  // a unit that is finished, one that is added up, and one stage of the next
+  cut.stages = static_cast<int>(std::min<size_t>({std::max(ring_bytes / stage, least), at_most / stage, size_t{kMaxStages}}));
+  if (cut.stages < static_cast<int>(least)) return 0;
+  const Launch how = {dim3(limits.multiprocessors / cut.cluster * cut.cluster), dim3(S::kBlock), stage * cut.stages, cut.cluster};
+  const int teams = clusters_at_a_time<kernel>(shape.device, how, S::kResident);
+  cut.teams = std::min<uint32_t>(cut.units, teams);
+  return teams > 0 ? how.shared : 0;
+}
+
+}  // namespace rms_norm::bulk

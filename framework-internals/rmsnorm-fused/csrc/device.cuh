@@ -1,0 +1,111 @@
+// What the CUDA kernels of this folder share: types, loads, sums over threads.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "rms_norm.h"
+
+namespace rms_norm {
+
+template <class T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ __forceinline__ float widen(float value) { return value; }
+__device__ __forceinline__ double widen(double value) { return value; }
+__device__ __forceinline__ float widen(__half value) { return __half2float(value); }
+__device__ __forceinline__ float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <class T> __device__ __forceinline__ T narrow(Wide<T> value) {
+  if constexpr (std::is_same_v<T, __half>) return __float2half_rn(value);
+  else if constexpr (std::is_same_v<T, __nv_bfloat16>) return __float2bfloat16_rn(value);
+  else return value;
+}
+
+// `value` as a T holds it, in the accumulating type again.
+template <class T> __device__ __forceinline__ Wide<T> rounded(Wide<T> value) { return widen(narrow<T>(value)); }
+
+__device__ __forceinline__ float reciprocal_root(float value) { return rsqrtf(value); }
+__device__ __forceinline__ double reciprocal_root(double value) { return 1.0 / sqrt(value); }
+
+// V elements that are loaded at once where they are of 16 bytes or fewer; 32 bytes (floats beside bfloat16) are two loads.
+template <class T, int V> struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Vector {
+  T at[V];
+};
+
+// Elements in the 16 bytes that a thread loads at once.
+template <class T> constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+template <class T, int V> __device__ __forceinline__ Vector<T, V> vector_of(const T* row, int index) {
+  return reinterpret_cast<const Vector<T, V>*>(row)[index];
+}
+
+// Rows are counted in 32 bits (check_size() sees to that): dividing 64-bit numbers takes many registers.
+template <class T> __device__ __forceinline__ const T* row_of(const Rows& rows, uint32_t row) {
+  const uint32_t inner = static_cast<uint32_t>(rows.inner), outer = row / inner;
+  return static_cast<const T*>(rows.data) + outer * rows.outer_stride + (row - outer * inner) * rows.inner_stride;
+}
+
+// The weights at a vector's columns, in the accumulating type, offset added. Their type is a branch that all threads take
+// alike, not a template parameter: that would double the number of kernels.
+template <class T, int V> __device__ __forceinline__ void load_weight(Wide<T> (&w)[V], const Weight& weight, bool of_type_t, int index) {
+  using A = Wide<T>;
+  if (!weight.data) {
+#pragma unroll
+    for (int e = 0; e < V; ++e) w[e] = A(1);
+    return;
+  }
+  if (of_type_t) {
+    const auto loaded = vector_of<T, V>(static_cast<const T*>(weight.data), index);
+#pragma unroll
+    for (int e = 0; e < V; ++e) w[e] = widen(loaded.at[e]);
+  } else {
+    const auto loaded = vector_of<A, V>(static_cast<const A*>(weight.data), index);
+#pragma unroll
+    for (int e = 0; e < V; ++e) w[e] = loaded.at[e];
+  }
+#pragma unroll
+  for (int e = 0; e < V; ++e) w[e] += static_cast<A>(weight.offset);
+}
+
+// Makes the compiler forget what it knows of `x`. Otherwise it keeps the widened elements of the first pass for the
+// second one, at twice the registers, and spills.
+template <class T, int V> __device__ __forceinline__ void widen_anew(Vector<T, V>& x) {
+  if constexpr (sizeof(T) < 4 && V > 1) {
+    static_assert(sizeof(x) % 4 == 0);
+#pragma unroll
+    for (int word = 0; word < static_cast<int>(sizeof(x) / 4); ++word) asm volatile("" : "+r"(reinterpret_cast<uint32_t*>(&x)[word]));
+  }
+}
+
+struct Add {
+  template <class A> __device__ __forceinline__ A operator()(A a, A b) const { return a + b; }
+};
+struct Larger {
+  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+};
+
+// `combine` of the values of `lanes` neighbouring threads (a power of two, at most 32), in all of them.
+template <class A, class Combine> __device__ __forceinline__ A within_warp(A value, int lanes, Combine combine) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(0xffffffffu, value, offset));
+  return value;
+}
+
+// `combine` of the values of a row's `lanes` threads (a power of two, or a multiple of 32), in all of them. Every row of
+// the block has slots of its own among the 32; no two calls may share `slots`: a slow thread may still read there.
+template <class A, class Combine> __device__ __forceinline__ A over_row(A value, int lanes, A* slots, Combine combine) {
+  value = within_warp(value, min(lanes, 32), combine);
+  if (lanes <= 32) return value;
+  const int lane = threadIdx.x % 32, warps = lanes / 32;
+  slots += threadIdx.y * warps;
+  if (lane == 0) slots[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = slots[lane < warps ? lane : 0];
+  if constexpr (std::is_same_v<Combine, Add>) value = lane < warps ? value : A(0);
+  return within_warp(value, 32, combine);
+}
+
+}  // namespace rms_norm

@@ -1,0 +1,355 @@
+// RMSNorm forward on a GPU. Memory is the limit: x is read once and y written once.
+//
+// A row belongs to `lanes` threads, which keep it in registers between the sum and the product. From sm_90 on the lanes of
+// a wide row are spread over the blocks of a cluster, which tell each other their sums. What does not fit the registers
+// even so is read a second time.
+#include <cuda_fp8.h>
+
+#include "device.cuh"
+#include "launch.cuh"
+#include "ptx.cuh"
+
+namespace rms_norm {
+namespace {
+
+constexpr int kMaxThreads = 1024;
+constexpr int kSmallBlock = 128;  // threads of a block that holds several narrow rows
+constexpr int kMaxCluster = 16;   // over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)
+
+// A block's part of the sums of a cluster: one word from every block.
+struct Exchange {
+  uint64_t barrier;
+  float from[kMaxCluster];
+};
+
+__device__ __forceinline__ void open_exchange(Exchange& exchange, uint32_t blocks) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x == 0) {
+    ptx::barrier_init(&exchange.barrier, 1);
+    ptx::fence_barrier_init();
+    ptx::arrive_expecting(&exchange.barrier, blocks * sizeof(float));
+  }
+#endif
+}
+
+// `combine` of the blocks' values, in the order of their ranks, in every thread. An exchange serves once.
+template <class Combine> __device__ __forceinline__ float over_cluster(float value, uint32_t blocks, Exchange& exchange, Combine combine) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x < blocks)
+    ptx::send(&exchange.from[ptx::rank_in_cluster()], __float_as_uint(value), &exchange.barrier, threadIdx.x);
+  ptx::wait_for_cluster(&exchange.barrier, 0);
+  value = exchange.from[0];
+  for (uint32_t rank = 1; rank < blocks; ++rank) value = combine(value, exchange.from[rank]);
+#endif
+  return value;
+}
+
+template <class T, int V> __device__ __forceinline__ Wide<T> sum_of_squares(const Vector<T, V>& x) {
+  Wide<T> sum = 0;
+#pragma unroll
+  for (int e = 0; e < V; ++e) sum += widen(x.at[e]) * widen(x.at[e]);
+  return sum;
+}
+
+template <class T, int V> __device__ __forceinline__ void add_to(Vector<T, V>& x, const Vector<T, V>& residual) {
+#pragma unroll
+  for (int e = 0; e < V; ++e) x.at[e] = narrow<T>(widen(x.at[e]) + widen(residual.at[e]));
+}
+
+template <class T, int V>
+__device__ __forceinline__ void normalise(Wide<T> (&y)[V], const Vector<T, V>& s, const Wide<T> (&w)[V], Wide<T> rstd, bool llama) {
+#pragma unroll
+  for (int e = 0; e < V; ++e) y[e] = widen(s.at[e]) * rstd;
+  if (llama)
+#pragma unroll
+    for (int e = 0; e < V; ++e) y[e] = rounded<T>(y[e]);
+#pragma unroll
+  for (int e = 0; e < V; ++e) y[e] *= w[e];
+}
+
+template <class T, int V> __device__ __forceinline__ void store(void* row, int index, const Wide<T> (&y)[V]) {
+  Vector<T, V> out;
+#pragma unroll
+  for (int e = 0; e < V; ++e) out.at[e] = narrow<T>(y[e]);
+  static_cast<Vector<T, V>*>(row)[index] = out;
+}
+
+template <int V> __device__ __forceinline__ void store_quantised(void* row, int index, const float (&y)[V], float scale) {
+  struct alignas(V) Bytes {
+    unsigned char at[V];
+  } out;
+#pragma unroll
+  for (int e = 0; e < V; ++e) out.at[e] = __nv_cvt_float_to_fp8(y[e] / scale, __NV_SATFINITE, __NV_E4M3);
+  static_cast<Bytes*>(row)[index] = out;
+}
+
+// Block (lanes, rows a block), cluster `blocks`: V elements are loaded at a time, K such vectors a thread stay in
+// registers, and the slice of a row that a block has is `slice` vectors.
+template <class T, int V, int K, bool kQuantised, bool kWeightEarly, int kMaxBlock, int kResident>
+__global__ void __launch_bounds__(kMaxBlock, kResident) forward_kernel(const __grid_constant__ Forward call, const Quantised quantised,
+                                                               const int slice, const uint32_t blocks) {
+  using A = Wide<T>;
+  __shared__ A slots[2][32];
+  __shared__ Exchange exchanges[2];
+  const uint32_t row = blockIdx.x / blocks * blockDim.y + threadIdx.y, rank = blockIdx.x % blocks;
+  const bool inside = row < call.shape.rows;
+  const int lanes = blockDim.x, lane = threadIdx.x, first = static_cast<int>(rank) * slice;
+  const int count = inside ? min(slice, static_cast<int>(call.shape.columns / V) - first) : 0;
+  const bool of_type_t = call.shape.weight_type == call.shape.type;
+  if (blocks > 1) {
+#pragma unroll
+    for (int i = 0; i < (kQuantised ? 2 : 1); ++i) open_exchange(exchanges[i], blocks);
+#if __CUDA_ARCH__ >= 900
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+#endif
+  }
+  const T* x_row = inside ? row_of<T>(call.x, row) : nullptr;
+  const T* residual_row = inside && call.residual.data ? row_of<T>(call.residual, row) : nullptr;
+  T* s_row = static_cast<T*>(call.s) + row * call.shape.columns;
+
+  Vector<T, V> kept[K];
+  A early[kWeightEarly ? K : 1][V];
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    if (lane + k * lanes < count) kept[k] = vector_of<T, V>(x_row, first + lane + k * lanes);
+  if constexpr (kWeightEarly)
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (lane + k * lanes < count) load_weight<T, V>(early[k], call.weight, of_type_t, first + lane + k * lanes);
+  if (residual_row) {
+    Vector<T, V> residual[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (lane + k * lanes < count) residual[k] = vector_of<T, V>(residual_row, first + lane + k * lanes);
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (lane + k * lanes < count) {
+        add_to(kept[k], residual[k]);
+        reinterpret_cast<Vector<T, V>*>(s_row)[first + lane + k * lanes] = kept[k];
+      }
+  }
+  A sum = 0;
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    if (lane + k * lanes < count) sum += sum_of_squares(kept[k]);
+  for (int index = lane + K * lanes; index < count; index += lanes) {
+    auto s = vector_of<T, V>(x_row, first + index);
+    if (residual_row) {
+      add_to(s, vector_of<T, V>(residual_row, first + index));
+      reinterpret_cast<Vector<T, V>*>(s_row)[first + index] = s;
+    }
+    sum += sum_of_squares(s);
+  }
+  sum = over_row(sum, lanes, slots[0], Add{});
+#if __CUDA_ARCH__ >= 900
+  if (blocks > 1) {
+    ptx::cluster_wait();  // by now every block's barriers are ready
+    if constexpr (!std::is_same_v<T, double>) sum = over_cluster(sum, blocks, exchanges[0], Add{});
+  }
+#endif
+  const A rstd = reciprocal_root(sum / static_cast<A>(call.shape.columns) + static_cast<A>(call.eps));
+  if (call.rstd && lane == 0 && rank == 0 && inside) static_cast<A*>(call.rstd)[row] = rstd;
+
+  const T* again = residual_row ? s_row : x_row;  // what did not fit the registers: this thread itself wrote it to s
+  const auto each_vector = [&](auto&& work) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (lane + k * lanes < count) {
+        A y[V], w[V];
+        widen_anew(kept[k]);
+        if constexpr (kWeightEarly) {
+#pragma unroll
+          for (int e = 0; e < V; ++e) w[e] = early[k][e];
+        } else {
+          load_weight<T, V>(w, call.weight, of_type_t, first + lane + k * lanes);
+        }
+        normalise(y, kept[k], w, rstd, call.llama);
+        work(y, first + lane + k * lanes);
+      }
+    for (int index = lane + K * lanes; index < count; index += lanes) {
+      A y[V], w[V];
+      load_weight<T, V>(w, call.weight, of_type_t, first + index);
+      normalise(y, vector_of<T, V>(again, first + index), w, rstd, call.llama);
+      work(y, first + index);
+    }
+  };
+  if constexpr (!kQuantised) {
+    T* y_row = static_cast<T*>(call.y) + row * call.shape.columns;
+    each_vector([&](const A(&y)[V], int index) { store<T, V>(y_row, index, y); });
+  } else {
+    float scale;
+    if (quantised.scale) {
+      scale = *quantised.scale;
+    } else {
+      float largest = 0;
+      each_vector([&](const A(&y)[V], int) {
+#pragma unroll
+        for (int e = 0; e < V; ++e) largest = fmaxf(largest, fabsf(y[e]));
+      });
+      largest = over_row(largest, lanes, slots[1], Larger{});
+      if (blocks > 1) largest = over_cluster(largest, blocks, exchanges[1], Larger{});
+      scale = largest > 0 ? largest / kLargestFloat8 : 1.0f;
+      if (lane == 0 && rank == 0 && inside) quantised.row_scales[row] = scale;
+    }
+    unsigned char* y_row = static_cast<unsigned char*>(call.y) + row * call.shape.columns;
+    each_vector([&](const A(&y)[V], int index) { store_quantised<V>(y_row, index, y, scale); });
+  }
+}
+
+// What row_kernel takes: the same without what it cannot do, and with quotients taken beforehand.
+struct RowCall {
+  Rows x, residual;
+  const void* weight;
+  void *y, *s, *rstd;
+  int64_t columns;
+  uint32_t rows;
+  int slice;           // vectors of a row that a block has
+  uint32_t blocks;     // of a cluster
+  float offset, eps, inverse;
+};
+
+// The common case: whole 16-byte vectors, a row in the registers of a block or of a cluster, one rounding, weight of type W
+// or none. Without the branches and the divisions of forward_kernel twice as many blocks fit a multiprocessor, and a lone
+// row takes two thirds of the time. kEarly: the weight is loaded beside x, so that its way is not added to the row's.
+template <class T, class W, int K, bool kEarly, bool kResidual, bool kCluster, int kMaxBlock, int kResident>
+__global__ void __launch_bounds__(kMaxBlock, kResident) row_kernel(const __grid_constant__ RowCall call) {
+  constexpr int V = kVector<T>;
+  using Loaded = Vector<T, V>;
+  __shared__ float slots[32];
+  const int lane = threadIdx.x, lanes = blockDim.x;
+#if __CUDA_ARCH__ >= 900
+  __shared__ Exchange exchange;
+  const uint32_t rank = kCluster ? ptx::rank_in_cluster() : 0;
+  if constexpr (kCluster) {
+    open_exchange(exchange, call.blocks);
+    __syncwarp();
+    ptx::cluster_arrive_relaxed();
+  }
+#else
+  const uint32_t rank = 0;
+#endif
+  const uint32_t row = kCluster ? blockIdx.x / call.blocks : blockIdx.x * blockDim.y + threadIdx.y;
+  const int first = rank * call.slice;
+  const int count = kCluster ? min(call.slice, static_cast<int>(call.columns / V) - first) : row < call.rows ? call.slice : 0;
+  const auto at_row = [&](const Rows& rows) {  // without a division where one stride is all
+    const T* data = row < static_cast<uint32_t>(rows.inner) ? static_cast<const T*>(rows.data) + row * rows.inner_stride : row_of<T>(rows, row);
+    return reinterpret_cast<const Loaded*>(data) + first;
+  };
+  const auto in_result = [&](void* result) { return reinterpret_cast<Loaded*>(static_cast<T*>(result) + row * call.columns) + first; };
+
+  Loaded kept[K];
+  const Loaded* x = at_row(call.x);
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    if (lane + k * lanes < count) kept[k] = x[lane + k * lanes];
+  const auto* weight = static_cast<const Vector<W, V>*>(call.weight);
+  Vector<W, V> early[kEarly ? K : 1];
+  if (kEarly && weight) {
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (lane + k * lanes < count) early[k] = weight[first + lane + k * lanes];
+  }
+  if constexpr (kResidual) {
+    const Loaded* residual = at_row(call.residual);
+    Loaded* s = in_result(call.s);
+    Loaded added[K];
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (lane + k * lanes < count) added[k] = residual[lane + k * lanes];
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+      if (lane + k * lanes < count) {
+        add_to(kept[k], added[k]);
+        s[lane + k * lanes] = kept[k];
+      }
+  }
+  float sum = 0;
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    if (lane + k * lanes < count) sum += sum_of_squares(kept[k]);
+  sum = over_row(sum, lanes, slots, Add{});
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kCluster) {
+    ptx::cluster_wait();  // by now every block's barrier is ready
+    sum = over_cluster(sum, call.blocks, exchange, Add{});
+  }
+#endif
+  const float rstd = rsqrtf(sum * call.inverse + call.eps);
+  if (call.rstd && lane == 0 && rank == 0 && row < call.rows) static_cast<float*>(call.rstd)[row] = rstd;
+  Loaded* y = in_result(call.y);
+#pragma unroll
+  for (int k = 0; k < K; ++k)
+    if (lane + k * lanes < count) {
+      widen_anew(kept[k]);
+      float out[V];
+      Vector<W, V> w;
+      if constexpr (kEarly) w = early[k];
+      else if (weight) w = weight[first + lane + k * lanes];
+#pragma unroll
+      for (int e = 0; e < V; ++e) out[e] = widen(kept[k].at[e]) * rstd * (weight ? widen(w.at[e]) + call.offset : 1.0f);
+      store<T, V>(y, lane + k * lanes, out);
+    }
+}
+
+// How a row is cut up.
+struct Cut {
+  int vectors;    // K
+  dim3 block;     // lanes, rows
+  int slice;      // vectors of a block
+  unsigned blocks;  // of a cluster
+};
+
+int lanes_for(int64_t vectors, int vectors_a_thread) {
+  const int64_t lanes = (vectors + vectors_a_thread - 1) / vectors_a_thread;
+  if (lanes > 32) return static_cast<int>(std::min<int64_t>((lanes + 31) / 32 * 32, kMaxThreads));
+  int power = 1;
+  while (power < lanes) power *= 2;
+  return power;
+}
+
+// Depends on the row alone, never on how many there are: a row's result is the same in every batch.
+Cut cut_for(int64_t vectors, bool lone_elements, bool clusters) {
+  Cut cut = {lone_elements ? 8 : 2, {}, static_cast<int>(vectors), 1};
+  if (!lone_elements && vectors > 2 * kMaxThreads) cut.vectors = 4;
+  while (clusters && cut.blocks < kMaxCluster && cut.slice > cut.vectors * kMaxThreads) {
+    cut.blocks *= 2;
+    cut.slice = static_cast<int>((vectors + cut.blocks - 1) / cut.blocks);
+  }
+  const int lanes = lanes_for(cut.slice, cut.vectors);
+  cut.block = dim3(lanes, cut.blocks > 1 ? 1 : std::max(kSmallBlock / lanes, 1));
+  return cut;
+}
+
+template <class T, int V, int K, bool kQuantised> void run(const Forward& call, const Cut& cut) {
+  const dim3 grid(blocks_for(call.shape.rows, cut.block.y) * cut.blocks);
+  launch<forward_kernel<T, V, K, kQuantised, (K * V <= 16), kMaxThreads, 1>>({grid, cut.block, 0, static_cast<int>(cut.blocks)}, call.shape.device, call.shape.stream, call,
+                                              kQuantised ? *call.quantised : Quantised{}, cut.slice, cut.blocks);
+}
+
+template <class T, bool kQuantised> void run(const Forward& call) {
+  const Shape& shape = call.shape;
+  constexpr int V = kVector<T>;
+  const bool vectorised = shape.columns % V == 0 && aligned<T>(call.x) && aligned<T>(call.residual) && aligned(call.y) && aligned(call.s) &&
+                          aligned(call.weight.data);
+  const bool clusters = limits_of(shape.device).capability >= 90 && !std::is_same_v<T, double>;
+  const Cut cut = cut_for(vectorised ? shape.columns / V : shape.columns, !vectorised, clusters);
+  if (!vectorised) return run<T, 1, 8, kQuantised>(call, cut);
+  if (cut.vectors == 4) return run<T, V, 4, kQuantised>(call, cut);
+  return run<T, V, 2, kQuantised>(call, cut);
+}
+
+}  // namespace
+
+void forward(const Forward& call) {
+  check_size(call.shape);
+  const DeviceGuard guard(call.shape.device);
+  visit(call.shape.type, [&](auto zero) {
+    using T = decltype(zero);
+    if (!call.quantised) return run<T, false>(call);
+    if constexpr (std::is_same_v<T, double>) throw std::invalid_argument("rms_norm: a float64 row cannot be quantised");
+    else return run<T, true>(call);
+  });
+}
+
+}  // namespace rms_norm
