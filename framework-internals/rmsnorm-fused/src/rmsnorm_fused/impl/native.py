@@ -49,7 +49,8 @@ def load(device_type: str) -> QuickCall | None:
 
 def _build_cpu() -> ModuleType:
     flags = ("-fopenmp", *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    return load_extension("rms_norm_cpu", [CSRC / "binding.cpp", CSRC / "rms_norm_cpu.cpp"], cflags=flags)
+    sources = [CSRC / name for name in ("binding.cpp", "parallel_torch.cpp", "rms_norm_cpu.cpp")]
+    return load_extension("rms_norm_cpu", sources, cflags=flags)
 
 
 def _build_cuda() -> ModuleType:
