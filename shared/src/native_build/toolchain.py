@@ -6,6 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
+# Named before the compiler's own: a toolchain that brings libstdc++ only as an archive would put a second copy into the
+# extension, and the first number that an error message formats through torch's streams would crash.
+SHARED_STANDARD_LIBRARY = "-l:libstdc++.so.6"
+
 
 def cxx_compiler() -> str:
     """The C++ compiler that torch's extension builder calls: ``CXX``, or ``c++``."""
