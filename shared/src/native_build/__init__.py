@@ -10,7 +10,7 @@ from native_build.stable_library import (
     load_library,
     read_record,
 )
-from native_build.toolchain import find_nvcc, missing_cuda, missing_cxx
+from native_build.toolchain import find_nvcc, missing_cuda, missing_cxx, missing_gpu
 
 __all__ = [
     "BuildError",
@@ -25,5 +25,6 @@ __all__ = [
     "load_library",
     "missing_cuda",
     "missing_cxx",
+    "missing_gpu",
     "read_record",
 ]

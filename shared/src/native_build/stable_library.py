@@ -166,14 +166,18 @@ def load_library(library: Path) -> LibraryRecord:
         What it is good for.
 
     Raises:
-        LibraryError: when it is for another version of torch or another processor, or no such library.
+        LibraryError: when it is for another version of torch or another processor, no such library, or needs another
+            that is not here.
     """
     import torch
 
     record = read_record(library)
     if (reason := record.refusal(torch.__version__)) is not None:
         raise LibraryError(f"cannot load {library}: {reason}; build it again here, or install what it is for")
-    torch.ops.load_library(str(library))
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:  # the dynamic linker's: a C or C++ library here is older than where this one was linked
+        raise LibraryError(f"cannot load {library}: {error}") from error
     return record
 
 

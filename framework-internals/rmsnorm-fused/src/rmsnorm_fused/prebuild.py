@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-from native_build import BuildError, Unit, build_library
+from native_build import BuildError, Unit, build_library, find_nvcc
 from rmsnorm_fused.paths import CSRC
 
 VARIABLE = "RMSNORM_FUSED_LIBRARY"
@@ -53,6 +53,8 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
     """
     if not CSRC.is_dir():
         raise BuildError(f"the C++ sources are not in {CSRC} (install the package editable from its checkout)")
+    if cuda and find_nvcc() is None:
+        raise BuildError("no nvcc (install the CUDA toolkit, set CUDA_HOME to where it is, or do without: --no-cuda)")
     levels = _LEVELS if platform.machine() == "x86_64" else {"baseline": ()}
     units = [Unit(path) for path in sorted(CSRC.glob("*.cu"))] if cuda else []
     units += [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from native_build import load_extension, missing_cuda, missing_cxx
+from native_build import load_extension, missing_cuda, missing_cxx, missing_gpu
 from rmsnorm_fused import prebuild
 from rmsnorm_fused.paths import CSRC
 
@@ -30,8 +30,9 @@ def unavailable(device_type: str) -> str | None:
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
     """
-    reason = _cannot_build(device_type)
-    if reason is None:
+    if device_type == "cuda" and (reason := missing_gpu()) is not None:
+        return reason
+    if (reason := _cannot_build(device_type)) is None:
         return None
     from rmsnorm_fused.impl import prebuilt
 
@@ -41,7 +42,7 @@ def unavailable(device_type: str) -> str | None:
 
 def _cannot_build(device_type: str) -> str | None:
     if prebuild.is_asked_for():
-        return f"{prebuild.VARIABLE} names a prebuilt library"
+        return f"{prebuild.VARIABLE} is set"
     if not CSRC.is_dir():
         return f"the C++ sources are not in {CSRC} (install the package editable from its checkout)"
     return missing_cuda() if device_type == "cuda" else missing_cxx()

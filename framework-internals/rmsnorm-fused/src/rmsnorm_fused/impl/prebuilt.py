@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from native_build import LibraryError, LibraryRecord, load_library, read_record
+from native_build import LibraryError, load_library, read_record
 from rmsnorm_fused import ops, prebuild
 from rmsnorm_fused.options import Options
 from rmsnorm_fused.validation import wide_dtype
@@ -19,26 +19,20 @@ def unavailable(device_type: str) -> str | None:
     """Why the prebuilt library cannot be used on such a device here, with the remedy; None where it can.
 
     Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
+        device_type: ``"cpu"``, or ``"cuda"`` where there is a GPU.
     """
     library = prebuild.library_path()
     remedy = f"python -m rmsnorm_fused build makes one where there is a compiler; {prebuild.VARIABLE} names one elsewhere"
     if not library.is_file():
-        return f"no prebuilt library {library} ({remedy})"
+        return f"there is no prebuilt library {library} ({remedy})"
     try:
         record = read_record(library)
     except LibraryError as error:
         return str(error)
-    reason = record.refusal(torch.__version__) or (_cuda_refusal(record) if device_type == "cuda" else None)
+    reason = record.refusal(torch.__version__)
+    if reason is None and device_type == "cuda":
+        reason = record.cuda_refusal(torch.cuda.get_device_capability())
     return None if reason is None else f"the prebuilt library {library} cannot be used: {reason} ({remedy})"
-
-
-def _cuda_refusal(record: LibraryRecord) -> str | None:
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a CPU build (install a CUDA build of torch)"
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA GPU (check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES)"
-    return record.cuda_refusal(torch.cuda.get_device_capability())
 
 
 def register(device_type: str) -> None:
