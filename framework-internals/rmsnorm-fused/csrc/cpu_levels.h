@@ -33,7 +33,8 @@ struct Kernels {
 inline Kernels cpu_kernels() {
 #ifdef __x86_64__
   // What the names leave out of x86-64-v3 and -v4, for which these levels are compiled, came with these features.
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                        __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const char* given = std::getenv("ATEN_CPU_CAPABILITY");

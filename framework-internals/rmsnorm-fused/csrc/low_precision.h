@@ -1,6 +1,7 @@
 // The narrow types on a CPU, and rows of them to and from float, written so that compilers vectorise the loops: no
-// branches, no calls (a compiler that has seen enough inlining stops, and with it vectorising: hence always_inline). Every function is static: files that are compiled for several instruction sets and linked into one
-// library include this, and a shared definition would be whichever set's the linker met first.
+// branches, no calls (always_inline, because a compiler that has seen enough inlining stops, and with it vectorising).
+// Every function is static: files that are compiled for several instruction sets and linked into one library include
+// this, and a shared definition would be whichever set's the linker met first.
 #pragma once
 
 #include <cstdint>

@@ -70,6 +70,8 @@ Weight weight_of(const OptionalTensor& weight, double offset) { return {weight ?
 
 Shape shape_of(const Tensor& x, const OptionalTensor& weight, void* stream) {
   STD_TORCH_CHECK(!weight || (weight->is_contiguous() && weight->numel() == x.size(2)), "expected a contiguous weight of ", x.size(2), " elements");
+  STD_TORCH_CHECK(!weight || weight->scalar_type() == wide(x) || (x.is_cuda() && weight->scalar_type() == x.scalar_type()),
+                  "expected a weight of the accumulating type or, on a GPU, of that of x");
   const Type type = type_of(x);
   return {x.size(0) * x.size(1), x.size(2), type, weight ? type_of(*weight) : type, x.is_cuda() ? x.get_device_index() : 0, stream};
 }
@@ -80,29 +82,43 @@ using Results = std::tuple<Tensor, Tensor, Tensor>;
 struct Target {
   Kernels kernels;
   void* stream;
-
-  Results forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps, double offset, bool llama,
-                  const Quantised* quantised, Tensor y, Tensor rstd) const {
-    const Shape shape = shape_of(x, weight, stream);
-    Tensor s = residual ? make(x, {shape.rows, shape.columns}, x.scalar_type()) : make(x, {0}, x.scalar_type());
-    kernels.forward({shape, rows_of(x, x), rows_of(residual, x), weight_of(weight, offset), eps, llama, y.mutable_data_ptr(),
-                     residual ? s.mutable_data_ptr() : nullptr, quantised ? nullptr : rstd.mutable_data_ptr(), quantised});
-    return {y, s, rstd};
-  }
 };
+
+Tensor sum_for(const Tensor& x, const OptionalTensor& residual) {
+  return residual ? make(x, {x.size(0) * x.size(1), x.size(2)}, x.scalar_type()) : make(x, {0}, x.scalar_type());
+}
+
+// All but where rstd goes and how y is quantised.
+Forward call_for(const Target& target, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps, double offset,
+                 bool llama, const Tensor& y, const Tensor& s) {
+  return {shape_of(x, weight, target.stream), rows_of(x, x), rows_of(residual, x), weight_of(weight, offset), eps, llama, y.mutable_data_ptr(),
+          residual ? s.mutable_data_ptr() : nullptr, nullptr, nullptr};
+}
 
 Results forward(const Target& target, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps, double offset,
                 bool llama) {
   const int64_t rows = x.size(0) * x.size(1);
-  return target.forward(x, residual, weight, eps, offset, llama, nullptr, make(x, {rows, x.size(2)}, x.scalar_type()), make(x, {rows}, wide(x)));
+  Tensor y = make(x, {rows, x.size(2)}, x.scalar_type());
+  Tensor s = sum_for(x, residual);
+  Tensor rstd = make(x, {rows}, wide(x));
+  Forward call = call_for(target, x, residual, weight, eps, offset, llama, y, s);
+  call.rstd = rstd.mutable_data_ptr();
+  target.kernels.forward(call);
+  return {y, s, rstd};
 }
 
 Results quantize(const Target& target, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& scale,
                  double eps, double offset, bool llama) {
+  STD_TORCH_CHECK(!scale || (scale->numel() == 1 && scale->scalar_type() == ScalarType::Float), "expected a scale of one float32 element");
   const int64_t rows = x.size(0) * x.size(1);
+  Tensor y = make(x, {rows, x.size(2)}, ScalarType::Float8_e4m3fn);
+  Tensor s = sum_for(x, residual);
   Tensor row_scales = make(x, {scale ? 0 : rows}, ScalarType::Float);
   const Quantised quantised{scale ? scale->const_data_ptr<float>() : nullptr, scale ? nullptr : row_scales.mutable_data_ptr<float>()};
-  return target.forward(x, residual, weight, eps, offset, llama, &quantised, make(x, {rows, x.size(2)}, ScalarType::Float8_e4m3fn), row_scales);
+  Forward call = call_for(target, x, residual, weight, eps, offset, llama, y, s);
+  call.quantised = &quantised;
+  target.kernels.forward(call);
+  return {y, s, row_scales};
 }
 
 std::tuple<Tensor, Tensor> backward(const Target& target, const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight,

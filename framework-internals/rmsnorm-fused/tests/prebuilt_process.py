@@ -1,4 +1,4 @@
-"""What test_rmsnorm_prebuilt.py runs in a process that has no compiler: the public functions on the prebuilt library."""
+"""What test_rmsnorm_prebuilt.py runs where there is no compiler: the public functions on the prebuilt library."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def check_strides() -> None:
     assert not q.is_contiguous()
     assert torch.equal(rms_norm(q, eps=1e-6, backend="cpp"), rms_norm(q.contiguous(), eps=1e-6, backend="cpp"))
     misaligned = torch.randn(33 * 7 + 1)[1:].view(33, 7)
-    assert torch.equal(rms_norm(misaligned, eps=1e-6, backend="cpp"), rms_norm(misaligned.clone(), eps=1e-6, backend="cpp"))
+    assert torch.equal(
+        rms_norm(misaligned, eps=1e-6, backend="cpp"), rms_norm(misaligned.clone(), eps=1e-6, backend="cpp")
+    )
 
 
 def check_compile() -> None:

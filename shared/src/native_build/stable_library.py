@@ -105,10 +105,10 @@ def build_library(
 
     Args:
         name: for the record and for error messages.
-        units: what to compile, several at a time, largest first where that matters.
+        units: what to compile, as many at a time as there are processors: the longest first.
         output: path of the library.
-        torch_versions: the oldest and the newest torch that it is for, ``("2.10", "2.15")``. The stable ABI of the oldest
-            is what the headers of the torch that is installed here offer to the sources.
+        torch_versions: the oldest and the newest torch that it is for, ``("2.10", "2.15")``. The headers of the torch
+            that is installed here then offer the sources no more than the stable ABI of the oldest.
         architectures: of the CUDA kernels, ``"sm_90a"`` and ``"compute_90"`` alike; empty for a library without CUDA,
             which needs no nvcc.
         cflags: for the C++ compiler, besides ``-O3 -std=c++17``.
@@ -194,7 +194,7 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     if specific == "a":
         return own == capability
     # Machine code runs on later GPUs of its generation; what the driver translates, on every later GPU.
-    return own <= capability and (kind == "compute" and not specific or own[0] == capability[0])
+    return own <= capability and ((kind == "compute" and not specific) or own[0] == capability[0])
 
 
 def _record_source(record: LibraryRecord) -> str:
@@ -234,7 +234,7 @@ def _link(name: str, objects: Sequence[str], output: Path, nvcc: Path | None, fo
     exports = folder / "exports.map"
     exports.write_text(f"{{ global: {_SYMBOL}; local: *; }};\n", encoding="utf-8")
     output.parent.mkdir(parents=True, exist_ok=True)
-    made = output.with_suffix(f".{os.getpid()}.tmp")
+    made = output.with_name(f"{output.stem}.{os.getpid()}{output.suffix}")
     runtime = [] if nvcc is None else [f"-L{_cuda_libraries(nvcc)}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     try:
         _run(name, [
@@ -265,7 +265,9 @@ def _cuda_version(nvcc: Path) -> str:
 
 def _cuda_libraries(nvcc: Path) -> Path:
     # nvcc may be a script that calls the real one; what that one would do says where its toolkit lies.
-    plan = subprocess.run([str(nvcc), "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False)
+    plan = subprocess.run(
+        [str(nvcc), "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
+    )
     found = re.search(r"^#\$ TOP=(.+)$", plan.stderr, re.MULTILINE)
     home = Path(found[1].strip()).resolve() if found else nvcc.resolve().parent.parent
     for folder in (home / "lib64", home / "lib", *home.glob("targets/*/lib")):

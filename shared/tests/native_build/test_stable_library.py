@@ -29,7 +29,11 @@ KERNEL = """
 #include <cstdint>
 #include <cuda_runtime.h>
 __global__ void set(int* x) { *x = 40; }
-int64_t answer() { int devices = -1; return cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0 ? (set<<<1, 1>>>(nullptr), 40) : 40; }
+int64_t answer() {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) == cudaSuccess && devices < 0) set<<<1, 1>>>(nullptr);
+  return 40;
+}
 """
 RECORD = LibraryRecord("lib", "2.10", "2.15", platform.machine(), "13.0", ("sm_80", "sm_90a", "sm_100", "compute_90"))
 

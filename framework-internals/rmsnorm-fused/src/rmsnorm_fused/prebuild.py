@@ -15,8 +15,8 @@ HERE = Path(__file__).resolve().parent  # where a wheel carries it
 
 TORCH_VERSIONS = ("2.10", "2.15")
 
-# Machine code for A100, H100, B200 and RTX 50 (and what runs it: the later GPUs of each generation, but for the H100's),
-# and what the driver of any other GPU since the H100 translates for itself.
+# Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
+# other GPU since the H100 what its driver translates.
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
 
 # The levels of csrc/cpu_levels.h.
@@ -67,4 +67,3 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
         "rmsnorm_fused", units, output, torch_versions=TORCH_VERSIONS, architectures=architectures if cuda else ()
     )
     return output
-

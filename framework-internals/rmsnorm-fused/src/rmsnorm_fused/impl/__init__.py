@@ -1,2 +1,1 @@
-"""The implementations. None is imported before it is used, and none imports another, but that `native` has `prebuilt`
-where nothing can be built."""
+"""The implementations. None is imported before it is used, and none imports another but ``native`` its ``prebuilt``."""

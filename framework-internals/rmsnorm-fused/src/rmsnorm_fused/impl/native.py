@@ -1,7 +1,7 @@
 """The C++ and CUDA C++ kernels (``csrc``), built at their first call or taken from the prebuilt library.
 
-Where there is a compiler they are built: the extension also registers derivatives, which the library's stable ABI cannot,
-and a call costs less. A library that the environment names is taken all the same.
+Where there is a compiler they are built: the extension also registers derivatives, which the stable ABI cannot, and a
+call costs less. A library that the environment names is taken all the same.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def load(device_type: str) -> QuickCall | None:
     if _cannot_build(device_type) is not None:
         from rmsnorm_fused.impl import prebuilt
 
-        return prebuilt.register(device_type)
+        prebuilt.register(device_type)
+        return None
     extension = _build_cuda() if device_type == "cuda" else _build_cpu()
     return extension.rms_norm
 

@@ -22,7 +22,9 @@ def unavailable(device_type: str) -> str | None:
         device_type: ``"cpu"``, or ``"cuda"`` where there is a GPU.
     """
     library = prebuild.library_path()
-    remedy = f"python -m rmsnorm_fused build makes one where there is a compiler; {prebuild.VARIABLE} names one elsewhere"
+    remedy = (
+        f"python -m rmsnorm_fused build makes one where there is a compiler; {prebuild.VARIABLE} names one elsewhere"
+    )
     if not library.is_file():
         return f"there is no prebuilt library {library} ({remedy})"
     try:
