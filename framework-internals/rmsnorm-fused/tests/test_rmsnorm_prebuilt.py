@@ -42,11 +42,12 @@ def chosen(monkeypatch):
 
 
 def without_compiler(library: Path, tmp_path: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs Python where there is no compiler, and no nvcc but the one that is in its standard place."""
+    """Runs Python where there is neither a C++ compiler nor nvcc."""
     return subprocess.run(
         [sys.executable, *command],
         env={
-            **os.environ, "PATH": str(tmp_path), "CXX": "no-such-compiler", "CUDA_HOME": str(tmp_path),
+            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PATH": str(tmp_path), "CXX": "no-such-compiler", "CUDA_HOME": str(tmp_path),
             prebuild.VARIABLE: str(library), **environment,
         },
         capture_output=True,
@@ -203,7 +204,7 @@ def test_sources_that_are_not_there_are_named(monkeypatch, tmp_path):
         prebuild.build(tmp_path)
 
 
-def test_a_wheel_carries_it(library, tmp_path):
+def test_a_wheel_carries_it_and_finds_it(library, tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="the build back end of the package")
     copy = tmp_path / "package"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("*.so", "reports", "build", "*.egg-info", "__pycache__"))
@@ -225,3 +226,10 @@ def test_a_wheel_carries_it(library, tmp_path):
     (carried,) = unpacked.rglob("*.so")
     assert carried.parent.name == "rmsnorm_fused"
     assert carried.read_bytes() == library.read_bytes()
+    packages = os.pathsep.join([str(carried.parents[1]), *filter(None, sys.path)])
+    script = (
+        "import torch, rmsnorm_fused as r\n"
+        "print(r.__file__, r.rms_norm(torch.ones(2, 8), eps=0.0, backend='cpp').sum())\n"
+    )
+    answer = without_compiler(library, tmp_path, "-c", script, PYTHONPATH=packages, **{prebuild.VARIABLE: ""})
+    assert answer.stdout == f"{carried.parent / '__init__.py'} tensor(16.)\n", answer.stderr[-2000:]
