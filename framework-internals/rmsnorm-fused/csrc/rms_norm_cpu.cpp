@@ -1,21 +1,23 @@
-// RMSNorm on the CPU: rows spread over torch's threads, columns over vector registers by the compiler. weight and dweight
-// are of the accumulating type here (impl/cpp.py converts): they are one row against thousands.
-#include <ATen/Parallel.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
-
+// RMSNorm on the CPU: rows, or blocks of columns of a few wide ones, spread over threads; columns spread over vector
+// registers by the compiler. weight and dweight are of the accumulating type: they are one row against thousands.
+//
+// A result depends neither on the number of threads nor on how the work was cut: a row is always summed block by block,
+// each block by the same machine code (hence noinline), and the blocks' sums in their order.
+//
+// RMS_NORM_CPU_LEVEL names an inner namespace, so that one library can hold this file for several instruction sets.
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <type_traits>
-#include <vector>
 
-#if defined(__AVX512F__) || defined(__F16C__)
-#include <immintrin.h>
-#endif
-
+#include "low_precision.h"
+#include "parallel.h"
 #include "rms_norm.h"
 
 namespace rms_norm {
+#ifdef RMS_NORM_CPU_LEVEL
+namespace RMS_NORM_CPU_LEVEL {
+#endif
 namespace {
 
 // Columns that are converted and summed at a time: three such blocks of floats fit the L1 cache, and a partial sum in
@@ -23,176 +25,427 @@ namespace {
 // blocks go on in double.
 constexpr int64_t kBlock = 1024;
 
-// Rows whose dy * x * rstd are summed into one partial row of dweight. Fixed, so that dweight does not depend on the
+// Rows whose dy * s * rstd are summed into one partial row of dweight. Fixed, so that dweight does not depend on the
 // number of threads.
 constexpr int64_t kRowsPerPartial = 64;
 
+// Elements that are worth waking a thread for.
+constexpr int64_t kGrain = int64_t{1} << 15;
+
 template <class T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+template <class T> constexpr bool kIsWide = std::is_same_v<T, Wide<T>>;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Columns {
+  int64_t first;
+  int64_t count;
+};
+
+// A matrix as the blocks of columns that its rows are cut into.
+struct Grid {
+  int64_t rows;
+  int64_t columns;
+  int64_t blocks = ceil_div(columns, kBlock);  // in a row
+
+  Columns block(int64_t index) const { return {index * kBlock, std::min(kBlock, columns - index * kBlock)}; }
+  int64_t grain_in_rows() const { return std::max<int64_t>(1, kGrain / columns); }
+  int64_t grain_in_blocks() const { return std::max<int64_t>(1, kGrain / std::min(columns, kBlock)); }
+
+  // Whether `tasks` of whole rows leave threads idle that blocks of columns would keep busy.
+  bool is_few_and_wide(int64_t tasks) const { return blocks > 1 && rows * columns >= 2 * kGrain && tasks < threads(); }
+};
 
 template <class T> const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + (row / rows.inner) * rows.outer_stride + (row % rows.inner) * rows.inner_stride;
 }
 
-// n elements as the accumulating type: `from` itself where it is that already, else converted into `buffer`.
-template <class T> const Wide<T>* widen(const T* from, Wide<T>* buffer, int64_t n) {
-  if constexpr (std::is_same_v<T, Wide<T>>) {
-    return from;
-  } else {
-    int64_t i = 0;
-#ifdef __F16C__  // compilers do not vectorise this conversion by themselves
-    if constexpr (std::is_same_v<T, c10::Half>)
-      for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(buffer + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-#endif
-    for (; i < n; ++i) buffer[i] = static_cast<float>(from[i]);
-    return buffer;
-  }
+// Elements as the accumulating type: where they are if they are of it, else converted into `buffer`.
+template <class T> const Wide<T>* as_wide(const T* from, Wide<T>* buffer, int64_t count) {
+  if constexpr (kIsWide<T>) return from;
+  else return widen(from, buffer, count), buffer;
 }
 
-// Where to compute n elements of the accumulating type before they go to `to`: there itself, or in `buffer`.
-template <class T> Wide<T>* target(T* to, Wide<T>* buffer) {
-  if constexpr (std::is_same_v<T, Wide<T>>) return to;
+// Where to compute elements of the accumulating type before store(): their destination, or `buffer`.
+template <class T> Wide<T>* staging(T* to, Wide<T>* buffer) {
+  if constexpr (kIsWide<T>) return to;
   else return buffer;
 }
 
-template <class T> void narrow([[maybe_unused]] const Wide<T>* from, [[maybe_unused]] T* to, [[maybe_unused]] int64_t n) {
-  if constexpr (!std::is_same_v<T, Wide<T>>) {
-    int64_t i = 0;
-#ifdef __F16C__
-    if constexpr (std::is_same_v<T, c10::Half>)
-      for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-    for (; i < n; ++i) to[i] = static_cast<T>(from[i]);
+template <class T> void store([[maybe_unused]] const Wide<T>* staged, [[maybe_unused]] T* to, [[maybe_unused]] int64_t count) {
+  if constexpr (!kIsWide<T>) narrow(staged, to, count);
+}
+
+// Values that pass through T, as `llama` has it.
+template <class T> void round_through([[maybe_unused]] Wide<T>* values, [[maybe_unused]] int64_t count) {
+  if constexpr (!kIsWide<T>) {
+    T rounded[kBlock];
+    narrow(values, rounded, count);
+    widen(rounded, values, count);
   }
 }
 
-template <class T> void forward_row(const T* x, const Wide<T>* weight, T* y, Wide<T>* rstd, int64_t columns, double eps) {
+// What the blocks of one row share once its squares are summed.
+template <class A> struct RowScale {
+  A rstd;
+  float quantum;  // that a quantised y is divided by
+};
+
+template <class T> class ForwardKernel {
   using A = Wide<T>;
-  alignas(64) A x_buffer[kBlock], y_buffer[kBlock];
-  double squares = 0;
-  for (int64_t first = 0; first < columns; first += kBlock) {
-    const int64_t n = std::min(kBlock, columns - first);
-    const A* wide = widen(x + first, x_buffer, n);
+
+ public:
+  explicit ForwardKernel(const Forward& call)
+      : call_(call), columns_(call.shape.columns), weight_(static_cast<const A*>(call.weight.data)), offset_(static_cast<A>(call.weight.offset)) {}
+
+  bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
+
+  // The sum of s^2 over a block; s is stored on the way where there is a residual.
+  [[gnu::noinline]] A squares(int64_t row, Columns block) const {
+    alignas(64) A buffer[kBlock];
+    if (call_.residual.data) add(row, block);
+    const A* s = as_wide(s_of(row) + block.first, buffer, block.count);
     A sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; ++i) sum += wide[i] * wide[i];
-    squares += sum;
+    for (int64_t i = 0; i < block.count; ++i) sum += s[i] * s[i];
+    return sum;
   }
-  const A scale = static_cast<A>(1.0 / std::sqrt(squares / static_cast<double>(columns) + eps));
-  *rstd = scale;
-  for (int64_t first = 0; first < columns; first += kBlock) {
-    const int64_t n = std::min(kBlock, columns - first);
-    const A* wide = widen(x + first, x_buffer, n);
-    A* out = target(y + first, y_buffer);
+
+  RowScale<A> scale(int64_t row, double squares) const {
+    const A rstd = static_cast<A>(1.0 / std::sqrt(squares / static_cast<double>(columns_) + call_.eps));
+    if (call_.rstd) static_cast<A*>(call_.rstd)[row] = rstd;
+    return {rstd, call_.quantised && call_.quantised->scale ? *call_.quantised->scale : 1.0f};
+  }
+
+  // The largest |y| of a block.
+  [[gnu::noinline]] A largest(int64_t row, Columns block, A rstd) const {
+    alignas(64) A y[kBlock];
+    normalise(row, block, rstd, y);
+    A most = 0;
+#pragma omp simd reduction(max : most)
+    for (int64_t i = 0; i < block.count; ++i) most = std::abs(y[i]) > most ? std::abs(y[i]) : most;
+    return most;
+  }
+
+  float quantum(int64_t row, A largest) const {
+    return call_.quantised->row_scales[row] = largest > 0 ? static_cast<float>(largest) / kLargestFloat8 : 1.0f;
+  }
+
+  [[gnu::noinline]] void write(int64_t row, Columns block, RowScale<A> scale) const {
+    alignas(64) A buffer[kBlock];
+    const int64_t at = row * columns_ + block.first;
+    if (call_.quantised) {
+      normalise(row, block, scale.rstd, buffer);
+      quantise(buffer, scale.quantum, static_cast<uint8_t*>(call_.y) + at, block.count);
+    } else {
+      T* y = static_cast<T*>(call_.y) + at;
+      A* staged = staging(y, buffer);
+      normalise(row, block, scale.rstd, staged);
+      store(staged, y, block.count);
+    }
+  }
+
+ private:
+  const T* s_of(int64_t row) const {
+    return call_.residual.data ? static_cast<const T*>(call_.s) + row * columns_ : row_of<T>(call_.x, row);
+  }
+
+  void add(int64_t row, Columns block) const {
+    alignas(64) A x_buffer[kBlock], residual_buffer[kBlock];
+    const A* x = as_wide(row_of<T>(call_.x, row) + block.first, x_buffer, block.count);
+    const A* residual = as_wide(row_of<T>(call_.residual, row) + block.first, residual_buffer, block.count);
+    T* s = static_cast<T*>(call_.s) + row * columns_ + block.first;
+    A* staged = staging(s, x_buffer);
+#pragma omp simd
+    for (int64_t i = 0; i < block.count; ++i) staged[i] = x[i] + residual[i];
+    store(staged, s, block.count);
+  }
+
+  void normalise(int64_t row, Columns block, A rstd, A* y) const {
+    alignas(64) A buffer[kBlock];
+    const A* s = as_wide(s_of(row) + block.first, buffer, block.count);
+    const A* weight = weight_ ? weight_ + block.first : nullptr;
+    const A offset = offset_;  // a member would be read again after each y that is written
+    if (weight && !call_.llama) {
+#pragma omp simd
+      for (int64_t i = 0; i < block.count; ++i) y[i] = s[i] * rstd * (weight[i] + offset);
+      return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < block.count; ++i) y[i] = s[i] * rstd;
+    if (call_.llama) round_through<T>(y, block.count);
     if (weight) {
 #pragma omp simd
-      for (int64_t i = 0; i < n; ++i) out[i] = wide[i] * scale * weight[first + i];
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) out[i] = wide[i] * scale;
+      for (int64_t i = 0; i < block.count; ++i) y[i] *= weight[i] + offset;
     }
-    narrow(out, y + first, n);
   }
-}
 
-// dx of one row; dy * x * rstd is added to `partial` unless that is null.
-template <class T>
-void backward_row(const T* dy, const T* x, const Wide<T>* weight, Wide<T> rstd, T* dx, Wide<T>* partial, int64_t columns) {
+  static void quantise(const A* y, float quantum, uint8_t* to, int64_t count) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] = quantised(static_cast<float>(y[i]) / quantum);
+  }
+
+  const Forward& call_;
+  const int64_t columns_;
+  const A* const weight_;
+  const A offset_;
+};
+
+template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Grid& grid) {
   using A = Wide<T>;
-  alignas(64) A dy_buffer[kBlock], x_buffer[kBlock], dx_buffer[kBlock];
-  double products = 0;
-  for (int64_t first = 0; first < columns; first += kBlock) {
-    const int64_t n = std::min(kBlock, columns - first);
-    const A* g = widen(dy + first, dy_buffer, n);
-    const A* wide = widen(x + first, x_buffer, n);
-    A sum = 0;
-    if (weight) {
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = 0; i < n; ++i) sum += g[i] * weight[first + i] * wide[i];
-    } else {
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = 0; i < n; ++i) sum += g[i] * wide[i];
+  parallel_for(grid.rows, grid.grain_in_rows(), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      double squares = 0;
+      for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i));
+      RowScale<A> scale = kernel.scale(row, squares);
+      if (kernel.scales_rows()) {
+        A largest = 0;
+        for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale.rstd));
+        scale.quantum = kernel.quantum(row, largest);
+      }
+      for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), scale);
     }
-    products += sum;
-  }
-  const double r = rstd;
-  const A pull = static_cast<A>(-r * r * r * products / static_cast<double>(columns));
-  for (int64_t first = 0; first < columns; first += kBlock) {
-    const int64_t n = std::min(kBlock, columns - first);
-    const A* g = widen(dy + first, dy_buffer, n);
-    const A* wide = widen(x + first, x_buffer, n);
-    A* out = target(dx + first, dx_buffer);
-    if (weight) {
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) out[i] = g[i] * weight[first + i] * rstd + wide[i] * pull;
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) out[i] = g[i] * rstd + wide[i] * pull;
-    }
-    if (partial) {
-#pragma omp simd
-      for (int64_t i = 0; i < n; ++i) partial[first + i] += g[i] * rstd * wide[i];
-    }
-    narrow(out, dx + first, n);
-  }
-}
-
-int64_t partials(const Shape& shape) { return (shape.rows + kRowsPerPartial - 1) / kRowsPerPartial; }
-
-template <class T> void forward_rows(const Forward& call) {
-  const Shape& shape = call.shape;
-  const int64_t grain = std::max<int64_t>(1, (int64_t{1} << 15) / shape.columns);  // a task is worth waking a thread for
-  at::parallel_for(0, shape.rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      forward_row(row_of<T>(call.x, row), static_cast<const Wide<T>*>(call.weight), static_cast<T*>(call.y) + row * shape.columns,
-                  static_cast<Wide<T>*>(call.rstd) + row, shape.columns, call.eps);
   });
 }
 
-template <class T> void backward_rows(const Backward& call) {
+// The passes of forward_by_rows one after the other, each over all blocks of all rows.
+template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const Grid& grid) {
   using A = Wide<T>;
-  const Shape& shape = call.shape;
-  const int64_t count = partials(shape);
-  at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+  const std::unique_ptr<A[]> found(new A[grid.rows * grid.blocks]);
+  const std::unique_ptr<RowScale<A>[]> scales(new RowScale<A>[grid.rows]);
+  const auto each_block = [&](auto&& visit) {
+    parallel_for(grid.rows * grid.blocks, grid.grain_in_blocks(), [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index) visit(index, index / grid.blocks, grid.block(index % grid.blocks));
+    });
+  };
+  each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.squares(row, block); });
+  for (int64_t row = 0; row < grid.rows; ++row) {
+    double squares = 0;
+    for (int64_t i = 0; i < grid.blocks; ++i) squares += found[row * grid.blocks + i];
+    scales[row] = kernel.scale(row, squares);
+  }
+  if (kernel.scales_rows()) {
+    each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.largest(row, block, scales[row].rstd); });
+    for (int64_t row = 0; row < grid.rows; ++row) {
+      const A* first = found.get() + row * grid.blocks;
+      scales[row].quantum = kernel.quantum(row, *std::max_element(first, first + grid.blocks));
+    }
+  }
+  each_block([&](int64_t, int64_t row, Columns block) { kernel.write(row, block, scales[row]); });
+}
+
+// g = dy * w of a block before it is multiplied: values * (weight + offset), or the values themselves without a weight.
+template <class A> struct Gradient {
+  const A* values;
+  const A* weight;
+  A offset;
+
+  template <bool kWeighted> A at(int64_t i) const { return kWeighted ? values[i] * (weight[i] + offset) : values[i]; }
+};
+
+template <bool kWeighted, class A> A sum_of_products(const Gradient<A> g, const A* s, int64_t count) {
+  A sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < count; ++i) sum += g.template at<kWeighted>(i) * s[i];
+  return sum;
+}
+
+template <bool kWeighted, class A> void write_gradient(const Gradient<A> g, const A* s, A rstd, A pull, A* dx, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) dx[i] = g.template at<kWeighted>(i) * rstd + s[i] * pull;
+}
+
+template <class T> class BackwardKernel {
+  using A = Wide<T>;
+
+ public:
+  explicit BackwardKernel(const Backward& call)
+      : call_(call), columns_(call.shape.columns), weight_(static_cast<const A*>(call.weight.data)), offset_(static_cast<A>(call.weight.offset)) {}
+
+  // The sum of g * s over a block.
+  [[gnu::noinline]] A products(int64_t row, Columns block) const {
+    alignas(64) A dy_buffer[kBlock], s_buffer[kBlock], rounded[kBlock];
+    const Gradient<A> g = gradient(wide_row(call_.dy, row, block, dy_buffer), block, rounded);
+    const A* s = wide_row(call_.s, row, block, s_buffer);
+    return g.weight ? sum_of_products<true>(g, s, block.count) : sum_of_products<false>(g, s, block.count);
+  }
+
+  // What s is multiplied by in dx: -rstd^3 * mean(g * s).
+  A pull(int64_t row, double products) const {
+    const double rstd = this->rstd(row);
+    return static_cast<A>(-rstd * rstd * rstd * products / static_cast<double>(columns_));
+  }
+
+  // dx of a block; its dy * s * rstd are added to `partial`, of as many elements as a row, unless that is null.
+  [[gnu::noinline]] void write(int64_t row, Columns block, A pull, A* partial) const {
+    alignas(64) A dy_buffer[kBlock], s_buffer[kBlock], buffer[kBlock];
+    const A* dy = wide_row(call_.dy, row, block, dy_buffer);
+    const A* s = wide_row(call_.s, row, block, s_buffer);
+    if (partial) add_weight_gradient(dy, s, rstd(row), block.count, partial + block.first, buffer);
+    const Gradient<A> g = gradient(dy, block, buffer);
+    T* dx = static_cast<T*>(call_.dx) + row * columns_ + block.first;
+    A* staged = staging(dx, buffer);
+    if (g.weight) write_gradient<true>(g, s, rstd(row), pull, staged, block.count);
+    else write_gradient<false>(g, s, rstd(row), pull, staged, block.count);
+    if (call_.ds.data) {
+      const A* ds = wide_row(call_.ds, row, block, dy_buffer);
+#pragma omp simd
+      for (int64_t i = 0; i < block.count; ++i) staged[i] += ds[i];
+    }
+    store(staged, dx, block.count);
+  }
+
+ private:
+  A rstd(int64_t row) const { return static_cast<const A*>(call_.rstd)[row]; }
+
+  static const A* wide_row(const Rows& rows, int64_t row, Columns block, A* buffer) {
+    return as_wide(row_of<T>(rows, row) + block.first, buffer, block.count);
+  }
+
+  // With `llama` the product is taken here, into `rounded`, because it is rounded.
+  Gradient<A> gradient(const A* dy, Columns block, A* rounded) const {
+    if (!weight_ || !call_.llama) return {dy, weight_ ? weight_ + block.first : nullptr, offset_};
+    const A* weight = weight_ + block.first;
+    const A offset = offset_;
+#pragma omp simd
+    for (int64_t i = 0; i < block.count; ++i) rounded[i] = dy[i] * (weight[i] + offset);
+    round_through<T>(rounded, block.count);
+    return {rounded, nullptr, 0};
+  }
+
+  void add_weight_gradient(const A* dy, const A* s, A rstd, int64_t count, A* partial, A* normalised) const {
+    if (!call_.llama) {
+#pragma omp simd
+      for (int64_t i = 0; i < count; ++i) partial[i] += dy[i] * rstd * s[i];
+      return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) normalised[i] = s[i] * rstd;
+    round_through<T>(normalised, count);
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) partial[i] += dy[i] * normalised[i];
+  }
+
+  const Backward& call_;
+  const int64_t columns_;
+  const A* const weight_;
+  const A offset_;
+};
+
+// Rows in groups, each with its partial row of dweight where that is wanted.
+template <class A> struct Groups {
+  explicit Groups(const Backward& call)
+      : rows(call.shape.rows), columns(call.shape.columns), size(call.dweight ? kRowsPerPartial : 1), count(ceil_div(rows, size)),
+        workspace(call.dweight ? static_cast<A*>(call.workspace) : nullptr) {}
+
+  int64_t first_row(int64_t group) const { return group * size; }
+  int64_t last_row(int64_t group) const { return std::min((group + 1) * size, rows); }
+  A* partial(int64_t group) const { return workspace ? workspace + group * columns : nullptr; }
+
+  const int64_t rows, columns, size, count;
+  A* const workspace;
+};
+
+template <class T> void backward_by_rows(const BackwardKernel<T>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
+  const int64_t grain = std::max<int64_t>(1, grid.grain_in_rows() / groups.size);
+  parallel_for(groups.count, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t group = begin; group < end; ++group) {
+      Wide<T>* partial = groups.partial(group);
+      if (partial) std::fill_n(partial, grid.columns, Wide<T>(0));
+      for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row) {
+        double products = 0;
+        for (int64_t i = 0; i < grid.blocks; ++i) products += kernel.products(row, grid.block(i));
+        const Wide<T> pull = kernel.pull(row, products);
+        for (int64_t i = 0; i < grid.blocks; ++i) kernel.write(row, grid.block(i), pull, partial);
+      }
+    }
+  });
+}
+
+// The passes of backward_by_rows one after the other: the first over all blocks of all rows, the second over all blocks of
+// all groups.
+template <class T> void backward_by_blocks(const BackwardKernel<T>& kernel, const Grid& grid, const Groups<Wide<T>>& groups) {
+  using A = Wide<T>;
+  const std::unique_ptr<A[]> found(new A[grid.rows * grid.blocks]);
+  const std::unique_ptr<A[]> pulls(new A[grid.rows]);
+  parallel_for(grid.rows * grid.blocks, grid.grain_in_blocks(), [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index)
+      found[index] = kernel.products(index / grid.blocks, grid.block(index % grid.blocks));
+  });
+  for (int64_t row = 0; row < grid.rows; ++row) {
+    double products = 0;
+    for (int64_t i = 0; i < grid.blocks; ++i) products += found[row * grid.blocks + i];
+    pulls[row] = kernel.pull(row, products);
+  }
+  const int64_t grain = std::max<int64_t>(1, grid.grain_in_blocks() / std::min(groups.size, grid.rows));
+  parallel_for(groups.count * grid.blocks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
-      A* partial = call.dweight ? static_cast<A*>(call.workspace) + index * shape.columns : nullptr;
-      if (partial) std::fill_n(partial, shape.columns, A(0));
-      for (int64_t row = index * kRowsPerPartial; row < std::min((index + 1) * kRowsPerPartial, shape.rows); ++row)
-        backward_row(row_of<T>(call.dy, row), row_of<T>(call.x, row), static_cast<const A*>(call.weight),
-                     static_cast<const A*>(call.rstd)[row], static_cast<T*>(call.dx) + row * shape.columns, partial, shape.columns);
+      const int64_t group = index / grid.blocks;
+      const Columns block = grid.block(index % grid.blocks);
+      A* partial = groups.partial(group);
+      if (partial) std::fill_n(partial + block.first, block.count, A(0));
+      for (int64_t row = groups.first_row(group); row < groups.last_row(group); ++row)
+        kernel.write(row, block, pulls[row], partial);
     }
-  });
-  if (!call.dweight) return;
-  at::parallel_for(0, shape.columns, 256, [&](int64_t begin, int64_t end) {
-    std::vector<double> sums(end - begin, 0.0);
-    for (int64_t index = 0; index < count; ++index) {
-      const A* partial = static_cast<const A*>(call.workspace) + index * shape.columns + begin;
-      for (int64_t i = 0; i < end - begin; ++i) sums[i] += partial[i];
-    }
-    for (int64_t i = 0; i < end - begin; ++i) static_cast<A*>(call.dweight)[begin + i] = static_cast<A>(sums[i]);
   });
 }
 
-template <class Function> void visit(Type type, Function&& function) {
+template <class A> void sum_partials(const Groups<A>& groups, A* dweight) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / kBlock / groups.count);
+  parallel_for(ceil_div(groups.columns, kBlock), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) {
+      const Columns block = Grid{1, groups.columns}.block(index);
+      alignas(64) double sums[kBlock] = {};
+      for (int64_t group = 0; group < groups.count; ++group) {
+        const A* partial = groups.partial(group) + block.first;
+#pragma omp simd
+        for (int64_t i = 0; i < block.count; ++i) sums[i] += partial[i];
+      }
+      for (int64_t i = 0; i < block.count; ++i) dweight[block.first + i] = static_cast<A>(sums[i]);
+    }
+  });
+}
+
+template <class Function> auto visit(Type type, Function&& function) {
   switch (type) {
-    case Type::float32: return function(float{});
     case Type::float64: return function(double{});
-    case Type::float16: return function(c10::Half{});
-    case Type::bfloat16: return function(c10::BFloat16{});
+    case Type::float16: return function(Half{});
+    case Type::bfloat16: return function(BFloat16{});
+    case Type::float32: break;
   }
+  return function(float{});
 }
 
 }  // namespace
 
 void forward(const Forward& call) {
-  visit(call.shape.type, [&](auto zero) { forward_rows<decltype(zero)>(call); });
+  visit(call.shape.type, [&](auto zero) {
+    const ForwardKernel<decltype(zero)> kernel(call);
+    const Grid grid{call.shape.rows, call.shape.columns};
+    if (grid.is_few_and_wide(grid.rows)) forward_by_blocks(kernel, grid);
+    else forward_by_rows(kernel, grid);
+  });
 }
 
-int64_t backward_workspace(const Backward& call) { return call.dweight ? partials(call.shape) * call.shape.columns : 0; }
+int64_t backward_workspace(const Backward& call) {
+  if (!call.dweight) return 0;
+  const int64_t bytes = call.shape.type == Type::float64 ? sizeof(double) : sizeof(float);
+  return ceil_div(call.shape.rows, kRowsPerPartial) * call.shape.columns * bytes;
+}
 
 void backward(const Backward& call) {
-  visit(call.shape.type, [&](auto zero) { backward_rows<decltype(zero)>(call); });
+  visit(call.shape.type, [&](auto zero) {
+    using T = decltype(zero);
+    const BackwardKernel<T> kernel(call);
+    const Grid grid{call.shape.rows, call.shape.columns};
+    const Groups<Wide<T>> groups(call);
+    if (grid.is_few_and_wide(groups.count)) backward_by_blocks(kernel, grid, groups);
+    else backward_by_rows(kernel, grid, groups);
+    if (call.dweight) sum_partials(groups, static_cast<Wide<T>*>(call.dweight));
+  });
 }
 
+#ifdef RMS_NORM_CPU_LEVEL
+}  // namespace RMS_NORM_CPU_LEVEL
+#endif
 }  // namespace rms_norm

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from rmsnorm_fused import RMSNorm, backends, rms_norm
+from rmsnorm_fused import RMSNorm, backends, prebuild, rms_norm
 from rmsnorm_fused.layout import as_rows
 
 X = torch.ones(2, 8)
@@ -54,10 +54,14 @@ def test_mixed_devices_are_named():
         rms_norm(X.cuda(), eps=1e-6, backend="cpp")
 
 
-def test_a_missing_compiler_is_named_and_auto_does_without(monkeypatch):
+def test_a_missing_compiler_is_named_and_auto_does_without(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(prebuild, "HERE", tmp_path)  # no library there
+    monkeypatch.setattr(backends, "_quick_calls", {})  # an extension that another test has loaded
     backends._resolve.cache_clear()
-    with pytest.raises(ValueError, match="backend 'cpp' cannot be used: no C\\+\\+ compiler 'no-such-compiler'"):
+    with pytest.raises(
+        ValueError, match=r"backend 'cpp' cannot be used: no C\+\+ compiler 'no-such-compiler'.*rmsnorm_fused build"
+    ):
         rms_norm(X, eps=1e-6, backend="cpp")
     assert torch.equal(rms_norm(X, eps=1e-6), rms_norm(X, eps=1e-6, backend="pytorch"))
     backends._resolve.cache_clear()

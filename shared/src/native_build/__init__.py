@@ -1,15 +1,30 @@
-"""Building and loading C++ and CUDA operators just in time, and reading what a CUDA kernel uses."""
+"""Building and loading C++ and CUDA operators, just in time and ahead of time, and reading what a CUDA kernel uses."""
 
 from native_build.extension import BuildError, load_extension
 from native_build.kernel_resources import KernelResources, compile_cuda
-from native_build.toolchain import find_nvcc, missing_cuda, missing_cxx
+from native_build.stable_library import (
+    LibraryError,
+    LibraryRecord,
+    Unit,
+    build_library,
+    load_library,
+    read_record,
+)
+from native_build.toolchain import find_nvcc, missing_cuda, missing_cxx, missing_gpu
 
 __all__ = [
     "BuildError",
     "KernelResources",
+    "LibraryError",
+    "LibraryRecord",
+    "Unit",
+    "build_library",
     "compile_cuda",
     "find_nvcc",
     "load_extension",
+    "load_library",
     "missing_cuda",
     "missing_cxx",
+    "missing_gpu",
+    "read_record",
 ]

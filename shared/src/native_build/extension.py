@@ -22,7 +22,7 @@ from types import ModuleType
 from filelock import FileLock
 
 from benchkit import UserError
-from native_build.toolchain import cxx_compiler, find_nvcc, missing_cuda, missing_cxx
+from native_build.toolchain import SHARED_STANDARD_LIBRARY, cxx_compiler, find_nvcc, missing_cuda, missing_cxx
 
 # torch switches the conversions and operators of CUDA's half types off for its own sources. A kernel in a plain .cu
 # file is CUDA C++ as NVIDIA documents it, and compiles the same with and without torch's builder.
@@ -30,9 +30,6 @@ _PLAIN_CUDA = tuple(
     f"-U__CUDA_NO_{name}__"
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
 )
-# Named before the compiler's own: a toolchain that brings libstdc++ only as an archive would put a second copy into the
-# extension, and the first number that an error message formats through torch's streams would crash.
-_SHARED_STANDARD_LIBRARY = "-l:libstdc++.so.6"
 _HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
 
 
@@ -101,7 +98,7 @@ def _load(
                 sources=[str(source) for source in sources],
                 extra_cflags=["-O3", *cflags],
                 extra_cuda_cflags=["-O3", *_PLAIN_CUDA, *cuda_cflags],
-                extra_ldflags=[_SHARED_STANDARD_LIBRARY],
+                extra_ldflags=[SHARED_STANDARD_LIBRARY],
                 extra_include_paths=[str(folder) for folder in include_dirs],
                 build_directory=str(folder),
                 with_cuda=cuda,

@@ -6,6 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
+# Named before the compiler's own: a toolchain that brings libstdc++ only as an archive would put a second copy into the
+# extension, and the first number that an error message formats through torch's streams would crash.
+SHARED_STANDARD_LIBRARY = "-l:libstdc++.so.6"
+
 
 def cxx_compiler() -> str:
     """The C++ compiler that torch's extension builder calls: ``CXX``, or ``c++``."""
@@ -30,16 +34,23 @@ def missing_cxx() -> str | None:
     return None
 
 
-def missing_cuda() -> str | None:
-    """Why CUDA C++ operators cannot be built and run here, with the remedy; None where they can."""
+def missing_gpu() -> str | None:
+    """Why nothing can run on a CUDA GPU here, with the remedy; None where it can."""
     import torch
 
-    if (reason := missing_cxx()) is not None:
-        return reason
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build (install a CUDA build of torch)"
     if not torch.cuda.is_available():
         return "torch sees no CUDA GPU (check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES)"
+    return None
+
+
+def missing_cuda() -> str | None:
+    """Why CUDA C++ operators cannot be built and run here, with the remedy; None where they can."""
+    import torch
+
+    if (reason := missing_cxx() or missing_gpu()) is not None:
+        return reason
     if find_nvcc() is None:
         return f"no nvcc (install the CUDA {torch.version.cuda} toolkit, or set CUDA_HOME to where it is)"
     return None

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from native_build import BuildError
+from native_build import BuildError, LibraryError
 from rmsnorm_fused.torch_private import constant_under_compile
 
 Backend = Literal["auto", "pytorch", "triton", "cuda", "cpp"]
@@ -85,7 +85,7 @@ def _first_that_works(device_type: str) -> str:
             continue
         try:
             _make_ready(candidate, device_type)
-        except BuildError as error:
+        except (BuildError, LibraryError) as error:
             warnings.warn(f"rmsnorm_fused does without its {candidate} back end: {error}", stacklevel=2)
             continue
         if candidate in _quick_calls:

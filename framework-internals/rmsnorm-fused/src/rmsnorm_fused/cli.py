@@ -1,10 +1,11 @@
-"""The command line: which back ends there are here, whether they are right, how fast they are."""
+"""The command line: which back ends there are here, whether they are right, how fast they are; building them ahead."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -15,7 +16,8 @@ from rich.table import Table
 from benchkit import UserError, compare, numbers
 from benchkit.device import resolve_device
 from benchkit.timing import rotating_inputs
-from rmsnorm_fused import rms_norm
+from native_build import read_record
+from rmsnorm_fused import prebuild, rms_norm
 from rmsnorm_fused.accuracy import expected
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
 from rmsnorm_fused.contestants import EAGER, EPS, RmsNorm, usable
@@ -111,6 +113,25 @@ def bench(
             cells += [numbers.quantity(comparison[name].quantity()), ratio]
         table.add_row(name, *cells)
     Console().print(table)
+
+
+@app.command()
+def build(
+    out: Annotated[Path, typer.Option(help="Folder of the library; by default where it is found.")] = prebuild.HERE,
+    cuda: Annotated[bool, typer.Option(help="With the CUDA kernels; needs nvcc, but no GPU.")] = True,
+    architectures: Annotated[
+        str, typer.Option(help="Of the CUDA kernels: sm_XY is machine code, compute_XY what a driver translates.")
+    ] = ",".join(prebuild.ARCHITECTURES),
+) -> None:
+    """Compile the kernels into one library for machines without a compiler (LibTorch's stable ABI)."""
+    with _one_line_errors():
+        library = prebuild.build(out, cuda=cuda, architectures=tuple(architectures.split(",")))
+        record = read_record(library)
+    kernels = f"CUDA {record.cuda} for {', '.join(record.architectures)}" if record.cuda else "without CUDA"
+    size = library.stat().st_size / 2**20
+    print(f"{library}: {size:.1f} MiB, {kernels}, torch {record.torch_at_least} to {record.torch_at_most}")
+    if out != prebuild.HERE:
+        print(f"to use it: export {prebuild.VARIABLE}={library}")
 
 
 def _parse(shape: str, dtype: str) -> tuple[int, int, torch.dtype]:

@@ -1,1 +1,1 @@
-"""The implementations. None imports another, and none is imported before it is used."""
+"""The implementations. None is imported before it is used, and none imports another but ``native`` its ``prebuilt``."""

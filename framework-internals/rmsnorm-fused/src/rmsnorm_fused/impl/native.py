@@ -1,4 +1,8 @@
-"""The C++ and CUDA C++ kernels (``csrc``), built at their first call or taken from the prebuilt library."""
+"""The C++ and CUDA C++ kernels (``csrc``), built at their first call or taken from the prebuilt library.
+
+Where there is a compiler they are built: the extension also registers derivatives, which the stable ABI cannot, and a
+call costs less. A library that the environment names is taken all the same.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from native_build import load_extension, missing_cuda, missing_cxx
+from native_build import load_extension, missing_cuda, missing_cxx, missing_gpu
+from rmsnorm_fused import prebuild
 from rmsnorm_fused.paths import CSRC
 
 if TYPE_CHECKING:
@@ -25,6 +30,19 @@ def unavailable(device_type: str) -> str | None:
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
     """
+    if device_type == "cuda" and (reason := missing_gpu()) is not None:
+        return reason
+    if (reason := _cannot_build(device_type)) is None:
+        return None
+    from rmsnorm_fused.impl import prebuilt
+
+    instead = prebuilt.unavailable(device_type)
+    return None if instead is None else f"{reason}; {instead}"
+
+
+def _cannot_build(device_type: str) -> str | None:
+    if prebuild.is_asked_for():
+        return f"{prebuild.VARIABLE} is set"
     if not CSRC.is_dir():
         return f"the C++ sources are not in {CSRC} (install the package editable from its checkout)"
     return missing_cuda() if device_type == "cuda" else missing_cxx()
@@ -38,18 +56,25 @@ def load(device_type: str) -> QuickCall | None:
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Returns:
-        The extension's own entry, see ``backends.quick_call``.
+        The extension's own entry, see ``backends.quick_call``; None with the prebuilt library.
 
     Raises:
         BuildError: when they cannot be built.
+        LibraryError: when there is no compiler, and the prebuilt library is not for this machine.
     """
+    if _cannot_build(device_type) is not None:
+        from rmsnorm_fused.impl import prebuilt
+
+        prebuilt.register(device_type)
+        return None
     extension = _build_cuda() if device_type == "cuda" else _build_cpu()
     return extension.rms_norm
 
 
 def _build_cpu() -> ModuleType:
     flags = ("-fopenmp", *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    return load_extension("rms_norm_cpu", [CSRC / "binding.cpp", CSRC / "rms_norm_cpu.cpp"], cflags=flags)
+    sources = [CSRC / name for name in ("binding.cpp", "parallel_torch.cpp", "rms_norm_cpu.cpp")]
+    return load_extension("rms_norm_cpu", sources, cflags=flags)
 
 
 def _build_cuda() -> ModuleType:

@@ -1,0 +1,48 @@
+// The CPU kernels as often as instruction sets are worth telling apart: what a library needs that is compiled on one
+// machine and run on another. Its build compiles rms_norm_cpu.cpp once for each level that the processor family has.
+#pragma once
+
+#include <cstdlib>
+#include <string_view>
+
+#include "rms_norm.h"
+
+namespace rms_norm {
+
+#define RMS_NORM_CPU_LEVEL_DECLARED(level)            \
+  namespace level {                                   \
+  void forward(const Forward& call);                  \
+  int64_t backward_workspace(const Backward& call);   \
+  void backward(const Backward& call);                \
+  }
+RMS_NORM_CPU_LEVEL_DECLARED(baseline)
+#ifdef __x86_64__
+RMS_NORM_CPU_LEVEL_DECLARED(avx2)
+RMS_NORM_CPU_LEVEL_DECLARED(avx512)
+#endif
+#undef RMS_NORM_CPU_LEVEL_DECLARED
+
+// One implementation of rms_norm.h.
+struct Kernels {
+  void (*forward)(const Forward& call);
+  int64_t (*backward_workspace)(const Backward& call);
+  void (*backward)(const Backward& call);
+};
+
+// The best that this processor can run and that torch may use: ATEN_CPU_CAPABILITY (default, avx2, avx512) holds both back.
+inline Kernels cpu_kernels() {
+#ifdef __x86_64__
+  // What the names leave out of x86-64-v3 and -v4, for which these levels are compiled, came with these features.
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                        __builtin_cpu_supports("bmi2");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const char* given = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string_view allowed = given ? given : "avx512";
+  if (has_avx512 && allowed == "avx512") return {avx512::forward, avx512::backward_workspace, avx512::backward};
+  if (has_avx2 && allowed != "default") return {avx2::forward, avx2::backward_workspace, avx2::backward};
+#endif
+  return {baseline::forward, baseline::backward_workspace, baseline::backward};
+}
+
+}  // namespace rms_norm

@@ -1,0 +1,111 @@
+// The narrow types on a CPU, and rows of them to and from float, written so that compilers vectorise the loops: no
+// branches, no calls (always_inline, because a compiler that has seen enough inlining stops, and with it vectorising).
+// Every function is static: files that are compiled for several instruction sets and linked into one library include
+// this, and a shared definition would be whichever set's the linker met first.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace rms_norm {
+
+struct Half { uint16_t bits; };
+struct BFloat16 { uint16_t bits; };
+
+[[gnu::always_inline]] static inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+[[gnu::always_inline]] static inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+constexpr uint32_t kInfinity = 0xFFu << 23;  // of a float without its sign, as are the magnitudes below
+
+// One of two values without a branch: compilers move what only one side needs into that side, and will not vectorise the
+// branch that is left, because a floating-point operation in it might trap.
+[[gnu::always_inline]] static inline uint32_t select(bool condition, uint32_t yes, uint32_t no) {
+  const uint32_t mask = -static_cast<uint32_t>(condition);
+  return (yes & mask) | (no & ~mask);
+}
+
+// The magnitude of a float rounded to a type of fewer exponent bits, to the nearest, ties to even. Not for infinities,
+// for NaN, and for what rounds past the largest number of the type.
+template <int kMantissaBits, int kBias> [[gnu::always_inline]] static inline uint32_t round_magnitude(uint32_t magnitude) {
+  constexpr int shift = 23 - kMantissaBits;
+  constexpr uint32_t rebias = uint32_t{127 - kBias} << 23;
+  // Its last place has the value of the type's smallest subnormal number: an addition rounds there.
+  constexpr uint32_t anchor = uint32_t{127 + 24 - kBias - kMantissaBits} << 23;
+  const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(anchor)) - anchor;
+  const uint32_t normal = (magnitude - rebias + ((1u << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift;
+  return select(magnitude < rebias + (1u << 23), subnormal, normal);
+}
+
+[[gnu::always_inline]] static inline float widened(BFloat16 value) { return float_of(uint32_t{value.bits} << 16); }
+
+[[gnu::always_inline]] static inline float widened(Half value) {
+  const uint32_t magnitude = value.bits & 0x7FFFu, sign = uint32_t{value.bits & 0x8000u} << 16;
+  const uint32_t subnormal = bits_of(float_of((126u << 23) | magnitude) - 0.5f);
+  const uint32_t normal = (magnitude << 13) + (112u << 23);
+  const uint32_t finite = select(magnitude < 0x400u, subnormal, normal);
+  return float_of(sign | select(magnitude >= 0x7C00u, (magnitude << 13) | kInfinity, finite));
+}
+
+[[gnu::always_inline]] static inline void narrow_to(BFloat16& to, float value) {
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1)) >> 16;
+  to.bits = static_cast<uint16_t>((bits & 0x7FFFFFFFu) > kInfinity ? 0x7FC0u : rounded);
+}
+
+[[gnu::always_inline]] static inline void narrow_to(Half& to, float value) {
+  const uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
+  const uint32_t finite = select(magnitude >= 0x477FF000u, 0x7C00u, round_magnitude<10, 15>(magnitude));  // from 65520 up
+  to.bits = static_cast<uint16_t>(((bits >> 16) & 0x8000u) | select(magnitude > kInfinity, 0x7E00u, finite));
+}
+
+// float8_e4m3fn, cut off at the largest finite value, 448.
+[[gnu::always_inline]] static inline uint8_t quantised(float value) {
+  const uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
+  const uint32_t finite = select(magnitude >= 0x43E00000u, 0x7Eu, round_magnitude<3, 7>(magnitude));
+  return static_cast<uint8_t>(((bits >> 24) & 0x80u) | select(magnitude > kInfinity, 0x7Fu, finite));
+}
+
+static inline void widen(const BFloat16* from, float* to, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) to[i] = widened(from[i]);
+}
+
+static inline void narrow(const float* from, BFloat16* to, int64_t count) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) narrow_to(to[i], from[i]);
+}
+
+static inline void widen(const Half* from, float* to, int64_t count) {
+  int64_t i = 0;
+#ifdef __F16C__
+  for (; i + 8 <= count; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+#endif
+#pragma omp simd
+  for (int64_t rest = i; rest < count; ++rest) to[rest] = widened(from[rest]);
+}
+
+static inline void narrow(const float* from, Half* to, int64_t count) {
+  int64_t i = 0;
+#ifdef __F16C__
+  for (; i + 8 <= count; i += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+#endif
+#pragma omp simd
+  for (int64_t rest = i; rest < count; ++rest) narrow_to(to[rest], from[rest]);
+}
+
+}  // namespace rms_norm
