@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,69 +15,350 @@ from benchkit.environment import Gpu, capture
 from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
-from rmsnorm_fused import contestants, lens
+from rmsnorm_fused import contestants, lens, measure, training
 from rmsnorm_fused.accuracy import expected
-from rmsnorm_fused.report import figures, finding
+from rmsnorm_fused.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant
+from rmsnorm_fused.figures import figures
+from rmsnorm_fused.measure import Case, float8_share_of_bound, measure_case
+from rmsnorm_fused.report import finding
+from rmsnorm_fused.targets import TARGETS, Measured, applies
+from torch_baseline.config import GPTConfig
 
 TINY = {
-    "dtype": "bfloat16", "headline": [64, 128], "widths": [32, 256], "elements": 8192, "batches": [1],
-    "batch_columns": 64,
-    "seconds": 0.01, "compiled_groups": [],
-}  # fmt: skip
+    "dtype": "float32",  # in bfloat16 the formula's dx of a sum is rounded twice, where a kernel's may not be
+    "other_dtypes": ["bfloat16"],
+    "elements": 8192,
+    "headline": [64, 128],
+    "widths": [32, 256],
+    "batches": [1, 4],
+    "batch_columns": [64],
+    "determinism_columns": [128],
+    "compile_modes": {},
+    "training": {"preset": "tiny", "modes": ["eager"], "seconds": 0.01},
+    "seconds": 0.01,
+    "budget": 1000,
+}
+FORMULA = contestants._of_this_package("pytorch")
+
+
+def recorder(folder, configuration):
+    environment = capture("cpu", root=Path(lens.__file__).parent)
+    return Recorder(folder, lens="rmsnorm-fused", environment=environment, configuration=configuration)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run("cpu", TINY, recorder(tmp_path, TINY))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report")
-    root = Path(lens.__file__).parent
-    recorder = Recorder(folder, lens="rmsnorm-fused", environment=capture("cpu", root=root), configuration=TINY)
-    lens.collect(Run("cpu", TINY, recorder))
-    recorder.finish()
-    return recorder.results
+    """A run in which the formula stands in for the C++ kernel: what is built, other tests say."""
+    run = Run("cpu", TINY, recorder(tmp_path_factory.mktemp("report"), TINY))
+    found, absent = {EAGER: FORMULA, TORCH: contestants.Contestant(contestants._torch_rms_norm)}, {"`cuda`": "no GPU"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lens, "usable", lambda device: ({**found, "cpp": FORMULA}, absent))
+        patch.setattr(lens, "product_limits", lambda device: lens_product_limits())
+        patch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
+        lens.collect(run)
+    run.recorder.finish()
+    return run.recorder.results
+
+
+def lens_product_limits():
+    yield Record("product limit", {"dtype": "float32", "size": 64}, {"rate": Quantity(1e11, "FLOP/s")})
 
 
 def test_every_implementation_is_checked_and_timed(results):
     for which, error in (("forward", "error_y"), ("backward", "error_dweight")):
-        for name in ("eager formula", "F.rms_norm", "cpp"):
+        for name in (EAGER, TORCH, "cpp"):
             record = results.one(which, group="headline", implementation=name)
             assert record["time"].value > 0
             assert error in record.values
         own = results.one(which, group="headline", implementation="cpp")
         assert own["share_of_bound"].value <= 1
-        copy = results.one(which, group="headline", implementation="copy")
-        moved = {"forward": 2, "backward": 3}[which] * 64 * 128 * 2
+        copy = results.one(which, group="headline", implementation=COPY)
+        moved = {"forward": 2, "backward": 3}[which] * 64 * 128 * 4
         assert copy["bandwidth"].value == pytest.approx(moved / copy["time"].value)
-    assert {absence.what for absence in results.absences} == {"`triton`", "`cuda`"}
+        assert "fraction" not in results.one(which, group="add", implementation="cpp").values
+        assert results.select(which, group="dtypes", dtype="bfloat16", implementation="cpp")
+    assert {"error_y", "error_s"} <= results.one("forward", group="add", implementation="cpp").values.keys()
+    assert not results.select("forward", group="add", implementation=TORCH)  # the stand-in has no such form
+    assert {absence.what for absence in results.absences} == {"`cuda`", "The compiled training step"}
+
+
+def test_calls_determinism_quantisation_and_training_are_measured(results):
+    assert len(results.select("call", implementation="cpp")) == 4  # two batches, with and without a gradient
+    repeated = results.one("determinism", implementation="cpp")
+    assert repeated.data["default repeats"]
+    assert repeated.data["deterministic repeats"]
+    quantised = results.one("quantised", implementation="cpp")
+    assert quantised["share_of_bound"].value <= 1
+    assert quantised["bandwidth"].value == pytest.approx(
+        64 * 128 * 5 / quantised["time"].value
+    )  # four bytes in, one out
+    formula = results.one("quantised", implementation=EAGER)
+    shares = quantised["fraction"].value / formula["fraction"].value
+    assert shares == pytest.approx(formula["time"].value / quantised["time"].value)
+    losses = [record["loss"].value for record in results.select("training")]
+    assert len(losses) == 3
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
 
 
 def test_the_report_renders(results):
     text = render(results, lens.REPORT)
     assert finding(results) in text
-    assert "64 × 128 bfloat16" in text
-    assert {figure.name for figure in figures(results)} == {"headline", "widths-forward", "widths-backward"}
-    for figure in figures(results):
+    assert "64 × 128 float32" in text
+    assert "## Targets" not in text
+    assert "there is no such limit here" in text
+    assert "It takes at most" in text
+    kept = results.one("freed memory").data["kept"]
+    assert ("Freed memory is kept" in text) == kept
+    for title in ("Deterministic gradients", "A quantised result", "In a training step", "The same in bfloat16"):
+        assert title in text
+    drawn = figures(results)
+    assert {f.name for f in drawn} == {"headline", "roofline", "widths-forward", "widths-backward", "batches-calls"}
+    for figure in drawn:
         figure.draw()
 
 
-def test_the_report_of_a_gpu_has_kernels_and_calls(results):
+def test_what_an_interrupted_run_has_renders(results):
+    for count in range(len(results.records)):
+        cut = replace(results, records=results.records[:count], complete=False)
+        text = render(cut, lens.REPORT)
+        assert "This run was interrupted" in text
+    render(replace(results, records=()), lens.REPORT)
+
+
+def test_steps_beyond_the_budget_are_left_out_and_named(tmp_path, monkeypatch):
+    configuration = {**TINY, "budget": 0.001}
+    run = Run("cpu", configuration, recorder(tmp_path, configuration))
+    monkeypatch.setattr(lens, "usable", lambda device: ({EAGER: FORMULA}, {}))
+    lens.collect(run)
+    assert not run.recorder.results.select("forward")
+    left_out = run.recorder.results.absences[0]
+    assert "64 × 128 float32; 64 × 128 float32 with a residual" in left_out.what
+    assert "0.001 s" in left_out.why
+
+
+# ---- what a GPU adds: records as an H200 would give them
+
+
+def seconds(value):
+    return Quantity(value, "s", value, value, 9, "p20-p80")
+
+
+def timed(which, group, name, time, *, rows=32768, columns=4096, fraction=None, speedup=None):
+    values = {"time": seconds(time), "bandwidth": Quantity(1e12, "B/s")}
+    values |= {} if fraction is None else {"fraction": Quantity(fraction, "×", fraction, fraction, 9, "bootstrap 95%")}
+    values |= {} if speedup is None else {"speedup": Quantity(speedup, "×", speedup, speedup, 9, "bootstrap 95%")}
+    labels = {"group": group, "rows": rows, "columns": columns, "dtype": "bfloat16", "implementation": name}
+    return Record(which, labels, values, {"clock": "cuda-graph", "note": ""})
+
+
+def called(name, time, gradient, rows=1):
+    labels = {"group": "batches", "rows": rows, "columns": 4096, "dtype": "bfloat16", "implementation": name}
+    return Record("call", {**labels, "gradient": gradient}, {"time": seconds(time)})
+
+
+@pytest.fixture(scope="module")
+def on_h200(results):
     gpu = Gpu("NVIDIA H200", "9.0", 132, 1 << 37, 60 << 20, "13.0")
-    calls = tuple(
-        Record("call", {"rows": 1, "columns": 64, "implementation": name}, {"time": Quantity(time, "s")})
-        for name, time in (("eager formula", 1e-4), ("cpp", 1e-5))
+    environment = replace(results.environment, gpu=gpu, device="cuda")
+    limits = [
+        Record("memory limit", {"traffic": traffic}, {"bandwidth": Quantity(4e12, "B/s"), "tensor": Quantity(1, "B")})
+        for traffic in ("1 read 1 write", "2 reads 1 write", "2 reads 2 writes")
+    ]
+    records = [
+        *limits,
+        *lens_product_limits(),
+        timed("forward", "headline", COPY, 1.27e-4),
+        timed("forward", "headline", EAGER, 1.6e-3, fraction=0.08),
+        timed("forward", "headline", QUACK, 1.31e-4, fraction=0.968, speedup=12.2),
+        timed("forward", "headline", "cuda", 1.28e-4, fraction=0.9696, speedup=12.5),
+        timed("forward", "add", COPY, 2.6e-4),
+        timed("forward", "add", EAGER, 1.8e-3, fraction=0.14),
+        timed("forward", "add", QUACK, 2.6e-4, fraction=1.01),
+        timed("forward", "widths", QUACK, 1.4e-4, rows=512, columns=262144, fraction=0.9),
+        timed("forward", "widths", "triton", 1.4e-4, rows=512, columns=262144, fraction=0.91),
+        timed("forward", "widths", "cuda", 1.3e-4, rows=512, columns=262144, fraction=0.957),
+        timed("forward", "widths", "cuda", 1.3e-4, rows=2048, columns=65536, fraction=0.952),
+        timed("forward", "batches", COPY, 1.0e-6, rows=1),
+        timed("forward", "batches", "cuda", 1.5e-6, rows=1),
+        timed("forward", "batches", QUACK, 1.8e-6, rows=1),
+        timed("forward", "batches", "cuda", 2.0e-6, rows=8),
+        timed("forward", "batches", QUACK, 1.9e-6, rows=8),
+        called("cuda", 6.2e-6, gradient=False),
+        called("cuda", 8e-6, gradient=True),
+        called("cuda", 6.4e-6, gradient=False, rows=8),
+        called(QUACK, 1.3e-5, gradient=False),
+        called(QUACK, 1.4e-5, gradient=True),
+        Record("memory", {"implementation": "cuda"}, {"peak": Quantity(3 * (1 << 28), "B")}),
+    ]
+    return replace(
+        results, environment=environment, configuration=lens.configure("cuda", False), records=tuple(records)
     )
-    there = replace(results, environment=replace(results.environment, gpu=gpu), records=(*results.records, *calls))
-    text = render(there, lens.REPORT)
+
+
+def test_the_targets_are_computed_from_the_records(on_h200):
+    text = render(on_h200, lens.REPORT)
+    for line in (
+        # 96.96 % reads 97.0 %, and so it counts
+        "| forward, CUDA | ≥ 97.0 % | 97.0 % (cuda) | yes | 96.8 % (quack) |",
+        "| forward, Triton | ≥ 97.0 % | – | not measured | 96.8 % (quack) |",
+        # the best of each width, then the worst width
+        "| forward, every width | ≥ 95.0 % | 95.2 % (cuda at 2048 × 65536) | yes | 90.0 % (quack at 512 × 262144) |",
+        "| forward with a residual | ≥ 100.0 % | – | not measured | 101.0 % (quack) |",
+        "| small batches, kernel, against the fastest of the others | ≥ 1.00× | 0.950× (cuda at 8 × 4096) | **no** |",
+        "| small batches, call from Python | ≤ 10.0 µs | 6.40 µs (cuda at 8 × 4096) | yes | 13.0 µs (quack at 1 ×",
+        "| forward, against the eager formula | ≥ 12.0× | 12.5× (cuda) | yes | 12.2× (quack) |",
+        "4 of the 13 targets",
+    ):
+        assert line in text
+
+
+def test_targets_are_for_one_machine_and_shape(on_h200):
+    assert applies(on_h200)
+    quick = replace(on_h200, configuration=lens.configure("cuda", True))
+    assert not applies(quick)
+    other = replace(on_h200.environment.gpu, name="NVIDIA A100-SXM4-80GB")
+    assert not applies(replace(on_h200, environment=replace(on_h200.environment, gpu=other)))
+
+
+def test_the_report_of_a_gpu_has_kernels_calls_and_memory(on_h200):
+    text = render(on_h200, lens.REPORT)
     assert "replayed from CUDA graphs" in text
-    assert "| 1 × 64 | call from Python |" in text
-    assert "the least is paid by cpp (10.0 µs a call), the most by eager formula (100 µs)" in text
+    assert "two reads and two writes, for both passes" in text
+    assert "quack, with a residual, goes on with the sum" in text
+    assert "is the fastest of all at 1 of 2 shapes; it does worst at 8 × 4096: 2.00 µs (`cuda`) against 1.90 µs" in text
+    assert "| `cuda` | 768 MiB | 3.00 |" in text
+    drawn = {figure.name: figure for figure in figures(on_h200)}
+    assert drawn.keys() == {"headline", "add", "roofline", "widths-forward", "batches-kernels", "batches-calls"}
+    for figure in drawn.values():
+        figure.draw()
 
 
-def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    functions, _ = contestants.usable("cpu")
-    case = lens.Case("headline", 8, 16, ("forward", "backward"), False)
-    wrong = {**functions, "cpp": lambda x, weight: functions["cpp"](x, weight) * 1.01}
-    with pytest.raises(RuntimeError, match=r"cpp, 8 x 16 torch\.float32: error over its bound"):
-        lens._errors(case, wrong, torch.float32, "cpu")
+def test_a_bound_on_time_is_not_rounded():
+    target = next(target for target in TARGETS if target.kind == "seconds")
+    assert target.met(Measured(target.bound, ""))
+    assert not target.met(Measured(1.0001 * target.bound, ""))
+
+
+def test_a_gpu_is_measured_at_every_power_of_two():
+    configuration = lens.configure("cuda", False)
+    measured = list(lens.cases(configuration, "cuda"))
+    widths = {case.columns for case in measured if case.group in ("headline", "widths")}
+    assert widths == {2**power for power in range(9, 19)}
+    assert all(c.rows * c.columns == 2**27 for c in measured if c.group in ("headline", "widths", "add"))
+    assert {(case.rows, case.columns) for case in measured if case.group == "batches"} == {
+        (rows, columns) for rows in (1, 8, 64, 256) for columns in (4096, 8192)
+    }
+
+
+# ---- who takes part
+
+
+def test_a_wrong_kernel_is_not_timed(run):
+    wrong = replace(FORMULA, plain=lambda x, weight: FORMULA.plain(x, weight) * 1.01)
+    with pytest.raises(RuntimeError, match=r"cpp at 8 × 16, torch\.float32: error over its bound"):
+        measure_case(run, Case("headline", 8, 16, torch.float32), {EAGER: FORMULA, "cpp": wrong})
+    assert not run.recorder.results.records
+
+
+def test_a_wrong_sum_is_not_timed(run):
+    def add(x, residual, weight):
+        y, s = FORMULA.add(x, residual, weight)
+        return y, s + 1e-3
+
+    with pytest.raises(RuntimeError, match="with a residual"):
+        measure_case(run, Case("add", 8, 16, torch.float32), {EAGER: FORMULA, "cpp": replace(FORMULA, add=add)})
+
+
+def test_a_library_that_rounds_twice_is_reported_and_one_that_fails_is_absent(run):
+    def llama(x, weight):
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + contestants.EPS)).to(x.dtype) * weight
+
+    def broken(x, weight):
+        raise NotImplementedError("no such width.\nTry another.")
+
+    entrants = {EAGER: FORMULA, QUACK: Contestant(llama), "Liger (Triton)": Contestant(broken)}
+    entrants["Liger (CuTe)"] = replace(FORMULA, widest=128)
+    measure_case(run, Case("headline", 64, 256, torch.bfloat16), entrants)
+    found = run.recorder.results
+    assert found.one("forward", implementation=QUACK)["share_of_bound"].value > 1.2
+    assert [(absence.what, absence.why) for absence in found.absences] == [
+        ("Liger (Triton) at 64 × 256", "it raised NotImplementedError: no such width"),
+        ("Liger (CuTe) at 64 × 256", "it takes at most 128 columns"),
+    ]
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """Stand-ins for quack and Liger that note how they are called."""
+    calls = []
+
+    def note(name, results):
+        def function(*arguments, **options):
+            calls.append((name, len(arguments), arguments[-4:], options))
+            return results
+
+        return function
+
+    x = torch.ones(2, 8)
+    modules = {
+        "quack.rmsnorm": {"rmsnorm": note("quack", x)},
+        "liger_kernel.ops.rms_norm": {"LigerRMSNormFunction": SimpleNamespace(apply=note("liger", x))},
+        "liger_kernel.ops.fused_add_rms_norm": {
+            "LigerFusedAddRMSNormFunction": SimpleNamespace(apply=note("liger add", (x, x)))
+        },
+        "liger_kernel.ops.backends._cutedsl.rms_norm": {"rms_norm_cutedsl": note("cute", x)},
+        "liger_kernel.ops.backends._cutedsl.fused_add_rms_norm": {
+            "fused_add_rms_norm_cutedsl": note("cute add", (x, x))
+        },
+    }
+    for path, contents in modules.items():
+        parts = path.split(".")
+        for depth in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+        module = ModuleType(path)
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, path, module)
+    return calls
+
+
+def test_the_libraries_are_called_as_a_model_calls_them(libraries):
+    found, absent = contestants.installed_peers()
+    assert not absent
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    for contestant in found.values():
+        contestant.plain(x, weight)
+        contestant.add(x, x, weight)
+    options = [options for *_, options in libraries if options]
+    assert options[0] == {"eps": 1e-6}
+    assert options[1]["prenorm"] is True  # or the sum is not returned
+    liger = [(name, count, last) for name, count, last, options in libraries if not options]
+    assert [name for name, _, _ in liger] == ["liger", "liger add", "cute", "cute add"]
+    assert [count for _, count, _ in liger] == [6, 7, 6, 7]
+    # in_place=False: Liger otherwise writes dx over dy, which is the next round's input
+    assert all(last == (1e-6, 0.0, "llama", False) for _, _, last in liger)
+
+
+def test_a_library_that_is_not_there_is_absent_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "quack.rmsnorm", None)
+    found, absent = contestants.installed_peers()
+    assert QUACK not in found
+    assert "the extra `peers` installs it" in absent[QUACK]
+
+
+def test_on_a_cpu_every_back_end_takes_part_or_says_why():
+    found, absent = contestants.usable("cpu")
+    assert {EAGER, TORCH} <= found.keys()
+    assert ("cpp" in found) != ("`cpp`" in absent)
+    assert {"`cuda`", "`triton`", QUACK} <= absent.keys()
+
+
+# ---- how
 
 
 def test_the_bound_catches_a_second_rounding():
@@ -86,3 +369,57 @@ def test_the_bound_catches_a_second_rounding():
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
     assert reference.share_of_bound((normalised * weight.float()).bfloat16()) <= 1
     assert reference.share_of_bound(normalised.bfloat16() * weight) > 1.2
+
+
+def test_the_float8_bound_is_one_rounding():
+    torch.manual_seed(0)
+    y = torch.randn(64, 256, dtype=torch.float64)
+    scales = (y.abs().amax(-1, keepdim=True) / 448).float()
+    once = (y / scales).to(torch.float8_e4m3fn)
+    assert 0.9 < float8_share_of_bound(once, scales, y) <= 1
+    assert float8_share_of_bound(once, scales * 1.05, y) > 1
+    cut = (y / scales * (1 - 2**-5)).to(torch.float8_e4m3fn)
+    assert float8_share_of_bound(cut, scales, y) > 1
+
+
+def test_deterministic_mode_is_put_back_as_it_was():
+    def state():
+        return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+
+    before = state()
+    for on in (True, False):
+        with measure._deterministic_algorithms(on):
+            assert state() == (on, False)
+    assert state() == before == (False, True)
+
+
+def test_what_torch_compile_makes_of_a_quantised_result_is_right():
+    x, weight = torch.randn(16, 64), torch.randn(64)
+    reference = expected(x, weight, torch.ones_like(x), contestants.EPS)["y"].value
+    found = contestants.compiled_quantisers()
+    assert SEPARATE in found
+    for quantise in found.values():
+        assert float8_share_of_bound(*quantise(x, weight), reference) <= 1
+
+
+@pytest.mark.gpu
+def test_one_shape_on_a_gpu_with_every_group(tmp_path):
+    configuration = {**TINY, "seconds": 0.05}
+    run = Run("cuda", configuration, recorder(tmp_path, configuration))
+    found, _ = contestants.usable("cuda")
+    for group in ("headline", "add", "batches"):
+        passes = ("forward",) if group == "batches" else ("forward", "backward")
+        measure_case(run, Case(group, 64, 512, torch.bfloat16, passes, ("default",)), found)
+    measure.measure_determinism(run, Case("determinism", 64, 512, torch.bfloat16), found)
+    results = run.recorder.results
+    for which in ("forward", "backward"):
+        for group in ("headline", "add"):
+            records = results.select(which, group=group)
+            assert COPY in {record.labels["implementation"] for record in records}
+            assert all("fraction" in r.values for r in records if r.labels["implementation"] != COPY)
+    assert results.one("forward", group="headline", implementation="triton").data["clock"] == "cuda-graph"
+    tensor = 64 * 512 * 2
+    for record in results.select("memory"):
+        assert record["peak"].value >= 2 * tensor  # y and dx
+    assert all(record.data["deterministic repeats"] for record in results.select("determinism"))
+    assert results.select("call", gradient=True, implementation="triton")

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchkit.device import Device
 
-_PACKAGES = ("torch", "triton", "jax", "jaxlib", "flax", "optax", "numpy", "pybind11", "ninja")
+_FRAMEWORKS = ("torch", "triton", "jax", "jaxlib", "flax", "optax", "numpy", "pybind11", "ninja")
+_PEERS = ("quack-kernels", "liger-kernel")  # whose kernels are measured beside this repository's
 
 # Name of a field -> name of the property in `nvidia-smi --query-gpu`.
 _SMI_QUERY = {
@@ -149,7 +150,7 @@ def cpu_pressure() -> float | None:
 
 def _versions() -> dict[str, str]:
     found = {}
-    for name in _PACKAGES:
+    for name in _FRAMEWORKS + _PEERS:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -1,77 +1,226 @@
-"""What is timed: this package's implementations beside PyTorch's own ways of doing the same."""
+"""What is timed: this package's implementations beside PyTorch's own ways of doing the same and two libraries.
+
+quack (Dao-AILab) and Liger (LinkedIn) are optional, the extra ``peers``: where one is not installed it is absent, with
+a line that says so.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 
+from benchkit import UserError
 from benchkit.device import Device
-from native_build import BuildError
-from rmsnorm_fused import rms_norm
-from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
+from rmsnorm_fused import RMSNorm, rms_norm
+from rmsnorm_fused.backends import IMPLEMENTATIONS, Backend, Implementation, unavailable
 from rmsnorm_fused.impl import reference
+from rmsnorm_fused.options import LARGEST_FLOAT8, Options
+from torch_baseline.model import NormFactory
 
 RmsNorm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+AddRmsNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
+Quantiser = Callable[[torch.Tensor, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
+CompileMode = Literal["default", "max-autotune-no-cudagraphs"]
 
 EPS = 1e-6
 COPY = "copy"
 EAGER = "eager formula"
 TORCH = "F.rms_norm"
 COMPILED = "torch.compile"
+AUTOTUNED = "torch.compile, autotuned"
+QUACK = "quack"
+LIGER = "Liger (Triton)"
+LIGER_CUTE = "Liger (CuTe)"
+SEPARATE = "F.rms_norm, then float8"
 OWN = ("triton", "cuda", "cpp")
 
 ABOUT = {
-    COPY: "a copy of the same bytes, `x.clone()` forward and `x + dy` backward: the limit",
+    COPY: "the same number of bytes read and written, and nothing else: the limit",
     EAGER: 'the formula in PyTorch operators, one kernel each (`backend="pytorch"`)',
     TORCH: "`torch.nn.functional.rms_norm`, PyTorch's own",
     COMPILED: "`torch.compile` of that formula for this shape",
+    AUTOTUNED: 'the same with `mode="max-autotune-no-cudagraphs"`',
+    QUACK: "`quack.rmsnorm` (Dao-AILab, CuTe DSL)",
+    LIGER: '`liger_kernel`\'s Triton kernels, `casting_mode="llama"`, its default, not in place',
+    LIGER_CUTE: "`liger_kernel`'s CuTe DSL kernels, the same way",
+    SEPARATE: "`torch.nn.functional.rms_norm`, then scale and rounding as one kernel of torch.compile",
     "triton": "this package's Triton kernels",
     "cuda": "this package's CUDA C++ kernels",
     "cpp": "this package's C++ kernels",
 }
 
+_OPTIONS = Options(EPS)
+_LIGER_ARGUMENTS = (EPS, 0.0, "llama", False)  # eps, offset, casting mode, in place: dy is the caller's
 
-def usable(device: Device) -> tuple[dict[str, RmsNorm], dict[str, str]]:
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to compute RMSNorm.
+
+    Attributes:
+        plain: (x, weight) -> y.
+        add: (x, residual, weight) -> (y, x + residual), fused as far as this implementation fuses it; None where it has
+            no such form.
+        quantise: (x, weight) -> (float8 rows, a scale a row); None where that is not asked of it.
+        norm: makes a module from (width, eps), for the training step; None likewise.
+        widest: the most columns that this implementation itself takes; None is any number.
+    """
+
+    plain: RmsNorm
+    add: AddRmsNorm | None = None
+    quantise: Quantiser | None = None
+    norm: NormFactory | None = None
+    widest: int | None = None
+
+
+def usable(device: Device) -> tuple[dict[str, Contestant], dict[str, str]]:
     """The contestants on a device, but for :func:`compiled`, which is made for each shape.
 
     Returns:
-        The functions (x, weight) -> y by name, and for this package's implementations that are left out: why.
+        The contestants by name, and for the ones that are left out: why.
     """
-    functions: dict[str, RmsNorm] = {
-        EAGER: partial(rms_norm, eps=EPS, backend="pytorch"),
-        TORCH: lambda x, weight: torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, EPS),
-    }
-    absent: dict[str, str] = {}
-    for name in IMPLEMENTATIONS:
-        if name == "pytorch":
+    found = {EAGER: _of_this_package("pytorch"), TORCH: Contestant(_torch_rms_norm, _torch_add)}
+    if device == "cpu":
+        absent = dict.fromkeys(_PEERS, "its kernels are for GPUs")
+    else:
+        peers, absent = installed_peers()
+        found |= peers
+    for own in IMPLEMENTATIONS:
+        if own == "pytorch":
             continue
-        if (name == "cuda") != (device == "cuda") and name in ("cuda", "cpp"):
-            absent[name] = f"it is not for tensors on {device}, where this run measured"
-        elif device == "cpu" and name == "triton":
-            absent[name] = "Triton's interpreter, which runs it on a CPU, checks results and says nothing of speed"
-        elif (reason := unavailable(name, device) or _build_failure(name, device)) is not None:
-            absent[name] = reason
+        if (reason := _why_not(own, device)) is not None:
+            absent[f"`{own}`"] = reason
         else:
-            functions[name] = partial(rms_norm, eps=EPS, backend=name)
-    return functions, absent
+            found[own] = _of_this_package(own)
+    return found, absent
 
 
-def _build_failure(name: str, device: Device) -> str | None:
-    """What is wrong when an implementation that seems to be there does not build; builds it if need be."""
-    try:
-        rms_norm(torch.ones(1, 8, device=device), eps=EPS, backend=name)  # type: ignore[arg-type]
-    except BuildError as error:
-        return str(error)
-    return None
-
-
-def compiled() -> RmsNorm:
+def compiled(mode: CompileMode = "default") -> Contestant:
     """The formula under torch.compile, compiled anew for the shape that it is first called with."""
     torch.compiler.reset()
 
     def formula(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return reference.rms_norm(x, weight, EPS)
+        return cast("torch.Tensor", reference.rms_norm(x, None, weight, _OPTIONS))
 
-    return torch.compile(formula, dynamic=False, fullgraph=True)
+    def add_formula(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return cast("tuple[torch.Tensor, torch.Tensor]", reference.rms_norm(x, residual, weight, _OPTIONS))
+
+    compile_one: Any = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
+    return Contestant(compile_one(formula), compile_one(add_formula))
+
+
+def compiled_name(mode: CompileMode) -> str:
+    """The name under which a mode of torch.compile takes part."""
+    return COMPILED if mode == "default" else AUTOTUNED
+
+
+def compiled_quantisers() -> dict[str, Quantiser]:
+    """What torch.compile makes of a quantised result, by name: the whole formula, and the second of two kernels."""
+    torch.compiler.reset()
+
+    def formula(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, _, scales = reference.quantize(x, None, weight, None, _OPTIONS, torch.float8_e4m3fn)
+        return y, scales
+
+    def to_float8(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        wide = y.float()
+        largest = wide.abs().amax(-1, keepdim=True)
+        scales = torch.where(largest > 0, largest / LARGEST_FLOAT8, 1.0)
+        return (wide / scales).to(torch.float8_e4m3fn), scales
+
+    compile_one: Any = partial(torch.compile, dynamic=False, fullgraph=True)
+    second: Any = compile_one(to_float8)
+    return {SEPARATE: lambda x, weight: second(_torch_rms_norm(x, weight)), COMPILED: compile_one(formula)}
+
+
+def installed_peers() -> tuple[dict[str, Contestant], dict[str, str]]:
+    """The libraries of others by name, and for the ones that are left out: why."""
+    found: dict[str, Contestant] = {}
+    absent: dict[str, str] = {}
+    for name, load in _PEERS.items():
+        try:
+            found[name] = load()
+        except Exception as error:  # whatever a library of others raises while it loads must not end the run
+            absent[name] = f"it could not be loaded ({first_line(error)}); the extra `peers` installs it"
+    return found, absent
+
+
+def first_line(error: BaseException) -> str:
+    """An exception as part of a sentence: its type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
+def _of_this_package(backend: Backend) -> Contestant:
+    def add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rms_norm(x, weight, eps=EPS, residual=residual, backend=backend)
+
+    def quantise(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rms_norm(x, weight, eps=EPS, out_dtype=torch.float8_e4m3fn, scale="dynamic", backend=backend)
+
+    def norm(width: int, eps: float) -> torch.nn.Module:
+        return RMSNorm(width, eps, backend=backend)
+
+    return Contestant(partial(rms_norm, eps=EPS, backend=backend), add, quantise, norm)
+
+
+def _why_not(name: Implementation, device: Device) -> str | None:
+    if (name == "cuda") != (device == "cuda") and name in ("cuda", "cpp"):
+        return f"it is not for tensors on {device}, where this run measured"
+    if device == "cpu" and name == "triton":
+        return "Triton's interpreter, which runs it on a CPU, checks results and says nothing of speed"
+    return unavailable(name, device) or _build_failure(name, device)
+
+
+def _build_failure(name: Implementation, device: Device) -> str | None:
+    """What is wrong when an implementation that seems to be there does not build; builds it if need be."""
+    try:
+        rms_norm(torch.ones(1, 8, device=device), eps=EPS, backend=name)
+    except UserError as error:  # no compiler, a compiler's error, a prebuilt library for another machine
+        return str(error).strip().splitlines()[0].rstrip(".")
+    return None
+
+
+def _torch_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+
+def _torch_add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    s = x + residual
+    return _torch_rms_norm(s, weight), s
+
+
+def _quack() -> Contestant:
+    rmsnorm: Any = importlib.import_module("quack.rmsnorm").rmsnorm
+    return Contestant(
+        lambda x, weight: rmsnorm(x, weight, eps=EPS),
+        lambda x, residual, weight: rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True),
+    )
+
+
+def _liger() -> Contestant:
+    plain: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    add: Any = importlib.import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
+    return Contestant(
+        lambda x, weight: plain.apply(x, weight, *_LIGER_ARGUMENTS),
+        lambda x, residual, weight: add.apply(x, residual, weight, *_LIGER_ARGUMENTS),
+    )
+
+
+def _liger_cute() -> Contestant:
+    plain: Any = importlib.import_module("liger_kernel.ops.backends._cutedsl.rms_norm").rms_norm_cutedsl
+    module = importlib.import_module("liger_kernel.ops.backends._cutedsl.fused_add_rms_norm")
+    add: Any = module.fused_add_rms_norm_cutedsl
+    return Contestant(
+        lambda x, weight: plain(x, weight, *_LIGER_ARGUMENTS),
+        lambda x, residual, weight: add(x, residual, weight, *_LIGER_ARGUMENTS),
+        widest=32768,  # beyond, it calls Liger's Triton kernels
+    )
+
+
+_PEERS: dict[str, Callable[[], Contestant]] = {QUACK: _quack, LIGER: _liger, LIGER_CUTE: _liger_cute}

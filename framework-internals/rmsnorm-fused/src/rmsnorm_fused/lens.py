@@ -1,213 +1,176 @@
-"""The main job: every implementation checked against float64, then timed against the copy limit of the machine."""
+"""The main job: what is measured on which machine, in which order, and in how much time."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 
-from benchkit import Quantity, Record, compare
+from benchkit import Record, progress
 from benchkit.device import Device
-from benchkit.limits import memory_limits
-from benchkit.results import Label
+from benchkit.limits import memory_limits, product_limits
 from benchkit.run import Lens, Run
-from benchkit.timing import capturable_stream, rotating_inputs
-from rmsnorm_fused.accuracy import Part, expected
-from rmsnorm_fused.contestants import COMPILED, COPY, EAGER, EPS, OWN, RmsNorm, compiled, usable
+from rmsnorm_fused.contestants import Contestant, compiled_quantisers, usable
+from rmsnorm_fused.measure import Case, Pass, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.report import REPORT
-from rmsnorm_fused.torch_private import kept_graphs
+from rmsnorm_fused.training import measure_training
 
-Pass = Literal["forward", "backward"]
-
-# Tensors of rows x columns that a pass must read or write at least: forward x and y; backward x, dy and dx. The
-# weight, its gradient and one number a row are left out: a few thousandths at 4096 columns. The copy that is the limit
-# moves the same: clone() forward, an addition backward.
-TENSORS_MOVED: dict[Pass, int] = {"forward": 2, "backward": 3}
-PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y",), "backward": ("dx", "dweight")}
+# M_MMAP_THRESHOLD at the most that it takes, M_TRIM_THRESHOLD (malloc.h).
+_MALLOC_OPTIONS = ((-3, 1 << 25), (-1, (1 << 31) - 1))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One shape to time.
+class Step(NamedTuple):
+    """One part of a run.
 
     Attributes:
-        group: ``"headline"``, ``"widths"`` or ``"batches"``.
-        rows: M.
-        columns: N.
-        passes: which of them.
-        with_compile: whether torch.compile takes part; it compiles for each shape.
+        what: it measures, as the report names it where it is missing.
+        measure: does it.
+        needs: seconds that it may take, compilation included: it is left out where fewer are left.
     """
 
-    group: str
-    rows: int
-    columns: int
-    passes: tuple[Pass, ...]
-    with_compile: bool
+    what: str
+    measure: Callable[[], None]
+    needs: float
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
     """Sizes and times for a machine, as plain JSON."""
     if device == "cuda":
-        elements = 1 << (24 if quick else 27)
-        widths = [4096, 65536] if quick else [512, 2048, 8192, 16384, 65536, 262144]
+        widths = [65536, 262144, 8192, 1024, 16384, 131072, 32768, 2048, 512]
         return {
             "dtype": "bfloat16",
-            "headline": [elements // 4096, 4096],
-            "widths": widths,
-            "elements": elements,
-            "batches": [1, 8, 64, 256],
-            "batch_columns": 4096,
+            "other_dtypes": [] if quick else ["float32"],
+            "elements": 1 << (24 if quick else 27),
+            "headline": [1 << (12 if quick else 15), 4096],
+            "widths": [65536] if quick else widths,
+            "batches": [1, 64] if quick else [1, 8, 64, 256],
+            "batch_columns": [4096] if quick else [4096, 8192],
+            "determinism_columns": [4096] if quick else [4096, 65536, 262144],
+            "compile_modes": {
+                "headline": ["default"] if quick else ["default", "max-autotune-no-cudagraphs"],
+                **({} if quick else {group: ["default"] for group in ("add", "widths", "batches")}),
+            },
+            "training": {"preset": "gpt2-124m", "modes": ["eager"] if quick else ["eager", "compiled"], "seconds": 5.0},
             "seconds": 0.3 if quick else 1.5,
-            "compiled_groups": ["headline"] if quick else ["headline", "widths"],
+            "budget": 120 if quick else 450,
         }
     return {
         "dtype": "float32",
-        "headline": [1024 if quick else 4096, 1024],
-        "widths": [256, 4096] if quick else [256, 4096, 65536],
-        "elements": 1 << (20 if quick else 22),
-        "batches": [1, 16],
-        "batch_columns": 1024,
-        "seconds": 0.3 if quick else 2.0,
-        "compiled_groups": ["headline"],
+        "other_dtypes": [] if quick else ["bfloat16"],
+        "elements": 1 << (18 if quick else 22),
+        "headline": [1 << (8 if quick else 12), 1024],
+        "widths": [4096] if quick else [256, 4096, 65536],
+        "batches": [1] if quick else [1, 16],
+        "batch_columns": [1024],
+        "determinism_columns": [1024] if quick else [1024, 65536],
+        "compile_modes": {} if quick else {"headline": ["default"]},
+        "training": {"preset": "tiny", "modes": ["eager"], "seconds": 0.5 if quick else 6.0},
+        "seconds": 0.15 if quick else 1.2,
+        "budget": 25 if quick else 85,
     }
 
 
-def cases(configuration: Mapping[str, Any]) -> Iterator[Case]:
-    """The shapes to time, the most important one first."""
-    rows, columns = configuration["headline"]
-    both: tuple[Pass, ...] = ("forward", "backward")
-    with_compile = configuration["compiled_groups"]
-    yield Case("headline", rows, columns, both, "headline" in with_compile)
-    for width in configuration["widths"]:
-        yield Case("widths", max(configuration["elements"] // width, 1), width, both, "widths" in with_compile)
-    for batch in configuration["batches"]:
-        yield Case("batches", batch, configuration["batch_columns"], ("forward",), False)
-
-
 def collect(run: Run) -> None:
-    """Measure everything that :func:`configure` asks for."""
-    configuration = run.configuration
-    dtype: torch.dtype = getattr(torch, configuration["dtype"])
-    rows, columns = configuration["headline"]
-    with run.working("memory limits"):
-        for record in memory_limits(run.device, bytes_per_tensor=rows * columns * dtype.itemsize):
-            run.add(record)
+    """Measure what :func:`configure` asks for, the most important first, as far as the budget of time goes."""
+    end = time.monotonic() + run.configuration["budget"]
+    if run.device == "cpu":
+        run.record("freed memory", data={"kept": _keep_freed_memory()})
     with run.working("building the extensions"):
-        functions, absent = usable(run.device)
-    for name, why in absent.items():
-        run.absent(f"`{name}`", why)
-    for case in cases(configuration):
-        with kept_graphs(), run.working(f"{case.group}: {case.rows} x {case.columns}"):
-            contestants = {**functions, COMPILED: compiled()} if case.with_compile else functions
-            _measure_case(run, case, contestants, dtype)
+        contestants, absent = usable(run.device)
+    for what, why in absent.items():
+        run.absent(what, why)
+    left_out = []
+    for step in progress.track(list(_steps(run, contestants)), "rmsnorm-fused"):
+        if time.monotonic() + step.needs > end:
+            left_out.append(step.what)
+        else:
+            step.measure()
+            gc.collect()  # autograd graphs hold gigabytes
+            if run.device == "cuda":
+                torch.cuda.empty_cache()
+    if left_out:
+        run.absent("; ".join(left_out), f"the {run.configuration['budget']} s that a run takes were used up before")
+    if "compiled" not in run.configuration["training"]["modes"]:
+        run.absent("The compiled training step", "to compile a model for each norm takes longer than all the rest here")
 
 
-def _measure_case(run: Run, case: Case, contestants: Mapping[str, RmsNorm], dtype: torch.dtype) -> None:
-    errors = _errors(case, contestants, dtype, run.device)
-    for which in case.passes:
-        timings = _timings(run, case, contestants, dtype, which)
-        moved = TENSORS_MOVED[which] * case.rows * case.columns * dtype.itemsize
-        for name in (COPY, *contestants):
-            time = timings[name].quantity()
-            values = {"time": time, "bandwidth": time.per(moved, "B/s")}
-            if name != COPY:
-                values |= errors[name, which] | {"fraction": timings.speedup(name, over=COPY)}
-            if name not in (COPY, EAGER):
-                values["speedup"] = timings.speedup(name, over=EAGER)
-            labels: dict[str, Label] = {"group": case.group, **_shape_labels(case), "implementation": name}
-            run.add(Record(which, labels, values, {"clock": timings[name].method, "note": timings[name].note}))
-    if case.group == "batches" and run.device == "cuda":
-        _measure_calls(run, case, contestants, dtype)
-    gc.collect()  # autograd graphs of the last shape hold gigabytes
-    if run.device == "cuda":
-        torch.cuda.empty_cache()
+def _keep_freed_memory() -> bool:
+    """Have glibc's malloc keep the memory of freed results for the next ones; False where there is another malloc.
 
-
-def _shape_labels(case: Case) -> dict[str, Label]:
-    return {"rows": case.rows, "columns": case.columns}
-
-
-def _tensors(case: Case, dtype: torch.dtype, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
-    x, dy = (torch.randn(case.rows, case.columns, device=device).to(dtype) for _ in range(2))
-    return x, dy
-
-
-def _weight(case: Case, dtype: torch.dtype, device: Device) -> torch.Tensor:
-    return (1 + 0.1 * torch.randn(case.columns, device=device)).to(dtype).requires_grad_()
-
-
-def _errors(
-    case: Case, contestants: Mapping[str, RmsNorm], dtype: torch.dtype, device: Device
-) -> dict[tuple[str, Pass], dict[str, Quantity]]:
-    """Errors against float64, before anything is timed.
-
-    Raises:
-        RuntimeError: when an implementation of this package is beyond its bound: its speed would mean nothing.
+    By default it gives pages back to the kernel once more than some lie free at the end of its heap. A round with the
+    eager formula then took eight thousand page faults, against some hundreds, and the formula a third more time
+    (4096 x 1024 float32; two cores, 2026-11-21).
     """
-    torch.manual_seed(0)
-    x, dy = _tensors(case, dtype, device)
-    weight = _weight(case, dtype, device)
-    references = expected(x, weight, dy, EPS)
-    found: dict[tuple[str, Pass], dict[str, Quantity]] = {}
-    for name, function in contestants.items():
-        leaf = x.detach().requires_grad_()
-        y = function(leaf, weight)
-        results: dict[Part, torch.Tensor] = {"y": y.detach()}
-        results["dx"], results["dweight"] = torch.autograd.grad(y, (leaf, weight), dy)
-        for which in case.passes:
-            shares = {part: references[part].share_of_bound(results[part]) for part in PARTS[which]}
-            if name in OWN and not max(shares.values()) <= 1:
-                raise RuntimeError(f"{name}, {case.rows} x {case.columns} {dtype}: error over its bound: {shares}")
-            found[name, which] = {"share_of_bound": Quantity(max(shares.values()), "")} | {
-                f"error_{part}": Quantity(references[part].relative_error(results[part]), "") for part in PARTS[which]
-            }
-    return found
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    return all(mallopt(option, value) for option, value in _MALLOC_OPTIONS)
 
 
-def _timings(run: Run, case: Case, contestants: Mapping[str, RmsNorm], dtype: torch.dtype, which: Pass) -> Any:
-    weight = _weight(case, dtype, run.device)
-    sets = rotating_inputs(lambda: _tensors(case, dtype, run.device), device=run.device)
-    seconds = run.configuration["seconds"] * (0.3 if case.group == "batches" else 1.0)
-    if which == "forward":
-        functions: dict[str, Any] = {COPY: lambda x, _: x.clone()}
-        functions |= {name: lambda x, _, f=function: f(x, weight) for name, function in contestants.items()}
-        with torch.no_grad():
-            return compare(functions, device=run.device, inputs=sets, seconds=seconds)
-    # Through autograd, as a training step calls it, on graphs that are kept.
-    with capturable_stream(run.device):
-        graphs: dict[str, list[tuple[Any, ...]]] = {COPY: [(None, x, dy) for x, dy in sets]}
-        for name, function in contestants.items():
-            leaves = [(x.detach().requires_grad_(), dy) for x, dy in sets]
-            graphs[name] = [(function(leaf, weight), leaf, dy) for leaf, dy in leaves]
-        return compare(
-            dict.fromkeys(contestants, lambda y, x, dy: torch.autograd.grad(y, (x, weight), dy, retain_graph=True))
-            | {COPY: lambda _, x, dy: x + dy},
-            device=run.device,
-            inputs=graphs,
-            seconds=seconds,
-        )
+def _steps(run: Run, contestants: Mapping[str, Contestant]) -> Iterator[Step]:
+    """All that is to be measured, the most important first."""
+    configuration = run.configuration
+    rows, columns = configuration["headline"]
+    headline = Case("headline", rows, columns, getattr(torch, configuration["dtype"]))
+    limits = partial(memory_limits, run.device, bytes_per_tensor=rows * columns * headline.dtype.itemsize)
+    a_shape = 15.0 if run.device == "cuda" else 4.0  # of many contestants, some of which compile for it
+
+    yield Step("The memory limits", lambda: _keep(run, limits()), 0)
+    for case in cases(configuration, run.device):
+        yield Step(_title(case), partial(measure_case, run, case, contestants), a_shape)
+    for columns in configuration["determinism_columns"]:
+        case = replace(headline, group="determinism", rows=configuration["elements"] // columns, columns=columns)
+        yield Step(f"Determinism at {columns} columns", partial(measure_determinism, run, case, contestants), a_shape)
+    yield Step("The quantised result", lambda: _measure_quantised(run, headline, contestants), a_shape)
+    yield Step("The product limits", lambda: _keep(run, product_limits(run.device)), a_shape)
+    for mode in configuration["training"]["modes"]:
+        needs = a_shape + configuration["training"]["seconds"] if mode == "eager" else 120.0
+        yield Step(f"The {mode} training step", partial(measure_training, run, mode, contestants), needs)
+    for name in configuration["other_dtypes"]:
+        case = replace(headline, group="dtypes", dtype=getattr(torch, name))
+        yield Step(_title(case), partial(measure_case, run, case, contestants), a_shape)
 
 
-def _measure_calls(run: Run, case: Case, contestants: Mapping[str, RmsNorm], dtype: torch.dtype) -> None:
-    """The time until a call returns to Python, the GPU working behind: what a small batch pays."""
-    weight = _weight(case, dtype, run.device).detach()
-    x, _ = _tensors(case, dtype, run.device)
-    with torch.no_grad():
-        timings = compare(
-            {name: lambda f=function: f(x, weight) for name, function in contestants.items()},
-            device=run.device,
-            clock="wall-clock",
-            block=lambda result: None,
-            seconds=0.3 * run.configuration["seconds"],
-        )
-    torch.cuda.synchronize()
-    for name in contestants:
-        labels: dict[str, Label] = {**_shape_labels(case), "implementation": name}
-        run.record("call", labels, {"time": timings[name].quantity()})
+def cases(configuration: Mapping[str, Any], device: Device) -> Iterator[Case]:
+    """The shapes to check and time, the most important first."""
+    dtype = getattr(torch, configuration["dtype"])
+    modes = configuration["compile_modes"]
+    rows, columns = configuration["headline"]
+    headline = Case("headline", rows, columns, dtype, compile_modes=tuple(modes.get("headline", ())))
+    yield headline
+    yield replace(headline, group="add", compile_modes=tuple(modes.get("add", ())))
+    for width in configuration["widths"]:
+        rows = max(configuration["elements"] // width, 1)
+        yield Case("widths", rows, width, dtype, compile_modes=tuple(modes.get("widths", ())))
+    # Without CUDA graphs a kernel cannot be told from its call: on a CPU the calls alone are timed.
+    passes: tuple[Pass, ...] = ("forward",) if device == "cuda" else ()
+    for columns in configuration["batch_columns"]:
+        for rows in configuration["batches"]:
+            yield Case("batches", rows, columns, dtype, passes, tuple(modes.get("batches", ())))
+
+
+def _title(case: Case) -> str:
+    kind = str(case.dtype).removeprefix("torch.")
+    return f"{case.rows} × {case.columns} {kind}{' with a residual' if case.residual else ''}"
+
+
+def _keep(run: Run, records: Iterable[Record]) -> None:
+    for record in records:
+        run.add(record)
+
+
+def _measure_quantised(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> None:
+    quantisers = compiled_quantisers() if "headline" in run.configuration["compile_modes"] else {}
+    quantisers |= {name: entrant.quantise for name, entrant in contestants.items() if entrant.quantise is not None}
+    measure_quantised(run, case, quantisers)
 
 
 def build_lens(root: Path) -> Lens:

@@ -1,270 +1,348 @@
-"""The report: tables, figures and the finding, from the results alone."""
+"""The report: tables, sentences and the finding, from the results alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from matplotlib.figure import Figure as MatplotlibFigure
-
 from benchkit import Record, Results, numbers
-from benchkit.plotting import COLOURS, HATCHES, MARKERS, draw_limit, new_figure
-from benchkit.report import Figure, ReportSpec, markdown_table
+from benchkit.report import ReportSpec, markdown_table
 from rmsnorm_fused.accuracy import ARITHMETIC_FACTOR
-from rmsnorm_fused.contestants import ABOUT, COPY, EAGER, OWN
+from rmsnorm_fused.contestants import ABOUT, COPY, EAGER, LIGER, OWN, QUACK, SEPARATE
+from rmsnorm_fused.figures import ITEM_BYTES, OPERATIONS, PASSES, figures, implementations, shape, width_records
+from rmsnorm_fused.targets import GPU, TARGETS, Measured, Target, applies, fastest, others
+from rmsnorm_fused.training import BASELINE
 
-_ORDER = tuple(ABOUT)
-_PASSES = ("forward", "backward")
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-
-def _implementations(records: Sequence[Record], *, copy: bool = False) -> list[str]:
-    """Their names in the order of the report, with the copy first where it is wanted."""
-    present = {str(record.labels["implementation"]) for record in records}
-    return [name for name in _ORDER if name in present and (copy or name != COPY)]
-
-
-def _shape(results: Results) -> str:
-    rows, columns = results.configuration["headline"]
-    return f"{rows} × {columns} {results.configuration['dtype']}"
-
-
-def _best_own(results: Results, which: str) -> Record | None:
-    own = [record for record in results.select(which, group="headline") if record.labels["implementation"] in OWN]
-    return min(own, key=lambda record: record["time"].value, default=None)
+_NONE = "–"
 
 
 def finding(results: Results) -> str:
     """The best of this package's implementations at the headline shape, in one sentence."""
     parts = []
-    for which in _PASSES:
-        record = _best_own(results, which)
+    for which in PASSES:
+        record = fastest(results.select(which, group="headline"), OWN)
         if record is not None:
             parts.append(
                 f"{which} {numbers.percent(record['fraction'].value, 0)} of the copy limit and "
                 f"{numbers.with_unit(record['speedup'].value, '×')} the speed of the eager formula "
-                f"(`{record.labels['implementation']}`)"
+                f"({_shown(record.labels['implementation'])})"
             )
     if not parts:
-        return f"RMSNorm at {_shape(results)}: none of this package's kernels could run here."
-    return f"RMSNorm at {_shape(results)}: {'; '.join(parts)}."
+        return f"RMSNorm at {shape(results)}: none of this package's kernels could run here."
+    return f"RMSNorm at {shape(results)}: {'; '.join(parts)}."
 
 
-def _headline_table(results: Results, which: str) -> str:
-    records = results.select(which, group="headline")
-    rows = [
-        (
-            f"`{name}`" if name in OWN else name,
+def _shown(name: object) -> str:
+    return f"`{name}`" if name in OWN else str(name)
+
+
+def _target_rows(results: Results) -> list[tuple[str, ...]]:
+    show: dict[str, Callable[[float], str]] = {
+        "share": numbers.percent,
+        "times": lambda value: numbers.with_unit(value, "×"),
+        "seconds": lambda value: numbers.with_unit(value, "s"),
+    }
+    elsewhere = others((*results.select("forward"), *results.select("call")))
+
+    def row(target: Target) -> tuple[str, ...]:
+        def cell(measured: Measured | None) -> str:
+            return _NONE if measured is None else f"{show[target.kind](measured.value)} ({measured.where})"
+
+        own = target.measure(results, target.own)
+        bound = f"{'≤' if target.kind == 'seconds' else '≥'} {show[target.kind](target.bound)}"
+        met = "not measured" if own is None else "yes" if target.met(own) else "**no**"
+        return target.what, bound, cell(own), met, cell(target.measure(results, elsewhere))
+
+    return [row(target) for target in TARGETS]
+
+
+def _pass_table(records: Sequence[Record]) -> str:
+    """One row an implementation: time, rate, share of the limit, speed against eager, errors."""
+    errors = list(dict.fromkeys(key for record in records for key in record.values if key.startswith("error_")))
+    limited = any("fraction" in record.values for record in records)
+
+    def row(record: Record) -> tuple[str, ...]:
+        name, values = record.labels["implementation"], record.values
+        return (
+            _shown(name),
             numbers.quantity(record["time"]),
             numbers.with_unit(record["bandwidth"].value, "B/s"),
-            numbers.percent(record["fraction"].value) if name != COPY else "100 %",
-            numbers.quantity(record["speedup"]) if "speedup" in record.values else "1" if name == EAGER else "",
-            ", ".join(numbers.error_size(record[key].value) for key in record.values if key.startswith("error_")),
-            numbers.significant(record["share_of_bound"].value, 2) if name != COPY else "",
+            *((_limit_share(record),) if limited else ()),
+            numbers.quantity(record["speedup"]) if "speedup" in values else "1" if name == EAGER else "",
+            *(numbers.error_size(values[key].value) if key in values else "" for key in errors),
+            numbers.significant(record["share_of_bound"].value, 2) if "share_of_bound" in values else "",
         )
-        for name in _implementations(records, copy=True)
-        for record in records
-        if record.labels["implementation"] == name
-    ]
-    errors = "error of y" if which == "forward" else "errors of dx, dweight"
-    return markdown_table(
-        ("implementation", "time", "moved", "of the limit", "against eager", errors, "of the bound"), rows
+
+    header = (
+        *("implementation", "time", "moved"),
+        *(("of the limit",) if limited else ()),
+        "against eager",
+        *(f"error of {key.removeprefix('error_')}" for key in errors),
+        "of the bound",
     )
+    by_name = {str(record.labels["implementation"]): record for record in records}
+    return markdown_table(header, [row(by_name[name]) for name in implementations(records, copy=True)])
+
+
+def _limit_share(record: Record) -> str:
+    return "100 %" if record.labels["implementation"] == COPY else numbers.percent(record["fraction"].value)
+
+
+def _pass_tables(results: Results, group: str) -> dict[str, str]:
+    return {
+        which: _pass_table(results.select(which, group=group)) for which in PASSES if results.select(which, group=group)
+    }
 
 
 def _width_table(results: Results, which: str) -> str:
-    records = _width_records(results, which)
-    names = _implementations(records, copy=True)
-    columns = sorted({int(record.labels["columns"]) for record in records})
+    records = width_records(results, which)
+    names = implementations(records, copy=True)
+    by_place = {(r.labels["implementation"], int(r.labels["columns"])): r for r in records}
+    shapes = sorted({(int(r.labels["columns"]), int(r.labels["rows"])) for r in records})
 
     def cell(name: str, width: int) -> str:
-        found = [r for r in records if r.labels["implementation"] == name and r.labels["columns"] == width]
-        if not found:
-            return "–"
-        time = numbers.with_unit(found[0]["time"].value, "s")
-        return time if name == COPY else f"{time} ({numbers.percent(found[0]['fraction'].value, 0)})"
+        if (name, width) not in by_place:
+            return _NONE
+        record = by_place[name, width]
+        time = numbers.with_unit(record["time"].value, "s")
+        return time if name == COPY else f"{time} ({numbers.percent(record['fraction'].value, 0)})"
 
-    shapes = {int(record.labels["columns"]): record.labels["rows"] for record in records}
-    return markdown_table(
-        ("rows × columns", *names),
-        [(f"{shapes[width]} × {width}", *(cell(name, width) for name in names)) for width in columns],
+    rows = [(f"{rows} × {width}", *(cell(name, width) for name in names)) for width, rows in shapes]
+    return markdown_table(("rows × columns", *map(_shown, names)), rows)
+
+
+def _width_sentence(results: Results, which: str) -> str:
+    """How far the best of this package's implementations and the best of the others keep to the limit."""
+    records = [record for record in width_records(results, which) if "fraction" in record.values]
+
+    def worst(names: Sequence[str]) -> tuple[float, int]:
+        best: dict[int, float] = {}
+        for record in records:
+            if record.labels["implementation"] in names:
+                width = int(record.labels["columns"])
+                best[width] = max(best.get(width, 0.0), record["fraction"].value)
+        return min((share, width) for width, share in best.items())
+
+    if not {record.labels["implementation"] for record in records} & set(OWN):
+        return ""
+    (own, own_at), (peers, peers_at) = worst(OWN), worst(others(records))
+    return (
+        f"The fastest of this package's implementations at each width never has less than {numbers.percent(own, 0)} of "
+        f"the limit (at {own_at} columns), the fastest of the others {numbers.percent(peers, 0)} (at {peers_at})."
     )
 
 
-def _width_records(results: Results, which: str) -> list[Record]:
-    """The sweep over widths, with the headline where it has as many elements."""
-    records = results.select(which, group="widths")
-    rows, columns = results.configuration["headline"]
-    if rows * columns == results.configuration["elements"] and not any(r.labels["columns"] == columns for r in records):
-        records += results.select(which, group="headline")
-    return records
-
-
-def _batch_table(results: Results) -> str:
-    kernels = results.select("forward", group="batches")
-    calls = results.select("call")
-    names = _implementations(kernels, copy=True)
-
-    def times(records: Sequence[Record], rows: object) -> list[str]:
-        by_name = {r.labels["implementation"]: r["time"].value for r in records if r.labels["rows"] == rows}
-        return [numbers.with_unit(by_name[name], "s") if name in by_name else "–" for name in names]
-
-    what = "kernels alone" if calls else "whole call"
-    shapes = list(dict.fromkeys(record.labels["rows"] for record in kernels))
-    width = results.configuration["batch_columns"]
-    rows = [(f"{rows} × {width}", what, *times(kernels, rows)) for rows in shapes]
-    if calls:
-        rows += [(f"{rows} × {width}", "call from Python", *times(calls, rows)) for rows in shapes]
-    return markdown_table(("rows × columns", "what", *names), rows, left=2)
-
-
-def _batch_sentence(results: Results) -> str:
-    """Who is ahead at the smallest batch, kernel and call."""
-    rows = min(results.configuration["batches"])
-    source = "call" if results.select("call") else "forward"
-    records = [
-        record
-        for record in results.select(source, rows=rows)
-        if record.labels.get("group", "batches") == "batches" and record.labels["implementation"] != COPY
+def _batch_table(results: Results, records: Sequence[Record]) -> str:
+    names = implementations(records, copy=True)
+    by_place = {(r.labels["implementation"], r.labels["rows"], r.labels["columns"]): r for r in records}
+    rows = [
+        (
+            f"{rows} × {columns}",
+            *(
+                numbers.with_unit(by_place[name, rows, columns]["time"].value, "s")
+                if (name, rows, columns) in by_place
+                else _NONE
+                for name in names
+            ),
+        )
+        for columns in results.configuration["batch_columns"]
+        for rows in results.configuration["batches"]
+        if any(place[1:] == (rows, columns) for place in by_place)
     ]
+    return markdown_table(("rows × columns", *map(_shown, names)), rows)
+
+
+def _batch_tables(results: Results) -> dict[str, str]:
+    sources = {
+        "The kernel alone": results.select("forward", group="batches"),
+        "The call from Python": results.select("call", gradient=False),
+        "The call from Python, the weight requiring a gradient": results.select("call", gradient=True),
+    }
+    return {
+        what: f"{_batch_table(results, records)}\n\n{_batch_sentence(records)}"
+        for what, records in sources.items()
+        if records
+    }
+
+
+def _batch_sentence(records: Sequence[Record]) -> str:
+    """Who is ahead, this package or the others, and where."""
+    ahead, shapes, best = 0, 0, []
+    for place in dict.fromkeys((r.labels["rows"], r.labels["columns"]) for r in records):
+        here = [r for r in records if (r.labels["rows"], r.labels["columns"]) == place]
+        own, other = fastest(here, OWN), fastest(here, others(here))
+        if own is None or other is None:
+            continue
+        shapes += 1
+        ahead += own["time"].value <= other["time"].value
+        best.append((own["time"].value / other["time"].value, place, own, other))
+    if not best:
+        return ""
+    _, (rows, columns), own, other = max(best, key=lambda entry: entry[0])
+    return (
+        f"The fastest of this package's implementations is the fastest of all at {ahead} of {shapes} "
+        f"shape{'s' if shapes > 1 else ''}; it does worst at {rows} × {columns}: "
+        f"{numbers.with_unit(own['time'].value, 's')} ({_shown(own.labels['implementation'])}) against "
+        f"{numbers.with_unit(other['time'].value, 's')} ({other.labels['implementation']})."
+    )
+
+
+def _determinism_rows(results: Results) -> list[tuple[str, ...]]:
+    def repeat(record: Record, key: str) -> str:
+        return "yes" if record.data[key] else "no"
+
+    return [
+        (
+            f"{record.labels['rows']} × {record.labels['columns']}",
+            _shown(record.labels["implementation"]),
+            numbers.quantity(record["default"]),
+            repeat(record, "default repeats"),
+            numbers.quantity(record["deterministic"]),
+            repeat(record, "deterministic repeats"),
+            numbers.quantity(record["speedup"]),
+        )
+        for record in results.select("determinism")
+    ]
+
+
+def _determinism_sentence(results: Results) -> str:
+    records = results.select("determinism")
     if not records:
         return ""
-    ordered = sorted(records, key=lambda record: record["time"].value)
-    first, last = ordered[0], ordered[-1]
-    item = _ITEM_BYTES[results.configuration["dtype"]]
-    limit = results.one("memory limit", traffic="1 read 1 write")["bandwidth"].value
-    least = 2 * rows * results.configuration["batch_columns"] * item / limit
+    worst = max(records, key=lambda record: record["speedup"].value)
     return (
-        f"With {rows} row{'s' if rows > 1 else ''} the least is paid by {first.labels['implementation']} "
-        f"({numbers.with_unit(first['time'].value, 's')} a call), the most by {last.labels['implementation']} "
-        f"({numbers.with_unit(last['time'].value, 's')}); at the copy limit the bytes of such a call would take "
-        f"{numbers.with_unit(least, 's')}."
+        f"It takes at most {numbers.quantity(worst['speedup'])} the time of the default "
+        f"({_shown(worst.labels['implementation'])} at {worst.labels['rows']} × {worst.labels['columns']})."
     )
 
 
-def _draw_headline(results: Results) -> MatplotlibFigure:
-    figure, axes = new_figure(7.0, 3.6)
-    names = _implementations(results.select("forward", group="headline"))
-    for index, which in enumerate(_PASSES):
-        records = {r.labels["implementation"]: r for r in results.select(which, group="headline")}
-        places = [place + (index - 0.5) * 0.38 for place in range(len(names))]
-        heights = [100 * records[name]["fraction"].value if name in records else 0.0 for name in names]
-        bars = axes.bar(
-            places,
-            heights,
-            0.36,
-            label=which,
-            color=COLOURS[index],
-            hatch=HATCHES[index],
-            edgecolor="black",
-            linewidth=0.6,
-        )
-        axes.bar_label(bars, [f"{height:.0f}" for height in heights], padding=2, fontsize=8)
-    draw_limit(axes, 100, "copy limit")
-    axes.set_xticks(range(len(names)), names)
-    axes.set_ylabel("share of the measured copy limit, %")
-    top = max(
+def _memory_rows(results: Results) -> list[tuple[str, ...]]:
+    rows, columns = results.configuration["headline"]
+    tensor = rows * columns * ITEM_BYTES[results.configuration["dtype"]]
+    return [
         (
-            100 * r["fraction"].value
-            for w in _PASSES
-            for r in results.select(w, group="headline")
-            if "fraction" in r.values
-        ),
-        default=100.0,
-    )
-    axes.set_ylim(0, max(118, 1.12 * top))
-    axes.grid(axis="x", visible=False)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    axes.set_title(f"RMSNorm at {_shape(results)}", fontsize=10)
-    return figure
-
-
-def _draw_widths(results: Results, which: str) -> MatplotlibFigure:
-    figure, axes = new_figure(7.0, 3.8)
-    records = _width_records(results, which)
-    for name in _implementations(records):
-        index = _ORDER.index(name)
-        own = sorted((r for r in records if r.labels["implementation"] == name), key=lambda r: int(r.labels["columns"]))
-        axes.plot(
-            [int(record.labels["columns"]) for record in own],
-            [100 * record["fraction"].value for record in own],
-            label=name,
-            color=COLOURS[index],
-            marker=MARKERS[index],
-            linestyle="-" if name in OWN else ":",
+            _shown(record.labels["implementation"]),
+            numbers.with_unit(record["peak"].value, "B"),
+            numbers.significant(record["peak"].value / tensor, 3),
         )
-    draw_limit(axes, 100, "copy limit")
-    axes.set_xscale("log", base=2)
-    widths = sorted({int(record.labels["columns"]) for record in records})
-    axes.set_xticks(widths, [str(width) for width in widths])
-    axes.minorticks_off()
-    top = max((100 * record["fraction"].value for record in records if "fraction" in record.values), default=100.0)
-    axes.set_ylim(0, max(115, 1.12 * top))
-    axes.set_xlabel(f"columns N, at {numbers.count(results.configuration['elements'])} elements")
-    axes.set_ylabel("share of the measured copy limit, %")
-    axes.set_title(f"{which}, {results.configuration['dtype']}", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=6, frameon=False)
-    return figure
-
-
-def figures(results: Results) -> list[Figure]:
-    """Those that the records suffice for."""
-    drawn = []
-    if results.select("forward", group="headline"):
-        drawn.append(
-            Figure(
-                "headline",
-                f"Share of the measured copy limit at {_shape(results)}: 100 % is a copy of the same bytes.",
-                partial(_draw_headline, results),
-            )
-        )
-    drawn += [
-        Figure(
-            f"widths-{which}",
-            f"The {which} pass over rows of different width, as many elements in all: share of the copy limit. "
-            "Solid lines: this package; dotted: PyTorch.",
-            partial(_draw_widths, results, which),
-        )
-        for which in _PASSES
-        if results.select(which, group="widths")
+        for record in results.select("memory")
     ]
-    return drawn
 
 
-def context(results: Results) -> dict[str, Any]:
-    """The template's variables."""
-    names = _implementations(results.select("forward", group="headline"), copy=True)
-    notes = {
-        str(record.data["note"])
-        for which in _PASSES
-        for record in results.select(which)
-        if record.data and record.data["note"]
-    }
-    limits = [
+def _quantised_sentence(results: Results) -> str:
+    records = results.select("quantised")
+    own, separate = fastest(records, OWN), fastest(records, (SEPARATE,))
+    if own is None or separate is None:
+        return ""
+    ratio = numbers.with_unit(separate["time"].value / own["time"].value, "×")
+    return (
+        f"One kernel ({_shown(own.labels['implementation'])}) takes {numbers.with_unit(own['time'].value, 's')}; a "
+        f"norm, and then a kernel that scales and rounds, {numbers.with_unit(separate['time'].value, 's')}: {ratio} "
+        "as long."
+    )
+
+
+def _training_rows(results: Results) -> list[tuple[str, ...]]:
+    return [
         (
-            record.labels["traffic"],
+            str(record.labels["mode"]),
+            _shown(record.labels["norm"]),
+            numbers.quantity(record["time"]),
+            numbers.with_unit(record["rate"].value, "tokens/s"),
+            numbers.quantity(record["speedup"]) if "speedup" in record.values else "1",
+            numbers.significant(record["loss"].value, 5),
+        )
+        for record in results.select("training")
+    ]
+
+
+def _training_sentence(results: Results) -> str:
+    parts = []
+    for mode in dict.fromkeys(str(record.labels["mode"]) for record in results.select("training")):
+        own = [r for r in results.select("training", mode=mode) if r.labels["norm"] in OWN]
+        if own:
+            best = max(own, key=lambda record: record["speedup"].value)
+            speed = best["speedup"]
+            verdict = "no difference that shows" if _covers_one(best) else f"{numbers.quantity(speed)} the speed"
+            parts.append(f"{mode}, {verdict} with {_shown(best.labels['norm'])}")
+    if not parts:
+        return ""
+    return f"Against the model's own {BASELINE}: {'; '.join(parts)}."
+
+
+def _covers_one(record: Record) -> bool:
+    speed = record["speedup"]
+    return speed.low is not None and speed.high is not None and speed.low <= 1 <= speed.high
+
+
+def _clock_notes(results: Results) -> list[str]:
+    """Which implementations could not be replayed from a CUDA graph, and why."""
+    notes: dict[tuple[str, str], None] = {}
+    for name in (*PASSES, "determinism", "quantised"):
+        for record in results.select(name):
+            if record.data["note"]:
+                notes[f"{_shown(record.labels['implementation'])}, {name}", str(record.data["note"])] = None
+    return [f"{what}: {note}" for what, note in notes]
+
+
+def _limit_rows(results: Results) -> list[tuple[str, str, str]]:
+    memory = [
+        (
+            str(record.labels["traffic"]),
             numbers.quantity(record["bandwidth"]),
-            numbers.with_unit(record["tensor"].value, "B"),
+            f"{numbers.with_unit(record['tensor'].value, 'B')} a tensor",
         )
         for record in results.select("memory limit")
     ]
+    products = [
+        (
+            f"{record.labels['dtype']} products",
+            numbers.quantity(record["rate"]),
+            f"{record.labels['size']} × {record.labels['size']} matrices",
+        )
+        for record in results.select("product limit")
+    ]
+    return memory + products
+
+
+def _context(results: Results) -> dict[str, Any]:
+    """The template's variables."""
+    taking_part = [record for name in (*PASSES, "call", "quantised") for record in results.select(name)]
+    target_rows = _target_rows(results) if applies(results) else []
     return {
-        "shape": _shape(results),
-        "about": [(f"`{name}`" if name in OWN else name, ABOUT[name]) for name in names],
-        "eager": EAGER,
-        "limits_rows": limits,
-        "headline": {
-            which: _headline_table(results, which) for which in _PASSES if results.select(which, group="headline")
+        "shape": shape(results),
+        "about": [(_shown(name), ABOUT[name]) for name in implementations(taking_part, copy=True)],
+        "names": implementations(taking_part),
+        "quack": QUACK,
+        "liger": LIGER,
+        "baseline": BASELINE,
+        "gpu": GPU,
+        "limit_rows": _limit_rows(results),
+        "target_rows": target_rows,
+        "targets_met": sum(row[3] == "yes" for row in target_rows),
+        "headline": _pass_tables(results, "headline"),
+        "add": _pass_tables(results, "add"),
+        "widths": {which: _width_table(results, which) for which in PASSES if results.select(which, group="widths")},
+        "width_sentences": {which: _width_sentence(results, which) for which in PASSES},
+        "batches": _batch_tables(results),
+        "determinism_rows": _determinism_rows(results),
+        "determinism_sentence": _determinism_sentence(results),
+        "memory_rows": _memory_rows(results),
+        "quantised": _pass_table(results.select("quantised")) if results.select("quantised") else "",
+        "quantised_sentence": _quantised_sentence(results),
+        "training_rows": _training_rows(results),
+        "training_sentence": _training_sentence(results),
+        "dtypes": {
+            dtype: {which: _pass_table(results.select(which, group="dtypes", dtype=dtype)) for which in PASSES}
+            for dtype in dict.fromkeys(str(r.labels["dtype"]) for r in results.select("backward", group="dtypes"))
         },
-        "widths": {which: _width_table(results, which) for which in _PASSES if results.select(which, group="widths")},
-        "batches": _batch_table(results) if results.select("forward", group="batches") else "",
-        "batch_sentence": _batch_sentence(results),
-        "clock_notes": sorted(notes),
+        "operations": {which: OPERATIONS[which, "headline"] for which in PASSES},
+        "clock_notes": _clock_notes(results),
         "factor": f"{ARITHMETIC_FACTOR:g}",
-        "item_bytes": _ITEM_BYTES[results.configuration["dtype"]],
+        "item_bytes": ITEM_BYTES[results.configuration["dtype"]],
+        "memory_kept": any(record.data["kept"] for record in results.select("freed memory")),
         "on_gpu": results.environment.gpu is not None,
     }
 
 
-REPORT = ReportSpec("rmsnorm_fused", context, figures, finding)
+REPORT = ReportSpec("rmsnorm_fused", _context, figures, finding)

@@ -1,0 +1,432 @@
+"""How one shape is checked against float64 and timed against a copy of the same bytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from benchkit import Comparison, Quantity, Record, compare
+from benchkit.device import Device
+from benchkit.limits import fraction_of_limit
+from benchkit.results import Label
+from benchkit.run import Run
+from benchkit.timing import Inputs, capturable_stream, rotating_inputs
+from rmsnorm_fused.accuracy import Expected, Part, expected
+from rmsnorm_fused.contestants import (
+    COPY,
+    EAGER,
+    EPS,
+    OWN,
+    CompileMode,
+    Contestant,
+    Quantiser,
+    compiled,
+    compiled_name,
+    first_line,
+)
+from rmsnorm_fused.torch_private import kept_graphs
+
+Pass = Literal["forward", "backward"]
+Tensors = tuple[torch.Tensor, ...]
+
+# Tensors of rows x columns that a pass must read or write at least: forward x and y; backward x, dy and dx. With a
+# residual: x, residual, y and s; s, dy, ds and dx. The weight, its gradient and one number a row are left out: a few
+# thousandths at 4096 columns.
+_TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
+    ("forward", False): 2,
+    ("backward", False): 3,
+    ("forward", True): 4,
+    ("backward", True): 4,
+}
+_PARTS: dict[Pass, tuple[str, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
+_REPEATS = 3  # of a backward pass whose bits are compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape to time.
+
+    Attributes:
+        group: the section of the report: ``"headline"``, ``"widths"``, ``"add"``, ``"batches"``, ``"dtypes"``.
+        rows: M.
+        columns: N.
+        dtype: of the tensors and the weight.
+        passes: which of them.
+        compile_modes: of the torch.compile contestants; each compiles for each shape.
+    """
+
+    group: str
+    rows: int
+    columns: int
+    dtype: torch.dtype
+    passes: tuple[Pass, ...] = ("forward", "backward")
+    compile_modes: tuple[CompileMode, ...] = ()
+
+    @property
+    def residual(self) -> bool:
+        """Whether a residual is added first."""
+        return self.group == "add"
+
+    @property
+    def labels(self) -> dict[str, Label]:
+        """What identifies the case in a record."""
+        kind = str(self.dtype).removeprefix("torch.")
+        return {"group": self.group, "rows": self.rows, "columns": self.columns, "dtype": kind}
+
+    def bytes_moved(self, which: Pass) -> int:
+        """The least that a pass can read and write."""
+        return _TENSORS_MOVED[which, self.residual] * self.rows * self.columns * self.dtype.itemsize
+
+    def tensors(self, device: Device) -> Tensors:
+        """(x, dy), or with a residual (x, residual, dy, ds): what goes in, then the gradients of what comes out."""
+        shape = (self.rows, self.columns)
+        return tuple(torch.randn(shape, device=device).to(self.dtype) for _ in range(4 if self.residual else 2))
+
+    def weight(self, device: Device) -> torch.Tensor:
+        """Near one, requiring a gradient."""
+        return (1 + 0.1 * torch.randn(self.columns, device=device)).to(self.dtype).requires_grad_()
+
+    @staticmethod
+    def halves(tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """What goes in, and the gradients of what comes out."""
+        middle = len(tensors) // 2
+        return tensors[:middle], tensors[middle:]
+
+    def outputs(self, contestant: Contestant, inputs: Tensors, weight: torch.Tensor) -> Tensors:
+        """(y,), or with a residual (y, s)."""
+        if not self.residual:
+            (x,) = inputs
+            return (contestant.plain(x, weight),)
+        assert contestant.add is not None
+        x, residual = inputs
+        return contestant.add(x, residual, weight)
+
+
+class PartError(NamedTuple):
+    """How wrong one result of an implementation is.
+
+    Attributes:
+        relative: the largest error over the largest value.
+        share_of_bound: the largest error over what is allowed to one that rounds once, see ``accuracy``.
+    """
+
+    relative: float
+    share_of_bound: float
+
+
+def measure_case(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> None:
+    """Check and time every contestant at one shape.
+
+    The headline also says what memory each needs, a small batch what the call from Python costs.
+
+    Raises:
+        RuntimeError: when an implementation of this package is beyond its bound: its speed would mean nothing.
+    """
+    with kept_graphs():
+        compiling = {compiled_name(mode): compiled(mode) for mode in case.compile_modes}
+        entrants = {**contestants, **compiling}
+        errors = _errors(run, case, entrants)
+        entrants = {name: entrants[name] for name in errors}
+        for which in case.passes:
+            timings = _timings(run, case, entrants, which)
+            for name in timings.timings:
+                run.add(_record(case, which, name, timings, {} if name == COPY else errors[name]))
+        if case.group == "batches":
+            _measure_calls(run, case, entrants, gradient=False)
+            # What was compiled would have to be compiled again, for a graph that trains: seconds a shape.
+            again = {name: entrant for name, entrant in entrants.items() if name not in compiling}
+            _measure_calls(run, case, again, gradient=True)
+        if case.group == "headline" and run.device == "cuda":
+            for name, contestant in entrants.items():
+                run.record("memory", {**case.labels, "implementation": name}, {"peak": _peak_memory(case, contestant)})
+
+
+def measure_determinism(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> None:
+    """The backward pass with torch's deterministic mode on and off: its time, and whether its bits repeat."""
+    own = [name for name in contestants if name in OWN]
+    if not own:
+        return
+    weight = case.weight(run.device)
+    sets = rotating_inputs(lambda: case.tensors(run.device), device=run.device)
+    default, deterministic = _gradients_in_mode(False), _gradients_in_mode(True)
+    with capturable_stream(run.device):
+        graphs = {name: _graphs(case, contestants[name], sets, weight) for name in own}
+        timings = compare(
+            dict.fromkeys(own, default) | {f"{name}, deterministic": deterministic for name in own},
+            device=run.device,
+            inputs=graphs | {f"{name}, deterministic": graphs[name] for name in own},
+            seconds=run.configuration["seconds"],
+        )
+        for name in own:
+            other = f"{name}, deterministic"
+            values = {
+                "default": timings[name].quantity(),
+                "deterministic": timings[other].quantity(),
+                "speedup": timings.speedup(name, over=other),
+            }
+            data = {
+                "default repeats": _repeats(default, graphs[name][0]),
+                "deterministic repeats": _repeats(deterministic, graphs[name][0]),
+                "note": timings[name].note,
+            }
+            run.record("determinism", {**case.labels, "implementation": name}, values, data)
+
+
+def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser]) -> None:
+    """Rows as float8 with a scale of their own each, in one kernel and in several.
+
+    PyTorch has no copy that writes half of what it reads: the limit is the rate of one that writes all of it.
+
+    Args:
+        run: where the records go.
+        case: the shape.
+        quantisers: (x, weight) -> (y, scales), by name.
+
+    Raises:
+        RuntimeError: when an implementation of this package is beyond its bound.
+    """
+    torch.manual_seed(0)
+    x, dy = case.tensors(run.device)
+    weight = case.weight(run.device).detach()
+    reference = expected(x, weight, dy, EPS)["y"].value
+    shares: dict[str, float] = {}
+    for name, quantise in quantisers.items():
+        shares[name] = float8_share_of_bound(*quantise(x, weight), reference)
+        if name in OWN and not shares[name] <= 1:
+            raise RuntimeError(f"{name}, float8 {case.rows} x {case.columns}: error over its bound: {shares[name]}")
+    del reference
+    sets = rotating_inputs(lambda: (case.tensors(run.device)[0],), device=run.device)
+    timings = compare(
+        {COPY: torch.clone} | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items()},
+        device=run.device,
+        inputs=sets,
+        seconds=run.configuration["seconds"],
+    )
+    limit = case.bytes_moved("forward") / timings[COPY].median
+    moved = case.rows * case.columns * (case.dtype.itemsize + torch.float8_e4m3fn.itemsize)
+    for name in quantisers:
+        time = timings[name].quantity()
+        values = {
+            "time": time,
+            "bandwidth": time.per(moved, "B/s"),
+            "fraction": Quantity(fraction_of_limit(moved, time.value, limit), ""),
+            "share_of_bound": Quantity(shares[name], ""),
+        }
+        if name != EAGER:
+            values["speedup"] = timings.speedup(name, over=EAGER)
+        run.add(Record("quantised", {**case.labels, "implementation": name}, values, {"note": timings[name].note}))
+
+
+def float8_share_of_bound(y: torch.Tensor, scales: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest error over what one rounding to float8_e4m3fn may cost, 2⁻⁴ · |y|, or 2⁻¹⁰ · scale next to zero.
+
+    A hundredth is added for the float32 arithmetic before: y / scale a hair's breadth from the middle between two
+    float8 numbers may go to either side.
+
+    Args:
+        y: (M, N) float8_e4m3fn.
+        scales: (M, 1) float32, what y was divided by.
+        reference: (M, N) float64.
+    """
+    wide = scales.double()
+    bound = torch.maximum(reference.abs() / 16, wide / 1024) * 1.01
+    return ((y.double() * wide - reference).abs() / bound).max().item()
+
+
+def _errors(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> dict[str, dict[str, PartError]]:
+    """Errors against float64 of every contestant that does this case, before anything is timed."""
+    torch.manual_seed(0)
+    inputs, gradients = case.halves(case.tensors(run.device))
+    weight = case.weight(run.device)
+    references = _references(case, inputs, gradients, weight)
+    found: dict[str, dict[str, PartError]] = {}
+    for name, contestant in contestants.items():
+        if case.residual and contestant.add is None:
+            continue
+        if contestant.widest is not None and case.columns > contestant.widest:
+            run.absent(_at(name, case), f"it takes at most {contestant.widest} columns")
+            continue
+        try:
+            results = _results(case, contestant, inputs, gradients, weight)
+        except Exception as error:  # a library of others: whatever it raises is its answer at this shape
+            if name in (EAGER, *OWN):
+                raise
+            run.absent(_at(name, case), f"it raised {first_line(error)}")
+            continue
+        found[name] = {
+            part: PartError(references[part].relative_error(result), references[part].share_of_bound(result))
+            for part, result in results.items()
+        }
+        if name in OWN and not all(error.share_of_bound <= 1 for error in found[name].values()):
+            raise RuntimeError(f"{_at(name, case)}, {case.dtype}: error over its bound: {found[name]}")
+    return found
+
+
+def _at(name: str, case: Case) -> str:
+    return f"{name} at {case.rows} × {case.columns}{' with a residual' if case.residual else ''}"
+
+
+def _references(case: Case, inputs: Tensors, gradients: Tensors, weight: torch.Tensor) -> dict[str, Expected]:
+    """y, dx, dweight and, with a residual, s in float64. y is that of the rounded s, which is what goes on as well."""
+    if not case.residual:
+        return _by_name(expected(inputs[0], weight, gradients[0], EPS))
+    (x, residual), (dy, ds) = inputs, gradients
+    references = _by_name(expected(x + residual, weight, dy, EPS))
+    s, dx = x.double() + residual.double(), references["dx"]
+    references["s"] = replace(references["y"], value=s, magnitude=s.abs())
+    references["dx"] = replace(dx, value=dx.value + ds.double(), magnitude=dx.magnitude + ds.double().abs())
+    return references
+
+
+def _by_name(parts: Mapping[Part, Expected]) -> dict[str, Expected]:
+    return {str(part): value for part, value in parts.items()}
+
+
+def _results(
+    case: Case, contestant: Contestant, inputs: Tensors, gradients: Tensors, weight: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    backward = "backward" in case.passes
+    with torch.set_grad_enabled(backward):
+        leaves = tuple(x.detach().requires_grad_(backward) for x in inputs)
+        outputs = case.outputs(contestant, leaves, weight)
+        results = dict(zip(("y", "s"), (output.detach() for output in outputs), strict=False))
+        if backward:
+            found = torch.autograd.grad(outputs, (*leaves, weight), gradients)
+            results |= {"dx": found[0], "dweight": found[-1]}
+    return results
+
+
+def _timings(run: Run, case: Case, contestants: Mapping[str, Contestant], which: Pass) -> Comparison:
+    weight = case.weight(run.device)
+    sets = rotating_inputs(lambda: case.tensors(run.device), device=run.device)
+    seconds = run.configuration["seconds"] * (0.3 if case.group == "batches" else 1.0)
+    copy = _copy(case, which, run.device)
+    functions: dict[str, Callable[..., Any]] = {} if copy is None else {COPY: copy}
+    if which == "forward":
+        for name, contestant in contestants.items():
+            functions[name] = lambda *tensors, c=contestant: case.outputs(c, case.halves(tensors)[0], weight)
+        with torch.no_grad():
+            return compare(functions, device=run.device, inputs=sets, seconds=seconds)
+    # Through autograd, as a training step calls it, on graphs that are kept.
+    with capturable_stream(run.device):
+        inputs: dict[str, Inputs] = {} if copy is None else {COPY: sets}
+        inputs |= {name: _graphs(case, contestant, sets, weight) for name, contestant in contestants.items()}
+        functions |= dict.fromkeys(contestants, _gradients)
+        return compare(functions, device=run.device, inputs=inputs, seconds=seconds)
+
+
+def _measure_calls(run: Run, case: Case, contestants: Mapping[str, Contestant], *, gradient: bool) -> None:
+    """The time until a call returns to Python, on a GPU with the kernel working behind: what a small batch pays.
+
+    Args:
+        run: where the records go.
+        case: the shape.
+        contestants: that take part.
+        gradient: whether the weight requires one, so that autograd takes its notes.
+    """
+    x, _ = case.tensors(run.device)
+    weight = case.weight(run.device).requires_grad_(gradient)
+    with torch.set_grad_enabled(gradient):
+        timings = compare(
+            {name: lambda f=contestant.plain: f(x, weight) for name, contestant in contestants.items()},
+            device=run.device,
+            clock="wall-clock",
+            block=lambda result: None,
+            seconds=0.3 * run.configuration["seconds"],
+        )
+    if run.device == "cuda":
+        torch.cuda.synchronize()
+    for name in contestants:
+        labels: dict[str, Label] = {**case.labels, "implementation": name, "gradient": gradient}
+        run.record("call", labels, {"time": timings[name].quantity()})
+
+
+def _copy(case: Case, which: Pass, device: Device) -> Callable[..., Any] | None:
+    """As many reads and writes and nothing else, results in new memory too; None where PyTorch has no such operator."""
+    if not case.residual:
+        return (lambda x, _: x.clone()) if which == "forward" else (lambda x, dy: x + dy)
+    if device == "cpu":
+        return None
+    from benchkit.stream_kernels import add_and_subtract
+
+    return lambda x, residual, *_: add_and_subtract(x, residual, torch.empty_like(x), torch.empty_like(x))
+
+
+def _graphs(case: Case, contestant: Contestant, sets: Sequence[Tensors], weight: torch.Tensor) -> Inputs:
+    """Arguments of :func:`_gradients`, the forward pass done."""
+    graphs: list[tuple[Tensors, Tensors, Tensors]] = []
+    for tensors in sets:
+        inputs, gradients = case.halves(tensors)
+        leaves = tuple(x.detach().requires_grad_() for x in inputs)
+        graphs.append((case.outputs(contestant, leaves, weight), (*leaves, weight), gradients))
+    return graphs
+
+
+def _gradients(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors:
+    return torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
+
+
+def _gradients_in_mode(deterministic: bool) -> Callable[..., Tensors]:
+    """:func:`_gradients` with torch's deterministic mode on or off, set in every call, so that both pay for that."""
+
+    def gradients(outputs: Tensors, inputs: Tensors, given: Tensors) -> Tensors:
+        with _deterministic_algorithms(deterministic):
+            return _gradients(outputs, inputs, given)
+
+    return gradients
+
+
+@contextmanager
+def _deterministic_algorithms(on: bool) -> Iterator[None]:
+    """Torch's deterministic mode, but for its filling of all new memory, which is no part of any kernel."""
+    settings: Any = torch.utils.deterministic
+    enabled, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(on)
+    settings.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled)
+        settings.fill_uninitialized_memory = fills
+
+
+def _repeats(function: Callable[..., Tensors], arguments: tuple[Any, ...]) -> bool:
+    """Whether a backward pass gives the same bits every time."""
+    first = function(*arguments)
+    again = [function(*arguments) for _ in range(_REPEATS - 1)]
+    return all(torch.equal(a, b) for other in again for a, b in zip(first, other, strict=True))
+
+
+def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Mapping[str, PartError]) -> Record:
+    time = timings[name].quantity()
+    values = {"time": time, "bandwidth": time.per(case.bytes_moved(which), "B/s")}
+    of_pass = {part: error for part, error in errors.items() if part in _PARTS[which]}
+    if of_pass:
+        values["share_of_bound"] = Quantity(max(error.share_of_bound for error in of_pass.values()), "")
+        values |= {f"error_{part}": Quantity(error.relative, "") for part, error in of_pass.items()}
+    if name != COPY and COPY in timings.timings:
+        values["fraction"] = timings.speedup(name, over=COPY)
+    if name not in (COPY, EAGER):
+        values["speedup"] = timings.speedup(name, over=EAGER)
+    data = {"clock": timings[name].method, "note": timings[name].note}
+    return Record(which, {**case.labels, "implementation": name}, values, data)
+
+
+def _peak_memory(case: Case, contestant: Contestant) -> Quantity:
+    """The most that forward and backward hold at once besides their inputs, results included."""
+    inputs, gradients = case.halves(case.tensors("cuda"))
+    weight = case.weight("cuda")
+    leaves = tuple(x.detach().requires_grad_() for x in inputs)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    outputs = case.outputs(contestant, leaves, weight)
+    found = torch.autograd.grad(outputs, (*leaves, weight), gradients)
+    peak = torch.cuda.max_memory_allocated() - before
+    del outputs, found
+    return Quantity(peak, "B")

@@ -1,0 +1,72 @@
+"""What the norm changes in a whole training step of the repository's GPT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+
+from benchkit import Quantity, Record, compare
+from benchkit.device import Device
+from benchkit.run import Run
+from rmsnorm_fused.contestants import Contestant
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.data import batch, load_corpus
+from torch_baseline.model import GPT, NormFactory
+from torch_baseline.optim import make_optimizer
+from torch_baseline.train import make_train_step
+
+Mode = Literal["eager", "compiled"]
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+BASELINE = "nn.RMSNorm"
+
+
+def measure_training(run: Run, mode: Mode, contestants: Mapping[str, Contestant]) -> None:
+    """Time the step with each norm, round by round in one process: records ``training``.
+
+    All models start from the same weights and see the same batch; the loss of their first step is kept, so that a norm
+    that computes something else shows.
+
+    Args:
+        run: where the records go; its configuration names the preset.
+        mode: ``"compiled"`` passes each whole model through torch.compile.
+        contestants: those that make a norm are put in, beside PyTorch's module.
+    """
+    norms: dict[str, NormFactory] = {BASELINE: lambda width, eps: torch.nn.RMSNorm(width, eps)}
+    norms |= {name: contestant.norm for name, contestant in contestants.items() if contestant.norm is not None}
+    preset = run.configuration["training"]["preset"]
+    shape, config = GPTConfig.preset(preset), TrainConfig.preset(preset)
+    tokens = batch(load_corpus().train, config.seed, 0, config.batch_size, shape.block_size)
+    x_BT, y_BT = (torch.from_numpy(part).to(run.device) for part in tokens)
+    torch.compiler.reset()
+    steps: dict[str, Step] = {}
+    losses: dict[str, float] = {}
+    for name, norm in norms.items():
+        steps[name] = _make_step(shape, config, norm, mode, run.device)
+        losses[name] = steps[name](x_BT, y_BT).item()
+    timings = compare(
+        steps,
+        device=run.device,
+        inputs=[(x_BT, y_BT)],
+        clock="wall-clock",
+        seconds=run.configuration["training"]["seconds"],
+    )
+    for name in norms:
+        time = timings[name].quantity()
+        values = {
+            "time": time,
+            "rate": time.per(config.batch_size * shape.block_size, "tokens/s"),
+            "loss": Quantity(losses[name], "nats"),
+        }
+        if name != BASELINE:
+            values["speedup"] = timings.speedup(name, over=BASELINE)
+        run.add(Record("training", {"mode": mode, "norm": name}, values))
+
+
+def _make_step(shape: GPTConfig, config: TrainConfig, norm: NormFactory, mode: Mode, device: Device) -> Step:
+    model = GPT(shape, seed=config.seed, norm=norm).to(device)
+    if mode == "compiled":
+        model.compile()
+    return make_train_step(model, make_optimizer(model, config), config)
