@@ -144,7 +144,7 @@ template <class T, class S, bool kWhole>
 __global__ void __launch_bounds__(S::kBlock, S::kResident) backward_bulk_kernel(const __grid_constant__ Backward call, const __grid_constant__ Cut cut) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ Control control;
+  __shared__ Control<S> control;
   run_block<T, S>(cut, control, ring, [&](uint32_t rank) {
     BackwardConsumer<T, S, kWhole>({cut, control, ring, rank}, call).consume(reinterpret_cast<float*>(ring));
   });

@@ -1,20 +1,57 @@
-// The Python module of either set of kernels. The one file here with torch headers, and of those only the small ones:
-// torch/extension.h takes four times as long to compile.
+// The just-in-time extension: the kernels of one kind of device as PyTorch's dispatcher knows them, their derivative, and
+// an entry for Python that goes to the dispatcher without its argument parser. ops.py defines the schemas.
+//
+// The derivative of the forward pass is a node of autograd written out, as torch generates them for its own operators: a
+// call through one registered from Python costs 10 to 20 us more. Only small torch headers: torch/extension.h takes four
+// times as long to compile.
+#include <ATen/Context.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
 
+#ifdef RMS_NORM_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include "rms_norm.h"
 
 namespace {
 
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 using rms_norm::Rows;
 using rms_norm::Shape;
 using rms_norm::Type;
+namespace autograd = torch::autograd;
 
-Type type_of(const at::Tensor& tensor) {
+#ifdef RMS_NORM_CUDA
+constexpr bool kCuda = true;
+void* current_stream(const Tensor& x) { return c10::cuda::getCurrentCUDAStream(x.get_device()).stream(); }
+#else
+constexpr bool kCuda = false;
+void* current_stream(const Tensor&) { return nullptr; }
+#endif
+
+// ---- tensors as the kernels take them
+
+Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case at::kFloat: return Type::float32;
     case at::kDouble: return Type::float64;
@@ -24,59 +61,351 @@ Type type_of(const at::Tensor& tensor) {
   }
 }
 
-// rows: (outer, inner, columns) with adjacent columns.
-Rows rows_of(const at::Tensor& rows) {
-  TORCH_CHECK_VALUE(rows.dim() == 3 && (rows.size(2) == 1 || rows.stride(2) == 1),
-                    "rms_norm kernels take (outer, inner, columns) with adjacent columns, got sizes ", rows.sizes(), ", strides ", rows.strides());
-  return {rows.const_data_ptr(), rows.size(1), rows.stride(0), rows.stride(1)};
-}
+at::ScalarType wide(const Tensor& tensor) { return tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
-Shape shape_of(const at::Tensor& x, const std::optional<at::Tensor>& weight, uintptr_t stream) {
-  const Type type = type_of(x);
-  if (weight) {
-    TORCH_CHECK_VALUE(weight->is_contiguous() && weight->dim() == 1 && weight->size(0) == x.size(2),
-                      "expected a contiguous weight of ", x.size(2), " elements, got ", weight->sizes());
+// The rows of a tensor at two strides, if its dimensions before the last one can be merged into two.
+std::optional<Rows> rows_in_place(const Tensor& tensor) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  const int64_t last = tensor.dim() - 1;
+  if (sizes[last] > 1 && strides[last] != 1) return std::nullopt;
+  std::array<int64_t, 2> size = {1, 1}, stride = {0, 0};  // the inner one first
+  int found = 0;
+  for (int64_t d = last - 1; d >= 0; --d) {
+    if (sizes[d] == 1) continue;
+    if (found > 0 && strides[d] == size[found - 1] * stride[found - 1]) {
+      size[found - 1] *= sizes[d];
+    } else {
+      if (found == 2) return std::nullopt;
+      size[found] = sizes[d];
+      stride[found++] = strides[d];
+    }
   }
-  return {x.size(0) * x.size(1), x.size(2), type, weight ? type_of(*weight) : type, x.is_cuda() ? x.get_device() : 0,
-          reinterpret_cast<void*>(stream)};
+  return Rows{tensor.const_data_ptr(), size[0], stride[1], stride[0]};
 }
 
-at::TensorOptions wide(const at::Tensor& x) { return x.options().dtype(x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat); }
+// A tensor's rows, in place or in a contiguous copy that lives as long as this does.
+class RowsOf {
+ public:
+  explicit RowsOf(const Tensor& tensor) {
+    if (const auto rows = rows_in_place(tensor)) {
+      rows_ = *rows;
+    } else {
+      copy_ = tensor.contiguous();
+      rows_ = *rows_in_place(copy_);
+    }
+  }
+  explicit RowsOf(const OptionalTensor& tensor) {
+    if (tensor) *this = RowsOf(*tensor);
+  }
+  const Rows& get() const { return rows_; }
 
-std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps, uintptr_t stream) {
-  rms_norm::Forward call{shape_of(x, weight, stream), rows_of(x), weight ? weight->const_data_ptr() : nullptr, eps, nullptr, nullptr};
-  at::Tensor y = at::empty({call.shape.rows, call.shape.columns}, x.options());
-  at::Tensor rstd = at::empty({call.shape.rows}, wide(x));
-  call.y = y.mutable_data_ptr();
-  call.rstd = rstd.mutable_data_ptr();
-  rms_norm::forward(call);
+ private:
+  Tensor copy_;
+  Rows rows_ = {nullptr, 1, 0, 0};
+};
+
+// A weight of the type that the kernels take: that of x or the accumulating one, on a CPU always that. Both are exact.
+class FittedWeight {
+ public:
+  FittedWeight(const Tensor& x, const OptionalTensor& weight, double offset) : offset_(offset) {
+    if (!weight) return;
+    TORCH_CHECK_VALUE(weight->dim() == 1 && weight->size(0) == x.size(-1), "expected a weight of ", x.size(-1), " elements, got ", weight->sizes());
+    const bool as_it_is = weight->scalar_type() == wide(x) || (kCuda && weight->scalar_type() == x.scalar_type());
+    weight_ = (as_it_is ? *weight : weight->to(wide(x))).contiguous();
+  }
+  rms_norm::Weight get() const { return {weight_.defined() ? weight_.const_data_ptr() : nullptr, offset_}; }
+  Type type(const Tensor& x) const { return type_of(weight_.defined() ? weight_ : x); }
+  const Tensor& tensor() const { return weight_; }
+
+ private:
+  Tensor weight_;
+  double offset_;
+};
+
+Shape shape_of(const Tensor& x, const FittedWeight& weight) {
+  const int64_t columns = x.size(-1);
+  return {columns == 0 ? 0 : x.numel() / columns, columns, type_of(x), weight.type(x), x.is_cuda() ? x.get_device() : 0, current_stream(x)};
+}
+
+void check_like(const char* name, const Tensor& tensor, const Tensor& x) {
+  TORCH_CHECK_VALUE(tensor.scalar_type() == x.scalar_type() && tensor.sizes() == x.sizes() && tensor.device() == x.device(), "expected ", name,
+                    " like the rows, ", x.sizes(), " ", x.scalar_type(), ", got ", tensor.sizes(), " ", tensor.scalar_type());
+}
+
+Tensor contiguous_like(const Tensor& x) { return at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous)); }
+
+// ---- the kernels
+
+void run_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps, double offset, bool llama,
+                 const Tensor& y, const Tensor& s, const Tensor& rstd, const rms_norm::Quantised* quantised) {
+  const FittedWeight fitted(x, weight, offset);
+  if (residual) check_like("a residual", *residual, x);
+  const RowsOf x_rows(x), residual_rows(residual);
+  rms_norm::forward({shape_of(x, fitted), x_rows.get(), residual_rows.get(), fitted.get(), eps, llama, y.mutable_data_ptr(),
+                     s.defined() ? s.mutable_data_ptr() : nullptr, rstd.defined() ? rstd.mutable_data_ptr() : nullptr, quantised});
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const OptionalTensor& weight, double eps, double offset, bool llama) {
+  Tensor y = contiguous_like(x), rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(wide(x)));
+  if (x.numel() == 0) return {y, rstd.zero_()};
+  run_forward(x, std::nullopt, weight, eps, offset, llama, y, Tensor(), rstd, nullptr);
   return {y, rstd};
 }
 
-std::tuple<at::Tensor, std::optional<at::Tensor>> backward(const at::Tensor& dy, const at::Tensor& x,
-                                                           const std::optional<at::Tensor>& weight, const at::Tensor& rstd,
-                                                           bool needs_dweight, uintptr_t stream) {
-  const Shape shape = shape_of(x, weight, stream);
-  TORCH_CHECK_VALUE(dy.scalar_type() == x.scalar_type() && dy.dim() == 3 && dy.size(0) * dy.size(1) == shape.rows && dy.size(2) == shape.columns,
-                    "expected dy like x ", x.sizes(), ", got ", dy.sizes());
-  TORCH_CHECK_VALUE(rstd.is_contiguous() && rstd.numel() == shape.rows && rstd.scalar_type() == wide(x).dtype(),
-                    "expected a contiguous rstd of ", shape.rows, " elements, got ", rstd.sizes());
-  at::Tensor dx = at::empty({shape.rows, shape.columns}, x.options());
-  std::optional<at::Tensor> dweight;
-  if (needs_dweight) dweight = at::empty({shape.columns}, weight.value().options());
-  rms_norm::Backward call{shape, rows_of(dy), rows_of(x), weight ? weight->const_data_ptr() : nullptr, rstd.const_data_ptr(),
-                          dx.mutable_data_ptr(), dweight ? dweight->mutable_data_ptr() : nullptr, nullptr};
-  const at::Tensor workspace = at::empty({rms_norm::backward_workspace(call)}, wide(x));
+std::tuple<Tensor, Tensor, Tensor> forward_add(const Tensor& x, const Tensor& residual, const OptionalTensor& weight, double eps, double offset,
+                                               bool llama) {
+  Tensor y = contiguous_like(x), s = contiguous_like(x), rstd = at::empty(x.sizes().slice(0, x.dim() - 1), x.options().dtype(wide(x)));
+  if (x.numel() == 0) return {y, s, rstd.zero_()};
+  run_forward(x, residual, weight, eps, offset, llama, y, s, rstd, nullptr);
+  return {y, s, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                                            const OptionalTensor& scale, double eps, double offset, bool llama, at::ScalarType dtype) {
+  TORCH_CHECK_TYPE(dtype == at::kFloat8_e4m3fn, "expected torch.float8_e4m3fn, got ", dtype);
+  TORCH_CHECK_VALUE(!scale || (scale->numel() == 1 && scale->scalar_type() == at::kFloat), "expected a scale of one float32 element");
+  Tensor y = at::empty(x.sizes(), x.options().dtype(dtype)), s = residual ? contiguous_like(x) : at::empty({0}, x.options());
+  auto sizes = x.sizes().vec();
+  sizes.back() = 1;
+  Tensor row_scales = at::empty(scale ? std::vector<int64_t>{0} : sizes, x.options().dtype(at::kFloat));
+  if (x.numel() == 0) return {y, s, row_scales.fill_(1.0)};
+  const rms_norm::Quantised quantised{scale ? scale->const_data_ptr<float>() : nullptr, scale ? nullptr : row_scales.mutable_data_ptr<float>()};
+  run_forward(x, residual, weight, eps, offset, llama, y, residual ? s : Tensor(), Tensor(), &quantised);
+  return {y, s, row_scales};
+}
+
+std::tuple<Tensor, Tensor> backward(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const OptionalTensor& weight, const Tensor& rstd,
+                                    double offset, bool llama, bool needs_dweight, bool deterministic) {
+  const FittedWeight fitted(s, weight, offset);
+  TORCH_CHECK_VALUE(weight || !needs_dweight, "expected a weight, whose gradient is asked for");
+  Tensor dx = contiguous_like(s), dweight = needs_dweight ? at::empty(weight->sizes(), fitted.tensor().options()) : at::empty({0}, s.options());
+  if (s.numel() == 0) return {dx, needs_dweight ? dweight.zero_().to(weight->scalar_type()) : dweight};
+  check_like("dy", dy, s);
+  if (ds) check_like("ds", *ds, s);
+  const Tensor rstds = rstd.contiguous();
+  TORCH_CHECK_VALUE(rstds.numel() == s.numel() / s.size(-1) && rstds.scalar_type() == wide(s), "expected rstd, a number a row, got ", rstd.sizes());
+  const RowsOf dy_rows(dy), ds_rows(ds), s_rows(s);
+  rms_norm::Backward call{shape_of(s, fitted), dy_rows.get(),   ds_rows.get(), s_rows.get(),
+                          fitted.get(),        rstds.const_data_ptr(), llama, deterministic,
+                          dx.mutable_data_ptr(), needs_dweight ? dweight.mutable_data_ptr() : nullptr, nullptr};
+  const Tensor workspace = at::empty({rms_norm::backward_workspace(call)}, s.options().dtype(at::kByte));
   call.workspace = workspace.mutable_data_ptr();
   rms_norm::backward(call);
-  return {dx, dweight};
+  return {dx, needs_dweight ? dweight.to(weight->scalar_type()) : dweight};
+}
+
+// ---- the derivative of the forward pass
+
+template <class Signature> c10::TypedOperatorHandle<Signature> handle_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+const auto& forward_operator() {
+  static const auto handle = handle_of<decltype(forward)>("rmsnorm_fused::native_forward");
+  return handle;
+}
+const auto& forward_add_operator() {
+  static const auto handle = handle_of<decltype(forward_add)>("rmsnorm_fused::native_forward_add");
+  return handle;
+}
+const auto& backward_operator() {
+  static const auto handle = handle_of<decltype(backward)>("rmsnorm_fused::native_backward");
+  return handle;
+}
+
+struct Options {
+  double eps, offset;
+  bool llama;
+};
+
+// The gradients as a formula in torch's operators, which has derivatives of its own: where a graph of them is wanted.
+std::tuple<Tensor, Tensor> gradients_with_a_graph(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const Tensor& weight,
+                                                  const Options& options, bool needs_dweight) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!options.llama, "rms_norm(casting=\"llama\") rounds between its operations and has no second derivative here; ",
+                              "use casting=\"exact\", or backend=\"pytorch\"");
+  const Tensor s_ = s.to(wide(s)), dy_ = dy.to(wide(s));
+  const auto mean = [](const Tensor& rows) { return rows.mean(at::IntArrayRef{-1}, /*keepdim=*/true); };
+  const Tensor rstd = mean(s_.square()).add(options.eps).rsqrt(), normalised = s_.mul(rstd);
+  const Tensor g = weight.defined() ? dy_.mul(weight.to(wide(s)).add(options.offset)) : dy_;
+  Tensor dx = rstd.mul(g.sub(normalised.mul(mean(g.mul(normalised))))).to(s.scalar_type());
+  if (ds) dx = dx.add(*ds);
+  return {dx, needs_dweight ? dy_.mul(normalised).reshape({-1, s.size(-1)}).sum(0).to(weight.scalar_type()) : Tensor()};
+}
+
+// torch counts the references to a node in a std::shared_ptr, from 2.13 on in the node itself.
+using NodePointer = decltype(autograd::Edge::function);
+constexpr bool kCountsInside = !std::is_same_v<NodePointer, std::shared_ptr<autograd::Node>>;
+
+template <class N> NodePointer owner_of(N* node) {
+  if constexpr (kCountsInside) return NodePointer::reclaim_copy(node);
+  else return node->shared_from_this();
+}
+
+template <class N> NodePointer own(N* node) {
+  if constexpr (kCountsInside) return NodePointer::unsafe_steal_from_new(node);
+  else return NodePointer(node);
+}
+
+// Edges to x, residual (where there is one) and weight.
+struct RmsNormFusedBackward : autograd::Node {
+  RmsNormFusedBackward(const Options& options, bool has_residual) : options(options), has_residual(has_residual) {}
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Tensor& dy = gradients[0];
+    const OptionalTensor ds = has_residual && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
+    const size_t weight_edge = has_residual ? 2 : 1;
+    autograd::variable_list results(weight_edge + 1);
+    if (!dy.defined()) {  // y was not used: the sum passes its gradient on
+      if (ds) results[0] = results[1] = *ds;
+      return results;
+    }
+    const Tensor weight = saved_weight.unpack();
+    const bool needs_dweight = weight.defined() && task_should_compute_output(weight_edge);
+    const Tensor s = saved_s.unpack(owner_of(static_cast<autograd::Node*>(this))), rstd = saved_rstd.unpack();
+    auto [dx, dweight] = [&] {
+      if (at::GradMode::is_enabled()) return gradients_with_a_graph(dy, ds, s, weight, options, needs_dweight);
+      const at::AutoDispatchBelowADInplaceOrView below;
+      return backward_operator().call(dy, ds, s, weight.defined() ? OptionalTensor(weight) : std::nullopt, rstd, options.offset, options.llama,
+                                      needs_dweight, at::globalContext().deterministicAlgorithms());
+    }();
+    results[0] = dx;
+    if (has_residual) results[1] = dx;
+    if (needs_dweight) results[weight_edge] = dweight;
+    return results;
+  }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto* saved : {&saved_s, &saved_weight, &saved_rstd}) saved->reset_data();
+  }
+
+  std::string name() const override { return "RmsNormFusedBackward"; }
+
+  const Options options;
+  const bool has_residual;
+  autograd::SavedVariable saved_s, saved_weight, saved_rstd;
+};
+
+bool wants_gradient(const Tensor& x, const Tensor& residual, const Tensor& weight) {
+  for (const Tensor* input : {&x, &residual, &weight})
+    TORCH_CHECK_NOT_IMPLEMENTED(!input->defined() || !input->_fw_grad(/*level=*/0).defined(),
+                                "rms_norm has no forward-mode derivative in its kernels; use backend=\"pytorch\"");
+  return at::GradMode::is_enabled() &&
+         (x.requires_grad() || (residual.defined() && residual.requires_grad()) || (weight.defined() && weight.requires_grad()));
+}
+
+std::tuple<Tensor, Tensor> differentiable_forward(c10::DispatchKeySet keys, const Tensor& x, const OptionalTensor& weight, double eps, double offset,
+                                                  bool llama) {
+  const Tensor w = weight.value_or(Tensor());
+  RmsNormFusedBackward* node = nullptr;
+  NodePointer owner;
+  if (wants_gradient(x, Tensor(), w)) {
+    node = new RmsNormFusedBackward({eps, offset, llama}, false);
+    owner = own(static_cast<autograd::Node*>(node));
+    node->set_next_edges(autograd::collect_next_edges(x, w));
+    node->saved_s = autograd::SavedVariable(x, false);
+    node->saved_weight = autograd::SavedVariable(w, false);
+  }
+  auto [y, rstd] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return forward_operator().redispatch(keys & c10::after_autograd_keyset, x, weight, eps, offset, llama);
+  }();
+  if (node) {
+    autograd::set_history(y, owner);
+    node->saved_rstd = autograd::SavedVariable(rstd, false);
+  }
+  return {y, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> differentiable_forward_add(c10::DispatchKeySet keys, const Tensor& x, const Tensor& residual,
+                                                              const OptionalTensor& weight, double eps, double offset, bool llama) {
+  const Tensor w = weight.value_or(Tensor());
+  RmsNormFusedBackward* node = nullptr;
+  NodePointer owner;
+  if (wants_gradient(x, residual, w)) {
+    node = new RmsNormFusedBackward({eps, offset, llama}, true);
+    owner = own(static_cast<autograd::Node*>(node));
+    node->set_next_edges(autograd::collect_next_edges(x, residual, w));
+    node->saved_weight = autograd::SavedVariable(w, false);
+  }
+  auto [y, s, rstd] = [&] {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return forward_add_operator().redispatch(keys & c10::after_autograd_keyset, x, residual, weight, eps, offset, llama);
+  }();
+  if (node) {
+    autograd::set_history(y, owner);
+    autograd::set_history(s, owner);
+    node->saved_s = autograd::SavedVariable(s, true);
+    node->saved_rstd = autograd::SavedVariable(rstd, false);
+  }
+  return {y, s, rstd};
+}
+
+// ---- the entry for Python
+
+// A tensor or parameter itself: a subclass may want to see the call (__torch_function__).
+bool is_plain(const py::handle& object) { return THPVariable_CheckExact(object.ptr()); }
+
+// What rms_norm(x, weight, eps=, residual=, weight_offset=) returns, or None, and nothing done, where an argument is not what
+// it mostly is: Python then finds out what it is, or what is wrong with it.
+py::object rms_norm_or_none(const py::handle& x_object, const py::handle& residual_object, const py::handle& weight_object, const py::handle& eps_object,
+                            const py::handle& offset_object) {
+  if (at::impl::torch_function_mode_enabled() || !is_plain(x_object) || !(residual_object.is_none() || is_plain(residual_object)) || !(weight_object.is_none() || is_plain(weight_object)) ||
+      !(eps_object.is_none() || PyFloat_CheckExact(eps_object.ptr())) || !PyFloat_CheckExact(offset_object.ptr()))
+    return py::none();
+  const Tensor& x = THPVariable_Unpack(x_object.ptr());
+  const auto type = x.scalar_type();
+  if (x.is_cuda() != kCuda || !(x.is_cuda() || x.is_cpu()) || x.dim() == 0 || !(type == at::kFloat || type == at::kBFloat16 || type == at::kHalf))
+    return py::none();
+  OptionalTensor weight, residual;
+  if (!weight_object.is_none()) {
+    weight = THPVariable_Unpack(weight_object.ptr());
+    const auto of_weight = weight->scalar_type();
+    if (!(of_weight == at::kFloat || of_weight == at::kBFloat16 || of_weight == at::kHalf) || weight->dim() != 1 || weight->size(0) != x.size(-1) ||
+        weight->device() != x.device())
+      return py::none();
+  }
+  if (!residual_object.is_none()) {
+    residual = THPVariable_Unpack(residual_object.ptr());
+    if (residual->scalar_type() != type || residual->sizes() != x.sizes() || residual->device() != x.device()) return py::none();
+  }
+  const double eps = eps_object.is_none() ? std::numeric_limits<float>::epsilon() : PyFloat_AS_DOUBLE(eps_object.ptr());
+  const double offset = PyFloat_AS_DOUBLE(offset_object.ptr());
+  if (!(eps >= 0 && std::isfinite(eps) && std::isfinite(offset))) return py::none();
+  Tensor y, s;
+  {
+    const py::gil_scoped_release release;
+    if (residual) std::tie(y, s, std::ignore) = forward_add_operator().call(x, *residual, weight, eps, offset, false);
+    else std::tie(y, std::ignore) = forward_operator().call(x, weight, eps, offset, false);
+  }
+  if (residual) return py::make_tuple(std::move(y), std::move(s));
+  return py::cast(std::move(y));
 }
 
 }  // namespace
 
+#ifdef RMS_NORM_CUDA
+TORCH_LIBRARY_IMPL(rmsnorm_fused, CUDA, library) {
+#else
+TORCH_LIBRARY_IMPL(rmsnorm_fused, CPU, library) {
+#endif
+  library.impl("native_forward", TORCH_FN(forward));
+  library.impl("native_forward_add", TORCH_FN(forward_add));
+  library.impl("native_backward", TORCH_FN(backward));
+  library.impl("native_quantize", TORCH_FN(quantize));
+}
+
+#ifdef RMS_NORM_CUDA
+TORCH_LIBRARY_IMPL(rmsnorm_fused, AutogradCUDA, library) {
+#else
+TORCH_LIBRARY_IMPL(rmsnorm_fused, AutogradCPU, library) {
+#endif
+  library.impl("native_forward", TORCH_FN(differentiable_forward));
+  library.impl("native_forward_add", TORCH_FN(differentiable_forward_add));
+}
+
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  namespace py = pybind11;
-  module.def("forward", &forward, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("stream"), py::call_guard<py::gil_scoped_release>());
-  module.def("backward", &backward, py::arg("dy"), py::arg("x"), py::arg("weight"), py::arg("rstd"), py::arg("needs_dweight"),
-             py::arg("stream"), py::call_guard<py::gil_scoped_release>());
+  module.def("rms_norm", &rms_norm_or_none, pybind11::arg("x"), pybind11::arg("residual"), pybind11::arg("weight"), pybind11::arg("eps"),
+             pybind11::arg("weight_offset"));
 }

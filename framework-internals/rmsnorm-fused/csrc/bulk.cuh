@@ -23,7 +23,6 @@ namespace rms_norm::bulk {
 constexpr int kMaxCluster = 16;   // over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)
 constexpr int kMaxStages = 20;
 constexpr int kSums = 4;          // rows' sums that may be on their way at a time; three would do
-constexpr int kMaxWarps = 16;     // consumers of a block
 constexpr int kAhead = 3;         // units drawn before they are needed
 constexpr int kDealt = 32;        // of them not yet taken by the slowest block of a cluster: fewer than kMaxStages + kAhead
 constexpr int kVectorBytes = 16;
@@ -57,20 +56,20 @@ template <int kTiles_, int kTile_, int kWarps_, int kResident_> struct BulkShape
 
 constexpr uint32_t kNoUnit = 0xffffffffu;
 
-struct Control {
+template <class S> struct Control {
   uint64_t full[kMaxStages], empty[kMaxStages];
-  uint64_t summed[kSums][kMaxWarps];    // one a row of the unit
+  uint64_t summed[kSums][S::kWarps];    // one a row of the unit
   uint64_t dealt[kDealt], taken[kAhead];
   uint32_t units[kMaxStages];           // the unit in a stage; kNoUnit: no more
   uint32_t deal[kDealt];                // units that block 0 of the cluster has drawn for all of them
-  alignas(16) float sums[kSums][kMaxWarps * kMaxCluster];  // from every warp that works at a row
+  alignas(16) float sums[kSums][S::kWarps * kMaxCluster];  // from every warp that works at a row
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // What deals out units where `cut.counter` does: draws one after the other, kAhead before the producer needs it (an answer
 // may take microseconds), and passes it on to the producers of the cluster. One lane, in block 0 of a cluster.
-__device__ void deal(const Cut& cut, Control& control) {
+template <class S> __device__ void deal(const Cut& cut, Control<S>& control) {
   for (uint32_t turn = 0;; ++turn) {
     if (turn >= kAhead) ptx::wait(&control.taken[turn % kAhead], turn / kAhead - 1 & 1);
     const uint32_t unit = turn == 0 ? blockIdx.x / cut.cluster : cut.teams + atomicAdd(cut.counter, 1u);
@@ -86,9 +85,9 @@ __device__ void deal(const Cut& cut, Control& control) {
 }
 
 // The units to work at; asked by the producer's first lane alone.
-class Units {
+template <class S> class Units {
  public:
-  __device__ Units(const Cut& cut, Control& control, uint32_t rank) : cut_(cut), control_(control), rank_(rank) {}
+  __device__ Units(const Cut& cut, Control<S>& control, uint32_t rank) : cut_(cut), control_(control), rank_(rank) {}
 
   __device__ __forceinline__ uint32_t next() {
     uint32_t unit = blockIdx.x / cut_.cluster + turn_ * cut_.teams;
@@ -105,7 +104,7 @@ class Units {
 
  private:
   const Cut& cut_;
-  Control& control_;
+  Control<S>& control_;
   const uint32_t rank_;
   uint32_t turn_ = 0;
 };
@@ -119,11 +118,11 @@ struct Place {
   }
 };
 
-template <class T, class S> __device__ void produce(const Cut& cut, Control& control, unsigned char* ring, uint32_t rank) {
+template <class T, class S> __device__ void produce(const Cut& cut, Control<S>& control, unsigned char* ring, uint32_t rank) {
   const int lane = threadIdx.x % 32, stage_bytes = cut.tensors * S::kTensorBytes, row_lanes = 32 * cut.warps_a_row;
   const int first = rank * cut.slice, count = min(cut.slice, static_cast<int>(cut.columns / kVector<T>) - first);
   const auto row_at = [&](int tensor, uint32_t row) { return row_of<T>(cut.from[tensor], row); };
-  Units units(cut, control, rank);
+  Units<S> units(cut, control, rank);
   Place at;
   at.parity = 1;  // a stage that was never full counts as emptied
   for (;;) {
@@ -159,10 +158,10 @@ template <class T, class S> __device__ void produce(const Cut& cut, Control& con
 template <class T, class S, bool kWhole> struct Consumer {
   static constexpr int V = kVector<T>;
   // With many warps a branch around the vectors that a row lacks costs nothing; with few it would keep loads apart.
-  static constexpr bool kBranch = S::kWarps * S::kResident > 8;
+  static constexpr bool kBranch = S::kWarps * S::kResident > 8 || S::kTile > 3;  // or take more registers than there are
 
   const Cut& cut;
-  Control& control;
+  Control<S>& control;
   const unsigned char* ring;
   const uint32_t rank;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -217,7 +216,7 @@ template <class T, class S, bool kWhole> struct Consumer {
     if (parts <= 8) return parts == 4 ? four(0) : four(0) + four(1);
     if (parts <= 128 && S::kWarps % 8 == 0) return within_warp(four(lane % (parts / 4)), parts / 4, Add{});
     float sum = lane < parts / 4 ? four(lane) : 0.0f;
-    if (lane + 32 < parts / 4) sum += four(lane + 32);  // kMaxWarps * kMaxCluster parts at most
+    if (lane + 32 < parts / 4) sum += four(lane + 32);  // 16 warps and 16 blocks at most
     return within_warp(sum, 32, Add{});
   }
 
@@ -231,7 +230,7 @@ template <class T, class S, bool kWhole> struct Consumer {
 
 // Runs a block: `consumer` is called with the rank in the cluster in the threads that consume.
 template <class T, class S, class Consume>
-__device__ __forceinline__ void run_block(const Cut& cut, Control& control, unsigned char* ring, Consume&& consume) {
+__device__ __forceinline__ void run_block(const Cut& cut, Control<S>& control, unsigned char* ring, Consume&& consume) {
   const uint32_t rank = cut.cluster > 1 ? ptx::rank_in_cluster() : 0;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < kMaxStages; ++stage) {
@@ -241,7 +240,7 @@ __device__ __forceinline__ void run_block(const Cut& cut, Control& control, unsi
     for (int place = 0; place < kDealt; ++place) ptx::barrier_init(&control.dealt[place], 1);
     for (int place = 0; place < kAhead; ++place) ptx::barrier_init(&control.taken[place], 1);
     for (int place = 0; place < kSums; ++place)
-      for (int row = 0; row < kMaxWarps; ++row) ptx::barrier_init(&control.summed[place][row], cut.cluster > 1 ? 1 : cut.warps_a_row);
+      for (int row = 0; row < S::kWarps; ++row) ptx::barrier_init(&control.summed[place][row], cut.cluster > 1 ? 1 : cut.warps_a_row);
     ptx::fence_barrier_init();
     ptx::fence_for_bulk_copies();
   }
@@ -300,7 +299,7 @@ template <auto kernel, class T, class S> size_t fill_in(const Shape& shape, size
   cut.adjacent = S::kTiles == 1 && cut.cluster == 1 && cut.slice == S::kTile * 32 * cut.warps_a_row;
   for (int tensor = 0; tensor < cut.tensors; ++tensor) cut.adjacent = cut.adjacent && contiguous(cut.from[tensor], shape);
   const size_t stage = size_t{S::kTensorBytes} * cut.tensors;
-  const size_t at_most = std::min<size_t>(limits.shared_a_block, limits.shared_a_multiprocessor / S::kResident - 1024) - sizeof(Control);
+  const size_t at_most = std::min<size_t>(limits.shared_a_block, limits.shared_a_multiprocessor / S::kResident - 1024) - sizeof(Control<S>);
   const size_t least = 2 * S::kTiles + 1;  // a unit that is finished, one that is added up, and one stage of the next
   cut.stages = static_cast<int>(std::min<size_t>({std::max(ring_bytes / stage, least), at_most / stage, size_t{kMaxStages}}));
   if (cut.stages < static_cast<int>(least)) return 0;

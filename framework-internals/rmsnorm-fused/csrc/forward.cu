@@ -6,6 +6,7 @@
 #include <cuda_fp8.h>
 
 #include "device.cuh"
+#include "forward.cuh"
 #include "launch.cuh"
 #include "ptx.cuh"
 
@@ -85,8 +86,7 @@ template <int V> __device__ __forceinline__ void store_quantised(void* row, int 
 
 // Block (lanes, rows a block), cluster `blocks`: V elements are loaded at a time, K such vectors a thread stay in
 // registers, and the slice of a row that a block has is `slice` vectors.
-template <class T, int V, int K, bool kQuantised, bool kWeightEarly, int kMaxBlock, int kResident>
-__global__ void __launch_bounds__(kMaxBlock, kResident) forward_kernel(const __grid_constant__ Forward call, const Quantised quantised,
+template <class T, int V, int K, bool kQuantised> __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const __grid_constant__ Forward call, const Quantised quantised,
                                                                const int slice, const uint32_t blocks) {
   using A = Wide<T>;
   __shared__ A slots[2][32];
@@ -109,14 +109,9 @@ __global__ void __launch_bounds__(kMaxBlock, kResident) forward_kernel(const __g
   T* s_row = static_cast<T*>(call.s) + row * call.shape.columns;
 
   Vector<T, V> kept[K];
-  A early[kWeightEarly ? K : 1][V];
 #pragma unroll
   for (int k = 0; k < K; ++k)
     if (lane + k * lanes < count) kept[k] = vector_of<T, V>(x_row, first + lane + k * lanes);
-  if constexpr (kWeightEarly)
-#pragma unroll
-    for (int k = 0; k < K; ++k)
-      if (lane + k * lanes < count) load_weight<T, V>(early[k], call.weight, of_type_t, first + lane + k * lanes);
   if (residual_row) {
     Vector<T, V> residual[K];
 #pragma unroll
@@ -158,12 +153,7 @@ __global__ void __launch_bounds__(kMaxBlock, kResident) forward_kernel(const __g
       if (lane + k * lanes < count) {
         A y[V], w[V];
         widen_anew(kept[k]);
-        if constexpr (kWeightEarly) {
-#pragma unroll
-          for (int e = 0; e < V; ++e) w[e] = early[k][e];
-        } else {
-          load_weight<T, V>(w, call.weight, of_type_t, first + lane + k * lanes);
-        }
+        load_weight<T, V>(w, call.weight, of_type_t, first + lane + k * lanes);
         normalise(y, kept[k], w, rstd, call.llama);
         work(y, first + lane + k * lanes);
       }
@@ -292,14 +282,6 @@ __global__ void __launch_bounds__(kMaxBlock, kResident) row_kernel(const __grid_
     }
 }
 
-// How a row is cut up.
-struct Cut {
-  int vectors;    // K
-  dim3 block;     // lanes, rows
-  int slice;      // vectors of a block
-  unsigned blocks;  // of a cluster
-};
-
 int lanes_for(int64_t vectors, int vectors_a_thread) {
   const int64_t lanes = (vectors + vectors_a_thread - 1) / vectors_a_thread;
   if (lanes > 32) return static_cast<int>(std::min<int64_t>((lanes + 31) / 32 * 32, kMaxThreads));
@@ -308,35 +290,77 @@ int lanes_for(int64_t vectors, int vectors_a_thread) {
   return power;
 }
 
-// Depends on the row alone, never on how many there are: a row's result is the same in every batch.
-Cut cut_for(int64_t vectors, bool lone_elements, bool clusters) {
-  Cut cut = {lone_elements ? 8 : 2, {}, static_cast<int>(vectors), 1};
-  if (!lone_elements && vectors > 2 * kMaxThreads) cut.vectors = 4;
-  while (clusters && cut.blocks < kMaxCluster && cut.slice > cut.vectors * kMaxThreads) {
-    cut.blocks *= 2;
-    cut.slice = static_cast<int>((vectors + cut.blocks - 1) / cut.blocks);
-  }
-  const int lanes = lanes_for(cut.slice, cut.vectors);
-  cut.block = dim3(lanes, cut.blocks > 1 ? 1 : std::max(kSmallBlock / lanes, 1));
-  return cut;
-}
+dim3 block_for(int lanes) { return dim3(lanes, std::max(kSmallBlock / lanes, 1)); }
 
-template <class T, int V, int K, bool kQuantised> void run(const Forward& call, const Cut& cut) {
-  const dim3 grid(blocks_for(call.shape.rows, cut.block.y) * cut.blocks);
-  launch<forward_kernel<T, V, K, kQuantised, (K * V <= 16), kMaxThreads, 1>>({grid, cut.block, 0, static_cast<int>(cut.blocks)}, call.shape.device, call.shape.stream, call,
-                                              kQuantised ? *call.quantised : Quantised{}, cut.slice, cut.blocks);
-}
-
-template <class T, bool kQuantised> void run(const Forward& call) {
+// Everything that the other kernels do not take: 16 bytes at a time or lone elements. How a row is cut up depends on the row
+// alone, never on how many there are: its result is the same in every batch.
+template <class T, bool kQuantised> void run_any(const Forward& call, bool vectorised) {
   const Shape& shape = call.shape;
-  constexpr int V = kVector<T>;
-  const bool vectorised = shape.columns % V == 0 && aligned<T>(call.x) && aligned<T>(call.residual) && aligned(call.y) && aligned(call.s) &&
+  const auto with = [&](auto v, auto k) {
+    constexpr int V = decltype(v)::value, K = decltype(k)::value;
+    const int64_t vectors = shape.columns / V;
+    unsigned blocks = 1;
+    int slice = static_cast<int>(vectors);
+    const bool clusters = limits_of(shape.device).capability >= 90 && !std::is_same_v<T, double>;
+    while (clusters && blocks < kMaxCluster && slice > K * kMaxThreads) {
+      blocks *= 2;
+      slice = static_cast<int>((vectors + blocks - 1) / blocks);
+    }
+    const dim3 block = blocks > 1 ? dim3(lanes_for(slice, K)) : block_for(lanes_for(slice, K));
+    const Launch how = {dim3(blocks_for(shape.rows, block.y) * blocks), block, 0, static_cast<int>(blocks)};
+    launch<forward_kernel<T, V, K, kQuantised>>(how, shape.device, shape.stream, call, kQuantised ? *call.quantised : Quantised{}, slice, blocks);
+  };
+  if (vectorised) with(std::integral_constant<int, kVector<T>>{}, std::integral_constant<int, sizeof(T) < 4 ? 4 : 2>{});
+  else with(std::integral_constant<int, 1>{}, std::integral_constant<int, 4>{});
+}
+
+// row_kernel with what was measured to be the fastest for each width (NOTES.md). False where it does not reach.
+template <class T, class W> bool run_rows(const Forward& call) {
+  const Shape& shape = call.shape;
+  const int64_t vectors = shape.columns / kVector<T>;
+  RowCall rows = {call.x, call.residual, call.weight.data, call.y, call.s, call.rstd, shape.columns, static_cast<uint32_t>(shape.rows),
+                  static_cast<int>(vectors), 1, static_cast<float>(call.weight.offset), static_cast<float>(call.eps),
+                  1.0f / static_cast<float>(shape.columns)};
+  const auto alone = [&](auto kernel, int vectors_a_thread) {
+    const dim3 block = block_for(lanes_for(vectors, vectors_a_thread));
+    launch<decltype(kernel)::value>({dim3(blocks_for(shape.rows, block.y)), block}, shape.device, shape.stream, rows);
+    return true;
+  };
+#define ROW_KERNEL(...) \
+  std::integral_constant<void (*)(RowCall), row_kernel<T, W, __VA_ARGS__>> {}
+  if (call.residual.data) {
+    if (vectors <= 2048) return alone(ROW_KERNEL(2, true, true, false, 1024, 1), 2);
+    if (vectors <= 4096) return alone(ROW_KERNEL(4, false, true, false, 1024, 1), 4);
+    if (limits_of(shape.device).capability < 90 || vectors > 2048 * kMaxCluster) return false;
+    rows.blocks = 4;
+    while (vectors > 2048 * rows.blocks) rows.blocks *= 2;
+    rows.slice = static_cast<int>((vectors + rows.blocks - 1) / rows.blocks);
+    constexpr auto kernel = row_kernel<T, W, 4, false, true, true, 512, sizeof(W) < 4 ? 3 : 2>;
+    const Launch how = {dim3(blocks_for(shape.rows, 1) * rows.blocks), dim3(lanes_for(rows.slice, 4)), 0, static_cast<int>(rows.blocks)};
+    launch<kernel>(how, shape.device, shape.stream, rows);
+    return true;
+  }
+  if (vectors <= 512) return alone(ROW_KERNEL(2, true, false, false, 512, 3), 2);
+  if (vectors <= 2048) return alone(ROW_KERNEL(4, true, false, false, 512, 2), 4);
+  if (vectors <= 4096) return alone(ROW_KERNEL(8, false, false, false, 512, 2), 8);
+#undef ROW_KERNEL
+  return bulk_forward(call);
+}
+
+template <class T> void run(const Forward& call) {
+  const Shape& shape = call.shape;
+  const bool vectorised = shape.columns % kVector<T> == 0 && aligned<T>(call.x) && aligned<T>(call.residual) && aligned(call.y) && aligned(call.s) &&
                           aligned(call.weight.data);
-  const bool clusters = limits_of(shape.device).capability >= 90 && !std::is_same_v<T, double>;
-  const Cut cut = cut_for(vectorised ? shape.columns / V : shape.columns, !vectorised, clusters);
-  if (!vectorised) return run<T, 1, 8, kQuantised>(call, cut);
-  if (cut.vectors == 4) return run<T, V, 4, kQuantised>(call, cut);
-  return run<T, V, 2, kQuantised>(call, cut);
+  if constexpr (std::is_same_v<T, double>) {
+    if (call.quantised) throw std::invalid_argument("rms_norm: a float64 row cannot be quantised");
+    run_any<T, false>(call, vectorised);
+  } else {
+    if (call.quantised) return run_any<T, true>(call, vectorised);
+    if (vectorised && !call.llama) {
+      if (shape.weight_type == shape.type ? run_rows<T, T>(call) : run_rows<T, Wide<T>>(call)) return;
+    }
+    run_any<T, false>(call, vectorised);
+  }
 }
 
 }  // namespace
@@ -344,12 +368,7 @@ template <class T, bool kQuantised> void run(const Forward& call) {
 void forward(const Forward& call) {
   check_size(call.shape);
   const DeviceGuard guard(call.shape.device);
-  visit(call.shape.type, [&](auto zero) {
-    using T = decltype(zero);
-    if (!call.quantised) return run<T, false>(call);
-    if constexpr (std::is_same_v<T, double>) throw std::invalid_argument("rms_norm: a float64 row cannot be quantised");
-    else return run<T, true>(call);
-  });
+  visit(call.shape.type, [&](auto zero) { run<decltype(zero)>(call); });
 }
 
 }  // namespace rms_norm

@@ -87,9 +87,47 @@ template <class T, class S, bool kWhole>
 __global__ void __launch_bounds__(S::kBlock, S::kResident) forward_bulk_kernel(const __grid_constant__ Forward call, const __grid_constant__ Cut cut) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char ring[];
-  __shared__ Control control;
+  __shared__ Control<S> control;
   run_block<T, S>(cut, control, ring, [&](uint32_t rank) { ForwardConsumer<T, S, kWhole>({cut, control, ring, rank}, call).consume(); });
 #endif
 }
 
+// A slice of 8192 bfloat16 and two blocks a multiprocessor, as long as eight blocks take the row; else twice as wide a slice.
+using NarrowShape = BulkShape<1, 4, 8, 2>;
+using WideShape = BulkShape<2, 2, 16, 1>;
+constexpr int kNarrowCluster = 8;
+
+template <class T, class S> bool run(const Forward& call, int64_t vectors, int widest, size_t ring_bytes) {
+  Cut cut = {};
+  spread_over_cluster(vectors, 1, cut);
+  while (cut.slice > S::kThreads * S::kVectors && cut.cluster < widest) spread_over_cluster(vectors, 2 * cut.cluster, cut);
+  if (cut.slice > S::kThreads * S::kVectors) return false;
+  cut.warps_a_row = S::kWarps;
+  cut.tensors = 1;
+  cut.from[0] = call.x;
+  const auto with = [&](auto whole) {
+    constexpr auto kernel = forward_bulk_kernel<T, S, decltype(whole)::value>;
+    const size_t shared = fill_in<kernel, T, S>(call.shape, ring_bytes, cut);
+    if (shared == 0) return false;
+    launch<kernel>({dim3(cut.teams * cut.cluster), dim3(S::kBlock), shared, cut.cluster}, call.shape.device, call.shape.stream, call, cut);
+    return true;
+  };
+  return vectors == int64_t{cut.cluster} * S::kThreads * S::kVectors ? with(std::true_type{}) : with(std::false_type{});
+}
+
 }  // namespace
+
+bool bulk_forward(const Forward& call) {
+  if (limits_of(call.shape.device).capability < 90 || call.residual.data || call.llama || call.quantised) return false;
+  bool done = false;
+  visit(call.shape.type, [&](auto zero) {
+    using T = decltype(zero);
+    if constexpr (!std::is_same_v<T, double>) {
+      const int64_t vectors = call.shape.columns / kVector<T>;
+      done = run<T, NarrowShape>(call, vectors, kNarrowCluster, 48 << 10) || run<T, WideShape>(call, vectors, kMaxCluster, 128 << 10);
+    }
+  });
+  return done;
+}
+
+}  // namespace rms_norm

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-from rmsnorm_fused import ops
+from rmsnorm_fused import ops, sharding
 from rmsnorm_fused.backends import Backend, family_of, quick_call, resolve
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.options import Casting, Options
@@ -83,6 +83,7 @@ def rms_norm(
     options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
     check_quantised(x, residual, weight, out_dtype, scale)
     implementation = resolve(backend, x.device.type)
+    sharding.prepare()
     if out_dtype is not None:
         return _quantised(implementation, x, residual, weight, options, out_dtype, scale)
     if implementation == "pytorch":

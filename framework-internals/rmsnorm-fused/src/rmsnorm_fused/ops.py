@@ -26,6 +26,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from rmsnorm_fused import batching
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.layout import as_rows
 from rmsnorm_fused.options import Options
@@ -169,35 +170,18 @@ def _gradients(
     if dy is None:  # y was not used: the sum passes its gradient on
         return ds, None
     needs_dweight = weight is not None and weight_wanted
+    if torch.is_grad_enabled():  # a graph of the gradients is wanted
+        return reference.gradients(dy, ds, s, weight, ctx.options)
     dx, dweight = operator(family, "backward")(
         dy, ds, s, weight, rstd, *ctx.options[1:], needs_dweight, torch.are_deterministic_algorithms_enabled()
     )
     return dx, dweight if needs_dweight else None
 
 
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    dy, ds, s, weight, rstd, ctx.weight_offset, ctx.llama, ctx.needs_dweight, _ = inputs
-    ctx.has_ds = ds is not None
-    ctx.save_for_backward(dy, s, weight, rstd)
-    ctx.set_materialize_grads(False)
-    if not ctx.needs_dweight:
-        ctx.mark_non_differentiable(output[1])
-
-
-def _second_gradients(ctx: Any, ddx: torch.Tensor | None, ddweight: torch.Tensor | None) -> tuple[Any, ...]:
-    # rstd gets no gradient of its own: it is a function of s, and the gradient of s holds its part.
-    if ctx.llama:
-        raise RuntimeError(
-            "rms_norm(casting='llama') has no second derivative here: it rounds between its operations; "
-            "use casting='exact', or backend='pytorch'"
-        )
-    dy, s, weight, rstd = ctx.saved_tensors
-    if ddx is None and ddweight is None:
-        return (None,) * 9
-    for_dy, for_s, for_weight = reference.second_gradients(
-        ddx, ddweight if ctx.needs_dweight else None, dy, s, weight, rstd, ctx.weight_offset
+def _no_second_derivative(*_: object) -> Any:
+    raise NotImplementedError(
+        "rmsnorm_fused's backward operators have no derivative themselves; differentiate rms_norm with create_graph=True"
     )
-    return for_dy, ddx if ctx.has_ds else None, for_s, for_weight, None, None, None, None, None
 
 
 def _register_derivatives(family: Family) -> None:
@@ -214,7 +198,7 @@ def _register_derivatives(family: Family) -> None:
     for name, backward, setup in (
         ("forward", forward_gradients, _save_forward),
         ("forward_add", forward_add_gradients, _save_forward_add),
-        ("backward", _second_gradients, _save_backward),
+        ("backward", _no_second_derivative, None),
     ):
         torch.library.register_autograd(
             f"rmsnorm_fused::{family}_{name}", backward, setup_context=setup, lib=_library
@@ -318,5 +302,6 @@ for _family in FAMILIES:
     for _name, _fake in _FAKES.items():
         torch.library.register_fake(f"rmsnorm_fused::{_family}_{_name}", _fake, lib=_library)
     _register_derivatives(_family)
+    batching.register(_library, "rmsnorm_fused", _family)
 for _key in ("CPU", "CUDA"):
     register_row_kernels("triton", _key, "triton")

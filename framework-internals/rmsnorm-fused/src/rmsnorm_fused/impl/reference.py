@@ -68,42 +68,41 @@ def quantize(
     return (y / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(dtype), s, scale
 
 
-def second_gradients(
-    u: torch.Tensor | None,
-    v: torch.Tensor | None,
+def gradients(
     dy: torch.Tensor,
-    x: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
     weight: torch.Tensor | None,
-    rstd: torch.Tensor,
-    weight_offset: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Gradients of L = Σ u · dx + Σ v · dweight with respect to dy, x and weight: what double backward needs.
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients of y with respect to s and weight, as a formula that autograd can differentiate again.
 
-    With r = rstd (a function of x: ∂r/∂x = -r³x/N), g = dy · (weight + offset) and brackets for sums over a row, a row adds
-    L = r⟨u,g⟩ - r³⟨u,x⟩⟨g,x⟩/N + r⟨v·dy,x⟩.
+    With r = rstd, n = s·r and g = dy · (weight + offset): dx = r·(g - n·mean(g·n)) + ds and dweight the sum over the rows
+    of dy·n.
 
     Args:
-        u: gradient of dx, (..., N); None is zero.
-        v: gradient of dweight, (N,); None is zero.
         dy: gradient of y, (..., N).
-        x: (..., N).
-        weight: (N,) or None.
-        rstd: (...), from the forward pass.
-        weight_offset: added to the weight.
+        ds: gradient that reaches s from elsewhere, or None.
+        s: (..., N).
+        weight: (N,), or broadcastable to s, or None.
+        options: eps and the weight's offset; not ``llama``, which rounds where this does not.
 
     Returns:
-        Gradients of dy, of x and, unless there is none, of weight.
+        dx like s, and dweight (None without a weight).
+
+    Raises:
+        NotImplementedError: with ``options.llama``.
     """
-    wide = rstd.dtype
-    n = x.shape[-1]
-    r, x_, dy_ = rstd.unsqueeze(-1), x.to(wide), dy.to(wide)
-    u_ = torch.zeros_like(x_) if u is None else u.to(wide)
-    v_ = torch.zeros_like(x_[..., :1]) if v is None else v.to(wide)
-    w = torch.ones_like(x_[..., :1]) if weight is None else weight.to(wide) + weight_offset
-    g = dy_ * w
-    ug, ux, gx, vdyx = ((a * b).sum(-1, keepdim=True) for a, b in ((u_, g), (u_, x_), (g, x_), (v_ * dy_, x_)))
-    along_g = r * u_ - r**3 * ux * x_ / n
-    for_dy = along_g * w + r * v_ * x_
-    for_x = r * v_ * dy_ - r**3 * (u_ * gx + g * ux) / n + x_ * (3 * r**5 * ux * gx / n**2 - r**3 * (ug + vdyx) / n)
-    for_weight = None if weight is None else (along_g * dy_).flatten(0, -2).sum(0).to(weight.dtype)
-    return for_dy.to(dy.dtype), for_x.to(x.dtype), for_weight
+    if options.llama:
+        raise NotImplementedError(
+            'rms_norm(casting="llama") rounds between its operations and has no second derivative here; '
+            'use casting="exact", or backend="pytorch"'
+        )
+    wide = wide_dtype(s.dtype)
+    s_, dy_ = s.to(wide), dy.to(wide)
+    rstd = torch.rsqrt(s_.square().mean(-1, keepdim=True) + options.eps)
+    normalised = s_ * rstd
+    g = dy_ if weight is None else dy_ * (weight.to(wide) + options.weight_offset)
+    dx = (rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))).to(s.dtype)
+    dweight = None if weight is None else (dy_ * normalised).flatten(0, -2).sum(0).to(weight.dtype)
+    return dx if ds is None else dx + ds, dweight

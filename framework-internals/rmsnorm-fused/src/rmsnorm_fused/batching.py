@@ -1,0 +1,93 @@
+"""What ``torch.vmap`` makes of the operators: the mapped dimension becomes one more dimension of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rmsnorm_fused.impl import reference
+from rmsnorm_fused.options import Options
+from rmsnorm_fused.validation import wide_dtype
+
+Dim = int | None
+
+
+def register(library: torch.library.Library, namespace: str, family: str) -> None:
+    """Register the batching rules of one family of operators.
+
+    Args:
+        library: that defined them.
+        namespace: theirs.
+        family: the prefix of their names.
+    """
+
+    def operator(name: str) -> Any:
+        return getattr(getattr(torch.ops, namespace), f"{family}_{name}")
+
+    def forward(info: Any, dims: tuple[Dim, ...], x: Any, weight: Any, *options: Any) -> Any:
+        x = _first(x, dims[0], info.batch_size)
+        if dims[1] is None:
+            return operator("forward")(x, weight, *options), (0, 0)
+        return _by_formula(x, _beside(x, weight, dims[1]), Options(*options)), (0, 0)
+
+    def forward_add(info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, *options: Any) -> Any:
+        x, residual = _first(x, dims[0], info.batch_size), _first(residual, dims[1], info.batch_size)
+        if dims[2] is None:
+            return operator("forward_add")(x, residual, weight, *options), (0, 0, 0)
+        s = x + residual
+        y, rstd = _by_formula(s, _beside(s, weight, dims[2]), Options(*options))
+        return (y, s, rstd), (0, 0, 0)
+
+    def backward(
+        info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any
+    ) -> Any:
+        weight_offset, llama, needs_dweight, deterministic = rest
+        dy, s, rstd = (_first(t, dim, info.batch_size) for t, dim in ((dy, dims[0]), (s, dims[2]), (rstd, dims[4])))
+        ds = None if ds is None else _first(ds, dims[1], info.batch_size)
+        if dims[3] is not None:
+            # The weight's part of dy, in the dtype of the sums; the operator then has none to take.
+            dy_, beside = dy.to(rstd.dtype), _beside(s, weight, dims[3]).to(rstd.dtype) + weight_offset
+            dx = operator("backward")(
+                dy_ * beside, None, s.to(rstd.dtype), None, rstd, 0.0, False, False, deterministic
+            )[0].to(s.dtype)
+            dx = dx if ds is None else dx + ds
+        else:
+            dx = operator("backward")(dy, ds, s, weight, rstd, weight_offset, llama, False, deterministic)[0]
+        if not needs_dweight:
+            return (dx, s.new_empty(0)), (0, None)
+        normalised = (s.to(rstd.dtype) * rstd.unsqueeze(-1)).to(s.dtype if llama else rstd.dtype)
+        each = (dy.to(rstd.dtype) * normalised).flatten(1, -2) if dy.dim() > 2 else (dy * normalised).unsqueeze(1)
+        return (dx, each.sum(1).to(weight.dtype)), (0, 0)
+
+    def quantize(
+        info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any
+    ) -> Any:
+        if dims[2] is not None or dims[3] is not None:
+            raise NotImplementedError("rms_norm(out_dtype=...) under vmap takes one weight and one scale for all")
+        x = _first(x, dims[0], info.batch_size)
+        residual = None if residual is None else _first(residual, dims[1], info.batch_size)
+        y, s, row_scales = operator("quantize")(x, residual, weight, scale, *rest)
+        return (y, s, row_scales), (0, None if residual is None else 0, None if scale is not None else 0)
+
+    for name, rule in (("forward", forward), ("forward_add", forward_add), ("backward", backward), ("quantize", quantize)):
+        torch.library.register_vmap(f"{namespace}::{family}_{name}", rule, lib=library)
+
+
+def _first(x: torch.Tensor, dim: Dim, size: int) -> torch.Tensor:
+    """X with the mapped dimension in front; repeated where it has none."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _beside(x: torch.Tensor, weight: torch.Tensor, dim: Dim) -> torch.Tensor:
+    """A mapped weight (B, N) with the dimensions between that x (B, ..., N) has."""
+    weight = weight.movedim(dim or 0, 0)
+    return weight.reshape(weight.shape[0], *(1,) * (x.dim() - 2), weight.shape[-1])
+
+
+def _by_formula(s: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Y and rstd where every element of the batch has a weight of its own, which no kernel takes."""
+    y = reference.rms_norm(s, None, weight, options)
+    assert isinstance(y, torch.Tensor)
+    wide = s.to(wide_dtype(s.dtype))
+    return y, torch.rsqrt(wide.square().mean(-1) + options.eps)
