@@ -70,7 +70,7 @@ __device__ __forceinline__ Wide<T> sum_of_products(const Backward& call, const V
 
 // What a row adds to dx along s: -rstd^3 * mean(g * s).
 template <class A> __device__ __forceinline__ A pull_of(A sum, A rstd, int64_t columns) {
-  return -rstd * rstd * rstd * (sum / static_cast<A>(columns));
+  return -(sum * rstd / static_cast<A>(columns)) * rstd * rstd;  // rstd^3 may be too small a number
 }
 
 // Asynchronously where the hardware can (4, 8 or 16 bytes), else through a register.

@@ -67,9 +67,9 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
       for (int tile = 0; tile < S::kTiles; ++tile) this->release(at);
       return;
     }
-    const float rstd = then.rstd, scale = -rstd * rstd * rstd * this->inverse;
+    const float rstd = then.rstd;
     Vector<T, V>* dx = reinterpret_cast<Vector<T, V>*>(static_cast<T*>(call.dx) + then.row * call.shape.columns) + first;
-    const float pull = scale * this->sum_of(turn, then.whole);
+    const float pull = -(this->sum_of(turn, then.whole) * rstd * this->inverse) * rstd * rstd;  // rstd^3 may be too small a number
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll

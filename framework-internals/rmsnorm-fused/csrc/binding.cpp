@@ -232,18 +232,18 @@ std::tuple<Tensor, Tensor> gradients_with_a_graph(const Tensor& dy, const Option
   return {dx, needs_dweight ? dy_.mul(normalised).reshape({-1, s.size(-1)}).sum(0).to(weight.scalar_type()) : Tensor()};
 }
 
-// torch counts the references to a node in a std::shared_ptr, from 2.13 on in the node itself.
+// torch counts the references to a node in a std::shared_ptr, in later versions in the node itself.
 using NodePointer = decltype(autograd::Edge::function);
-constexpr bool kCountsInside = !std::is_same_v<NodePointer, std::shared_ptr<autograd::Node>>;
+template <class Pointer> constexpr bool kCountsOutside = std::is_same_v<Pointer, std::shared_ptr<autograd::Node>>;
 
-template <class N> NodePointer owner_of(N* node) {
-  if constexpr (kCountsInside) return NodePointer::reclaim_copy(node);
-  else return node->shared_from_this();
+template <class Pointer = NodePointer, class Node = autograd::Node> Pointer owner_of(Node* node) {
+  if constexpr (kCountsOutside<Pointer>) return node->shared_from_this();
+  else return Pointer::reclaim_copy(node);
 }
 
-template <class N> NodePointer own(N* node) {
-  if constexpr (kCountsInside) return NodePointer::unsafe_steal_from_new(node);
-  else return NodePointer(node);
+template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
+  if constexpr (kCountsOutside<Pointer>) return Pointer(node);
+  else return Pointer::unsafe_steal_from_new(node);
 }
 
 // Edges to x, residual (where there is one) and weight.
@@ -262,7 +262,7 @@ struct RmsNormFusedBackward : autograd::Node {
     }
     const Tensor weight = saved_weight.unpack();
     const bool needs_dweight = weight.defined() && task_should_compute_output(weight_edge);
-    const Tensor s = saved_s.unpack(owner_of(static_cast<autograd::Node*>(this))), rstd = saved_rstd.unpack();
+    const Tensor s = saved_s.unpack(owner_of<NodePointer, autograd::Node>(this)), rstd = saved_rstd.unpack();
     auto [dx, dweight] = [&] {
       if (at::GradMode::is_enabled()) return gradients_with_a_graph(dy, ds, s, weight, options, needs_dweight);
       const at::AutoDispatchBelowADInplaceOrView below;
@@ -302,7 +302,7 @@ std::tuple<Tensor, Tensor> differentiable_forward(c10::DispatchKeySet keys, cons
   NodePointer owner;
   if (wants_gradient(x, Tensor(), w)) {
     node = new RmsNormFusedBackward({eps, offset, llama}, false);
-    owner = own(static_cast<autograd::Node*>(node));
+    owner = own(node);
     node->set_next_edges(autograd::collect_next_edges(x, w));
     node->saved_s = autograd::SavedVariable(x, false);
     node->saved_weight = autograd::SavedVariable(w, false);
@@ -325,7 +325,7 @@ std::tuple<Tensor, Tensor, Tensor> differentiable_forward_add(c10::DispatchKeySe
   NodePointer owner;
   if (wants_gradient(x, residual, w)) {
     node = new RmsNormFusedBackward({eps, offset, llama}, true);
-    owner = own(static_cast<autograd::Node*>(node));
+    owner = own(node);
     node->set_next_edges(autograd::collect_next_edges(x, residual, w));
     node->saved_weight = autograd::SavedVariable(w, false);
   }
