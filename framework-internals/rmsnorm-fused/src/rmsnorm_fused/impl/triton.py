@@ -65,7 +65,8 @@ class Cut:
         rows: side by side in one program.
         columns: at a time, a power of two.
         warps: of a program.
-        programs: a multiprocessor, each of which walks over rows; 0: one for every tile of rows.
+        programs: a multiprocessor, each of which walks over rows; 0.5 is one on every other multiprocessor, 0 is one
+            for every tile of rows.
         stages: most iterations of the loop in flight, the current one included.
         reload: whether the weight is read again for each row, instead of held in registers.
     """
@@ -73,7 +74,7 @@ class Cut:
     rows: int
     columns: int
     warps: int
-    programs: int = 0
+    programs: float = 0
     stages: int = 1
     reload: bool = False
 
@@ -84,8 +85,8 @@ class Cut:
             bytes_a_row: what the loop reads for one row.
             shared_bytes: of a multiprocessor.
         """
-        ring = shared_bytes // max(self.programs, 1) - _RESERVED_SHARED
-        return 1 + max(min(ring // (self.rows * bytes_a_row), self.stages - 1), 0)
+        ring = shared_bytes / max(self.programs, 1) - _RESERVED_SHARED
+        return 1 + max(min(int(ring / (self.rows * bytes_a_row)), self.stages - 1), 0)
 
 
 def forward_cut(columns: int, wide_bytes: int) -> Cut:
@@ -97,7 +98,8 @@ def forward_cut(columns: int, wide_bytes: int) -> Cut:
     """
     width = triton.next_power_of_2(columns)
     if width * wide_bytes > _FORWARD_ROW:
-        return Cut(1, _FORWARD_ROW // wide_bytes // 2, warps=16, programs=2)
+        # Half of an L2 cache of 60 MB for the rows in hand: 128 KB each at 65536 columns of bfloat16.
+        return Cut(1, 32768 // wide_bytes, warps=16, programs=max(min(131072 / width, 2), 0.5), stages=4)
     rows = max(_TILE // width, 1)
     return Cut(rows, width, warps=_warps(rows * width, 16))
 
@@ -248,18 +250,18 @@ def _forward_wide(
     x_inner, x_outer_stride, x_inner_stride, residual_inner, residual_outer_stride, residual_inner_stride,
     EPS: tl.constexpr, OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, FLOAT8: tl.constexpr, FLOAT8_HARDWARE: tl.constexpr, WIDE: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
     blocks = tl.cdiv(columns, COLUMNS)
     for row in tl.range(tl.program_id(0), row_count, tl.num_programs(0)):
         source = x + _row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
         out_row = tl.cast(row, tl.int64) * columns
-        total = tl.cast(0.0, WIDE)
-        for block in tl.range(0, blocks):
+        squares = tl.zeros((COLUMNS,), WIDE)
+        for block in tl.range(0, blocks, num_stages=STAGES):
             column = block * COLUMNS + tl.arange(0, COLUMNS)
             inside = column < columns
-            wide = tl.load(source + column, mask=inside, other=0.0).to(WIDE)
+            wide = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)
             if HAS_RESIDUAL:
                 residual_row = residual + _row_offsets(
                     row, residual_inner, residual_outer_stride, residual_inner_stride
@@ -268,11 +270,11 @@ def _forward_wide(
                 narrow = _narrow(wide, dtype)
                 tl.store(s + out_row + column, narrow, mask=inside)
                 wide = narrow.to(WIDE)
-            total += tl.sum(wide * wide, axis=0)
+            squares += wide * wide
         if HAS_RESIDUAL:
             tl.debug_barrier()  # s is read back below, perhaps by other threads than wrote it
             source = s + out_row
-        r = 1.0 / tl.sqrt(total / columns + EPS)
+        r = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / columns + EPS)
         inverse = tl.cast(1.0, WIDE)
         if FLOAT8 == "":
             tl.store(rstd + row, r)
@@ -290,7 +292,7 @@ def _forward_wide(
             row_scale = _scale_of(largest)
             tl.store(row_scales + row, row_scale)
             inverse = _inverse(row_scale)
-        for back in tl.range(0, blocks):
+        for back in tl.range(0, blocks, num_stages=STAGES):
             # From the end of the row, which was read last and is the most likely to be in the cache still.
             column = (blocks - 1 - back) * COLUMNS + tl.arange(0, COLUMNS)
             inside = column < columns
@@ -513,8 +515,9 @@ def _launch_forward(
     with _on(x.device):
         if cut.columns < columns:
             _forward_wide[(min(rows, _programs(x.device, cut)),)](
-                *tensors, rows, columns, *layouts, **constants, COLUMNS=cut.columns, num_warps=cut.warps
-            )
+                *tensors, rows, columns, *layouts, **constants,
+                COLUMNS=cut.columns, STAGES=_stages(cut, (x, residual)), num_warps=cut.warps,
+            )  # fmt: skip
         else:
             _forward[(triton.cdiv(rows, cut.rows),)](
                 *tensors, rows, columns, *layouts, **constants, **_tile(cut, rows, columns), num_warps=cut.warps
@@ -588,7 +591,7 @@ def _launch_backward(
     layouts = (number for tensor in read for number in _layout(tensor))
     _backward[(count,)](
         *read, weight, rstd, dx, partials, rows, columns, *layouts, **constants, **_tile(cut, rows, columns),
-        STAGES=_stages(cut, read), RELOAD=cut.reload, FOLD=_rows_share_threads(cut, dx), num_warps=cut.warps,
+        STAGES=_stages(cut, (*read, weight if cut.reload else None)), RELOAD=cut.reload, FOLD=_rows_share_threads(cut, dx), num_warps=cut.warps,
     )  # fmt: skip
     return partials
 
@@ -662,7 +665,7 @@ def _programs(device: torch.device, cut: Cut) -> int:
     """Persistent programs of a kernel on a device."""
     if device.type == "cpu":
         return 3  # the interpreter runs them one after the other; more than one, so that partial rows are added
-    return _properties(device.index).multi_processor_count * cut.programs
+    return int(_properties(device.index).multi_processor_count * cut.programs)
 
 
 def _converts_to_float8(device: torch.device) -> bool:
