@@ -82,7 +82,9 @@ def made(m, n, dtype, device, *, residual=False, weight_dtype=None, **numbers):
 
 def run(backend, case):
     """The results by their names in accuracy.py."""
-    x, residual, weight = (None if t is None else t.detach().requires_grad_() for t in (case.x, case.residual, case.weight))
+    x, residual, weight = (
+        None if t is None else t.detach().requires_grad_() for t in (case.x, case.residual, case.weight)
+    )
     numbers = {"eps": case.eps, "weight_offset": case.weight_offset, "casting": case.casting}
     found = rms_norm(x, weight, residual=residual, backend=backend, **numbers)
     outputs = found if residual is not None else (found,)
@@ -404,7 +406,12 @@ def test_a_row_does_not_depend_on_the_others(kernel, n):
         quantised, scales = rms_norm(
             x, weight, eps=1e-6, out_dtype=FLOAT8, scale="dynamic", backend=kernel.backend
         )  # fmt: skip
-        return (plain, *rms_norm(x, weight, eps=1e-6, residual=residual, backend=kernel.backend), quantised.float(), scales)
+        return (
+            plain,
+            *rms_norm(x, weight, eps=1e-6, residual=residual, backend=kernel.backend),
+            quantised.float(),
+            scales,
+        )
 
     whole = results(x, residual)
     for row in (slice(0, 1), slice(17, 18), slice(30, 37)):

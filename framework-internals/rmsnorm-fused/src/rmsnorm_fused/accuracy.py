@@ -1,18 +1,18 @@
 """How wrong a result may be, and how wrong it is, against float64.
 
-An implementation that computes in float32 (unit roundoff U = 2⁻²⁴) and rounds once, to a dtype with unit roundoff u, stays
-within
+An implementation that computes in float32 (unit roundoff U = 2⁻²⁴) and rounds once, to a dtype with unit roundoff u,
+stays within
 
     |error| <= ulp(|result| + δ) / 2 + δ,    δ = C · U · (sum of the magnitudes of the terms of the result) + u · R
 
-The first part is the rounding floor: half the distance between neighbours of the dtype, down to the distance between its
-subnormal numbers; no implementation gets below it. It is taken at |result| + δ, because what is rounded may already lie
-beyond a power of two. The same holds for a float8 result, cut off at ±448: the cut makes no error larger.
+The first part is the rounding floor: half the distance between neighbours of the dtype, down to the distance between
+its subnormal numbers; no implementation gets below it. It is taken at |result| + δ, because what is rounded may already
+lie beyond a power of two. The same holds for a float8 result, cut off at ±448: the cut makes no error larger.
 
-δ is what the number that is rounded may be wrong by. Its first part is the arithmetic: a float32 sum of n terms is wrong by
-about λ√n · U of their magnitudes (Higham & Mary, 2019, SIAM J. Sci. Comput. 41), and no kernel here adds more than 256 terms
-in a row before it starts another partial sum; a dozen single operations come on top. C = 32 covers both. For bfloat16 and
-float16 it is a few thousandths of the floor: an implementation that rounds twice on the way fails.
+δ is what the number that is rounded may be wrong by. Its first part is the arithmetic: a float32 sum of n terms is
+wrong by about λ√n · U of their magnitudes (Higham & Mary, 2019, SIAM J. Sci. Comput. 41), and no kernel here adds more
+than 256 terms in a row before it starts another partial sum; a dozen single operations come on top. C = 32 covers both.
+For bfloat16 and float16 it is a few thousandths of the floor: an implementation that rounds twice on the way fails.
 
 R is the magnitude of what is rounded to the dtype of x before the end, where that is asked for: nothing with
 ``casting="exact"``. With ``casting="llama"``, x̂ = s·rstd and g = dy·w are, each wrong by u of itself, which reaches
@@ -144,7 +144,7 @@ def expected_quantised(
     *,
     residual: torch.Tensor | None = None,
 ) -> Expected:
-    """y / scale cut off at ±448, in float64.
+    """The quotient y / scale, cut off at ±448, in float64.
 
     Args:
         x: (..., N).
@@ -162,7 +162,7 @@ def expected_quantised(
 def expected_row_scales(
     x: torch.Tensor, weight: torch.Tensor | None, options: Options, *, residual: torch.Tensor | None = None
 ) -> Expected:
-    """Each row's largest \\|y\\| / 448 (1 for a row of zeros), (..., 1), in float64.
+    """The largest magnitude of each row of y, over 448 (1 for a row of zeros), (..., 1), in float64.
 
     Args:
         x: (..., N).

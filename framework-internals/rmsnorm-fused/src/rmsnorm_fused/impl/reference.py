@@ -58,7 +58,8 @@ def quantize(
         dtype: ``torch.float8_e4m3fn``.
 
     Returns:
-        y (..., N), contiguous, of ``dtype``, s (x itself without a residual), and the scales (..., 1) float32 that were used.
+        y (..., N), contiguous, of ``dtype``, s (x itself without a residual), and the scales (..., 1) float32 that were
+        used.
     """
     s = x if residual is None else x + residual
     y = _normalised(s, weight, options)
@@ -79,8 +80,8 @@ def second_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Gradients of L = Σ u · dx + Σ v · dweight with respect to dy, x and weight: what double backward needs.
 
-    With r = rstd (a function of x: ∂r/∂x = -r³x/N), g = dy · (weight + offset) and brackets for sums over a row, a row adds
-    L = r⟨u,g⟩ - r³⟨u,x⟩⟨g,x⟩/N + r⟨v·dy,x⟩.
+    With r = rstd (a function of x: ∂r/∂x = -r³x/N), g = dy · (weight + offset) and brackets for sums over a row, a row
+    adds L = r⟨u,g⟩ - r³⟨u,x⟩⟨g,x⟩/N + r⟨v·dy,x⟩.
 
     Args:
         u: gradient of dx, (..., N); None is zero.

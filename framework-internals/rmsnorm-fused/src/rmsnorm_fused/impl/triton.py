@@ -1,11 +1,13 @@
 """RMSNorm in Triton: forward, forward with a float8 result, and backward with a deterministic dweight.
 
 Rows that the registers of a program can hold are read once, several narrow rows side by side. Wider ones are walked
-through in blocks, by as many programs as let the rows in hand stay in the L2 cache, where the second reading finds them.
+through in blocks, by as many programs as let the rows in hand stay in the L2 cache, where the second reading finds
+them.
 
 Backward is persistent: each program walks over every P-th tile of rows, keeps its own sum for dweight in registers, and
-writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order, so that equal inputs give
-equal bits. For rows too wide for that, one kernel finds each row's scalar, and a second one that owns columns does the rest.
+writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order, so that equal inputs
+give equal bits. For rows too wide for that, one kernel finds each row's scalar, and a second one that owns columns does
+the rest.
 
 How a kernel is cut up for a width is said by :func:`forward_cut`, :func:`backward_cut` and :func:`sum_cut` alone.
 
@@ -591,7 +593,8 @@ def _launch_backward(
     layouts = (number for tensor in read for number in _layout(tensor))
     _backward[(count,)](
         *read, weight, rstd, dx, partials, rows, columns, *layouts, **constants, **_tile(cut, rows, columns),
-        STAGES=_stages(cut, (*read, weight if cut.reload else None)), RELOAD=cut.reload, FOLD=_rows_share_threads(cut, dx), num_warps=cut.warps,
+        STAGES=_stages(cut, (*read, weight if cut.reload else None)), RELOAD=cut.reload,
+        FOLD=_rows_share_threads(cut, dx), num_warps=cut.warps,
     )  # fmt: skip
     return partials
 
@@ -670,7 +673,10 @@ def _programs(device: torch.device, cut: Cut) -> int:
 
 def _converts_to_float8(device: torch.device) -> bool:
     """Whether the processor has the instruction (sm_89 and later)."""
-    return device.type == "cuda" and not interpreted() and (_properties(device.index).major, _properties(device.index).minor) >= (8, 9)
+    if device.type != "cuda" or interpreted():
+        return False
+    properties = _properties(device.index)
+    return (properties.major, properties.minor) >= (8, 9)
 
 
 @functools.cache
