@@ -133,7 +133,7 @@ def sum_cut(columns: int) -> Cut:
 
 
 def _warps(elements: int, elements_a_thread: int) -> int:
-    return max(elements // elements_a_thread // 32, 1)
+    return min(max(elements // elements_a_thread // 32, 1), 32)  # 1024 threads are the most
 
 
 # ---- device code
