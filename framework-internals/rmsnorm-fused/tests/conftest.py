@@ -16,8 +16,8 @@ class Where:
     device: str
 
     @property
-    def truncates_bfloat16(self) -> bool:
-        """Triton's interpreter cuts float32 off to bfloat16; the compiled kernels round to nearest."""
+    def interpreted(self) -> bool:
+        """Whether it is Triton's interpreter that runs the kernels."""
         return self.backend == "triton" and self.device == "cpu"
 
 

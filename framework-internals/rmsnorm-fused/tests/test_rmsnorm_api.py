@@ -12,6 +12,8 @@ from rmsnorm_fused import RMSNorm, backends, prebuild, rms_norm
 from rmsnorm_fused.layout import as_rows
 
 X = torch.ones(2, 8)
+SCALE = torch.ones(1)
+FLOAT8 = {"out_dtype": torch.float8_e4m3fn}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,45 @@ X = torch.ones(2, 8)
         ((X, torch.ones(8, device="meta")), {}, ValueError, "weight: expected it on cpu, where x is, got meta"),
         ((X,), {"eps": -1e-6}, ValueError, "eps: expected a finite number of at least 0, got -1e-06"),
         ((X,), {"eps": float("nan")}, ValueError, "eps: expected a finite number"),
+        ((X,), {"eps": float("inf")}, ValueError, "eps: expected a finite number of at least 0, got inf"),
         ((X,), {"eps": "small"}, TypeError, "eps: expected a number or None, got str"),
+        ((X,), {"eps": True}, TypeError, "eps: expected a number or None, got bool"),
+        ((X,), {"weight_offset": "1"}, TypeError, "weight_offset: expected a number, got str"),
+        ((X,), {"weight_offset": False}, TypeError, "weight_offset: expected a number, got bool"),
+        ((X,), {"weight_offset": float("inf")}, ValueError, "weight_offset: expected a finite number, got inf"),
+        ((X,), {"casting": "gemma"}, ValueError, "casting: expected one of exact, llama, got 'gemma'"),
+        ((X,), {"residual": [1.0]}, TypeError, "residual: expected a tensor or None, got list"),
+        ((X,), {"residual": X.half()}, TypeError, "residual: expected torch.float32, .*got torch.float16"),
+        ((X,), {"residual": X[:1]}, ValueError, r"residual: expected shape \(2, 8\), that of x, got \(1, 8\)"),
+        ((X,), {"residual": X.to("meta")}, ValueError, "residual: expected it on cpu, where x is, got meta"),
+        ((X,), {"scale": SCALE}, ValueError, "scale: expected None without out_dtype=torch.float8_e4m3fn"),
+        ((X,), {"scale": "dynamic"}, ValueError, "scale: expected None without out_dtype=torch.float8_e4m3fn"),
+        (
+            (X,),
+            {"out_dtype": torch.float16, "scale": SCALE},
+            TypeError,
+            "out_dtype: expected torch.float8_e4m3fn or None .*got torch.float16",
+        ),
+        ((X,), {"out_dtype": torch.float8_e5m2, "scale": SCALE}, TypeError, "out_dtype: .*got torch.float8_e5m2"),
+        ((X.double(),), {**FLOAT8, "scale": SCALE}, TypeError, "x: expected float32, bfloat16 or float16 for a float8"),
+        ((X,), FLOAT8, ValueError, "scale: expected a float32 tensor of one element .*got None"),
+        ((X,), {**FLOAT8, "scale": "static"}, ValueError, "scale: expected .*got 'static'"),
+        ((X,), {**FLOAT8, "scale": 1.0}, TypeError, "scale: expected .*got float"),
+        ((X,), {**FLOAT8, "scale": SCALE.double()}, TypeError, "scale: expected .*got torch.float64"),
+        ((X,), {**FLOAT8, "scale": torch.ones(2)}, ValueError, r"scale: expected .*got shape \(2,\)"),
+        ((X,), {**FLOAT8, "scale": SCALE.to("meta")}, ValueError, "scale: expected it on cpu, where x is, got meta"),
+        (
+            (X.clone().requires_grad_(),),
+            {**FLOAT8, "scale": SCALE},
+            ValueError,
+            "out_dtype: a float8 result has no gradient; call under torch.no_grad",
+        ),
+        (
+            (X, torch.ones(8, requires_grad=True)),
+            {**FLOAT8, "scale": "dynamic"},
+            ValueError,
+            "out_dtype: a float8 result has no gradient",
+        ),
         (
             (X,),
             {"backend": "cudnn"},
@@ -44,10 +84,31 @@ def test_bad_input_is_named(arguments, options, error, message):
         rms_norm(*arguments, **{"eps": 1e-6, **options})
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_float8_result_needs_no_detached_weight_without_grad(mode):
+    module = RMSNorm(8)
+    with mode():
+        y = rms_norm(X, module.weight, eps=1e-6, **FLOAT8, scale=SCALE, backend="pytorch")
+    assert y.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(
+    ("options", "scales"), [({}, 0), ({**FLOAT8, "scale": SCALE}, 0), ({**FLOAT8, "scale": "dynamic"}, 1)]
+)
+def test_what_is_returned(residual, options, scales):
+    found = rms_norm(X, eps=1e-6, residual=X if residual else None, **options, backend="pytorch")
+    wanted = [options.get("out_dtype", X.dtype), *([X.dtype] if residual else []), *([torch.float32] * scales)]
+    assert isinstance(found, tuple) == (len(wanted) > 1)
+    assert [tensor.dtype for tensor in (found if isinstance(found, tuple) else (found,))] == wanted
+
+
 @pytest.mark.gpu
 def test_mixed_devices_are_named():
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA GPU")
+    with pytest.raises(ValueError, match="residual: expected it on cuda:0"):
+        rms_norm(X.cuda(), eps=1e-6, residual=X)
+    with pytest.raises(ValueError, match="scale: expected it on cuda:0"):
+        rms_norm(X.cuda(), eps=1e-6, **FLOAT8, scale=SCALE)
     with pytest.raises(ValueError, match="weight: expected it on cuda:0"):
         rms_norm(X.cuda(), torch.ones(8), eps=1e-6)
     with pytest.raises(ValueError, match="backend 'cpp' cannot be used: it takes tensors on cpu, got cuda"):
@@ -121,7 +182,6 @@ def test_rows_are_read_in_place_where_two_strides_describe_them(x, copied):
 
 
 def test_import_loads_no_optional_back_end():
-    program = (
-        "import sys, rmsnorm_fused; assert not {'triton', 'native_build', 'matplotlib'} & set(sys.modules), sys.modules"
-    )
+    heavy = {"triton", "torch.utils.cpp_extension", "matplotlib"}
+    program = f"import sys, rmsnorm_fused; found = {heavy} & set(sys.modules); assert not found, found"
     subprocess.run([sys.executable, "-c", program], check=True)

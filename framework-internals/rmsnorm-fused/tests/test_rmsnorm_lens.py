@@ -19,7 +19,7 @@ from rmsnorm_fused import contestants, lens, measure, training
 from rmsnorm_fused.accuracy import expected
 from rmsnorm_fused.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant
 from rmsnorm_fused.figures import figures
-from rmsnorm_fused.measure import Case, float8_share_of_bound, measure_case
+from rmsnorm_fused.measure import Case, measure_case
 from rmsnorm_fused.report import finding
 from rmsnorm_fused.targets import TARGETS, Measured, applies
 from torch_baseline.config import GPTConfig
@@ -371,17 +371,6 @@ def test_the_bound_catches_a_second_rounding():
     assert reference.share_of_bound(normalised.bfloat16() * weight) > 1.2
 
 
-def test_the_float8_bound_is_one_rounding():
-    torch.manual_seed(0)
-    y = torch.randn(64, 256, dtype=torch.float64)
-    scales = (y.abs().amax(-1, keepdim=True) / 448).float()
-    once = (y / scales).to(torch.float8_e4m3fn)
-    assert 0.9 < float8_share_of_bound(once, scales, y) <= 1
-    assert float8_share_of_bound(once, scales * 1.05, y) > 1
-    cut = (y / scales * (1 - 2**-5)).to(torch.float8_e4m3fn)
-    assert float8_share_of_bound(cut, scales, y) > 1
-
-
 def test_deterministic_mode_is_put_back_as_it_was():
     def state():
         return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
@@ -395,11 +384,18 @@ def test_deterministic_mode_is_put_back_as_it_was():
 
 def test_what_torch_compile_makes_of_a_quantised_result_is_right():
     x, weight = torch.randn(16, 64), torch.randn(64)
-    reference = expected(x, weight, torch.ones_like(x), contestants.EPS)["y"].value
     found = contestants.compiled_quantisers()
     assert SEPARATE in found
     for quantise in found.values():
-        assert float8_share_of_bound(*quantise(x, weight), reference) <= 1
+        assert measure._float8_share_of_bound(quantise, x, weight) <= 1
+
+
+def test_a_wrong_scale_or_a_wrong_float8_is_beyond_the_bound():
+    x, weight = torch.randn(64, 256), torch.ones(256)
+    y, scales = FORMULA.quantise(x, weight)
+    assert measure._float8_share_of_bound(lambda *_: (y, scales * 1.01), x, weight) > 1
+    low = (FORMULA.plain(x, weight) / scales * (1 - 2**-5)).to(torch.float8_e4m3fn)
+    assert measure._float8_share_of_bound(lambda *_: (low, scales), x, weight) > 1
 
 
 @pytest.mark.gpu

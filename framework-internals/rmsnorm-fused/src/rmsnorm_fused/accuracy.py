@@ -1,15 +1,30 @@
 """How wrong a result may be, and how wrong it is, against float64.
 
-With u the unit roundoff of a result's dtype and U that of the arithmetic (2⁻²⁴ for float32), an implementation that
-computes in float32 and rounds once stays within
+An implementation that computes in float32 (unit roundoff U = 2⁻²⁴) and rounds once, to a dtype with unit roundoff u,
+stays within
 
-    |error| <= u · |result| + C · U · (sum of the magnitudes of the terms that the result is made of)
+    |error| <= ulp(|result| + δ) / 2 + δ,    δ = C · U · (sum of the magnitudes of the terms of the result) + u · R
 
-The first part is the rounding floor: no implementation whatever gets below it. The second part is the arithmetic: a
-float32 sum of n terms is wrong by about λ√n · U of their magnitudes (Higham & Mary, 2019, SIAM J. Sci. Comput. 41), and
-no kernel here adds more than 256 terms in a row before it starts another partial sum; a dozen single operations come on
-top. C = 32 covers both. For bfloat16 and float16 the second part is a few thousandths of the first: an
-implementation that rounds twice on the way fails.
+The first part is the rounding floor: half the distance between neighbours of the dtype, down to the distance between
+its subnormal numbers; no implementation gets below it. It is taken at |result| + δ, because what is rounded may already
+lie beyond a power of two. The same holds for a float8 result, cut off at ±448: the cut makes no error larger.
+
+δ is what the number that is rounded may be wrong by. Its first part is the arithmetic: a float32 sum of n terms is
+wrong by about λ√n · U of their magnitudes (Higham & Mary, 2019, SIAM J. Sci. Comput. 41), and no kernel here adds more
+than 256 terms in a row before it starts another partial sum; a dozen single operations come on top. C = 32 covers both.
+For bfloat16 and float16 it is a few thousandths of the floor: an implementation that rounds twice on the way fails.
+
+R is the magnitude of what is rounded to the dtype of x before the end, where that is asked for: nothing with
+``casting="exact"``. With ``casting="llama"``, x̂ = s·rstd and g = dy·w are, each wrong by u of itself, which reaches
+
+    y = x̂·w                                R = |x̂·w|
+    dweight = Σ dy·x̂ over the rows         R = Σ |dy·x̂|
+    dx = rstd·(g - x̂·mean(g·x̂)) + ds       R = rstd·(|g| + |x̂|·mean|g·x̂|)    (x̂ is not rounded in this formula)
+
+Where autograd adds ds to a dx that is already rounded, as behind the PyTorch formula, |dx - ds| joins R.
+
+A row's scale is the largest |y| / 448; two maxima differ by no more than the numbers do, so that R / 448 is the row's
+largest. A quantised y is held against y / scale with the scale that the implementation used.
 """
 
 from __future__ import annotations
@@ -19,70 +34,164 @@ from typing import Literal
 
 import torch
 
+from rmsnorm_fused.options import LARGEST_FLOAT8, Options
 from rmsnorm_fused.validation import wide_dtype
 
 ARITHMETIC_FACTOR = 32.0
 
-Part = Literal["y", "dx", "dweight"]
+Part = Literal["y", "s", "dx", "dweight"]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A result in float64, and the magnitude of what it is made of.
+    """A result in float64, and what its error is made of.
 
     Attributes:
         value: the result.
         magnitude: the same sum with every term's absolute value; at least ``|value|``.
         arithmetic: the dtype that implementations compute in.
+        rounded: what roundings before the last one may add to the error (u · R above); 0 where there is none.
     """
 
     value: torch.Tensor
     magnitude: torch.Tensor
     arithmetic: torch.dtype
+    rounded: torch.Tensor | float = 0.0
 
-    def share_of_bound(self, actual: torch.Tensor, *, roundings: float = 1.0) -> float:
+    def bound(self, dtype: torch.dtype) -> torch.Tensor:
+        """The largest error that each element of a result of that dtype may have."""
+        kind = torch.finfo(dtype)
+        before = ARITHMETIC_FACTOR * torch.finfo(self.arithmetic).eps / 2 * self.magnitude + self.rounded
+        if self.arithmetic == torch.float64 and kind.bits < 32:  # processors go from float64 by way of float32
+            before = before + torch.finfo(torch.float32).eps / 2 * self.value.abs()
+        _, exponent = torch.frexp((self.value.abs() + before).clamp(min=kind.smallest_normal))
+        floor = torch.ldexp(torch.full_like(self.value, kind.eps / 2), exponent - 1)
+        return (floor + before).clamp(min=torch.finfo(torch.float64).tiny)  # an exact zero is allowed to be one
+
+    def share_of_bound(self, actual: torch.Tensor) -> float:
         """The largest |error| over its bound: at most 1 for a right implementation.
 
         Args:
             actual: the result of an implementation, in its own dtype.
-            roundings: how many times u the last rounding may cost; 2 for one that truncates instead of rounding.
         """
         if actual.numel() == 0:
             return 0.0
-        kind = torch.finfo(actual.dtype)
-        floor = roundings * kind.eps / 2 * self.value.abs().clamp(min=kind.smallest_normal)
-        arithmetic = ARITHMETIC_FACTOR * torch.finfo(self.arithmetic).eps / 2 * self.magnitude
-        bound = (floor + arithmetic).clamp(min=torch.finfo(torch.float64).tiny)  # an exact zero is allowed to be one
-        return ((actual.double() - self.value).abs() / bound).max().item()
+        return ((actual.double() - self.value).abs() / self.bound(actual.dtype)).max().item()
 
     def relative_error(self, actual: torch.Tensor) -> float:
         """The largest |error| over the largest |result|."""
         return ((actual.double() - self.value).abs().max() / self.value.abs().max()).item()
 
 
-def expected(x: torch.Tensor, weight: torch.Tensor | None, dy: torch.Tensor, eps: float) -> dict[Part, Expected]:
-    """y, dx and, with a weight, dweight in float64 by the closed formulas, from the tensors as they are given.
+def expected(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    dy: torch.Tensor,
+    eps: float,
+    *,
+    residual: torch.Tensor | None = None,
+    ds: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    llama: bool = False,
+    ds_added_apart: bool = False,
+) -> dict[Part, Expected]:
+    """y, dx, with a residual s, and with a weight dweight in float64, from the tensors as they are given.
 
     Args:
         x: (..., N), any dtype.
         weight: (N,) or None.
-        dy: like x.
+        dy: gradient of y, like x.
         eps: added to the mean square.
+        residual: like x, or None.
+        ds: gradient that reaches s beside that of y, like x, or None.
+        weight_offset: added to the weight.
+        llama: whether x̂ and g are rounded to the dtype of x.
+        ds_added_apart: whether autograd adds ds to a rounded dx, as behind the PyTorch formula.
     """
-    arithmetic = wide_dtype(x.dtype)
-    x64, dy64 = x.detach().double(), dy.double()
-    w64 = x64.new_ones(()) if weight is None else weight.detach().double()
-    rstd = torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps)
-    normalised = x64 * rstd
-    y = normalised * w64
-    g = dy64 * w64
+    arithmetic, kind = wide_dtype(x.dtype), torch.finfo(x.dtype)
+    y, normalised, rstd, w = _formula(x, residual, weight, Options(eps, weight_offset, llama))
+    dy64 = dy.double()
+    g = dy64 * w
+
+    def size(g: torch.Tensor) -> torch.Tensor:
+        return rstd * (g + normalised.abs() * (g * normalised.abs()).mean(-1, keepdim=True))
+
     dx = rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))
-    dx_magnitude = rstd * (g.abs() + normalised.abs() * (g * normalised).abs().mean(-1, keepdim=True))
-    parts: dict[Part, Expected] = {
-        "y": Expected(y, y.abs(), arithmetic),
-        "dx": Expected(dx, dx_magnitude, arithmetic),
-    }
+    dx_magnitude = size(dy64.abs() * _weight_magnitude(w, weight, weight_offset))
+    dx_rounded = kind.eps / 2 * (size(g.abs().clamp(min=kind.smallest_normal)) * llama + dx.abs() * ds_added_apart)
+    if ds is not None:
+        dx, dx_magnitude = dx + ds.double(), dx_magnitude + ds.double().abs()
+    parts: dict[Part, Expected] = {"y": y, "dx": Expected(dx, dx_magnitude, arithmetic, dx_rounded)}
+    if residual is not None:
+        s64 = x.detach().double() + residual.detach().double()
+        parts["s"] = Expected(s64, x.detach().double().abs() + residual.detach().double().abs(), arithmetic)
     if weight is not None:
-        terms = (dy64 * normalised).flatten(0, -2) if x.dim() > 1 else (dy64 * normalised)[None]
-        parts["dweight"] = Expected(terms.sum(0), terms.abs().sum(0), arithmetic)
+        terms, rounded = (
+            (dy64 * factor).reshape(-1, x.shape[-1])
+            for factor in (normalised, normalised.abs().clamp(min=kind.smallest_normal))
+        )
+        parts["dweight"] = Expected(
+            terms.sum(0), terms.abs().sum(0), arithmetic, kind.eps / 2 * llama * rounded.abs().sum(0)
+        )
     return parts
+
+
+def expected_quantised(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor,
+    options: Options,
+    *,
+    residual: torch.Tensor | None = None,
+) -> Expected:
+    """The quotient y / scale, cut off at ±448, in float64.
+
+    Args:
+        x: (..., N).
+        weight: (N,) or None.
+        scale: the one that was used: one element, or (..., 1).
+        options: eps, the weight's offset, and where to round before.
+        residual: like x, or None.
+    """
+    y, *_ = _formula(x, residual, weight, options)
+    by = scale.double()
+    value = (y.value / by).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    return Expected(value, y.magnitude / by, y.arithmetic, y.rounded / by)
+
+
+def expected_row_scales(
+    x: torch.Tensor, weight: torch.Tensor | None, options: Options, *, residual: torch.Tensor | None = None
+) -> Expected:
+    """The largest magnitude of each row of y, over 448 (1 for a row of zeros), (..., 1), in float64.
+
+    Args:
+        x: (..., N).
+        weight: (N,) or None.
+        options: eps, the weight's offset, and where to round before.
+        residual: like x, or None.
+    """
+    y, *_ = _formula(x, residual, weight, options)
+    largest = y.value.abs().amax(-1, keepdim=True)
+    value = torch.where(largest > 0, largest / LARGEST_FLOAT8, 1.0)
+    rounded = torch.as_tensor(y.rounded).expand_as(y.value).amax(-1, keepdim=True) / LARGEST_FLOAT8
+    return Expected(value, value, y.arithmetic, rounded)
+
+
+def _formula(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
+) -> tuple[Expected, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, and in float64 x̂, rstd and w."""
+    x = x.detach()
+    s64 = (x if residual is None else x + residual.detach()).double()  # y is computed from the rounded s
+    w = s64.new_ones(()) if weight is None else weight.detach().double() + options.weight_offset
+    rstd = torch.rsqrt(s64.square().mean(-1, keepdim=True) + options.eps)
+    normalised = s64 * rstd
+    y = normalised * w
+    kind = torch.finfo(x.dtype)
+    rounded = kind.eps / 2 * options.llama * normalised.abs().clamp(min=kind.smallest_normal) * w.abs()
+    magnitude = normalised.abs() * _weight_magnitude(w, weight, options.weight_offset)
+    return Expected(y, magnitude, wide_dtype(x.dtype), rounded), normalised, rstd, w
+
+
+def _weight_magnitude(w: torch.Tensor, weight: torch.Tensor | None, offset: float) -> torch.Tensor:
+    return w if weight is None else weight.detach().double().abs() + abs(offset)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from benchkit.limits import fraction_of_limit
 from benchkit.results import Label
 from benchkit.run import Run
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
-from rmsnorm_fused.accuracy import Expected, Part, expected
+from rmsnorm_fused.accuracy import Expected, Part, expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.contestants import (
     COPY,
     EAGER,
@@ -29,6 +29,7 @@ from rmsnorm_fused.contestants import (
     compiled_name,
     first_line,
 )
+from rmsnorm_fused.options import Options
 from rmsnorm_fused.torch_private import kept_graphs
 
 Pass = Literal["forward", "backward"]
@@ -43,7 +44,7 @@ _TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
     ("forward", True): 4,
     ("backward", True): 4,
 }
-_PARTS: dict[Pass, tuple[str, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
+_PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
 _REPEATS = 3  # of a backward pass whose bits are compared
 
 
@@ -191,15 +192,13 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
         RuntimeError: when an implementation of this package is beyond its bound.
     """
     torch.manual_seed(0)
-    x, dy = case.tensors(run.device)
+    x, _ = case.tensors(run.device)
     weight = case.weight(run.device).detach()
-    reference = expected(x, weight, dy, EPS)["y"].value
     shares: dict[str, float] = {}
     for name, quantise in quantisers.items():
-        shares[name] = float8_share_of_bound(*quantise(x, weight), reference)
+        shares[name] = _float8_share_of_bound(quantise, x, weight)
         if name in OWN and not shares[name] <= 1:
             raise RuntimeError(f"{name}, float8 {case.rows} x {case.columns}: error over its bound: {shares[name]}")
-    del reference
     sets = rotating_inputs(lambda: (case.tensors(run.device)[0],), device=run.device)
     timings = compare(
         {COPY: torch.clone} | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items()},
@@ -222,29 +221,22 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
         run.add(Record("quantised", {**case.labels, "implementation": name}, values, {"note": timings[name].note}))
 
 
-def float8_share_of_bound(y: torch.Tensor, scales: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest error over what one rounding to float8_e4m3fn may cost, 2⁻⁴ · |y|, or 2⁻¹⁰ · scale next to zero.
-
-    A hundredth is added for the float32 arithmetic before: y / scale a hair's breadth from the middle between two
-    float8 numbers may go to either side.
-
-    Args:
-        y: (M, N) float8_e4m3fn.
-        scales: (M, 1) float32, what y was divided by.
-        reference: (M, N) float64.
-    """
-    wide = scales.double()
-    bound = torch.maximum(reference.abs() / 16, wide / 1024) * 1.01
-    return ((y.double() * wide - reference).abs() / bound).max().item()
+def _float8_share_of_bound(quantise: Quantiser, x: torch.Tensor, weight: torch.Tensor) -> float:
+    y, scales = quantise(x, weight)
+    options = Options(EPS)
+    return max(
+        expected_quantised(x, weight, scales, options).share_of_bound(y),
+        expected_row_scales(x, weight, options).share_of_bound(scales),
+    )
 
 
-def _errors(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> dict[str, dict[str, PartError]]:
+def _errors(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> dict[str, dict[Part, PartError]]:
     """Errors against float64 of every contestant that does this case, before anything is timed."""
     torch.manual_seed(0)
     inputs, gradients = case.halves(case.tensors(run.device))
     weight = case.weight(run.device)
     references = _references(case, inputs, gradients, weight)
-    found: dict[str, dict[str, PartError]] = {}
+    found: dict[str, dict[Part, PartError]] = {}
     for name, contestant in contestants.items():
         if case.residual and contestant.add is None:
             continue
@@ -271,30 +263,20 @@ def _at(name: str, case: Case) -> str:
     return f"{name} at {case.rows} × {case.columns}{' with a residual' if case.residual else ''}"
 
 
-def _references(case: Case, inputs: Tensors, gradients: Tensors, weight: torch.Tensor) -> dict[str, Expected]:
-    """y, dx, dweight and, with a residual, s in float64. y is that of the rounded s, which is what goes on as well."""
-    if not case.residual:
-        return _by_name(expected(inputs[0], weight, gradients[0], EPS))
-    (x, residual), (dy, ds) = inputs, gradients
-    references = _by_name(expected(x + residual, weight, dy, EPS))
-    s, dx = x.double() + residual.double(), references["dx"]
-    references["s"] = replace(references["y"], value=s, magnitude=s.abs())
-    references["dx"] = replace(dx, value=dx.value + ds.double(), magnitude=dx.magnitude + ds.double().abs())
-    return references
-
-
-def _by_name(parts: Mapping[Part, Expected]) -> dict[str, Expected]:
-    return {str(part): value for part, value in parts.items()}
+def _references(case: Case, inputs: Tensors, gradients: Tensors, weight: torch.Tensor) -> dict[Part, Expected]:
+    residual, ds = (inputs[1], gradients[1]) if case.residual else (None, None)
+    return expected(inputs[0], weight, gradients[0], EPS, residual=residual, ds=ds)
 
 
 def _results(
     case: Case, contestant: Contestant, inputs: Tensors, gradients: Tensors, weight: torch.Tensor
-) -> dict[str, torch.Tensor]:
+) -> dict[Part, torch.Tensor]:
     backward = "backward" in case.passes
     with torch.set_grad_enabled(backward):
         leaves = tuple(x.detach().requires_grad_(backward) for x in inputs)
         outputs = case.outputs(contestant, leaves, weight)
-        results = dict(zip(("y", "s"), (output.detach() for output in outputs), strict=False))
+        names: tuple[Part, ...] = ("y", "s")
+        results = dict(zip(names, (output.detach() for output in outputs), strict=False))
         if backward:
             found = torch.autograd.grad(outputs, (*leaves, weight), gradients)
             results |= {"dx": found[0], "dweight": found[-1]}
@@ -402,7 +384,7 @@ def _repeats(function: Callable[..., Tensors], arguments: tuple[Any, ...]) -> bo
     return all(torch.equal(a, b) for other in again for a, b in zip(first, other, strict=True))
 
 
-def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Mapping[str, PartError]) -> Record:
+def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Mapping[Part, PartError]) -> Record:
     time = timings[name].quantity()
     values = {"time": time, "bandwidth": time.per(case.bytes_moved(which), "B/s")}
     of_pass = {part: error for part, error in errors.items() if part in _PARTS[which]}

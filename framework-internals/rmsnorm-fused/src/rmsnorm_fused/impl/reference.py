@@ -20,10 +20,10 @@ def rms_norm(
         options: eps, the weight's offset, and where to round.
 
     Returns:
-        y (..., N) in the dtype of ``x``; with a residual (y, s).
+        y (..., N), contiguous, in the dtype of ``x``; with a residual (y, s).
     """
     s = x if residual is None else x + residual
-    y = _normalised(s, weight, options).to(x.dtype)
+    y = _normalised(s, weight, options).to(x.dtype).contiguous()
     return y if residual is None else (y, s)
 
 
@@ -58,14 +58,15 @@ def quantize(
         dtype: ``torch.float8_e4m3fn``.
 
     Returns:
-        y (..., N) of ``dtype``, s (x itself without a residual), and the scales (..., 1) float32 that were used.
+        y (..., N), contiguous, of ``dtype``, s (x itself without a residual), and the scales (..., 1) float32 that were
+        used.
     """
     s = x if residual is None else x + residual
     y = _normalised(s, weight, options)
     if scale is None:
         largest = y.abs().amax(-1, keepdim=True)
         scale = torch.where(largest > 0, largest / LARGEST_FLOAT8, 1.0)
-    return (y / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(dtype), s, scale
+    return (y / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(dtype).contiguous(), s, scale
 
 
 def gradients(
@@ -77,8 +78,13 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of y with respect to s and weight, as a formula that autograd can differentiate again.
 
+<<<<<<< HEAD
     With r = rstd, n = s·r and g = dy · (weight + offset): dx = r·(g - n·mean(g·n)) + ds and dweight the sum over the rows
     of dy·n.
+=======
+    With r = rstd (a function of x: ∂r/∂x = -r³x/N), g = dy · (weight + offset) and brackets for sums over a row, a row
+    adds L = r⟨u,g⟩ - r³⟨u,x⟩⟨g,x⟩/N + r⟨v·dy,x⟩.
+>>>>>>> triton
 
     Args:
         dy: gradient of y, (..., N).

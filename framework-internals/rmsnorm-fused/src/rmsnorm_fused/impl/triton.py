@@ -1,13 +1,18 @@
-"""RMSNorm in Triton: forward, and backward with a deterministic dweight.
+"""RMSNorm in Triton: forward, forward with a float8 result, and backward with a deterministic dweight.
 
-Rows of up to ``_WHOLE_ROW`` columns lie in the registers of one program, several narrow rows side by side. Forward
-reads x once. Backward is persistent: each program walks over every P-th tile of rows, keeps its own float32 sum for
-dweight, and writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order.
+Rows that the registers of a program can hold are read once, several narrow rows side by side. Wider ones are walked
+through in blocks, by as many programs as let the rows in hand stay in the L2 cache, where the second reading finds
+them.
 
-Wider rows are walked through in blocks: forward reads x a second time (mostly from the L2 cache); backward finds each
-row's scalar with one kernel, and dx and dweight with a second one that owns columns.
+Backward is persistent: each program walks over every P-th tile of rows, keeps its own sum for dweight in registers, and
+writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order, so that equal inputs
+give equal bits. For rows too wide for that, one kernel finds each row's scalar, and a second one that owns columns does
+the rest.
 
-Shapes: x and dy (outer, inner, N) with adjacent columns, row r at [r // inner, r % inner]; y and dx (M, N) contiguous.
+How a kernel is cut up for a width is said by :func:`forward_cut`, :func:`backward_cut` and :func:`sum_cut` alone.
+
+Shapes: x, residual, dy, ds and s (outer, inner, N) with adjacent columns, row r at [r // inner, r % inner]; what the
+kernels write is (M, N) contiguous.
 """
 
 from __future__ import annotations
@@ -15,19 +20,20 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-_WHOLE_ROW = 8192  # columns; backward holds x, dy, weight and the sums of 8 columns in the 64 registers of a thread
+from rmsnorm_fused.options import LARGEST_FLOAT8, Options
+from rmsnorm_fused.validation import wide_dtype
+
 _TILE = 4096  # elements that one program works on at a time where rows are narrower than this
-_WIDE_BLOCK = 4096  # columns at a time of a row that is wider than _WHOLE_ROW
-_COLUMNS = 64  # columns of one program of the kernel that adds partial rows
-_FORWARD_ELEMENTS = 16  # of a tile a thread: two 16-byte loads of bfloat16
-_BACKWARD_ELEMENTS = 8
-_WARPS_A_MULTIPROCESSOR = 32  # persistent; 64 registers a thread
-_RING_BYTES = 65536  # of shared memory for the tiles of x and dy on their way; every GPU from sm_80 on has it
+_FORWARD_ROW = 131072  # bytes in the accumulating type of the widest row that is read once: 32 float32 a thread
+_BACKWARD_ROW = 65536  # the same backward, where x, dy and the sums of a row are held: 96 registers of 128
+_WIDE_SUMS = 2048  # columns of one program of the kernel that owns columns
+_RESERVED_SHARED = 8192  # bytes of shared memory a program that are not for the ring: reductions, the driver's own
 
 
 def unavailable(device_type: str) -> str | None:
@@ -46,115 +52,321 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
+_INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
+_LARGEST: tl.constexpr = tl.constexpr(LARGEST_FLOAT8)
+
+
+# ---- how the kernels are cut up
+
+
 @dataclass(frozen=True)
-class Tile:
+class Cut:
     """How a kernel is cut up.
 
     Attributes:
         rows: side by side in one program.
         columns: at a time, a power of two.
         warps: of a program.
+        programs: a multiprocessor, each of which walks over rows; 0.5 is one on every other multiprocessor, 0 is one
+            for every tile of rows.
+        stages: most iterations of the loop in flight, the current one included.
+        reload: whether the weight is read again for each row, instead of held in registers.
     """
 
     rows: int
     columns: int
     warps: int
+    programs: float = 0
+    stages: int = 1
+    reload: bool = False
 
-    @staticmethod
-    def of(columns: int, elements_a_thread: int) -> Tile:
-        """The tile for rows of that many columns, at most _WHOLE_ROW."""
-        width = triton.next_power_of_2(columns)
-        rows = max(_TILE // width, 1)
-        return Tile(rows, width, rows * width // elements_a_thread // 32)
+    def stages_within(self, bytes_a_row: int, shared_bytes: int) -> int:
+        """Stages for which the shared memory of a multiprocessor holds the ring of tiles.
 
-    def stages(self, element_size: int) -> int:
-        """Iterations of the backward loop in flight: the current one and as many as the ring holds, at most three."""
-        return 1 + min(_RING_BYTES // (2 * self.rows * self.columns * element_size), 3)
+        Args:
+            bytes_a_row: what the loop reads for one row.
+            shared_bytes: of a multiprocessor.
+        """
+        ring = shared_bytes / max(self.programs, 1) - _RESERVED_SHARED
+        return 1 + max(min(int(ring / (self.rows * bytes_a_row)), self.stages - 1), 0)
+
+
+def forward_cut(columns: int, wide_bytes: int) -> Cut:
+    """How the forward kernels are cut up.
+
+    Args:
+        columns: N.
+        wide_bytes: size of an element of the accumulating type.
+    """
+    width = triton.next_power_of_2(columns)
+    if width * wide_bytes > _FORWARD_ROW:
+        # Half of an L2 cache of 60 MB for the rows in hand: 128 KB each at 65536 columns of bfloat16.
+        return Cut(1, 32768 // wide_bytes, warps=16, programs=max(min(131072 / width, 2), 0.5), stages=4)
+    rows = max(_TILE // width, 1)
+    return Cut(rows, width, warps=_warps(rows * width, 16))
+
+
+def backward_cut(columns: int, wide_bytes: int) -> Cut:
+    """How the backward kernels are cut up; a cut narrower than a row is that of the kernel that owns columns.
+
+    Args:
+        columns: N.
+        wide_bytes: size of an element of the accumulating type.
+    """
+    width = triton.next_power_of_2(columns)
+    if width * wide_bytes > _BACKWARD_ROW:
+        return Cut(1, _WIDE_SUMS, warps=8, programs=4, stages=4)
+    rows = max(_TILE // width, 1)
+    if rows * width <= _TILE:
+        return Cut(rows, width, warps=_warps(rows * width, 8), programs=2, stages=4)
+    return Cut(1, width, warps=16, programs=1, stages=4, reload=width * wide_bytes == _BACKWARD_ROW)
+
+
+def sum_cut(columns: int) -> Cut:
+    """How the kernel that adds partial rows is cut up: about 256 programs, most of whose loads are in flight at once.
+
+    Args:
+        columns: N.
+    """
+    width = min(max(triton.next_power_of_2(columns) // 256, 16), 128)
+    return Cut(_TILE // width, width, warps=8)
+
+
+def _warps(elements: int, elements_a_thread: int) -> int:
+    return min(max(elements // elements_a_thread // 32, 1), 32)  # 1024 threads are the most
+
+
+# ---- device code
 
 
 @triton.jit
 def _row_offsets(rows, inner, outer_stride, inner_stride):
     # 64 bits: a tensor may hold more than 2^31 elements.
-    return (rows // inner).to(tl.int64) * outer_stride + (rows % inner).to(tl.int64) * inner_stride
+    return tl.cast(rows // inner, tl.int64) * outer_stride + tl.cast(rows % inner, tl.int64) * inner_stride
+
+
+@triton.jit
+def _narrow(value, dtype: tl.constexpr):
+    """The nearest number of a dtype, ties to even."""
+    if dtype == tl.bfloat16:
+        value = value.to(tl.float32)
+        if _INTERPRETED:  # which cuts the lower bits off
+            bits = value.to(tl.uint32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            value = bits.to(tl.float32, bitcast=True)
+    return value.to(dtype)
+
+
+@triton.jit
+def _float8(value, HARDWARE: tl.constexpr):
+    """The bits of the nearest float8_e4m3fn, ties to even, cut off at the largest finite one."""
+    value = tl.clamp(value, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if HARDWARE:
+        return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = value.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Three bits of significand are kept of 23, and the exponent's bias goes from 127 to 7.
+    code = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 numbers are 2^-9 apart, as float32 is from 2^14 on: the addition rounds.
+    subnormal = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
+    code = tl.where(magnitude < 0x3C800000, subnormal, code)
+    code = tl.where(value != value, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _load_weight(weight, column, in_row, HAS_WEIGHT: tl.constexpr, OFFSET: tl.constexpr, WIDE: tl.constexpr):
+    if HAS_WEIGHT:
+        w = tl.load(weight + column, mask=in_row, other=0.0).to(WIDE)
+        if OFFSET != 0.0:
+            w += OFFSET
+        return w
+    else:  # noqa: RET505  (a branch of the compiler, not of the program)
+        return tl.full(column.shape, 1.0, WIDE)
+
+
+@triton.jit
+def _normalised(wide, rstd, w, dtype: tl.constexpr, LLAMA: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """Y before its last rounding."""
+    out = wide * rstd
+    if LLAMA:
+        out = _narrow(out, dtype).to(wide.dtype)
+    if HAS_WEIGHT:
+        out = out * w
+    return out
+
+
+@triton.jit
+def _scale_of(largest):
+    """A row's scale; 1 for a row of zeros."""
+    return tl.where(largest > 0.0, largest / _LARGEST, 1.0)
+
+
+@triton.jit
+def _inverse(scale):
+    # Finite for a subnormal scale too, so that zeros stay zeros.
+    return tl.minimum(1.0 / scale, 3.4028234e38)
 
 
 @triton.jit
 def _forward(
-    x, weight, y, rstd, row_count, columns, inner, outer_stride, inner_stride,
-    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, residual, weight, scale, y, s, rstd, row_scales, row_count, columns,
+    x_inner, x_outer_stride, x_inner_stride, residual_inner, residual_outer_stride, residual_inner_stride,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, FLOAT8: tl.constexpr, FLOAT8_HARDWARE: tl.constexpr, WIDE: tl.constexpr,
+    INDEX: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    inside = (row < row_count)[:, None] & (column < columns)[None, :]
-    x_row = x + _row_offsets(row, inner, outer_stride, inner_stride)
-    x_tile = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
-    if HAS_WEIGHT:
-        w = tl.load(weight + column, mask=column < columns, other=0.0).to(WIDE)
-    scale = 1.0 / tl.sqrt(tl.sum(x_tile * x_tile, axis=1) / columns + EPS)
-    tl.store(rstd + row, scale, mask=row < row_count)
-    out = x_tile * scale[:, None]
-    if HAS_WEIGHT:
-        out = out * w[None, :]
-    y_row = y + row.to(tl.int64) * columns
-    tl.store(y_row[:, None] + column[None, :], out.to(y.dtype.element_ty), mask=inside)
+    in_row = column < (COLUMNS if EXACT else columns)
+    inside = (row < row_count)[:, None] & in_row[None, :]
+    out_offsets = (row.to(tl.int64) * columns)[:, None] + column[None, :]
+    x_row = x + _row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
+    wide = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
+    if HAS_RESIDUAL:
+        residual_row = residual + _row_offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
+        wide += tl.load(residual_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
+        narrow = _narrow(wide, dtype)
+        tl.store(s + out_offsets, narrow, mask=inside)
+        wide = narrow.to(WIDE)
+    w = _load_weight(weight, column, in_row, HAS_WEIGHT, OFFSET, WIDE)[None, :]
+    r = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / columns + EPS)
+    out = _normalised(wide, r[:, None], w, dtype, LLAMA, HAS_WEIGHT)
+    if FLOAT8 == "":
+        tl.store(rstd + row, r, mask=row < row_count)
+        tl.store(y + out_offsets, _narrow(out, dtype), mask=inside)
+    else:
+        if FLOAT8 == "static":
+            inverse = _inverse(tl.load(scale))
+        else:
+            row_scale = _scale_of(tl.max(tl.abs(out), axis=1))
+            tl.store(row_scales + row, row_scale, mask=row < row_count)
+            inverse = _inverse(row_scale)[:, None]
+        tl.store(y + out_offsets, _float8(out * inverse, FLOAT8_HARDWARE), mask=inside)
 
 
 @triton.jit
 def _forward_wide(
-    x, weight, y, rstd, columns, inner, outer_stride, inner_stride,
-    EPS: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    x, residual, weight, scale, y, s, rstd, row_scales, row_count, columns,
+    x_inner, x_outer_stride, x_inner_stride, residual_inner, residual_outer_stride, residual_inner_stride,
+    EPS: tl.constexpr, OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, FLOAT8: tl.constexpr, FLOAT8_HARDWARE: tl.constexpr, WIDE: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0)
-    x_row = x + _row_offsets(row, inner, outer_stride, inner_stride)
-    y_row = y + row.to(tl.int64) * columns
-    squares = tl.zeros((COLUMNS,), WIDE)
-    for first in tl.range(0, columns, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        # Kept in the L2 cache for the second reading.
-        block = tl.load(x_row + column, mask=column < columns, other=0.0, eviction_policy="evict_last").to(WIDE)
-        squares += block * block
-    scale = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / columns + EPS)
-    tl.store(rstd + row, scale)
-    for first in tl.range(0, columns, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        inside = column < columns
-        out = tl.load(x_row + column, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE) * scale
-        if HAS_WEIGHT:
-            out = out * tl.load(weight + column, mask=inside, other=0.0).to(WIDE)
-        tl.store(y_row + column, out.to(y.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = x.dtype.element_ty
+    blocks = tl.cdiv(columns, COLUMNS)
+    for row in tl.range(tl.program_id(0), row_count, tl.num_programs(0)):
+        source = x + _row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
+        out_row = tl.cast(row, tl.int64) * columns
+        squares = tl.zeros((COLUMNS,), WIDE)
+        for block in tl.range(0, blocks, num_stages=STAGES):
+            column = block * COLUMNS + tl.arange(0, COLUMNS)
+            inside = column < columns
+            wide = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_last").to(WIDE)
+            if HAS_RESIDUAL:
+                residual_row = residual + _row_offsets(
+                    row, residual_inner, residual_outer_stride, residual_inner_stride
+                )
+                wide += tl.load(residual_row + column, mask=inside, other=0.0).to(WIDE)
+                narrow = _narrow(wide, dtype)
+                tl.store(s + out_row + column, narrow, mask=inside)
+                wide = narrow.to(WIDE)
+            squares += wide * wide
+        if HAS_RESIDUAL:
+            tl.debug_barrier()  # s is read back below, perhaps by other threads than wrote it
+            source = s + out_row
+        r = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / columns + EPS)
+        inverse = tl.cast(1.0, WIDE)
+        if FLOAT8 == "":
+            tl.store(rstd + row, r)
+        elif FLOAT8 == "static":
+            inverse = _inverse(tl.load(scale))
+        else:
+            largest = tl.cast(0.0, WIDE)
+            for block in tl.range(0, blocks):
+                column = block * COLUMNS + tl.arange(0, COLUMNS)
+                inside = column < columns
+                wide = tl.load(source + column, mask=inside, other=0.0).to(WIDE)
+                w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
+                out = _normalised(wide, r, w, dtype, LLAMA, HAS_WEIGHT)
+                largest = tl.maximum(largest, tl.max(tl.abs(out), axis=0))
+            row_scale = _scale_of(largest)
+            tl.store(row_scales + row, row_scale)
+            inverse = _inverse(row_scale)
+        for back in tl.range(0, blocks, num_stages=STAGES):
+            # From the end of the row, which was read last and is the most likely to be in the cache still.
+            column = (blocks - 1 - back) * COLUMNS + tl.arange(0, COLUMNS)
+            inside = column < columns
+            wide = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
+            w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
+            out = _normalised(wide, r, w, dtype, LLAMA, HAS_WEIGHT)
+            if FLOAT8 == "":
+                tl.store(y + out_row + column, _narrow(out, dtype), mask=inside)
+            else:
+                tl.store(y + out_row + column, _float8(out * inverse, FLOAT8_HARDWARE), mask=inside)
+
+
+@triton.jit
+def _gradient_of_normalised(dy, w, dtype: tl.constexpr, LLAMA: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    g = dy
+    if HAS_WEIGHT:
+        g = dy * w
+        if LLAMA:
+            g = _narrow(g, dtype).to(dy.dtype)
+    return g
+
+
+@triton.jit
+def _weight_terms(dy, normalised, dtype: tl.constexpr, LLAMA: tl.constexpr):
+    if LLAMA:
+        normalised = _narrow(normalised, dtype).to(dy.dtype)
+    return dy * normalised
 
 
 @triton.jit
 def _backward(
-    dy, x, weight, rstd, dx, partials, row_count, columns,
-    dy_inner, dy_outer_stride, dy_inner_stride, x_inner, x_outer_stride, x_inner_stride,
-    HAS_WEIGHT: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    dy, ds, s, weight, rstd, dx, partials, row_count, columns,
+    dy_inner, dy_outer_stride, dy_inner_stride, ds_inner, ds_outer_stride, ds_inner_stride,
+    s_inner, s_outer_stride, s_inner_stride,
+    OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr, INDEX: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, RELOAD: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
+    dtype: tl.constexpr = s.dtype.element_ty
     column = tl.arange(0, COLUMNS)
-    in_row = column < columns
-    if HAS_WEIGHT:
-        w = tl.load(weight + column, mask=in_row, other=0.0).to(WIDE)
-    sums = tl.zeros((ROWS, COLUMNS), WIDE)
-    tiles = tl.cdiv(row_count, ROWS)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        inside = (row < row_count)[:, None] & in_row[None, :]
-        x_row = x + _row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
+    in_row = column < (COLUMNS if EXACT else columns)
+    if not RELOAD:
+        w = _load_weight(weight, column, in_row, HAS_WEIGHT, OFFSET, WIDE)[None, :]
+    # FOLD: the rows of a tile lie in the same threads, and are added up before they are kept.
+    sums = tl.zeros((1 if FOLD else ROWS, COLUMNS), WIDE)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(row_count, ROWS), tl.num_programs(0), num_stages=STAGES):
+        row = tl.cast(tile, INDEX) * ROWS + tl.arange(0, ROWS)
+        in_rows = row < row_count
+        inside = in_row[None, :]
+        if ROWS > 1:
+            inside = in_rows[:, None] & inside
+        s_row = s + _row_offsets(row, s_inner, s_outer_stride, s_inner_stride)
         dy_row = dy + _row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
-        x_tile = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
+        wide = tl.load(s_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
         dy_tile = tl.load(dy_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
-        scale = tl.load(rstd + row, mask=row < row_count, other=0.0)[:, None]
-        normalised = x_tile * scale
-        g = dy_tile
-        if HAS_WEIGHT:
-            g = dy_tile * w[None, :]
-        along_x = tl.sum(g * normalised, axis=1)[:, None] / columns
-        out = (g - normalised * along_x) * scale
-        dx_row = dx + row.to(tl.int64) * columns
-        tl.store(dx_row[:, None] + column[None, :], out.to(dx.dtype.element_ty), mask=inside)
+        r = tl.load(rstd + row, mask=in_rows, other=0.0)[:, None]
+        if RELOAD:
+            w = _load_weight(weight, column, in_row, HAS_WEIGHT, OFFSET, WIDE)[None, :]
+        normalised = wide * r
         if NEEDS_DWEIGHT:
-            sums += dy_tile * normalised
+            terms = _weight_terms(dy_tile, normalised, dtype, LLAMA)
+            if FOLD:
+                terms = tl.sum(terms, axis=0)[None, :]
+            sums += terms
+        g = _gradient_of_normalised(dy_tile, w, dtype, LLAMA, HAS_WEIGHT)
+        along = tl.sum(g * normalised, axis=1)[:, None] / columns
+        out = (g - normalised * along) * r
+        if HAS_DS:
+            ds_row = ds + _row_offsets(row, ds_inner, ds_outer_stride, ds_inner_stride)
+            out += tl.load(ds_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
+        dx_row = dx + row.to(tl.int64) * columns
+        tl.store(dx_row[:, None] + column[None, :], _narrow(out, dtype), mask=inside)
     if NEEDS_DWEIGHT:
         partial = partials + tl.program_id(0).to(tl.int64) * columns
         tl.store(partial + column, tl.sum(sums, axis=0), mask=in_row)
@@ -162,49 +374,54 @@ def _backward(
 
 @triton.jit
 def _row_scalars(
-    dy, x, weight, rstd, along, columns,
-    dy_inner, dy_outer_stride, dy_inner_stride, x_inner, x_outer_stride, x_inner_stride,
-    HAS_WEIGHT: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+    dy, s, weight, rstd, along, columns,
+    dy_inner, dy_outer_stride, dy_inner_stride, s_inner, s_outer_stride, s_inner_stride,
+    OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_WEIGHT: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    x_row = x + _row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
+    s_row = s + _row_offsets(row, s_inner, s_outer_stride, s_inner_stride)
     dy_row = dy + _row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
+    r = tl.load(rstd + row)
     products = tl.zeros((COLUMNS,), WIDE)
     for first in tl.range(0, columns, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = column < columns
-        g = tl.load(dy_row + column, mask=inside, other=0.0).to(WIDE)
-        if HAS_WEIGHT:
-            g = g * tl.load(weight + column, mask=inside, other=0.0).to(WIDE)
-        products += g * tl.load(x_row + column, mask=inside, other=0.0).to(WIDE)
-    tl.store(along + row, tl.sum(products, axis=0) * tl.load(rstd + row) / columns)
+        dy_block = tl.load(dy_row + column, mask=inside, other=0.0).to(WIDE)
+        w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
+        g = _gradient_of_normalised(dy_block, w, s.dtype.element_ty, LLAMA, HAS_WEIGHT)
+        products += g * (tl.load(s_row + column, mask=inside, other=0.0).to(WIDE) * r)
+    tl.store(along + row, tl.sum(products, axis=0) / columns)
 
 
 @triton.jit
 def _backward_wide(
-    dy, x, weight, rstd, along, dx, partials, row_count, columns,
-    dy_inner, dy_outer_stride, dy_inner_stride, x_inner, x_outer_stride, x_inner_stride,
-    HAS_WEIGHT: tl.constexpr, NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    dy, ds, s, weight, rstd, along, dx, partials, row_count, columns,
+    dy_inner, dy_outer_stride, dy_inner_stride, ds_inner, ds_outer_stride, ds_inner_stride,
+    s_inner, s_outer_stride, s_inner_stride,
+    OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_DS: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    NEEDS_DWEIGHT: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    dtype: tl.constexpr = s.dtype.element_ty
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    if HAS_WEIGHT:
-        w = tl.load(weight + column, mask=inside, other=0.0).to(WIDE)
+    w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
     sums = tl.zeros((COLUMNS,), WIDE)
-    for row in tl.range(tl.program_id(1), row_count, tl.num_programs(1), num_stages=STAGES):
-        x_row = x + _row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
+    for index in tl.range(tl.program_id(1), row_count, tl.num_programs(1), num_stages=STAGES):
+        # From the last row, which _row_scalars read last and the cache may still have.
+        row = row_count - 1 - index
+        s_row = s + _row_offsets(row, s_inner, s_outer_stride, s_inner_stride)
         dy_row = dy + _row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
         dy_block = tl.load(dy_row + column, mask=inside, other=0.0).to(WIDE)
-        scale = tl.load(rstd + row)
-        normalised = tl.load(x_row + column, mask=inside, other=0.0).to(WIDE) * scale
-        g = dy_block
-        if HAS_WEIGHT:
-            g = dy_block * w
-        out = (g - normalised * tl.load(along + row)) * scale
-        tl.store(dx + tl.cast(row, tl.int64) * columns + column, out.to(dx.dtype.element_ty), mask=inside)
+        r = tl.load(rstd + row)
+        normalised = tl.load(s_row + column, mask=inside, other=0.0).to(WIDE) * r
         if NEEDS_DWEIGHT:
-            sums += dy_block * normalised
+            sums += _weight_terms(dy_block, normalised, dtype, LLAMA)
+        g = _gradient_of_normalised(dy_block, w, dtype, LLAMA, HAS_WEIGHT)
+        out = (g - normalised * tl.load(along + row)) * r
+        if HAS_DS:
+            ds_row = ds + _row_offsets(row, ds_inner, ds_outer_stride, ds_inner_stride)
+            out += tl.load(ds_row + column, mask=inside, other=0.0).to(WIDE)
+        tl.store(dx + tl.cast(row, tl.int64) * columns + column, _narrow(out, dtype), mask=inside)
     if NEEDS_DWEIGHT:
         tl.store(partials + tl.program_id(1).to(tl.int64) * columns + column, sums, mask=inside)
 
@@ -218,93 +435,193 @@ def _add_partials(partials, dweight, count, columns, WIDE: tl.constexpr, ROWS: t
         row = first + tl.arange(0, ROWS)
         offsets = row.to(tl.int64)[:, None] * columns + column[None, :]
         sums += tl.load(partials + offsets, mask=(row < count)[:, None] & inside[None, :], other=0.0)
-    tl.store(dweight + column, tl.sum(sums, axis=0).to(dweight.dtype.element_ty), mask=inside)
+    tl.store(dweight + column, _narrow(tl.sum(sums, axis=0), dweight.dtype.element_ty), mask=inside)
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y (M, N) and rstd (M,) of the rows of x (outer, inner, N)."""
-    outer, inner, columns = x.shape
-    rows = outer * inner
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+# ---- the three entries: see ops.register_row_kernels
+
+
+def forward(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Y (M, N), s (M, N) where there is a residual, and rstd (M,).
+
+    Args:
+        x: (outer, inner, N).
+        residual: like x, or None.
+        weight: (N,) or None.
+        options: eps, the weight's offset, and where to round.
+    """
+    rows, columns = x.shape[0] * x.shape[1], x.shape[2]
     y = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
-    rstd = torch.empty((rows,), dtype=wide, device=x.device)
+    rstd = torch.empty((rows,), dtype=wide_dtype(x.dtype), device=x.device)
+    s = _launch_forward(x, residual, weight, options, y, rstd=rstd)
+    return y, s, rstd
+
+
+def quantize(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    options: Options,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Y / scale (M, N) rounded to float8, s (M, N) where there is a residual, and (M,) scales where none is given.
+
+    Args:
+        x: (outer, inner, N).
+        residual: like x, or None.
+        weight: (N,) or None.
+        scale: one float32, or None for each row's own.
+        options: eps, the weight's offset, and where to round before.
+        dtype: ``torch.float8_e4m3fn``.
+    """
+    rows, columns = x.shape[0] * x.shape[1], x.shape[2]
+    y = torch.empty((rows, columns), dtype=torch.uint8, device=x.device)
+    row_scales = None if scale is not None else torch.empty((rows,), dtype=torch.float32, device=x.device)
+    s = _launch_forward(x, residual, weight, options, y, scale=scale, row_scales=row_scales)
+    return y.view(dtype), s, row_scales
+
+
+def _launch_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    options: Options,
+    y: torch.Tensor,
+    *,
+    rstd: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Fill y and what else is given; return s."""
+    rows, columns = y.shape
+    s = None if residual is None else torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     weight = None if weight is None else weight.contiguous()
+    wide = wide_dtype(x.dtype)
+    tensors = (x, residual, weight, scale, y, s, rstd, row_scales)
+    layouts = (*_layout(x), *_layout(residual))
     # eps is a constant of the kernel: as an argument it would be rounded to float32, also for float64 tensors.
-    constants = {"EPS": eps, "HAS_WEIGHT": weight is not None, "WIDE": _triton_dtype(wide)}
-    layout = _layout(x)
+    constants = {
+        "EPS": options.eps,
+        "OFFSET": options.weight_offset,
+        "LLAMA": options.llama,
+        "HAS_RESIDUAL": residual is not None,
+        "HAS_WEIGHT": weight is not None,
+        "FLOAT8": "" if rstd is not None else "static" if scale is not None else "dynamic",
+        "FLOAT8_HARDWARE": _converts_to_float8(x.device),
+        "WIDE": _triton_dtype(wide),
+    }
+    cut = forward_cut(columns, wide.itemsize)
     with _on(x.device):
-        if columns > _WHOLE_ROW:
-            _forward_wide[(rows,)](x, weight, y, rstd, columns, *layout, **constants, COLUMNS=_WIDE_BLOCK, num_warps=8)
-        else:
-            tile = Tile.of(columns, _FORWARD_ELEMENTS)
-            _forward[(triton.cdiv(rows, tile.rows),)](
-                x, weight, y, rstd, rows, columns, *layout, **constants,
-                ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        if cut.columns < columns:
+            _forward_wide[(min(rows, _programs(x.device, cut)),)](
+                *tensors, rows, columns, *layouts, **constants,
+                COLUMNS=cut.columns, STAGES=_stages(cut, (x, residual)), num_warps=cut.warps,
             )  # fmt: skip
-    return y, rstd
+        else:
+            _forward[(triton.cdiv(rows, cut.rows),)](
+                *tensors, rows, columns, *layouts, **constants, **_tile(cut, rows, columns), num_warps=cut.warps
+            )
+    return s
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, rstd: torch.Tensor, needs_dweight: bool
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    weight_offset: float,
+    llama: bool,
+    needs_dweight: bool,
+    deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dx (M, N) and, where it is asked for, dweight (N,), for the rows of dy and x (outer, inner, N)."""
-    rows, columns = rstd.numel(), x.shape[-1]
-    dx = torch.empty((rows, columns), dtype=x.dtype, device=x.device)
+    """Dx (M, N) and, where it is asked for, dweight (N,).
+
+    Args:
+        dy: (outer, inner, N).
+        ds: like dy, added to dx, or None.
+        s: what was normalised, (outer, inner, N).
+        weight: (N,) or None.
+        rstd: (M,).
+        weight_offset: added to the weight.
+        llama: where the forward pass rounded.
+        needs_dweight: whether dweight is wanted.
+        deterministic: nothing changes: every sum here has a fixed order.
+    """
+    rows, columns = rstd.numel(), s.shape[-1]
+    dx = torch.empty((rows, columns), dtype=s.dtype, device=s.device)
     weight = None if weight is None else weight.contiguous()
+    needs_dweight = needs_dweight and weight is not None
     constants = {
+        "OFFSET": weight_offset,
+        "LLAMA": llama,
+        "HAS_DS": ds is not None,
         "HAS_WEIGHT": weight is not None,
         "NEEDS_DWEIGHT": needs_dweight,
         "WIDE": _triton_dtype(rstd.dtype),
     }
-    layout = (*_layout(dy), *_layout(x))
-    with _on(x.device):
-        if columns > _WHOLE_ROW:
-            partials = _run_backward_wide(dy, x, weight, rstd, dx, layout, constants)
-        else:
-            tile = Tile.of(columns, _BACKWARD_ELEMENTS)
-            count = min(triton.cdiv(rows, tile.rows), _programs(x.device, tile.warps))
-            partials = _partials(count, columns, rstd, needs_dweight)
-            _backward[(count,)](
-                dy, x, weight, rstd, dx, partials, rows, columns, *layout, **constants,
-                ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages(x.element_size()), num_warps=tile.warps,
-            )  # fmt: skip
-        if not needs_dweight or weight is None:
+    cut = backward_cut(columns, rstd.element_size())
+    launch = _launch_backward_wide if cut.columns < columns else _launch_backward
+    with _on(s.device):
+        partials = launch(cut, (dy, ds, s), weight, rstd, dx, constants)
+        if weight is None or not needs_dweight:
             return dx, None
         dweight = torch.empty_like(weight)
-        _add_partials[(triton.cdiv(columns, _COLUMNS),)](
-            partials,
-            dweight,
-            partials.shape[0],
-            columns,
-            WIDE=constants["WIDE"],
-            ROWS=32,
-            COLUMNS=_COLUMNS,
-            num_warps=4,
-        )
+        cut = sum_cut(columns)
+        _add_partials[(triton.cdiv(columns, cut.columns),)](
+            partials, dweight, partials.shape[0], columns,
+            WIDE=constants["WIDE"], ROWS=cut.rows, COLUMNS=cut.columns, num_warps=cut.warps,
+        )  # fmt: skip
     return dx, dweight
 
 
-def _run_backward_wide(
-    dy: torch.Tensor,
-    x: torch.Tensor,
+def _launch_backward(
+    cut: Cut,
+    read: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     dx: torch.Tensor,
-    layout: tuple[int, ...],
-    constants: dict[str, object],
+    constants: dict[str, Any],
 ) -> torch.Tensor:
-    """Fill dx; return the partial rows of dweight."""
+    """Fill dx from ``read``, which is dy, ds and s; return the partial rows of dweight."""
     rows, columns = dx.shape
+    count = min(triton.cdiv(rows, cut.rows), _programs(dx.device, cut))
+    partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
+    layouts = (number for tensor in read for number in _layout(tensor))
+    _backward[(count,)](
+        *read, weight, rstd, dx, partials, rows, columns, *layouts, **constants, **_tile(cut, rows, columns),
+        STAGES=_stages(cut, (*read, weight if cut.reload else None)), RELOAD=cut.reload,
+        FOLD=_rows_share_threads(cut, dx), num_warps=cut.warps,
+    )  # fmt: skip
+    return partials
+
+
+def _launch_backward_wide(
+    cut: Cut,
+    read: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    dx: torch.Tensor,
+    constants: dict[str, Any],
+) -> torch.Tensor:
+    """The same for rows that no program can hold."""
+    rows, columns = dx.shape
+    dy, _, s = read
     along = torch.empty_like(rstd)
-    shared = {key: constants[key] for key in ("HAS_WEIGHT", "WIDE")}
-    _row_scalars[(rows,)](dy, x, weight, rstd, along, columns, *layout, **shared, COLUMNS=_WIDE_BLOCK, num_warps=8)
-    tile = Tile(rows=1, columns=_WIDE_BLOCK // 2, warps=4)
-    blocks = triton.cdiv(columns, tile.columns)
-    count = min(rows, triton.cdiv(_programs(x.device, tile.warps), blocks))
-    partials = _partials(count, columns, rstd, bool(constants["NEEDS_DWEIGHT"]))
+    shared = {key: constants[key] for key in ("OFFSET", "LLAMA", "HAS_WEIGHT", "WIDE")}
+    _row_scalars[(rows,)](
+        dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8
+    )
+    blocks = triton.cdiv(columns, cut.columns)
+    count = min(rows, triton.cdiv(_programs(dx.device, cut), blocks))
+    partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
+    layouts = (number for tensor in read for number in _layout(tensor))
     _backward_wide[(blocks, count)](
-        dy, x, weight, rstd, along, dx, partials, rows, columns, *layout, **constants,
-        COLUMNS=tile.columns, STAGES=tile.stages(x.element_size()), num_warps=tile.warps,
+        *read, weight, rstd, along, dx, partials, rows, columns, *layouts, **constants,
+        COLUMNS=cut.columns, STAGES=_stages(cut, read), num_warps=cut.warps,
     )  # fmt: skip
     return partials
 
@@ -313,25 +630,63 @@ def _partials(count: int, columns: int, rstd: torch.Tensor, wanted: bool) -> tor
     return torch.empty((count, columns) if wanted else (0, columns), dtype=rstd.dtype, device=rstd.device)
 
 
-def _layout(rows: torch.Tensor) -> tuple[int, int, int]:
-    """inner, outer stride and inner stride of (outer, inner, N)."""
-    return rows.shape[1], rows.stride(0), rows.stride(1)
+def _tile(cut: Cut, rows: int, columns: int) -> dict[str, Any]:
+    """The constants of a kernel that takes whole rows."""
+    index = tl.int64 if rows > 2**31 - cut.rows else tl.int32
+    return {"ROWS": cut.rows, "COLUMNS": cut.columns, "EXACT": cut.columns == columns, "INDEX": index}
+
+
+def _stages(cut: Cut, read: tuple[torch.Tensor | None, ...]) -> int:
+    tensors = [tensor for tensor in read if tensor is not None]
+    bytes_a_row = sum(cut.columns * tensor.element_size() for tensor in tensors)
+    return cut.stages_within(bytes_a_row, _shared_memory(tensors[0].device.index)) if tensors[0].is_cuda else 1
+
+
+def _rows_share_threads(cut: Cut, tensor: torch.Tensor) -> bool:
+    """Whether Triton gives the rows of a tile to the same threads: when one row keeps all of them busy."""
+    return cut.columns >= cut.warps * 32 * (16 // tensor.element_size())
+
+
+def _layout(rows: torch.Tensor | None) -> tuple[int, int, int]:
+    """inner, outer stride and inner stride of (outer, inner, N).
+
+    One stride is told as the outer one beside an inner of 1, for which Triton compiles a kernel without a division.
+    """
+    if rows is None:
+        return 1, 0, 0
+    outer, inner, _ = rows.shape
+    if outer == 1 or inner == 1:
+        return 1, rows.stride(1 if outer == 1 else 0), 0
+    return inner, rows.stride(0), rows.stride(1)
 
 
 def _triton_dtype(dtype: torch.dtype) -> object:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def _programs(device: torch.device, warps: int) -> int:
-    """Persistent programs that fill a device."""
+def _programs(device: torch.device, cut: Cut) -> int:
+    """Persistent programs of a kernel on a device."""
     if device.type == "cpu":
         return 3  # the interpreter runs them one after the other; more than one, so that partial rows are added
-    return _multiprocessors(device.index) * max(_WARPS_A_MULTIPROCESSOR // warps, 1)
+    return int(_properties(device.index).multi_processor_count * cut.programs)
+
+
+def _converts_to_float8(device: torch.device) -> bool:
+    """Whether the processor has the instruction (sm_89 and later)."""
+    if device.type != "cuda" or interpreted():
+        return False
+    properties = _properties(device.index)
+    return (properties.major, properties.minor) >= (8, 9)
 
 
 @functools.cache
-def _multiprocessors(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _properties(index: int) -> Any:
+    return torch.cuda.get_device_properties(index)
+
+
+def _shared_memory(index: int) -> int:
+    """Bytes that a program can have, of a multiprocessor's shared memory."""
+    return int(_properties(index).shared_memory_per_block_optin)
 
 
 def _on(device: torch.device) -> torch.cuda.device:
