@@ -78,13 +78,8 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of y with respect to s and weight, as a formula that autograd can differentiate again.
 
-<<<<<<< HEAD
     With r = rstd, n = s·r and g = dy · (weight + offset): dx = r·(g - n·mean(g·n)) + ds and dweight the sum over the rows
     of dy·n.
-=======
-    With r = rstd (a function of x: ∂r/∂x = -r³x/N), g = dy · (weight + offset) and brackets for sums over a row, a row
-    adds L = r⟨u,g⟩ - r³⟨u,x⟩⟨g,x⟩/N + r⟨v·dy,x⟩.
->>>>>>> triton
 
     Args:
         dy: gradient of y, (..., N).

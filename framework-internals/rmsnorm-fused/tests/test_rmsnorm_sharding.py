@@ -1,0 +1,52 @@
+"""DTensors: rows sharded over two processes give what one process gives."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from rmsnorm_fused import rms_norm
+
+rank, port, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+x, residual, weight = torch.randn(4, 6, 16), torch.randn(4, 6, 16), torch.randn(16)
+
+def gradients(x, weight, residual):
+    y, s = rms_norm(x, weight, residual=residual, eps=1e-6, backend=backend)
+    (y.square().sum() + s.sum()).backward()
+    return y.detach(), x.grad, weight.grad
+
+alone = gradients(x.clone().requires_grad_(), weight.clone().requires_grad_(), residual)
+for dim in range(3):
+    together = gradients(
+        distribute_tensor(x, mesh, [Shard(dim)]).requires_grad_(),
+        distribute_tensor(weight, mesh, [Replicate()]).requires_grad_(),
+        distribute_tensor(residual, mesh, [Shard(dim)]),
+    )
+    # Rows may be sharded, a row may not: it is gathered first.
+    assert together[0].placements[0] == (Shard(dim) if dim < 2 else Replicate()), together[0].placements
+    for one, other in zip(alone, together, strict=True):
+        torch.testing.assert_close(other.full_tensor(), one, rtol=1e-5, atol=1e-5)
+dist.destroy_process_group()
+"""
+
+
+def test_two_processes_share_the_rows():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), port, "cpp"], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors[-2000:]
