@@ -14,6 +14,7 @@ namespace rms_norm {
 namespace {
 
 constexpr int kMaxThreads = 1024;
+constexpr int kAnyBlock = 512;    // threads of a block of forward_kernel, at most: twice the registers
 constexpr int kSmallBlock = 128;  // threads of a block that holds several narrow rows
 constexpr int kMaxCluster = 16;   // over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)
 
@@ -86,7 +87,7 @@ template <int V> __device__ __forceinline__ void store_quantised(void* row, int 
 
 // Block (lanes, rows a block), cluster `blocks`: V elements are loaded at a time, K such vectors a thread stay in
 // registers, and the slice of a row that a block has is `slice` vectors.
-template <class T, int V, int K, bool kQuantised> __global__ void __launch_bounds__(kMaxThreads) forward_kernel(const __grid_constant__ Forward call, const Quantised quantised,
+template <class T, int V, int K, bool kQuantised> __global__ void __launch_bounds__(kAnyBlock) forward_kernel(const __grid_constant__ Forward call, const Quantised quantised,
                                                                const int slice, const uint32_t blocks) {
   using A = Wide<T>;
   __shared__ A slots[2][32];
@@ -128,6 +129,7 @@ template <class T, int V, int K, bool kQuantised> __global__ void __launch_bound
 #pragma unroll
   for (int k = 0; k < K; ++k)
     if (lane + k * lanes < count) sum += sum_of_squares(kept[k]);
+#pragma unroll 1
   for (int index = lane + K * lanes; index < count; index += lanes) {
     auto s = vector_of<T, V>(x_row, first + index);
     if (residual_row) {
@@ -157,6 +159,7 @@ template <class T, int V, int K, bool kQuantised> __global__ void __launch_bound
         normalise(y, kept[k], w, rstd, call.llama);
         work(y, first + lane + k * lanes);
       }
+#pragma unroll 1
     for (int index = lane + K * lanes; index < count; index += lanes) {
       A y[V], w[V];
       load_weight<T, V>(w, call.weight, of_type_t, first + index);
@@ -187,6 +190,15 @@ template <class T, int V, int K, bool kQuantised> __global__ void __launch_bound
   }
 }
 
+// Blocks that are to share a multiprocessor; one fewer where the same kernel takes a few registers more.
+constexpr int resident(int wanted) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+  return wanted > 2 ? wanted - 1 : wanted;
+#else
+  return wanted;
+#endif
+}
+
 // What row_kernel takes: the same without what it cannot do, and with quotients taken beforehand.
 struct RowCall {
   Rows x, residual;
@@ -203,7 +215,7 @@ struct RowCall {
 // or none. Without the branches and the divisions of forward_kernel twice as many blocks fit a multiprocessor, and a lone
 // row takes two thirds of the time. kEarly: the weight is loaded beside x, so that its way is not added to the row's.
 template <class T, class W, int K, bool kEarly, bool kResidual, bool kCluster, int kMaxBlock, int kResident>
-__global__ void __launch_bounds__(kMaxBlock, kResident) row_kernel(const __grid_constant__ RowCall call) {
+__global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(const __grid_constant__ RowCall call) {
   constexpr int V = kVector<T>;
   using Loaded = Vector<T, V>;
   __shared__ float slots[32];
@@ -282,9 +294,9 @@ __global__ void __launch_bounds__(kMaxBlock, kResident) row_kernel(const __grid_
     }
 }
 
-int lanes_for(int64_t vectors, int vectors_a_thread) {
+int lanes_for(int64_t vectors, int vectors_a_thread, int at_most = kMaxThreads) {
   const int64_t lanes = (vectors + vectors_a_thread - 1) / vectors_a_thread;
-  if (lanes > 32) return static_cast<int>(std::min<int64_t>((lanes + 31) / 32 * 32, kMaxThreads));
+  if (lanes > 32) return static_cast<int>(std::min<int64_t>((lanes + 31) / 32 * 32, at_most));
   int power = 1;
   while (power < lanes) power *= 2;
   return power;
@@ -302,16 +314,16 @@ template <class T, bool kQuantised> void run_any(const Forward& call, bool vecto
     unsigned blocks = 1;
     int slice = static_cast<int>(vectors);
     const bool clusters = limits_of(shape.device).capability >= 90 && !std::is_same_v<T, double>;
-    while (clusters && blocks < kMaxCluster && slice > K * kMaxThreads) {
+    while (clusters && blocks < kMaxCluster && slice > K * kAnyBlock) {
       blocks *= 2;
       slice = static_cast<int>((vectors + blocks - 1) / blocks);
     }
-    const dim3 block = blocks > 1 ? dim3(lanes_for(slice, K)) : block_for(lanes_for(slice, K));
+    const dim3 block = blocks > 1 ? dim3(lanes_for(slice, K, kAnyBlock)) : block_for(lanes_for(slice, K, kAnyBlock));
     const Launch how = {dim3(blocks_for(shape.rows, block.y) * blocks), block, 0, static_cast<int>(blocks)};
     launch<forward_kernel<T, V, K, kQuantised>>(how, shape.device, shape.stream, call, kQuantised ? *call.quantised : Quantised{}, slice, blocks);
   };
   if (vectorised) with(std::integral_constant<int, kVector<T>>{}, std::integral_constant<int, sizeof(T) < 4 ? 4 : 2>{});
-  else with(std::integral_constant<int, 1>{}, std::integral_constant<int, 4>{});
+  else with(std::integral_constant<int, 1>{}, std::integral_constant<int, kQuantised ? 2 : 4>{});
 }
 
 // row_kernel with what was measured to be the fastest for each width (NOTES.md). False where it does not reach.

@@ -273,7 +273,7 @@ template <class T> class BackwardKernel {
   // What s is multiplied by in dx: -rstd^3 * mean(g * s).
   A pull(int64_t row, double products) const {
     const double rstd = this->rstd(row);
-    return static_cast<A>(-rstd * rstd * rstd * products / static_cast<double>(columns_));
+    return static_cast<A>(-(products * rstd / static_cast<double>(columns_)) * rstd * rstd);  // rstd^3 may be too small a number
   }
 
   // dx of a block; its dy * s * rstd are added to `partial`, of as many elements as a row, unless that is null.
