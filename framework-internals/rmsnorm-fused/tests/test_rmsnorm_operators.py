@@ -23,7 +23,9 @@ def sample(device, *, dtype=torch.float32, grad=True):
 
 
 def operator(kernel, name):
-    backends.resolve(kernel.backend, torch.device(kernel.device).type)  # whose kernels are registered when they are asked for
+    backends.resolve(
+        kernel.backend, torch.device(kernel.device).type
+    )  # whose kernels are registered when they are asked for
     return ops.operator(family(kernel), name).default
 
 
@@ -161,7 +163,9 @@ def test_vmap_is_a_loop(kernel, over):
         return rms_norm(x, weight, eps=1e-6, residual=x, backend=kernel.backend)
 
     together = torch.vmap(function, in_dims=dims)(*arguments)
-    one_by_one = [function(*(a if dim is None else a[i] for a, dim in zip(arguments, dims, strict=True))) for i in range(3)]
+    one_by_one = [
+        function(*(a if dim is None else a[i] for a, dim in zip(arguments, dims, strict=True))) for i in range(3)
+    ]
     for found, alone in zip(together, zip(*one_by_one, strict=True), strict=True):
         torch.testing.assert_close(found, torch.stack(alone), rtol=1e-6, atol=1e-6)
 

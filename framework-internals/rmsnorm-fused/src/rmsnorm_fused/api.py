@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
@@ -19,6 +19,51 @@ from rmsnorm_fused.validation import (
     resolve_eps,
     resolve_offset,
 )
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float | None,
+    residual: None = None,
+    weight_offset: float = 0.0,
+    casting: Casting = "exact",
+    out_dtype: None = None,
+    scale: None = None,
+    backend: Backend = "auto",
+) -> torch.Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float | None,
+    residual: torch.Tensor,
+    weight_offset: float = 0.0,
+    casting: Casting = "exact",
+    out_dtype: None = None,
+    scale: None = None,
+    backend: Backend = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    eps: float | None,
+    residual: torch.Tensor | None = None,
+    weight_offset: float = 0.0,
+    casting: Casting = "exact",
+    out_dtype: torch.dtype | None,
+    scale: torch.Tensor | Literal["dynamic"] | None,
+    backend: Backend = "auto",
+) -> Any: ...
 
 
 def rms_norm(
@@ -43,8 +88,8 @@ def rms_norm(
     Args:
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides
             (slices of a fused projection) are read in place, others are copied first.
-        weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: all ones,
-            and no ``weight_offset``.
+        weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: all
+            ones, and no ``weight_offset``.
         eps: added to the mean square, at least 0; None is the machine epsilon of the arithmetic, as torch has it.
         residual: like ``x``; added to it first, in the same kernel, and the sum is returned too.
         weight_offset: added to the weight in the accumulating dtype: 1.0 for weights that are stored zero-centred
@@ -55,7 +100,7 @@ def rms_norm(
         out_dtype: ``torch.float8_e4m3fn`` for a quantised result, y / scale, cut off at ±448, without a gradient. None:
             the dtype of ``x``.
         scale: for a quantised result: a float32 tensor of one element (static), or ``"dynamic"`` for each row's own,
-            the row's largest \\|y\\| / 448 (1 for a row of zeros), which is then returned.
+            the row's largest magnitude / 448 (1 for a row of zeros), which is then returned.
         backend: ``"cuda"`` (CUDA C++), ``"triton"``, ``"cpp"`` (C++ on the CPU), ``"pytorch"`` (the formula) or
             ``"auto"``: the first of these that the machine has, CUDA C++ before Triton on a GPU. ``"cuda"`` and
             ``"cpp"`` compile at the first call ever, or come prebuilt (``python -m rmsnorm_fused build``).
@@ -70,7 +115,8 @@ def rms_norm(
             be used here or for these tensors: an explicit request never falls back.
         BuildError: (of ``native_build``) when a back end that was asked for does not compile.
     """
-    if casting == "exact" and out_dtype is None and (quick := quick_call(backend)) is not None:
+    ordinary = casting == "exact" and out_dtype is None and scale is None
+    if ordinary and (quick := quick_call(backend)) is not None:
         found = quick(x, residual, weight, eps, weight_offset)
         if found is not None:  # None: nothing was done, the arguments need the long way
             return found

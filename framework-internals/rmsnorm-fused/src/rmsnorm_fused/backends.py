@@ -18,8 +18,8 @@ Implementation = Literal["pytorch", "triton", "cuda", "cpp"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-# What `auto` tries on each type of device. CUDA C++ before Triton: as fast or faster at every measured width, and a call
-# costs a tenth (NOTES.md).
+# What `auto` tries on each type of device. CUDA C++ before Triton: as fast or faster at nearly every measured width,
+# and a call costs a tenth (NOTES.md).
 _PREFERRED: dict[str, tuple[Implementation, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}
 
 QuickCall = Callable[[Any, Any, Any, Any, Any], Any]

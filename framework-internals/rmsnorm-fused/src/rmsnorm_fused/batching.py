@@ -39,9 +39,7 @@ def register(library: torch.library.Library, namespace: str, family: str) -> Non
         y, rstd = _by_formula(s, _beside(s, weight, dims[2]), Options(*options))
         return (y, s, rstd), (0, 0, 0)
 
-    def backward(
-        info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any
-    ) -> Any:
+    def backward(info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any) -> Any:
         weight_offset, llama, needs_dweight, deterministic = rest
         dy, s, rstd = (_first(t, dim, info.batch_size) for t, dim in ((dy, dims[0]), (s, dims[2]), (rstd, dims[4])))
         ds = None if ds is None else _first(ds, dims[1], info.batch_size)
@@ -60,9 +58,7 @@ def register(library: torch.library.Library, namespace: str, family: str) -> Non
         each = (dy.to(rstd.dtype) * normalised).flatten(1, -2) if dy.dim() > 2 else (dy * normalised).unsqueeze(1)
         return (dx, each.sum(1).to(weight.dtype)), (0, 0)
 
-    def quantize(
-        info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any
-    ) -> Any:
+    def quantize(info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any) -> Any:
         if dims[2] is not None or dims[3] is not None:
             raise NotImplementedError("rms_norm(out_dtype=...) under vmap takes one weight and one scale for all")
         x = _first(x, dims[0], info.batch_size)
@@ -70,7 +66,12 @@ def register(library: torch.library.Library, namespace: str, family: str) -> Non
         y, s, row_scales = operator("quantize")(x, residual, weight, scale, *rest)
         return (y, s, row_scales), (0, None if residual is None else 0, None if scale is not None else 0)
 
-    for name, rule in (("forward", forward), ("forward_add", forward_add), ("backward", backward), ("quantize", quantize)):
+    for name, rule in (
+        ("forward", forward),
+        ("forward_add", forward_add),
+        ("backward", backward),
+        ("quantize", quantize),
+    ):
         torch.library.register_vmap(f"{namespace}::{family}_{name}", rule, lib=library)
 
 

@@ -4,9 +4,10 @@ Two families, ``native`` and ``triton``, share schemas, fake kernels, derivative
 dispatcher itself picks the C++ kernel on a CPU and the CUDA kernel on a GPU, as it does for PyTorch's own operators.
 Triton needs a family of its own, because it serves the same devices and a caller may ask for either.
 
-``forward(x, weight, …) -> (y, rstd)`` also gives rstd, which the derivative needs. ``forward_add`` adds a residual first
-and gives the sum too. ``backward`` serves both; it is an operator too: opaque to torch.compile as a whole, and with a
-derivative, so that double backward is right. ``quantize`` is for inference and has no derivative.
+``forward(x, weight, …) -> (y, rstd)`` also gives rstd, which the derivative needs. ``forward_add`` adds a residual
+first and gives the sum too. ``backward`` serves both; it is an operator too, opaque to torch.compile as a whole. Where
+a graph of the gradients is wanted (double backward, torch.func), a formula in torch's operators takes its place.
+``quantize`` is for inference and has no derivative.
 
 They are plain operators and not ``torch.library.triton_op``, which lets Inductor see the kernels: Inductor fuses
 nothing into a kernel that a user wrote, and under Triton's interpreter there is no kernel for it to see.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, cast
 
@@ -137,7 +139,7 @@ def _fake_quantize(
     return _contiguous_like(x, dtype), s, row_scales
 
 
-_FAKES = {
+_FAKES: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {
     "forward": _fake_forward,
     "forward_add": _fake_forward_add,
     "backward": _fake_backward,
@@ -180,7 +182,8 @@ def _gradients(
 
 def _no_second_derivative(*_: object) -> Any:
     raise NotImplementedError(
-        "rmsnorm_fused's backward operators have no derivative themselves; differentiate rms_norm with create_graph=True"
+        "the backward operators of rmsnorm_fused have no derivative themselves; "
+        "differentiate rms_norm with create_graph=True"
     )
 
 
@@ -200,9 +203,7 @@ def _register_derivatives(family: Family) -> None:
         ("forward_add", forward_add_gradients, _save_forward_add),
         ("backward", _no_second_derivative, None),
     ):
-        torch.library.register_autograd(
-            f"rmsnorm_fused::{family}_{name}", backward, setup_context=setup, lib=_library
-        )
+        torch.library.register_autograd(f"rmsnorm_fused::{family}_{name}", backward, setup_context=setup, lib=_library)
 
 
 # ---- kernels that work on rows: Triton's, and those of the prebuilt library

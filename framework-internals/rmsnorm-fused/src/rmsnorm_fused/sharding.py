@@ -13,7 +13,7 @@ from rmsnorm_fused.torch_private import constant_under_compile
 
 @constant_under_compile
 def prepare() -> None:
-    """Register how DTensors go through the operators, if anybody here has imported DTensor; importing it takes a second."""
+    """Register how DTensors go through the operators, if DTensor is imported here; to import it takes a second."""
     if "torch.distributed.tensor" in sys.modules:
         _register()
 
@@ -25,7 +25,8 @@ def _register() -> None:
 
     def choices(x: Any, outputs: Any, inputs: Any) -> list[Any]:
         """Everything replicated, or everything with rows sharded along the same dimension; ``outputs`` and ``inputs``
-        say what each tensor then is: rows, or the same everywhere."""
+        say what each tensor then is: rows, or the same everywhere.
+        """
         ways = [Replicate(), *(Shard(dim) for dim in range(x.ndim - 1))]
         return [([f(way) for f in outputs], [f and f(way) for f in inputs]) for way in ways]
 
@@ -53,12 +54,23 @@ def _register() -> None:
             return choices(x, (rows, rows, rows), (rows, rows, given(weight, everywhere), None, None, None))
 
         @register_sharding(getattr(operators, f"{family}_backward").default)
-        def _backward(dy: Any, ds: Any, _s: Any, weight: Any, _rstd: Any, _offset: Any, _llama: Any, wanted: Any, _d: Any) -> Any:
+        def _backward(
+            dy: Any, ds: Any, _s: Any, weight: Any, _rstd: Any, _offset: Any, _llama: Any, wanted: Any, _d: Any
+        ) -> Any:
             inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None, None, None)
             return choices(dy, (rows, summed if wanted else everywhere), inputs)
 
         @register_sharding(getattr(operators, f"{family}_quantize").default)
         def _quantize(x: Any, residual: Any, weight: Any, scale: Any, *_: Any) -> Any:
             outputs = (rows, given(residual, rows) or everywhere, everywhere if scale is not None else rows)
-            inputs = (rows, given(residual, rows), given(weight, everywhere), given(scale, everywhere), None, None, None, None)
+            inputs = (
+                rows,
+                given(residual, rows),
+                given(weight, everywhere),
+                given(scale, everywhere),
+                None,
+                None,
+                None,
+                None,
+            )
             return choices(x, outputs, inputs)

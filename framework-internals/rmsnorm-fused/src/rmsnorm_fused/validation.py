@@ -110,7 +110,9 @@ def check_quantised(
         raise TypeError("x: expected float32, bfloat16 or float16 for a float8 result, got torch.float64")
     _check_scale(x, scale)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, weight)):
-        raise ValueError("out_dtype: a float8 result has no gradient; call under torch.no_grad() or detach the arguments")
+        raise ValueError(
+            "out_dtype: a float8 result has no gradient; call under torch.no_grad() or detach the arguments"
+        )
 
 
 def _check_scale(x: torch.Tensor, scale: torch.Tensor | Literal["dynamic"] | None) -> None:

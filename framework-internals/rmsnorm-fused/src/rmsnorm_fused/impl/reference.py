@@ -78,8 +78,8 @@ def gradients(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients of y with respect to s and weight, as a formula that autograd can differentiate again.
 
-    With r = rstd, n = s·r and g = dy · (weight + offset): dx = r·(g - n·mean(g·n)) + ds and dweight the sum over the rows
-    of dy·n.
+    With r = rstd, n = s·r and g = dy · (weight + offset): dx = r·(g - n·mean(g·n)) + ds, and dweight is the sum over
+    the rows of dy·n.
 
     Args:
         dy: gradient of y, (..., N).
