@@ -46,7 +46,8 @@ def without_compiler(library: Path, tmp_path: Path, *command: str, **environment
     return subprocess.run(
         [sys.executable, *command],
         env={
-            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")},
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PATH": str(tmp_path), "CXX": "no-such-compiler", "CUDA_HOME": str(tmp_path),
             prebuild.VARIABLE: str(library), **environment,
         },
