@@ -161,6 +161,7 @@ using Shape4Clustered = BulkShape<1, 4, 8, 1>;
 using ShapeWide = BulkShape<3, 2, 11, 1>;
 
 constexpr int kLeastVectors = 32;   // of a row: below, lanes would idle (backward.cu gives a row fewer of them)
+constexpr uint32_t kUnitsToDeal = 16;  // a team: with fewer, setting the counter to zero takes longer than dealing saves
 constexpr int kNarrowCluster = 8;   // blocks, before a block's slice is made wider instead: of 16, fewer fit a GPU
 
 enum class Choice { one, two, three, four, four_clustered, wide };
@@ -259,7 +260,7 @@ template <class T> bool make_plan(const Backward& call, BulkPlan& plan) {
     using S = decltype(chosen);
     plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan), plan.cut);
     plan.partial_bytes = call.dweight ? int64_t{plan.cut.teams} * shape.columns * static_cast<int64_t>(sizeof(float)) : 0;
-    if (S::kDeals && !call.deterministic && plan.cut.units > plan.cut.teams)
+    if (S::kDeals && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)
       plan.cut.counter = reinterpret_cast<uint32_t*>(static_cast<char*>(call.workspace) + plan.partial_bytes);
   });
   return plan.shared > 0;
@@ -292,7 +293,7 @@ void bulk_backward(const Backward& call) {
     if constexpr (!std::is_same_v<T, double>)
       with_shape(plan, [&](auto chosen, auto whole) {
         using S = decltype(chosen);
-        const Launch how = {dim3(plan.cut.teams * plan.cut.cluster), dim3(S::kBlock), plan.shared, plan.cut.cluster};
+        const Launch how = {dim3(plan.cut.teams * plan.cut.cluster), dim3(S::kBlock), plan.shared, plan.cut.cluster, true};
         launch<backward_bulk_kernel<T, S, decltype(whole)::value>>(how, call.shape.device, call.shape.stream, call, plan.cut);
       });
   });

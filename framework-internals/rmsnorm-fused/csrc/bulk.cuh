@@ -249,6 +249,7 @@ __device__ __forceinline__ void run_block(const Cut& cut, Control<S>& control, u
     ptx::cluster_arrive();
     ptx::cluster_wait();
   }
+  ptx::wait_for_previous_kernel();
   const int warp = threadIdx.x / 32;
   if (warp < S::kWarps) consume(rank);
   else if (warp == S::kWarps) produce<T, S>(cut, control, ring, rank);

@@ -220,6 +220,7 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
   using Loaded = Vector<T, V>;
   __shared__ float slots[32];
   const int lane = threadIdx.x, lanes = blockDim.x;
+  ptx::wait_for_previous_kernel();
 #if __CUDA_ARCH__ >= 900
   __shared__ Exchange exchange;
   const uint32_t rank = kCluster ? ptx::rank_in_cluster() : 0;
@@ -333,9 +334,10 @@ template <class T, class W> bool run_rows(const Forward& call) {
   RowCall rows = {call.x, call.residual, call.weight.data, call.y, call.s, call.rstd, shape.columns, static_cast<uint32_t>(shape.rows),
                   static_cast<int>(vectors), 1, static_cast<float>(call.weight.offset), static_cast<float>(call.eps),
                   1.0f / static_cast<float>(shape.columns)};
+  const bool early = limits_of(shape.device).capability >= 90;  // a lone row takes as long as a launch
   const auto alone = [&](auto kernel, int vectors_a_thread) {
     const dim3 block = block_for(lanes_for(vectors, vectors_a_thread));
-    launch<decltype(kernel)::value>({dim3(blocks_for(shape.rows, block.y)), block}, shape.device, shape.stream, rows);
+    launch<decltype(kernel)::value>({dim3(blocks_for(shape.rows, block.y)), block, 0, 1, early}, shape.device, shape.stream, rows);
     return true;
   };
 #define ROW_KERNEL(...) \
@@ -343,12 +345,12 @@ template <class T, class W> bool run_rows(const Forward& call) {
   if (call.residual.data) {
     if (vectors <= 2048) return alone(ROW_KERNEL(2, true, true, false, 1024, 1), 2);
     if (vectors <= 4096) return alone(ROW_KERNEL(4, false, true, false, 1024, 1), 4);
-    if (limits_of(shape.device).capability < 90 || vectors > 2048 * kMaxCluster) return false;
+    if (!early || vectors > 2048 * kMaxCluster) return false;
     rows.blocks = 4;
     while (vectors > 2048 * rows.blocks) rows.blocks *= 2;
     rows.slice = static_cast<int>((vectors + rows.blocks - 1) / rows.blocks);
     constexpr auto kernel = row_kernel<T, W, 4, false, true, true, 512, sizeof(W) < 4 ? 3 : 2>;
-    const Launch how = {dim3(blocks_for(shape.rows, 1) * rows.blocks), dim3(lanes_for(rows.slice, 4)), 0, static_cast<int>(rows.blocks)};
+    const Launch how = {dim3(blocks_for(shape.rows, 1) * rows.blocks), dim3(lanes_for(rows.slice, 4)), 0, static_cast<int>(rows.blocks), early};
     launch<kernel>(how, shape.device, shape.stream, rows);
     return true;
   }

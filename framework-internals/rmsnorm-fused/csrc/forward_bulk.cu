@@ -109,7 +109,7 @@ template <class T, class S> bool run(const Forward& call, int64_t vectors, int w
     constexpr auto kernel = forward_bulk_kernel<T, S, decltype(whole)::value>;
     const size_t shared = fill_in<kernel, T, S>(call.shape, ring_bytes, cut);
     if (shared == 0) return false;
-    launch<kernel>({dim3(cut.teams * cut.cluster), dim3(S::kBlock), shared, cut.cluster}, call.shape.device, call.shape.stream, call, cut);
+    launch<kernel>({dim3(cut.teams * cut.cluster), dim3(S::kBlock), shared, cut.cluster, true}, call.shape.device, call.shape.stream, call, cut);
     return true;
   };
   return vectors == int64_t{cut.cluster} * S::kThreads * S::kVectors ? with(std::true_type{}) : with(std::false_type{});

@@ -89,7 +89,8 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 
 #endif
 
-// Waits for the kernel before in the stream, where this one was launched ahead of its end.
+// Waits for the kernel before in the stream, where this one was launched ahead of its end (Launch::before_end): first of
+// all in a kernel, before anything in global memory is read or written.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
