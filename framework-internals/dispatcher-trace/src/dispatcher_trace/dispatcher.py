@@ -34,6 +34,7 @@ _PRIVATE = (
     "_dispatch_tls_local_exclude_set",
     "_dispatch_tls_local_include_set",
     "_get_schema",
+    "_storage_address",
 )
 
 # "CPU: fallthrough registered at /build/…/File.cpp:12 [backend fallback]"
@@ -89,13 +90,15 @@ class Registration:
 
     @property
     def torch_python(self) -> bool:
-        """Whether the kernel is a Python function of torch's own; such a cell cannot be shimmed and put back.
+        """Whether the kernel is a Python function of torch's own, registered at this very key.
 
-        Torch keeps Python kernels in a second map, by operator and key, which it consults while a Python mode is
-        active and which a removed registration does not leave: after the shims are gone, a fake tensor would find one
-        of them there in place of, for example, a meta kernel.
+        Such a cell cannot be shimmed and put back. Torch keeps Python kernels in a second map, by operator and key,
+        which it consults while a Python mode is active and which a removed registration does not leave: after the shims
+        are gone, a fake tensor would find one of them there in place of, for example, a meta kernel. A kernel that a
+        table shows under an alias key (``torch.library.custom_op``: composite, autograd) has its entry there under the
+        alias, so a shim at the key itself collides with nothing.
         """
-        return self.file.startswith("torch/") and self.file.endswith(".py")
+        return self.kind == "kernel" and self.file.startswith("torch/") and self.file.endswith(".py")
 
     @property
     def where(self) -> str:
@@ -116,6 +119,18 @@ def without_subclass_code() -> AbstractContextManager[None]:
     """A context in which reading an attribute of a tensor subclass runs none of the subclass's own code."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return guard
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage is kept; 0 for a tensor without one.
+
+    ``untyped_storage()`` would say the same, but leave a Python object behind that counts as a second owner: autograd
+    then adds gradients out of place where it would have added them in place.
+    """
+    try:
+        return torch._C._storage_address(tensor)
+    except (RuntimeError, NotImplementedError):  # sparse, nested and functorch's tensors have none to show
+        return 0
 
 
 def sequence_number(node: Any) -> int:

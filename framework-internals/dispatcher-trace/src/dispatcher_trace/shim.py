@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from dispatcher_trace import dispatcher, keys
+from dispatcher_trace.native_step import Stepper
 from dispatcher_trace.recorder import Recorder
 
 # torch.Tensor's constructors of subclasses take a fresh view that Python must not have seen before; a shim shows every
@@ -44,6 +45,7 @@ class Shims:
 
     Attributes:
         recorder: where hops go; None while nothing is recorded.
+        stepper: steps through CPU kernels while a recording asks for it; else None.
         tables: the dispatch table of every operator as it was before.
         scope: which keys are watched.
         count: how many (operator, key) pairs are shimmed.
@@ -54,6 +56,7 @@ class Shims:
         dispatcher.require_apis()
         self.scope = scope
         self.recorder: Recorder | None = None
+        self.stepper: Stepper | None = None
         self.tables: dict[str, dispatcher.Table] = {}
         self.count = 0
         self._libraries: dict[str, Any] = {}
@@ -111,6 +114,7 @@ class Shims:
         """
         run = kernel.call_boxed
         facts = _Signature(operator)
+        steppable = _steppable(operator, key, self.tables[operator][key])
 
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if any(type(value) in _NUMBERS for value in args):
@@ -127,7 +131,10 @@ class Shims:
             result = None
             error: BaseException | None = None
             try:
-                result = run(keyset, *args, **kwargs)
+                if steppable and self.stepper is not None and recorder.first_of_its_kind(hop):
+                    result, hop.native_step = self.stepper.step(lambda: run(keyset, *args, **kwargs))
+                else:
+                    result = run(keyset, *args, **kwargs)
                 if type(result) in _NUMBERS and facts.returns_tensor:
                     result = self._wrapped(result)
             except BaseException as raised:
@@ -136,7 +143,9 @@ class Shims:
                     raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator)) from raised
                 raise
             finally:
-                recorder.leave(hop, result, args, error)
+                recorder.leave(hop, result, args, kwargs, error)
+                if self.stepper is not None:
+                    self.stepper.resume()
             return result
 
         return shim
@@ -185,6 +194,12 @@ class Shims:
                 if recorder is not None:
                     recorder.busy = before
         return self._numbers[known]
+
+
+def _steppable(operator: str, key: str, registration: dispatcher.Registration) -> bool:
+    """Whether the kernel is one that computes on a CPU, rather than one that calls other operators to do it."""
+    on_cpu = key.endswith("CPU") and not key.startswith(("Autograd", "Autocast"))
+    return on_cpu and (registration.kind == "kernel" or operator == "aten::copy_")
 
 
 _NUMBERS = frozenset({int, float, bool, complex})
