@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -128,7 +128,8 @@ def storage_address(tensor: torch.Tensor) -> int:
     then adds gradients out of place where it would have added them in place.
     """
     try:
-        return torch._C._storage_address(tensor)
+        address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+        return address
     except (RuntimeError, NotImplementedError):  # sparse, nested and functorch's tensors have none to show
         return 0
 
@@ -292,6 +293,40 @@ def profiler_enabled() -> bool:
 WRAPPING_OPERATORS = ("aten::mul.Tensor", "aten::to.dtype", "aten::_to_copy", "aten::copy_")
 
 
+def differentiating() -> bool:
+    """Whether the innermost functorch transform of this thread is ``grad``, ``vjp`` or ``jvp``."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return interpreter is not None and interpreter.key() in (kinds.Grad, kinds.Jvp)
+
+
+def plain_number(value: complex, wrapped: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A zero-dimensional tensor that does among these operands what a wrapped number does; None if there is none.
+
+    It has to promote them to the same dtype and reach the kernel with the same value. Among operands with dimensions
+    one of the widest dtype of its kind is as weak as a wrapped number. Among zero-dimensional ones it has to have the
+    dtype that the operation has anyway, and, as kernels compute half precision in single, to hold the value exactly.
+
+    Args:
+        value: the number.
+        wrapped: the same as a wrapped number.
+        operands: the other tensors of the call.
+    """
+    with _outside_transforms():
+        like = [torch.empty((1,) * min(operand.dim(), 1), dtype=operand.dtype) for operand in operands]
+        meant = _promoted(like, wrapped)
+        for dtype in (wrapped.dtype, meant):
+            plain = torch.tensor(value, dtype=dtype)
+            half = dtype in (torch.float16, torch.bfloat16)
+            if _promoted(like, plain) == meant and not (half and plain.item() != value):
+                return plain
+    return None
+
+
+def _promoted(operands: Sequence[torch.Tensor], number: torch.Tensor) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [torch.result_type(operand, number) for operand in operands])
+
+
 def wrapped_number(value: complex) -> torch.Tensor:
     """The tensor that torch's C++ makes of a Python number: zero dimensions, and weak in type promotion.
 
@@ -303,8 +338,12 @@ def wrapped_number(value: complex) -> torch.Tensor:
     Args:
         value: int, float, bool or complex.
     """
-    guard: Callable[..., Any] = torch._C._ForceDispatchKeyGuard
-    keys = bits_of("BackendSelect", "ADInplaceOrView")
-    with guard(key_set(keys), key_set(0)), torch.inference_mode(False), torch.enable_grad():
+    with _outside_transforms(), torch.inference_mode(False), torch.enable_grad():
         factor = torch.ones((), dtype=torch.float64, device="cpu", requires_grad=True)
         return (factor * value).grad_fn._saved_other  # type: ignore[union-attr]
+
+
+def _outside_transforms() -> AbstractContextManager[None]:
+    """The thread state of ordinary code, without what functorch and modes include or exclude."""
+    guard: Callable[..., Any] = torch._C._ForceDispatchKeyGuard
+    return guard(key_set(bits_of("BackendSelect", "ADInplaceOrView")), key_set(0))

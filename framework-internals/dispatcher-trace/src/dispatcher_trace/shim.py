@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,9 @@ from dispatcher_trace.recorder import Recorder
 _CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
 _SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *dispatcher.WRAPPING_OPERATORS})
 
-# functorch wraps a wrapped number in a tensor of its own that keeps the mark, and torch, about to hand it to a Python
-# kernel as a plain number, finds no number in it.
 _NUMBER_UNDER_GRAD = (
-    "dispatcher_trace cannot follow {operator} with a Python number as an operand under torch.func.grad or jvp: torch "
-    "cannot hand such a number to a Python kernel. Write the number as a tensor of the operand's dtype."
+    "dispatcher_trace cannot follow {operator} with the number {value} under torch.func.grad or jvp: no tensor takes its "
+    "place exactly. Write the number as a tensor of the operand's dtype."
 )
 
 _active = threading.Lock()
@@ -62,6 +60,7 @@ class Shims:
         self._libraries: dict[str, Any] = {}
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         self._numbers: dict[tuple[type, str], torch.Tensor] = {}  # by type and text: 1, 1.0 and True are equal
+        self._plain_numbers: dict[tuple[type, str, torch.dtype], torch.Tensor] = {}
         self.number_labels: dict[int, str] = {}
         self._suspending = threading.RLock()
 
@@ -118,11 +117,7 @@ class Shims:
 
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if any(type(value) in _NUMBERS for value in args):
-                positions = facts.tensor_positions
-                args = tuple(
-                    self._wrapped(value) if index in positions and type(value) in _NUMBERS else value
-                    for index, value in enumerate(args)
-                )
+                args = self._with_numbers(operator, key, args, facts.tensor_positions)
             recorder = self.recorder
             if recorder is None or recorder.busy:
                 result = run(keyset, *args, **kwargs)
@@ -139,8 +134,6 @@ class Shims:
                     result = self._wrapped(result)
             except BaseException as raised:
                 error = raised
-                if key.startswith("FuncTorch") and "Cannot access data pointer" in str(raised):
-                    raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator)) from raised
                 raise
             finally:
                 recorder.leave(hop, result, args, kwargs, error)
@@ -177,22 +170,53 @@ class Shims:
 
         return staticmethod(construct) if name == "_make_subclass" else construct
 
+    def _with_numbers(
+        self, operator: str, key: str, args: tuple[Any, ...], positions: frozenset[int]
+    ) -> tuple[Any, ...]:
+        """The arguments with tensors in place of the numbers that stand where the schema says Tensor."""
+        make = self._wrapped
+        if key == "FuncTorchDynamicLayerFrontMode" and dispatcher.differentiating():
+            # What comes next wraps the number in a tensor of functorch's that keeps the mark of a wrapped number; torch,
+            # about to hand that to the next shim as a plain number, would find no number in it.
+            operands = [value for value in args if isinstance(value, torch.Tensor)]
+
+            def make(value: complex) -> torch.Tensor:
+                return self._plain(operator, value, operands)
+
+        return tuple(
+            make(value) if index in positions and type(value) in _NUMBERS else value for index, value in enumerate(args)
+        )
+
+    def _plain(self, operator: str, value: complex, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        with self._unrecorded():
+            number = dispatcher.plain_number(value, self._wrapped(value), operands)
+        if number is None:
+            raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator, value=value))
+        known = self._plain_numbers.setdefault((type(value), repr(value), number.dtype), number)
+        self.number_labels[id(known)] = repr(value)
+        return known
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Operators in the block are the tracer's own."""
+        recorder = self.recorder
+        if recorder is None or recorder.busy:
+            yield
+            return
+        recorder.busy = True
+        try:
+            yield
+        finally:
+            recorder.busy = False
+
     def _wrapped(self, value: complex) -> torch.Tensor:
         """The wrapped number that Python unwrapped, made once for each value."""
         known = (type(value), repr(value))
         if known not in self._numbers:
-            recorder = self.recorder
-            before = recorder is None or recorder.busy
-            if recorder is not None:
-                recorder.busy = True
-            try:
-                with self._suspended(*dispatcher.WRAPPING_OPERATORS):
-                    number = dispatcher.wrapped_number(value)
-                self.number_labels[id(number)] = repr(value)
-                self._numbers[known] = number
-            finally:
-                if recorder is not None:
-                    recorder.busy = before
+            with self._unrecorded(), self._suspended(*dispatcher.WRAPPING_OPERATORS):
+                number = dispatcher.wrapped_number(value)
+            self.number_labels[id(number)] = repr(value)
+            self._numbers[known] = number
         return self._numbers[known]
 
 
