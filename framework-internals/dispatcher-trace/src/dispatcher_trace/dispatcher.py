@@ -106,6 +106,8 @@ class Registration:
         return f"{self.file}:{self.line}"
 
 
+_ANY_BACKEND = re.compile(r"^StartOf(\w+)(?:FunctionalityBackends|Backends)$")
+
 Table = Mapping[str, Registration]
 
 
@@ -221,8 +223,9 @@ def key_names(bits: KeyBits) -> tuple[str, ...]:
     names = []
     remaining = key_set(bits)
     while (key := remaining.highestPriorityTypeId()) != torch._C.DispatchKey.Undefined:
-        name = key.name
-        names.append(name)
+        if known_key(key.name):  # a few keys have no name in Python
+            # A functionality in a set without any backend, as in what a thread excludes.
+            names.append(_ANY_BACKEND.sub(r"\1", key.name))
         without = remaining.remove(key)
         if without.raw_repr() == remaining.raw_repr():
             break
@@ -233,6 +236,15 @@ def key_names(bits: KeyBits) -> tuple[str, ...]:
 def keys_of(tensor: torch.Tensor) -> KeyBits:
     """The dispatch keys that a tensor carries."""
     return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+@functools.lru_cache(maxsize=1024)
+def as_inference_tensor(keys: KeyBits) -> KeyBits:
+    """The keys of a tensor had it been made under ``torch.inference_mode``: without autograd and ADInplaceOrView."""
+    for key in key_names(keys):
+        if key == "ADInplaceOrView" or key.startswith("Autograd"):
+            keys = without(keys, key)
+    return keys
 
 
 def tls_included() -> KeyBits:

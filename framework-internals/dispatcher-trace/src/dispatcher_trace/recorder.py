@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import operator
 import os
 import sys
 import threading
@@ -109,6 +111,14 @@ class Recorder:
     def busy(self, value: bool) -> None:
         self._local.busy = value
 
+    def is_artefact(self, key: str, args: tuple[Any, ...]) -> bool:
+        """Whether only the stand-in for a number led here, whose place in C++ is taken by an inference tensor."""
+        if not torch.is_inference_mode_enabled():
+            return False
+        carried = functools.reduce(operator.or_, (self._keys(t) for value in args for t in tensors_in(value)), 0)
+        keys = dispatcher.computed(carried, dispatcher.tls_included(), dispatcher.tls_excluded())
+        return key not in dispatcher.key_names(keys)
+
     def enter(
         self,
         operator: str,
@@ -127,7 +137,7 @@ class Recorder:
             carried = 0
             for _, value in given:
                 for tensor in tensors_in(value):
-                    carried |= dispatcher.keys_of(tensor)
+                    carried |= self._keys(tensor)
             node = dispatcher.running_node()
             hop = RawHop(
                 number=next(self._numbers),
@@ -213,7 +223,7 @@ class Recorder:
                 dtype=dtype_name(tensor.dtype),
                 shape=shape,
                 device=str(tensor.device),
-                keys=dispatcher.key_names(dispatcher.keys_of(tensor)),
+                keys=dispatcher.key_names(self._keys(tensor)),
                 strides=_strides(tensor),
                 storage=self._storage(tensor),
                 version=_version(tensor),
@@ -230,6 +240,13 @@ class Recorder:
             label = f"s{next(self._storage_labels)}"
         self._storages[address] = (label, [*(known for known in seen if known() is not tensor), weakref.ref(tensor)])
         return label
+
+    def _keys(self, tensor: torch.Tensor) -> dispatcher.KeyBits:
+        """The keys that a tensor carries; of a number those that C++'s own tensor for it has."""
+        keys = dispatcher.keys_of(tensor)
+        if id(tensor) in self._numbers_by_id and torch.is_inference_mode_enabled():
+            return dispatcher.as_inference_tensor(keys)
+        return keys
 
     def _label(self, tensor: torch.Tensor) -> str:
         # An address is used again once a tensor is freed; the reference tells the old owner from the new.

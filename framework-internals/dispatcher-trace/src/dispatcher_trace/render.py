@@ -45,6 +45,10 @@ def key_line(hop: Hop) -> str:
 
 
 def _set(keys: Sequence[str]) -> str:
+    """The keys in braces; the autocast keys of all backends, which a thread excludes together, as one."""
+    autocast = [key for key in keys if key.startswith("Autocast")]
+    if len(autocast) > 2:
+        keys = ["Autocast of every backend", *(key for key in keys if key not in autocast)]
     return f"{{{', '.join(keys)}}}"
 
 
