@@ -1,4 +1,4 @@
-"""How often the static prediction holds: the catalogue under every mode, call by call, each disagreement with its cause."""
+"""How often the static prediction holds: the catalogue under every mode, each disagreement with its cause."""
 
 from __future__ import annotations
 

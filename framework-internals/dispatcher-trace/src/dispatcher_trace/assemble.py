@@ -89,7 +89,7 @@ class _Assembler:
             excluded=dispatcher.key_names(raw.excluded),
             removed=() if redispatched else _removed(raw),
             kind=registration.kind,
-            where=registration.where,
+            where=_where(raw, registration),
             native=native_function(raw.operator, raw.key, registration.kind),
             predicted=predicted,
             arguments=tuple(_argument(name, value) for name, value in raw.arguments),
@@ -107,6 +107,12 @@ class _Assembler:
     def _thread(self, raw: RawHop) -> str:
         kind = "autograd worker" if raw.node else "thread"
         return self._threads.setdefault(raw.thread, f"{kind} {len(self._threads)}")
+
+
+def _where(raw: RawHop, registration: dispatcher.Registration) -> str:
+    """The registration's line; of a custom operator's own kernel the line of its function."""
+    custom = "" if raw.key.startswith("Autograd") else dispatcher.custom_kernel_at(raw.operator)
+    return custom if custom and registration.file.endswith("custom_ops.py") else registration.where
 
 
 def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:

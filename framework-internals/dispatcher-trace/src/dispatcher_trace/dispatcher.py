@@ -7,10 +7,12 @@ name of torch. :func:`missing_apis` says what a torch version lacks.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ def missing_apis() -> list[str]:
     """The private names that this package needs and this torch does not have."""
     missing = [f"torch._C.{name}" for name in _PRIVATE if not hasattr(torch._C, name)]
     missing += [] if hasattr(torch._C._profiler, "_RecordFunctionFast") else ["torch._C._profiler._RecordFunctionFast"]
+    missing += [] if hasattr(torch._library.custom_ops, "OPDEFS") else ["torch._library.custom_ops.OPDEFS"]
     missing += [] if hasattr(torch.autograd.graph.Node, "_sequence_nr") else ["torch.autograd.graph.Node._sequence_nr"]
     missing += [] if hasattr(torch._C._autograd, "_profiler_enabled") else ["torch._C._autograd._profiler_enabled"]
     if not missing:
@@ -152,6 +155,18 @@ def table(operator: str) -> Table:
     return _parse_table(torch._C._dispatch_dump_table(operator))
 
 
+def custom_kernel_at(operator: str) -> str:
+    """``file:line`` of the function that ``torch.library.custom_op`` made the operator from; empty for others.
+
+    The table names the line of torch that registers all such operators.
+    """
+    definition = torch._library.custom_ops.OPDEFS.get(operator.partition(".")[0])
+    if definition is None:
+        return ""
+    code = inspect.unwrap(definition._init_fn).__code__
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"
+
+
 @functools.lru_cache(maxsize=8192)
 def _parse_table(text: str) -> Table:
     """Cached by the dump's text, so that a changed registration is never served from an old entry."""
@@ -161,6 +176,11 @@ def _parse_table(text: str) -> Table:
             key, fallthrough, file, number, kind = match.groups()
             cells[key] = Registration(kind, fallthrough is not None, _SOURCE_ROOT.sub("", file), int(number))
     return cells
+
+
+def dumps() -> dict[str, str]:
+    """The dispatcher's own dump of every operator's table, to compare before and after."""
+    return {operator: torch._C._dispatch_dump_table(operator) for operator in operators()}
 
 
 def is_operator(operator: str) -> bool:

@@ -31,8 +31,8 @@ _CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
 _SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *dispatcher.WRAPPING_OPERATORS})
 
 _NUMBER_UNDER_GRAD = (
-    "dispatcher_trace cannot follow {operator} with the number {value} under torch.func.grad or jvp: no tensor takes its "
-    "place exactly. Write the number as a tensor of the operand's dtype."
+    "dispatcher_trace cannot follow {operator} with the number {value} under torch.func.grad or jvp: no tensor takes "
+    "its place exactly. Write the number as a tensor of the operand's dtype."
 )
 
 _active = threading.Lock()
@@ -176,8 +176,8 @@ class Shims:
         """The arguments with tensors in place of the numbers that stand where the schema says Tensor."""
         make = self._wrapped
         if key == "FuncTorchDynamicLayerFrontMode" and dispatcher.differentiating():
-            # What comes next wraps the number in a tensor of functorch's that keeps the mark of a wrapped number; torch,
-            # about to hand that to the next shim as a plain number, would find no number in it.
+            # What comes next wraps the number in a tensor of functorch's that keeps the mark of a wrapped number;
+            # torch, about to hand that to the next shim as a plain number, would find no number in it.
             operands = [value for value in args if isinstance(value, torch.Tensor)]
 
             def make(value: complex) -> torch.Tensor:
