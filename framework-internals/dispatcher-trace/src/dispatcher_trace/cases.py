@@ -23,7 +23,7 @@ EXPRESSIONS: dict[str, Expression] = {
     "a + b": lambda a, b: a + b,
     "a @ b": lambda a, b: a @ b,
     "torch.softmax(a, -1)": lambda a, b: torch.softmax(a, -1),
-    "F.linear(a, b, b[0])": lambda a, b: F.linear(a, b, b[0]),
+    "F.linear(a, b)": F.linear,
     "F.scaled_dot_product_attention(a, b, b)": _attention,
     "a.clone().mul_(b)": lambda a, b: a.clone().mul_(b),
     "a.t()[1:].reshape(-1)": lambda a, b: a.t()[1:].reshape(-1),
@@ -31,7 +31,26 @@ EXPRESSIONS: dict[str, Expression] = {
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 # Side by side: the same call under all of them.
 MODES = ("plain", "requires_grad", "autocast", "inference_mode", "vmap", "compile")
-_EVERY_MODE = "a @ b"
+# Shown hop by hop: the shortest, Autocast with Autograd, a backward, a kernel that calls operators, shared memory, and
+# an operator of one's own.
+SHOWN = (
+    ("a + b", "f32", "plain"),
+    ("a @ b", "f32", "autocast"),
+    ("a @ b", "bf16", "requires_grad"),
+    ("F.scaled_dot_product_attention(a, b, b)", "f32", "plain"),
+    ("a.t()[1:].reshape(-1)", "f32", "requires_grad"),
+    ("scaled_relu(x, 2.0)", "f32", "requires_grad"),
+)
+# Single-stepped.
+STEPPED = (
+    ("a + b", "f32"),
+    ("a @ b", "f32"),
+    ("a @ b", "bf16"),
+    ("torch.softmax(a, -1)", "f32"),
+    ("F.linear(a, b)", "f32"),
+    ("F.scaled_dot_product_attention(a, b, b)", "f32"),
+)
+EVERY_MODE = "a @ b"
 _FOUR_MODES = ("a + b", "a @ b")
 
 
@@ -65,13 +84,15 @@ class Case:
         if self.mode == "vmap":
             inputs = [torch.stack([tensor, tensor + 1]) for tensor in inputs]
         function = self._function()
+        with torch.no_grad():
+            gradient = torch.ones_like(function(*inputs)) if self.mode == "requires_grad" else None
 
         def evaluate() -> list[torch.Tensor]:
             with self._context():
                 result = function(*inputs)
-            if self.mode != "requires_grad":
+            if gradient is None:
                 return [result]
-            result.backward(torch.ones_like(result))
+            result.backward(gradient)
             return [result, *(tensor.grad for tensor in inputs if tensor.grad is not None)]
 
         return evaluate
@@ -104,7 +125,7 @@ def cases(size: int, device: str, *, compile: bool) -> list[Case]:
     """
     four = [Case(e, dtype, mode, size, device) for e in _FOUR_MODES for dtype in DTYPES for mode in MODES[:4]]
     modes = MODES[4:] if compile else MODES[4:5]
-    beside = [Case(_EVERY_MODE, "f32", mode, size, device) for mode in modes]
+    beside = [Case(EVERY_MODE, "f32", mode, size, device) for mode in modes]
     others = [e for e in EXPRESSIONS if e not in _FOUR_MODES]
     single = [Case(e, dtype, "plain", size, device) for e in others[:3] for dtype in DTYPES]
     memory = [Case(e, "f32", "requires_grad", size, device) for e in others]

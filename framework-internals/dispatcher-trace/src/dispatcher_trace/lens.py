@@ -21,7 +21,7 @@ from benchkit.report import ReportSpec
 from benchkit.results import write_text_atomically
 from benchkit.run import Lens, Run
 from dispatcher_trace import agreement, cost, dispatcher, figures, fold, native_step, profile, render, story
-from dispatcher_trace.cases import Case, cases
+from dispatcher_trace.cases import SHOWN, STEPPED, Case, cases
 from dispatcher_trace.catalogue import CATALOGUE
 from dispatcher_trace.programs import PROGRAMS
 from dispatcher_trace.recorder import Recorder
@@ -33,7 +33,7 @@ from native_build.toolchain import missing_cxx
 
 _SMALL = 4  # elements of the vectors of the overhead measurement: nothing but dispatch
 _STEPPED_SIZE = 32  # rows and columns where a kernel is single-stepped: every routine is reached, no loop takes long
-UNFOLDED = "gpt_step.html"  # the whole GPT step, beside the report
+_CUSTOM_OPERATOR = ("scaled_relu(x, 2.0)", "f32", "requires_grad")
 
 Made = Callable[[], list[torch.Tensor]]
 
@@ -138,24 +138,37 @@ def _walk(
         "findings": [asdict(finding) for finding in walk.findings if finding.kind != "prediction"],
     }
     values = {key: Quantity(value, "") for key, value in counts.items()}
-    if isinstance(name, Case):
-        labels = {"expression": name.expression, "dtype": name.dtype, "mode": name.mode}
-        run.record("walk", labels, values, {**facts, **_walk_data(walk)})
-    elif name == "custom operator":
-        labels = {"expression": "scaled_relu(x, 2.0)", "dtype": "f32", "mode": "requires_grad"}
-        run.record("walk", labels, values, {**facts, **_walk_data(walk)})
-    else:
-        run.record("program", {"name": name}, values, facts)
+    if name in PROGRAMS:
+        run.record("program", {"step": str(name)}, values, facts)
         if name == "GPT step":
             _folded_step(run, walk, profiled)
+        return
+    which = (name.expression, name.dtype, name.mode) if isinstance(name, Case) else _CUSTOM_OPERATOR
+    labels = dict(zip(("expression", "dtype", "mode"), which, strict=True))
+    run.record("walk", labels, values, {**facts, **_walk_data(walk, whole=which in SHOWN)})
 
 
-def _walk_data(walk: Trace) -> dict[str, Any]:
-    first = next(call for call in walk.calls if not call.hops[0].key.startswith("BackendSelect"))
+def _walk_data(walk: Trace, *, whole: bool) -> dict[str, Any]:
+    """What the report says of a walk; the tree and the reasons of those that are shown alone."""
+    factories = ("aten::empty", "aten::linspace")
+    forward = [call for call in walk.calls if not call.hops[0].node and not call.operator.startswith(factories)]
+    main = max(forward, key=lambda call: sum(1 for _ in call.walk()))
+    rows = [row for call in walk.calls for row in _rows(call, 0)]
     return {
-        "lines": render.tree(walk.calls).splitlines(),
-        "spine": [[hop.operator, hop.key] for hop in first.spine()],
-        "hops": [row for call in walk.calls for row in _rows(call, 0)],
+        "lines": render.tree(walk.calls).splitlines() if whole else [],
+        "spine": [[hop.operator, hop.key] for hop in main.spine()],
+        "hops": rows if whole else [],
+        "keys": [hop.key for hop in walk.hops],
+        "autocast": {
+            "included": any(key.startswith("Autocast") for hop in walk.hops for key in hop.included),
+            "removed": any(key.startswith("Autocast") for key in walk.hops[0].removed),
+        },
+        "disagreements": [
+            {name: row[name] for name in ("number", "operator", "key", "predicted")}
+            for row in rows
+            if row["predicted"] != row["key"]
+        ],
+        "threads": dict(Counter(hop.thread for hop in walk.hops)),
         "kernels": _kernels(walk),
     }
 
@@ -212,7 +225,7 @@ def _folded_step(run: Run, walk: Trace, profiled: profile.Profile) -> None:
     }
     run.record("timeline", data={"keys": keys, **columns})
     page = walk.to_html("One training step of the GPT, every hop")
-    write_text_atomically(run.recorder.directory / UNFOLDED, page)
+    write_text_atomically(run.recorder.directory / story.UNFOLDED, page)
 
 
 def _agreement(run: Run, shims: Shims) -> None:
@@ -266,7 +279,7 @@ def _native_steps(run: Run) -> None:
     if reason := native_step.unavailable():
         run.absent("The routine below the CPU kernel (vectorised loop, BLAS or oneDNN)", reason)
         return
-    plain = [case for case in cases(_STEPPED_SIZE, run.device, compile=False) if case.mode == "plain"]
+    plain = [Case(expression, dtype, "plain", _STEPPED_SIZE, run.device) for expression, dtype in STEPPED]
     with installed("core") as shims:
         for case in plain:
             evaluate = case.prepare()

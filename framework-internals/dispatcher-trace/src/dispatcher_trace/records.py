@@ -289,11 +289,12 @@ class Call:
     def spine(self) -> list[Hop]:
         """The hops that lead to the kernel which computes the result.
 
-        From a composite or a caster the way goes on into the last operator that it called; it ends at the first kernel
-        that is neither.
+        From a composite, a caster or a transform the way goes on into the last operator that it called; it ends at the
+        first kernel that is none of these.
         """
         last = self.hops[-1]
-        onward = last.kind in ("math kernel", "default backend kernel") or last.key.startswith("Autocast")
+        composite = last.kind in ("math kernel", "default backend kernel")
+        onward = composite or last.key.startswith(("Autocast", "FuncTorch", "Functionalize", "Python"))
         return [*self.hops, *(last.calls[-1].spine() if onward and last.calls else ())]
 
     def walk(self) -> Iterator[Call]:

@@ -223,8 +223,13 @@ class Shims:
 def _steppable(operator: str, key: str, registration: dispatcher.Registration) -> bool:
     """Whether the kernel is one that computes on a CPU, rather than one that calls other operators to do it."""
     on_cpu = key.endswith("CPU") and not key.startswith(("Autograd", "Autocast"))
-    return on_cpu and (registration.kind == "kernel" or operator == "aten::copy_")
+    computes = operator.partition(".")[0] not in _ALLOCATE_OR_VIEW
+    return on_cpu and computes and (registration.kind == "kernel" or operator == "aten::copy_")
 
+
+_ALLOCATE_OR_VIEW = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_", "set_")
+)
 
 _NUMBERS = frozenset({int, float, bool, complex})
 _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")

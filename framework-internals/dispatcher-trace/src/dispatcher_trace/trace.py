@@ -138,8 +138,8 @@ def trace(*, scope: keys.Scope = "all", kernels: bool | None = None, native: boo
     Args:
         scope: the keys to watch, as :func:`dispatcher_trace.keys.watched` has it.
         kernels: also name the device kernels, through the profiler; by default where torch sees a GPU.
-        native: also single-step CPU kernels, each kind once: names the routines that ran below them, at a microsecond
-            an instruction.
+        native: also single-step CPU kernels, each kind once: names the routines that ran below them, at 1 to 15 µs an
+            instruction.
 
     Raises:
         RuntimeError: when a trace is active already, here or on another thread, or torch lacks what is needed.

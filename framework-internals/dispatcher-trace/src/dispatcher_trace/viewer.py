@@ -6,8 +6,10 @@ to: ``walk.html#q=softmax``, ``walk.html#open=all``.
 
 from __future__ import annotations
 
+import base64
 import html
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from typing import Any
@@ -37,8 +39,9 @@ def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str
         "notes": list(notes),
         "evidence": EVIDENCE,
     }
-    # "<" cannot end the script element when it never appears in it.
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    # A tenth of the size; and base64 has no character that could end the script element.
+    packed = zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)
+    text = base64.b64encode(packed).decode()
     template = resources.files("dispatcher_trace").joinpath("templates/viewer.html").read_text(encoding="utf-8")
     before, rest = template.replace("{{title}}", html.escape(title)).split("{{payload}}")
     return f"{before}{text}{rest}"

@@ -23,7 +23,7 @@ from dispatcher_trace.records import NativeFrame, NativeStep
 
 _T = TypeVar("_T")
 
-_BUDGET = 1_500_000  # instructions of one session: two to three seconds
+_BUDGET = 400_000  # instructions of one session, Python on the way in: a signal each takes 1 to 15 µs
 _ENTRY = rb"_ZN3c104impl31make_boxed_from_unboxed_functor[^\0]*4callE[^\0]*"
 _MOST_FRAMES = 14
 # What a reader asks for: the generated wrapper of a backend, the functions of at::native that do the work, anything
