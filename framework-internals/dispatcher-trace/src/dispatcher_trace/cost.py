@@ -23,26 +23,29 @@ THRESHOLD = 0.05
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """The time of one operator at one place, over a run.
+    """The time of one operator over a run, and where most of it went.
 
     Attributes:
         operator: without overload, as the profiler names it.
-        shapes: of the tensors that came in; empty where the walk has no such call.
-        stack: the user's lines that the call came from, innermost first.
-        node: the autograd node that was running, without its number.
         calls: how many there were.
         seconds: their own time, without the operators that they called: on the device where kernels ran, else on the
             host.
         share: of the time of all operators.
+        shapes: of the tensors of the most expensive place; empty where the walk has no such call.
+        stack: the user's lines that it was called from there, innermost first; in a backward, of the forward.
+        node: the autograd node that was running there, without its number.
     """
 
     operator: str
-    shapes: str
-    stack: tuple[str, ...]
-    node: str
     calls: int
     seconds: float
     share: float
+    shapes: str
+    stack: tuple[str, ...]
+    node: str
+
+
+_Place = tuple[str, tuple[str, ...], str]
 
 
 def profile_of(function: Callable[[], Any]) -> profile.Profile:
@@ -62,14 +65,18 @@ def operator_costs(profiled: profile.Profile, walk: Trace) -> list[OperatorCost]
     spans = profile.operator_spans(profiled.events)
     calls = profile.pair(walk.all_calls, [span.name for span in spans])
     total = sum(span.seconds for span in spans) or 1.0
-    groups: dict[tuple[str, str, tuple[str, ...], str], list[float]] = {}
+    operators: dict[str, dict[_Place, list[float]]] = {}
     for index, span in enumerate(spans):
-        groups.setdefault((span.name, *_place(calls.get(index))), []).append(span.seconds)
-    costs = [OperatorCost(*group, len(times), sum(times), sum(times) / total) for group, times in groups.items()]
+        operators.setdefault(span.name, {}).setdefault(_place(calls.get(index)), []).append(span.seconds)
+    costs = []
+    for operator, places in operators.items():
+        times = [seconds for samples in places.values() for seconds in samples]
+        dearest = max(places, key=lambda place: sum(places[place]))
+        costs.append(OperatorCost(operator, len(times), sum(times), sum(times) / total, *dearest))
     return sorted(costs, key=lambda cost: -cost.seconds)
 
 
-def _place(call: Call | None) -> tuple[str, tuple[str, ...], str]:
+def _place(call: Call | None) -> _Place:
     if call is None:
         return "", (), ""
     first = call.hops[0]
@@ -85,10 +92,9 @@ def table(costs: Sequence[OperatorCost]) -> str:
         if cost.share >= THRESHOLD:
             times = "1 call" if cost.calls == 1 else f"{cost.calls} calls"
             node = f" in {cost.node}" if cost.node else ""
-            head = (
-                f"{numbers.percent(cost.share)}  {numbers.with_unit(cost.seconds, 's')}  {cost.operator}({cost.shapes})"
-            )
-            lines.append(f"{head}{node}, {times}; {' < '.join(cost.stack) or 'no line of yours on the stack'}")
+            head = f"{numbers.percent(cost.share)}  {numbers.with_unit(cost.seconds, 's')}  {cost.operator}, {times}"
+            place = f"most in ({cost.shapes}){node}, {' < '.join(cost.stack) or 'no line of yours on the stack'}"
+            lines.append(f"{head}; {place}")
     return "\n".join(lines)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gzip
+import json
 import os
 import subprocess
 import sys
@@ -131,9 +133,12 @@ def _walk(
     ours = Counter(call.operator.partition(".")[0] for call in walk.all_calls) + Counter(walk.unrecorded)
     counts = {"hops": len(walk.hops), "positions": positions, "agreed": agreed, "calls": walk.match.calls}
     counts |= {"profiled": walk.match.operators, "tied": walk.match.tied}
+    theirs = Counter(profile.operator_names(profiled.events))
     facts = {
         "bit_equal": len(results) == len(expected) and all(map(torch.equal, results, expected)),
-        "same_operators": ours == Counter(profile.operator_names(profiled.events)),
+        "same_operators": ours == theirs,
+        "only_untraced": dict(theirs - ours),
+        "only_traced": dict(ours - theirs),
         "notes": walk.notes,
         "findings": [asdict(finding) for finding in walk.findings if finding.kind != "prediction"],
     }
@@ -226,6 +231,8 @@ def _folded_step(run: Run, walk: Trace, profiled: profile.Profile) -> None:
     run.record("timeline", data={"keys": keys, **columns})
     page = walk.to_html("One training step of the GPT, every hop")
     write_text_atomically(run.recorder.directory / story.UNFOLDED, page)
+    document = json.dumps(walk.to_perfetto(), separators=(",", ":")).encode()
+    (run.recorder.directory / story.PERFETTO).write_bytes(gzip.compress(document, mtime=0))
 
 
 def _agreement(run: Run, shims: Shims) -> None:

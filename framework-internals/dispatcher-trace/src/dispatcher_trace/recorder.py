@@ -35,7 +35,10 @@ _LAYOUTS = {
 # Frames of these files never made a call on the user's behalf that the user would look for.
 _NOT_THE_USERS = (
     str(Path(torch.__file__).parent) + os.sep,
-    *(str(Path(__file__).with_name(f"{module}.py")) for module in ("recorder", "shim", "targets", "assertions", "cli")),
+    *(
+        str(Path(__file__).with_name(f"{module}.py"))
+        for module in ("recorder", "shim", "targets", "assertions", "cli", "lens")
+    ),
     str(Path(contextlib.__file__)),
     "<frozen ",
 )
@@ -179,11 +182,12 @@ class Recorder:
             hop.results = [self._facts(output) for output in outputs]
             given = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
             before = [fact for _, value in hop.arguments for fact in facts_in(value)]
-            hop.bumped = [
+            bumped = (
                 fact.label
                 for fact, tensor in zip(before, given, strict=False)
                 if fact.version is not None and _version(tensor) != fact.version
-            ]
+            )
+            hop.bumped = list(dict.fromkeys(bumped))
             if hop.key.startswith("Autograd"):
                 hop.made_node = _made_node(outputs, given)
         finally:

@@ -33,15 +33,16 @@ def walk(calls: Sequence[Call], notes: Iterable[str] = ()) -> str:
 
 def key_line(hop: Hop) -> str:
     """The key set as an equation, what each argument brought, and the verdict on the prediction, indented."""
-    if hop.how == "redispatch":
-        equation = f"{_set(hop.keys)} handed on"
-    else:
-        brought = [(argument.name, keys) for argument in hop.arguments for keys in {t.keys for t in argument.tensors}]
-        arguments = " ∪ ".join(f"{name} {_set(keys)}" for name, keys in sorted(brought)) or "no tensors"
-        equation = f"{_set(hop.keys)} = {arguments} ∪ thread {_set(hop.included)} − thread {_set(hop.excluded)}"
-    skipped = f"; falls through: {', '.join(hop.skipped)}" if hop.skipped else ""
     effects = f"; {'; '.join(hop.effects)}" if hop.effects else ""
-    return f"   keys {equation}{skipped}; {hop.verdict}{effects}"
+    if hop.how == "redispatch":
+        return f"   keys {_set(hop.keys)} handed on; {hop.verdict}{effects}"
+    brought = dict.fromkeys((argument.name, tensor.keys) for argument in hop.arguments for tensor in argument.tensors)
+    arguments = " ∪ ".join(f"{name} {_set(keys)}" for name, keys in brought) or "no tensors"
+    present = dict.fromkeys([*(key for _, keys in brought for key in keys), *hop.included])
+    fell = [key for key in present if key not in (*hop.keys, *hop.removed, *hop.excluded)]
+    without = f" − fallthrough {_set(fell)}" if fell else ""
+    thread = f"thread {_set(hop.included)} − thread {_set(hop.excluded)}"
+    return f"   keys {_set(hop.keys)} = {arguments} ∪ {thread}{without}; {hop.verdict}{effects}"
 
 
 def _set(keys: Sequence[str]) -> str:

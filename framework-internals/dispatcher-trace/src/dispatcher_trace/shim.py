@@ -22,7 +22,7 @@ import torch
 
 from dispatcher_trace import dispatcher, keys
 from dispatcher_trace.native_step import Stepper
-from dispatcher_trace.recorder import Recorder
+from dispatcher_trace.recorder import RawHop, Recorder
 
 # torch.Tensor's constructors of subclasses take a fresh view that Python must not have seen before; a shim shows every
 # result to Python. So the shims of what they call stand aside while they run, as those of the operator that makes
@@ -55,6 +55,7 @@ class Shims:
         self.scope = scope
         self.recorder: Recorder | None = None
         self.stepper: Stepper | None = None
+        self._stepped: RawHop | None = None
         self.tables: dict[str, dispatcher.Table] = {}
         self.count = 0
         self._libraries: dict[str, Any] = {}
@@ -126,8 +127,9 @@ class Shims:
             result = None
             error: BaseException | None = None
             try:
-                if steppable and self.stepper is not None and recorder.first_of_its_kind(hop):
-                    result, hop.native_step = self.stepper.step(lambda: run(keyset, *args, **kwargs))
+                free = self.stepper is not None and self._stepped is None
+                if steppable and free and recorder.first_of_its_kind(hop):
+                    result = self._stepping(hop, lambda: run(keyset, *args, **kwargs))
                 else:
                     result = run(keyset, *args, **kwargs)
                 if type(result) in _NUMBERS and facts.returns_tensor:
@@ -137,11 +139,21 @@ class Shims:
                 raise
             finally:
                 recorder.leave(hop, result, args, kwargs, error)
-                if self.stepper is not None:
-                    self.stepper.resume()
+                if self._stepped is not None and hop.parent is self._stepped and self.stepper is not None:
+                    self.stepper.resume()  # the last thing before control goes back to the kernel
             return result
 
         return shim
+
+    def _stepping(self, hop: RawHop, call: Callable[[], Any]) -> Any:
+        """Make the call, stepping through its kernel; what that calls in turn runs at full speed."""
+        assert self.stepper is not None
+        self._stepped = hop
+        try:
+            result, hop.native_step = self.stepper.step(call)
+        finally:
+            self._stepped = None
+        return result
 
     @contextmanager
     def _suspended(self, *operators: str) -> Iterator[None]:

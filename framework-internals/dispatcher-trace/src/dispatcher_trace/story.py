@@ -10,7 +10,9 @@ from benchkit.report import markdown_table
 from benchkit.results import Record, Results
 from dispatcher_trace.cases import EVERY_MODE, MODES, SHOWN
 
-UNFOLDED = "gpt_step.html"  # the whole GPT step, beside the report
+# The whole GPT step, beside the report.
+UNFOLDED = "gpt_step.html"
+PERFETTO = "gpt_step.perfetto.json.gz"
 
 
 def path(record: Record) -> str:
@@ -91,7 +93,7 @@ def context(results: Results) -> dict[str, Any]:
         "conditions": conditions_table(results),
         "order": autocast_order(results),
         "disagreements": disagreements(results),
-        "unlike": [_condition(walk) for walk in results.select("walk") if not walk.data["same_operators"]],
+        "unlike": [f"{_condition(walk)}: {_unlike(walk)}" for walk in results.select("walk") if _unlike(walk)],
         "beside": beside(results),
         "agreement": agreement_table(results),
         "causes": causes(results),
@@ -100,6 +102,7 @@ def context(results: Results) -> dict[str, Any]:
         "step_findings": step_findings(results),
         "folds": fold_table(results),
         "unfolded": UNFOLDED,
+        "perfetto": PERFETTO,
         "hot": hot_operators(results),
         "native": native_table(results),
         "restored": next(iter(results.select("restored")), None),
@@ -305,13 +308,21 @@ def programs_table(results: Results) -> str:
             record.labels["step"],
             *(numbers.count(record[name].value) for name in ("hops", "calls", "profiled")),
             f"{numbers.count(record['agreed'].value)} of {numbers.count(record['positions'].value)}",
-            "yes" if record.data["same_operators"] else "no",
+            _unlike(record) or "none",
             "yes" if record.data["bit_equal"] else "no",
         ]
         for record in results.select("program")
     ]
-    header = ["step", "hops", "operator calls", "seen by the profiler", "predicted", "same operators", "bit-equal"]
+    header = ["step", "hops", "operator calls", "seen by the profiler", "predicted", "only in one of both", "bit-equal"]
     return markdown_table(header, rows) if rows else ""
+
+
+def _unlike(record: Record) -> str:
+    """Operators that only the walk has, or only the profile of the untraced run."""
+    sides = ((record.data["only_untraced"], "untraced"), (record.data["only_traced"], "walked"))
+    return ", ".join(
+        f"{_times(operator, count)} ({side})" for operators, side in sides for operator, count in operators.items()
+    )
 
 
 def step_findings(results: Results) -> list[str]:
@@ -363,18 +374,18 @@ def hot_operators(results: Results) -> str:
     """Operators over the threshold in the GPT step; empty where it was not walked."""
     rows = [
         [
-            f"`{row['operator']}`" + (f" in {row['node']}" if row["node"] else ""),
-            row["shapes"],
-            " < ".join(row["stack"][:2]),
+            f"`{row['operator']}`",
             numbers.count(row["calls"]),
             numbers.with_unit(row["seconds"], "s"),
             numbers.percent(row["share"]),
+            row["shapes"],
+            " < ".join(row["stack"]) + (f" (in {row['node']})" if row["node"] else ""),
         ]
         for record in results.select("operator_cost")
         for row in record.data
     ]
-    header = ["operator", "tensors", "line", "calls", "own time", "share"]
-    return markdown_table(header, rows, left=3) if rows else ""
+    header = ["operator", "calls", "own time", "share", "most of it on", "called from"]
+    return markdown_table(header, rows, left=1) if rows else ""
 
 
 def native_table(results: Results) -> str:

@@ -14,7 +14,7 @@
 #define MAX_DEPTH 4096
 #define MAX_FRAMES 100000
 // Reference counting and type checks of the interpreter come back sooner; a Python kernel does not.
-#define OUTSIDE_BUDGET 20000
+#define OUTSIDE_BUDGET 3000
 
 typedef struct {
   uint64_t target;   // address of the function
@@ -102,11 +102,16 @@ static void record_step(uint64_t at, uint64_t stack_pointer) {
   }
 }
 
+// The kernel's own instructions and those around it (arguments on their way in, the interpreter) have a budget each.
+static int over_budget(void) {
+  return session.instructions > session.budget || ++session.steps - session.instructions > session.budget;
+}
+
 static void on_trap(int number, siginfo_t *info, void *context) {
   (void)number, (void)info;
   greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
-  if (!stepping || session.state == IDLE || session.state == DONE || ++session.steps > session.budget) {
-    if (stepping && session.state == INSIDE) session.cut = 1;
+  if (!stepping || session.state == IDLE || session.state == DONE || over_budget()) {
+    if (stepping && (session.state == INSIDE || session.state == OUTSIDE)) session.cut = 1;
     if (stepping && session.state != IDLE) session.state = DONE;
     registers[REG_EFL] &= ~TRAP_FLAG;
     return;

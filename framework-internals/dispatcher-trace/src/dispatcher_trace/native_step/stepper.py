@@ -23,9 +23,9 @@ from dispatcher_trace.records import NativeFrame, NativeStep
 
 _T = TypeVar("_T")
 
-_BUDGET = 400_000  # instructions of one session, Python on the way in: a signal each takes 1 to 15 µs
+_BUDGET = 400_000  # instructions of one kernel, and as many around it: a signal each takes 1 to 15 µs
 _ENTRY = rb"_ZN3c104impl31make_boxed_from_unboxed_functor[^\0]*4callE[^\0]*"
-_MOST_FRAMES = 14
+_MOST_FRAMES = 12
 # What a reader asks for: the generated wrapper of a backend, the functions of at::native that do the work, anything
 # that was compiled for an instruction set, and the routines of the libraries below.
 _WORTH_NAMING = re.compile(
@@ -81,29 +81,23 @@ class Stepper:
         self._entries = (ctypes.c_uint64 * len(entries))(*entries)
         interpreter = process.of_library("libpython") or process.of_library(Path(sys.executable).resolve().name)
         self._interpreter = min(m.low for m in interpreter), max(m.high for m in interpreter)
-        self._running = False
 
     def step(self, call: Callable[[], _T]) -> tuple[_T, NativeStep | None]:
-        """Make a call, stepping through the first kernel that it enters; inside another session just make it.
+        """Make a call, stepping through the first kernel that it enters; there is one session at a time.
 
         Returns:
-            The result, and what was seen: None inside another session, or where the call entered no kernel.
+            The result, and what was seen: None where the call entered no kernel.
         """
-        if self._running:
-            return call(), None
-        self._running = True
         self._library.single_step_start(self._entries, len(self._entries), *self._interpreter, _BUDGET)
         try:
             result = call()
         finally:
             count = self._library.single_step_stop()
-            self._running = False
         return result, self._read(count) if count else None
 
     def resume(self) -> None:
         """Go on after a Python function that a kernel called; to be the last thing that such a function does."""
-        if self._running:
-            self._library.single_step_resume()
+        self._library.single_step_resume()
 
     def _read(self, count: int) -> NativeStep:
         process = symbols.Process()  # anew: a routine may have been generated meanwhile
