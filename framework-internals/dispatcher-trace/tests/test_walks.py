@@ -324,6 +324,19 @@ def test_numbers_under_functorch_grad(name: str, numbers: dict[str, Tensor], shi
     assert result.dtype == expected.dtype
 
 
+def test_code_between_graph_breaks_runs_with_the_tracer_unseen_by_the_compiler(shims: Shims) -> None:
+    def breaking(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return eval("y * y", {"y": y})
+
+    compiled = torch.compile(breaking, backend="eager")
+    with record(shims, kernels=False) as t:
+        result = compiled(_X)
+    assert torch.equal(result, breaking(_X))
+    assert {"aten::add.Tensor", "aten::mul.Tensor"} <= {call.operator for call in t.calls}
+
+
 def test_a_number_that_no_tensor_can_stand_for_under_grad_says_so(shims: Shims) -> None:
     with (
         pytest.raises(RuntimeError, match=r"cannot follow aten::mul.Tensor with the number 0.1"),

@@ -43,7 +43,7 @@ class _Scope(StrEnum):
 _OutOption = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
 
 
-def _walking(name: str, argument: Any, load: Callable[[str], Callable[..., Any]], about: str) -> None:
+def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable[..., Any]], about: str) -> None:
     """Add a command that walks a callable; ``expr`` and ``run`` differ in what their argument names."""
 
     def command(
@@ -89,7 +89,7 @@ def _walking(name: str, argument: Any, load: Callable[[str], Callable[..., Any]]
             main = next((spec.device.partition(":")[0] for spec in specs if spec.device != "cpu"), resolved)
             dtype = None if autocast is None else parse_dtype(autocast, "--autocast")
             conditions = Conditions(main, dtype, inference_mode, backward, vmap, compiled)
-            function = load(target)
+            function = load(target, list(tensors))
             walk, profile = _walk(function, tensors, conditions, scope.value, native=native, costs=costs)
             return _text(walk, form, target) + profile
 

@@ -48,6 +48,8 @@ _SOURCE_ROOT = re.compile(r"^.*/(?=(?:aten/src|torch/csrc|build/aten/src|c10|tor
 def missing_apis() -> list[str]:
     """The private names that this package needs and this torch does not have."""
     missing = [f"torch._C.{name}" for name in _PRIVATE if not hasattr(torch._C, name)]
+    hooks = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+    missing += [f"torch._C._dynamo.eval_frame.{n}" for n in hooks if not hasattr(torch._C._dynamo.eval_frame, n)]
     missing += [] if hasattr(torch._C._profiler, "_RecordFunctionFast") else ["torch._C._profiler._RecordFunctionFast"]
     missing += [] if hasattr(torch._library.custom_ops, "OPDEFS") else ["torch._library.custom_ops.OPDEFS"]
     missing += [] if hasattr(torch.autograd.graph.Node, "_sequence_nr") else ["torch.autograd.graph.Node._sequence_nr"]
@@ -302,6 +304,16 @@ def backend_key(device_type: str) -> str:
 def running_node() -> Any:
     """The autograd node whose backward runs on this thread, or None."""
     return torch._C._current_autograd_node()
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def hide_from_compiler(function: Callable[..., Any]) -> None:
+    """Have Dynamo leave every call of this function's code alone, and whatever Python it calls in turn."""
+    hooks = torch._C._dynamo.eval_frame
+    skip = hooks._FrameAction.SKIP
+    hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
 
 
 # -- the profiler -----------------------------------------------------------------------------------------------------

@@ -32,16 +32,15 @@ _LAYOUTS = {
     torch.sparse_bsc: "SparseCsr",
     torch._mkldnn: "Mkldnn",  # type: ignore[attr-defined]
 }
-# Frames of these files never made a call on the user's behalf that the user would look for.
+_HERE = Path(__file__).parent
+# Frames of these files made no call that the user would look for; from the second group on outwards, none did.
 _NOT_THE_USERS = (
     str(Path(torch.__file__).parent) + os.sep,
-    *(
-        str(Path(__file__).with_name(f"{module}.py"))
-        for module in ("recorder", "shim", "targets", "assertions", "cli", "lens")
-    ),
+    *(str(_HERE / f"{module}.py") for module in ("recorder", "shim")),
     str(Path(contextlib.__file__)),
     "<frozen ",
 )
+_CALLERS_OF_THE_USERS = tuple(str(_HERE / f"{module}.py") for module in ("targets", "assertions", "lens", "agreement"))
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest there is, so that it always runs first
 
 
@@ -337,6 +336,8 @@ def _user_stack() -> tuple[str, ...]:
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(lines) < _DEEPEST_STACK:
+        if lines and frame.f_code.co_filename in _CALLERS_OF_THE_USERS:
+            break
         if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
             path = Path(frame.f_code.co_filename)
             lines.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}".lstrip("/"))

@@ -140,9 +140,11 @@ class Shims:
             finally:
                 recorder.leave(hop, result, args, kwargs, error)
                 if self._stepped is not None and hop.parent is self._stepped and self.stepper is not None:
-                    self.stepper.resume()  # the last thing before control goes back to the kernel
+                    self.stepper.resume()  # control is about to go back to the kernel
             return result
 
+        # Between graph breaks Dynamo compiles every Python frame there is; the tracer's are none of the user's.
+        dispatcher.hide_from_compiler(shim)
         return shim
 
     def _stepping(self, hop: RawHop, call: Callable[[], Any]) -> Any:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,26 +87,29 @@ def parse_dtype(text: str, option: str) -> torch.dtype:
     return dtype
 
 
-def expression(source: str) -> Callable[..., Any]:
-    """A function that evaluates an expression over the tensors it is given by name, with ``torch`` and ``F`` in scope.
+def expression(source: str, names: Sequence[str] = ()) -> Callable[..., Any]:
+    """A function of the tensors of these names that evaluates an expression, with ``torch`` and ``F`` in scope.
 
     Raises:
         UserError: for an expression that is not Python.
     """
     try:
-        code = compile(source, "<expression>", "eval")
+        compile(source, "<expression>", "eval")
     except SyntaxError as error:
         raise UserError(f"cannot read the expression {source!r}: {error.msg}") from None
     scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    # A function that torch.compile can read, which a call of eval() would not be.
+    code = compile(f"lambda {', '.join(names)}: ({source}\n)", "<expression>", "eval")
+    function: Callable[..., Any] = eval(code, scope)
+    return function
 
-    def evaluate(**tensors: torch.Tensor) -> Any:
-        return eval(code, {**scope, **tensors})
 
-    return evaluate
-
-
-def load_function(target: str) -> Callable[..., Any]:
+def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     """The function that ``FILE.py:FUNCTION`` names; the file is run as a module.
+
+    Args:
+        target: which one.
+        names: of the arguments that it will be called with.
 
     Raises:
         UserError: for a target without a colon, a file that is not there or raises, or a function that is not in it.
@@ -132,6 +136,11 @@ def load_function(target: str) -> Callable[..., Any]:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = near_names(name, functions) if functions else ""
         raise UserError(f"{path_text} has no function {name!r}{near}")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        given = f"--tensor {', '.join(names)}" if names else "no --tensor"
+        raise UserError(f"{target} cannot be called with {given}: {error}") from None
     return function
 
 
