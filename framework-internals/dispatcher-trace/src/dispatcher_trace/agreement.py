@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class Agreement:
         entry: of the catalogue.
         calls: operator calls in the walk, nested ones too.
         disagreements: those of them whose keys the prediction did not name.
-        error: what the traced callable raised and the untraced one did not; empty as it should be.
+        error: what it raised, and without shims did not; empty as it should be.
     """
 
     mode: str
@@ -63,40 +63,56 @@ class Agreement:
     error: str = ""
 
 
-def measure(shims: Shims, device: str, catalogue: tuple[Entry, ...] = CATALOGUE) -> Iterator[Agreement]:
-    """Walk every entry under every mode that it has.
+def impossible(device: str, catalogue: tuple[Entry, ...] = CATALOGUE) -> dict[tuple[str, str], str]:
+    """What torch itself refuses: (mode, entry) to its error, from a run without shims.
+
+    Some callables have no gradient, no batching rule, no forward-mode derivative; which, depends on version and device.
+    """
+    errors = {}
+    for mode in MODES:
+        for entry in catalogue:
+            if error := _error_of(_program(entry, mode, device)):
+                errors[mode, entry.name] = error
+    return errors
+
+
+def measure(
+    shims: Shims, device: str, without: Collection[tuple[str, str]], catalogue: tuple[Entry, ...] = CATALOGUE
+) -> Iterator[Agreement]:
+    """Walk every entry under every mode.
 
     Args:
         shims: of scope ``all``.
         device: of the inputs.
+        without: what :func:`impossible` found.
         catalogue: the entries.
     """
     for mode in MODES:
         for entry in catalogue:
-            if program := prepare(entry, mode, device):
-                yield _walk(shims, entry, mode, program)
+            if (mode, entry.name) not in without:
+                yield _walk(shims, entry, mode, _program(entry, mode, device))
 
 
-def prepare(entry: Entry, mode: str, device: str) -> Callable[[], Any] | None:
-    """The entry under a mode, as a function without arguments that makes its inputs; None where it has no such mode."""
-    if mode in ("vmap", "functionalize") and not entry.mappable:
-        return None
-    if mode in ("requires_grad", "func.grad", "func.jvp") and not entry.differentiable:
-        return None
-    if mode == "func.jvp" and not entry.forward_mode:
-        return None
+def _program(entry: Entry, mode: str, device: str) -> Callable[[], Any]:
+    """The entry under a mode, as a function without arguments that makes its inputs."""
     return lambda: _PROGRAMS[mode](entry.function, entry.inputs(device), device)
 
 
-def _walk(shims: Shims, entry: Entry, mode: str, program: Callable[[], Any]) -> Agreement:
-    error = ""
+def _error_of(program: Callable[[], Any]) -> str:
+    """Run it; the error that it raised, which one entry must not end the measurement with, or an empty text."""
     torch.manual_seed(0)
-    with warnings.catch_warnings(), record(shims, kernels=False) as walk:
-        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet implemented")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # missing batching rules, prototypes: of torch's callables, not of the tracer
         try:
             program()
-        except Exception as raised:  # reported with the figures: one entry must not end the measurement
-            error = f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0]}"
+        except Exception as raised:
+            return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0]}"
+    return ""
+
+
+def _walk(shims: Shims, entry: Entry, mode: str, program: Callable[[], Any]) -> Agreement:
+    with record(shims, kernels=False) as walk:
+        error = _error_of(program)
     calls = walk.all_calls
     wrong = tuple(_disagreement(mode, entry.name, call) for call in calls if not call.agrees)
     return Agreement(mode, entry.name, len(calls), wrong, error)

@@ -23,18 +23,12 @@ class Entry:
             factory.
         function: takes the inputs, and returns a tensor, several, or None.
         shapes: of the inputs, filled with seeded normal numbers.
-        mappable: whether ``torch.vmap`` maps it; else its mode is left out.
-        differentiable: whether its result has a gradient; else the modes that take one are left out.
-        forward_mode: whether torch has its forward-mode derivative; else ``func.jvp`` is left out.
     """
 
     name: str
     family: str
     function: Callable[..., Any]
     shapes: tuple[Shape, ...]
-    mappable: bool = True
-    differentiable: bool = True
-    forward_mode: bool = True
 
     def inputs(self, device: str) -> list[Tensor]:
         """Inputs made anew, the same every time."""
@@ -87,7 +81,7 @@ CATALOGUE: tuple[Entry, ...] = (
     Entry("torch.var", "reduction", torch.var, (_S,)),
     Entry("torch.cumsum", "reduction", lambda x: torch.cumsum(x, 0), (_S,)),
     Entry("torch.logsumexp", "reduction", lambda x: torch.logsumexp(x, -1), (_S,)),
-    Entry("torch.argmax", "reduction", lambda x: torch.argmax(x, -1), (_S,), differentiable=False),
+    Entry("torch.argmax", "reduction", lambda x: torch.argmax(x, -1), (_S,)),
     Entry("torch.softmax", "reduction", lambda x: torch.softmax(x, -1), (_S,)),
     Entry("Tensor.view", "view", lambda x: x.view(6, 4) + 1, (_S,)),
     Entry("torch.transpose", "view", lambda x: torch.transpose(x, 0, 1) * 2, (_S,)),
@@ -95,16 +89,16 @@ CATALOGUE: tuple[Entry, ...] = (
     Entry("torch.split", "view", lambda x: torch.split(x, 3, -1)[1] + 1, (_S,)),
     Entry("torch.reshape", "view", lambda x: x.t().reshape(-1), (_S,)),
     Entry("Tensor.contiguous", "view", lambda x: x.t().contiguous(), (_S,)),
-    Entry("Tensor.detach", "view", lambda x: x.detach() + 1, (_S,), differentiable=False),
+    Entry("Tensor.detach", "view", lambda x: x.detach() + 1, (_S,)),
     Entry("Tensor.add_", "in-place", lambda x, y: x.clone().add_(y), (_S, _S)),
     Entry("Tensor.mul_", "in-place", lambda x: x.clone().mul_(2.0), (_S,)),
-    Entry("Tensor.zero_", "in-place", lambda x: x.clone().zero_(), (_S,), differentiable=False),
+    Entry("Tensor.zero_", "in-place", lambda x: x.clone().zero_(), (_S,)),
     Entry("Tensor.__setitem__", "in-place", lambda x, y: _set_row(x.clone(), y), (_S, (6,))),
-    Entry("torch._foreach_add", "in-place", lambda x, y: torch._foreach_add([x, y], 1.0), (_S, _S), mappable=False),
+    Entry("torch._foreach_add", "in-place", lambda x, y: torch._foreach_add([x, y], 1.0), (_S, _S)),
     Entry("torch.index_select", "indexing", lambda x: torch.index_select(x, 0, _indices(x)), (_S,)),
     Entry("Tensor.__getitem__", "indexing", lambda x: x[:, _indices(x)], (_S,)),
     Entry("torch.gather", "indexing", lambda x: torch.gather(x, 1, _targets(x)[:, None]), (_S,)),
-    Entry("torch.masked_select", "indexing", lambda x: torch.masked_select(x, x > 0), (_S,), mappable=False),
+    Entry("torch.masked_select", "indexing", lambda x: torch.masked_select(x, x > 0), (_S,)),
     Entry("F.embedding", "indexing", lambda x: F.embedding(_indices(x), x), (_S,)),
     Entry("torch.cat", "indexing", lambda x, y: torch.cat([x, y], 0), (_S, _S)),
     Entry("torch.topk", "indexing", lambda x: torch.topk(x, 2)[0], (_S,)),
@@ -123,26 +117,23 @@ CATALOGUE: tuple[Entry, ...] = (
     Entry("F.rms_norm", "norm", lambda x, w: F.rms_norm(x, (6,), w), (_S, (6,))),
     Entry("F.batch_norm", "norm", lambda x: F.batch_norm(x, None, None, training=True), (_IMAGE,)),
     Entry("F.group_norm", "norm", lambda x: F.group_norm(x, 2), ((2, 4, 5, 5),)),
-    Entry("F.scaled_dot_product_attention", "attention", F.scaled_dot_product_attention, _QKV, forward_mode=False),
+    Entry("F.scaled_dot_product_attention", "attention", F.scaled_dot_product_attention, _QKV),
     Entry(
         "F.scaled_dot_product_attention causal",
         "attention",
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         _QKV,
-        forward_mode=False,
     ),
     Entry("F.cross_entropy", "loss", lambda x: F.cross_entropy(x, _targets(x)), (_S,)),
     Entry("F.mse_loss", "loss", F.mse_loss, (_S, _S)),
     Entry("F.binary_cross_entropy_with_logits", "loss", lambda x: _binary_loss(x), (_S,)),
-    Entry(
-        "torch.optim.SGD", "optimizer", _optimizer(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)), (_S,), False, False
-    ),
-    Entry("torch.optim.AdamW", "optimizer", _optimizer(lambda p: torch.optim.AdamW(p)), (_S,), False, False),
-    Entry("torch.randn", "RNG", lambda x: x + torch.randn(4, 6, device=x.device), (_S,), mappable=False),
-    Entry("torch.bernoulli", "RNG", lambda x: torch.bernoulli(x.sigmoid()), (_S,), False, False),
-    Entry("F.dropout", "RNG", lambda x: F.dropout(x, 0.5), (_S,), mappable=False),
-    Entry("torch.randperm", "RNG", lambda x: torch.randperm(6, device=x.device), (_S,), False, False),
-    Entry("torch.zeros_like", "factory", torch.zeros_like, (_S,), differentiable=False),
+    Entry("torch.optim.SGD", "optimizer", _optimizer(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)), (_S,)),
+    Entry("torch.optim.AdamW", "optimizer", _optimizer(lambda p: torch.optim.AdamW(p)), (_S,)),
+    Entry("torch.randn", "RNG", lambda x: x + torch.randn(4, 6, device=x.device), (_S,)),
+    Entry("torch.bernoulli", "RNG", lambda x: torch.bernoulli(x.sigmoid()), (_S,)),
+    Entry("F.dropout", "RNG", lambda x: F.dropout(x, 0.5), (_S,)),
+    Entry("torch.randperm", "RNG", lambda x: torch.randperm(6, device=x.device), (_S,)),
+    Entry("torch.zeros_like", "factory", torch.zeros_like, (_S,)),
     Entry("torch.arange", "factory", lambda x: x + torch.arange(6, device=x.device), (_S,)),
     Entry("torch.full", "factory", lambda x: x * torch.full((6,), 2.0, device=x.device), (_S,)),
     Entry("torch.eye", "factory", lambda x: x @ torch.eye(6, device=x.device), (_S,)),

@@ -57,7 +57,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
 
 def collect(run: Run, root: Path) -> None:
     """Measure everything and keep the records."""
-    no_compiler = missing_cxx() if run.device == "cpu" else None
+    no_compiler = missing_cxx()
     if no_compiler:
         run.absent("The compiled call", no_compiler)
     made = _made(run, root, compile=no_compiler is None)
@@ -68,6 +68,8 @@ def collect(run: Run, root: Path) -> None:
         stock = measure(lambda: torch.add(*small), seconds=run.configuration["seconds"] / 3, clock="wall-clock")
         for description, figure in cost.hop_costs(run.configuration["rounds"]).items():
             run.record("hop_cost", {"what": description}, {"seconds": figure})
+    with run.working("What torch itself refuses of the catalogue"):
+        impossible = agreement.impossible(run.device)
     tables = dispatcher.dumps()
     start = time.perf_counter()
     with run.working("Installing the shims"), installed("all") as shims:
@@ -77,7 +79,7 @@ def collect(run: Run, root: Path) -> None:
             with run.working(str(name)):
                 _walk(run, shims, name, make, *untraced[name])
         with run.working("The catalogue under every mode"):
-            _agreement(run, shims)
+            _agreement(run, shims, impossible)
         with run.working("Overhead of the shims"):
             _overhead(run, shims, small, stock.quantity())
     with run.working("What is left behind"):
@@ -235,9 +237,9 @@ def _folded_step(run: Run, walk: Trace, profiled: profile.Profile) -> None:
     (run.recorder.directory / story.PERFETTO).write_bytes(gzip.compress(document, mtime=0))
 
 
-def _agreement(run: Run, shims: Shims) -> None:
+def _agreement(run: Run, shims: Shims, impossible: dict[tuple[str, str], str]) -> None:
     """The catalogue under every mode: how often the prediction holds, and each disagreement with its cause."""
-    measured = list(agreement.measure(shims, run.device))
+    measured = list(agreement.measure(shims, run.device, impossible))
     run.record("catalogue", data=[[entry.name, entry.family] for entry in CATALOGUE])
     for mode in agreement.MODES:
         ours = [item for item in measured if item.mode == mode]
@@ -257,6 +259,7 @@ def _agreement(run: Run, shims: Shims) -> None:
                     for (operator, visited, predicted, cause), count in groups.items()
                 ],
                 "errors": [[item.entry, item.error] for item in ours if item.error],
+                "refused": [name for refused_mode, name in impossible if refused_mode == mode],
             },
         )
 

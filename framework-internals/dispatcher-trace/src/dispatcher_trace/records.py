@@ -125,14 +125,14 @@ class Kernel:
         return next((library for pattern, library in _LIBRARIES if pattern.search(self.name)), "")
 
 
-# Families of kernel names that NVIDIA's libraries launch (cuBLAS from CUDA 12.8 on names its kernels nvjet_…).
+# Families of kernel names, the first that fits. cuBLAS names its own nvjet_… from CUDA 12.8 on, and launches CUTLASS,
+# xmma and gemv kernels besides.
 _LIBRARIES = (
-    (re.compile(r"^(nvjet_|cublas|gemv|gemm|.*cublasLt|.*splitKreduce|sm\d+_xmma_gemm|ampere_\w*gemm)"), "cuBLAS"),
-    (re.compile(r"cudnn|^sm\d+_xmma_(fprop|dgrad|wgrad)|implicit_convolve|cudnn_generated"), "cuDNN"),
-    (re.compile(r"cutlass"), "CUTLASS"),
-    (re.compile(r"flash_fwd|flash_bwd|pytorch_flash"), "FlashAttention"),
+    (re.compile(r"flash_(fwd|bwd)|pytorch_flash|flash::"), "FlashAttention"),
     (re.compile(r"fmha_cutlass"), "memory-efficient attention"),
-    (re.compile(r"^cub::|::cub::"), "CUB"),
+    (re.compile(r"cudnn|xmma_(fprop|dgrad|wgrad)|implicit_convolve"), "cuDNN"),
+    (re.compile(r"nvjet_|cublas|gemv\w*_kernel|(?<!tiny)gemm|splitKreduce"), "cuBLAS"),
+    (re.compile(r"\bcub::"), "CUB"),
 )
 
 

@@ -98,6 +98,7 @@ def context(results: Results) -> dict[str, Any]:
         "agreement": agreement_table(results),
         "causes": causes(results),
         "catalogue": catalogue(results),
+        "refused": refused(results),
         "programs": programs_table(results),
         "step_findings": step_findings(results),
         "folds": fold_table(results),
@@ -287,6 +288,15 @@ def causes(results: Results) -> list[str]:
     return [
         f"`{operator}`, {numbers.count(calls)} calls: visited {visited}, predicted {predicted}; {cause}"
         for (operator, visited, predicted, cause), calls in sorted(counted.items(), key=lambda item: -item[1])
+    ]
+
+
+def refused(results: Results) -> list[str]:
+    """What torch itself does not do, mode by mode."""
+    return [
+        f"{record.labels['mode']}: {', '.join(f'`{name}`' for name in record.data['refused'])}"
+        for record in results.select("agreement")
+        if record.data["refused"]
     ]
 
 
