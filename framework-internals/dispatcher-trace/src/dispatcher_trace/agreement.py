@@ -93,6 +93,17 @@ def measure(
                 yield _walk(shims, entry, mode, _program(entry, mode, device))
 
 
+def shares(measured: Collection[Agreement]) -> dict[str, float]:
+    """The share of calls that went as predicted, by mode."""
+    by_mode: dict[str, list[Agreement]] = {}
+    for item in measured:
+        by_mode.setdefault(item.mode, []).append(item)
+    return {
+        mode: 1 - sum(len(item.disagreements) for item in items) / sum(item.calls for item in items)
+        for mode, items in by_mode.items()
+    }
+
+
 def _program(entry: Entry, mode: str, device: str) -> Callable[[], Any]:
     """The entry under a mode, as a function without arguments that makes its inputs."""
     return lambda: _PROGRAMS[mode](entry.function, entry.inputs(device), device)
