@@ -129,6 +129,10 @@ def test_op_prints_the_table() -> None:
     ("arguments", "message"),
     [
         (("op", "add.tensr"), "no operator 'add.tensr'; near names: aten::add.Tensor"),
+        (
+            ("op", "aten::add"),
+            "no operator 'aten::add'; near names: aten::add.Scalar, aten::add.Scalar_out, aten::add.Tensor",
+        ),
         (("expr", "a +"), "cannot read the expression 'a +'"),
         (("expr", "a", "--tensor", "a=f33[2]"), "--tensor: unknown dtype 'f33'; one of f32"),
         (("expr", "a", "--tensor", "a:f32[2]"), "--tensor takes NAME=DTYPE[SIZES]"),

@@ -163,5 +163,6 @@ def test_the_key_set_stands_as_an_equation(shims: Shims) -> None:
     text = t.to_markdown()
     carried = "{AutocastCPU, AutogradCPU, ADInplaceOrView, CPU}"
     assert f"keys {{AutogradCPU, CPU}} = self {carried} ∪ other {carried} ∪ thread {{" in text
+    assert "Autocast of other devices" in text
     assert "− fallthrough {ADInplaceOrView, BackendSelect}; as predicted" in text
     assert "Evidence: " in text

@@ -45,12 +45,16 @@ def key_line(hop: Hop) -> str:
     return f"   keys {_set(hop.keys)} = {arguments} ∪ {thread}{without}; {hop.verdict}{effects}"
 
 
+_MOST_NEAR_NAMES = 6
+# Of the devices that this package knows; a thread excludes those of all others together.
+_AUTOCAST_SHOWN = frozenset({"AutocastCPU", "AutocastCUDA"})
+
+
 def _set(keys: Sequence[str]) -> str:
-    """The keys in braces; the autocast keys of all backends, which a thread excludes together, as one."""
-    autocast = [key for key in keys if key.startswith("Autocast")]
-    if len(autocast) > 2:
-        keys = ["Autocast of every backend", *(key for key in keys if key not in autocast)]
-    return f"{{{', '.join(keys)}}}"
+    """The keys in braces; the autocast keys of other devices as one."""
+    others = [key for key in keys if key.startswith("Autocast") and key not in _AUTOCAST_SHOWN]
+    shown = [key for key in keys if key not in others]
+    return f"{{{', '.join([*shown, 'Autocast of other devices'] if others else shown)}}}"
 
 
 def tree(calls: Sequence[Call]) -> str:
@@ -138,5 +142,7 @@ def near_names(wanted: str, known: Sequence[str]) -> str:
         folded[name.lower()] = name
         folded.setdefault(name.partition("::")[2].lower(), name)
     close = difflib.get_close_matches(wanted.lower(), folded, n=5, cutoff=0.6)
-    names = list(dict.fromkeys(folded[match] for match in close))
+    # Without its overload an operator is nearer than any other name, however many letters the overload has.
+    overloads = [name for key, name in folded.items() if key.partition(".")[0] == wanted.lower()]
+    names = list(dict.fromkeys([*overloads, *(folded[match] for match in close)]))[:_MOST_NEAR_NAMES]
     return f"; near names: {', '.join(names)}" if names else ""

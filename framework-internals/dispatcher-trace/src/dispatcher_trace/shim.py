@@ -115,6 +115,8 @@ class Shims:
         run = kernel.call_boxed
         facts = _Signature(operator)
         steppable = _steppable(operator, key, self.tables[operator][key])
+        if key == "CPU" and operator in _CALL_FROM_WORKERS:
+            run = _on_one_thread(run)
 
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if any(type(value) in _NUMBERS for value in args):
@@ -239,6 +241,30 @@ def _steppable(operator: str, key: str, registration: dispatcher.Registration) -
     on_cpu = key.endswith("CPU") and not key.startswith(("Autograd", "Autocast"))
     computes = operator.partition(".")[0] not in _ALLOCATE_OR_VIEW
     return on_cpu and computes and (registration.kind == "kernel" or operator == "aten::copy_")
+
+
+# Kernels that call operators from the worker threads of a parallel region. There a shim waits for the interpreter's
+# lock, which the thread that entered the kernel holds until the region ends. Their regions go over whole samples or
+# heads, so that one thread computes the same bits.
+_CALL_FROM_WORKERS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten::slow_conv_transpose2d",
+        "aten::slow_conv_transpose2d.out",
+    }
+)
+
+
+def _on_one_thread(run: Callable[..., Any]) -> Callable[..., Any]:
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone
 
 
 _ALLOCATE_OR_VIEW = frozenset(
