@@ -142,6 +142,7 @@ def test_op_prints_the_table() -> None:
         (("expr", "3", "--backward", "--scope", "core"), "holds no tensor that requires a gradient"),
         (("expr", "3", "--autocast", "half-ish"), "--autocast: unknown dtype 'half-ish'"),
         (("run", "OWN:two", "--tensor", "y=f32[2]"), "cannot be called with --tensor y: missing a required argument"),
+        (("expr", "3", "--cost", "--format", "html"), "--cost prints a table: use --format markdown, tree or findings"),
         (("expr", "3", "--vmap"), "--vmap maps over the first dimension of each --tensor: give at least one"),
         (("expr", "3", "--backward", "--inference-mode"), "exclude each other: inference mode records no graph"),
         (("run", "nowhere.py:f"), "no file 'nowhere.py'"),

@@ -83,6 +83,8 @@ def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable
         out: _OutOption = None,
     ) -> None:
         def job() -> str:
+            if costs and form in (_Format.json, _Format.html, _Format.perfetto):
+                raise UserError(f"--cost prints a table: use --format markdown, tree or findings, not {form.value}")
             resolved = resolve_device(device)
             specs = [TensorSpec.parse(text, resolved) for text in tensor or []]
             tensors = {spec.name: spec.make(requires_grad=requires_grad or backward) for spec in specs}

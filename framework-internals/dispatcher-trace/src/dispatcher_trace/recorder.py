@@ -113,11 +113,12 @@ class Recorder:
     def busy(self, value: bool) -> None:
         self._local.busy = value
 
-    def is_artefact(self, key: str, args: tuple[Any, ...]) -> bool:
+    def is_artefact(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether only the stand-in for a number led here, whose place in C++ is taken by an inference tensor."""
         if not torch.is_inference_mode_enabled():
             return False
-        carried = functools.reduce(operator.or_, (self._keys(t) for value in args for t in tensors_in(value)), 0)
+        given = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
+        carried = functools.reduce(operator.or_, (self._keys(tensor) for tensor in given), 0)
         keys = dispatcher.computed(carried, dispatcher.tls_included(), dispatcher.tls_excluded())
         return key not in dispatcher.key_names(keys)
 

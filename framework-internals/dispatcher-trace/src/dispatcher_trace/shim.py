@@ -122,7 +122,11 @@ class Shims:
             if any(type(value) in _NUMBERS for value in args):
                 args = self._with_numbers(operator, key, args, facts.tensor_positions)
             recorder = self.recorder
-            if recorder is None or recorder.busy or (key == "ADInplaceOrView" and recorder.is_artefact(key, args)):
+            if (
+                recorder is None
+                or recorder.busy
+                or (key == "ADInplaceOrView" and recorder.is_artefact(key, args, kwargs))
+            ):
                 result = run(keyset, *args, **kwargs)
                 return self._wrapped(result) if type(result) in _NUMBERS and facts.returns_tensor else result
             hop = recorder.enter(operator, key, keyset, facts.names, args, kwargs)

@@ -114,9 +114,10 @@ def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -
     if kernels is None:
         kernels = torch.cuda.is_available()
     trace = Trace(shims.scope)
-    shims.stepper = Stepper() if native else None
+    stepper = Stepper() if native else None
     with profile.profiled() if kernels else nullcontext() as profiled:
         recorder = shims.recorder = Recorder(shims.number_labels)
+        shims.stepper = stepper
         try:
             yield trace
         finally:
