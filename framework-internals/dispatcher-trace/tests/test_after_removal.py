@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dispatcher_trace import installed
+from dispatcher_trace import installed, trace
 
 
 def test_fake_tensors_find_torchs_own_python_kernels_afterwards() -> None:
@@ -15,3 +15,33 @@ def test_fake_tensors_find_torchs_own_python_kernels_afterwards() -> None:
         viewed = torch.ops.prims.view_of(x.detach())
     assert made.shape == (3, 5)
     assert viewed.shape == x.shape
+
+
+@torch.library.custom_op("dispatcher_trace_removed::twice", mutates_args=())
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    return x + x
+
+
+@_twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_twice.register_autograd(lambda ctx, gradient: gradient + gradient)
+
+
+def test_a_custom_operator_is_walked_and_works_as_before_afterwards() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with trace(kernels=False) as t:
+        _twice(x).sum().backward()
+        with FakeTensorMode():
+            assert _twice(torch.empty(3)).shape == (3,)
+    own = next(call for call in t.calls if call.operator == "dispatcher_trace_removed::twice")
+    assert own.path == ("AutogradCPU", "CPU")
+    assert [call.operator for call in own.hops[1].calls] == ["aten::add.Tensor"]
+    assert own.hops[1].where.startswith("tests/test_after_removal.py:")
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    torch.library.opcheck(_twice, (torch.ones(3, requires_grad=True),))
+    compiled = torch.compile(lambda y: _twice(y) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0))

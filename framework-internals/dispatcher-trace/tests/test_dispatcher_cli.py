@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from dispatcher_trace import native_step
 from dispatcher_trace.cli import app
+from native_build.toolchain import missing_cxx
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -33,6 +35,72 @@ def test_expr_with_autocast_and_backward_as_json(tmp_path: Path) -> None:
     calls = json.loads(out.read_text(encoding="utf-8"))["calls"]
     assert calls[0]["hops"][0]["key"] == "AutocastCPU"
     assert any(hop["node"].startswith("MmBackward0") for call in calls for hop in call["hops"])
+
+
+def test_expr_under_vmap() -> None:
+    result = call("expr", "a.sum()", "--tensor", "a=f32[2,3]", "--vmap", "--format", "tree")
+    assert result.exit_code == 0, result.stderr
+    assert "FuncTorchBatched" in result.stdout
+
+
+@pytest.mark.slow
+def test_the_compiled_call_is_walked_without_the_compiler() -> None:
+    if reason := missing_cxx():
+        pytest.skip(reason)
+    result = call("expr", "a @ a", "--tensor", "a=f32[4,4]", "--compile", "--scope", "core", "--format", "tree")
+    assert result.exit_code == 0, result.stderr
+    operators = re.findall(r" = (\S+)\(", result.stdout)
+    assert operators[0] == "aten::mm.out"
+    assert len(operators) < 10
+
+
+def test_a_function_gets_its_tensors_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(x, w):\n    return (x.t() @ w).contiguous().sum()\n")
+    specs = ("--tensor", "x=f32[4,3]", "--tensor", "w=f32[4,2]", "--device", "cpu")
+    result = call("run", f"{file}:loss", *specs, "--backward", "--scope", "core", "--cost", "--format", "findings")
+    assert result.exit_code == 0, result.stderr
+    (found, *_), (head, *_) = (part.splitlines() for part in result.stdout.split("\n\n"))
+    assert found.startswith("copy: aten::clone under aten::mm")  # the expanded gradient of sum() is laid out for mm
+    assert found.endswith("mine.py:2 in loss")
+    assert head == "Operators over 5 % of the operators' own time, untraced:"
+    mapped = call("run", f"{file}:loss", *specs, "--vmap", "--device", "cpu", "--format", "findings")
+    assert "the traced code raised" in mapped.stderr  # one dimension is mapped away: .t() of a vector
+
+
+def test_native_step_on_the_command_line() -> None:
+    if reason := native_step.unavailable():
+        pytest.skip(reason)
+    result = call("expr", "a + a", "--tensor", "a=f32[8]", "--native", "--scope", "core", "--format", "tree")
+    assert result.exit_code == 0, result.stderr
+    assert re.search(r"native step: [\d,]+ instructions", result.stdout)
+
+
+def test_pages_and_traces(tmp_path: Path) -> None:
+    page, events = tmp_path / "walk.html", tmp_path / "walk.perfetto.json"
+    common = ("expr", "a + a", "--tensor", "a=f32[2]", "--scope", "core")
+    for form, path in (("html", page), ("perfetto", events)):
+        result = call(*common, "--format", form, "--out", str(path))
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.strip() == str(path)
+    assert "<title>a + a</title>" in page.read_text(encoding="utf-8")
+    assert json.loads(events.read_text(encoding="utf-8"))["traceEvents"]
+
+
+def test_diff_of_two_walks(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    common = ("expr", "a @ a", "--tensor", "a=f32[2,2]", "--scope", "core", "--format", "json")
+    assert call(*common, "--out", str(a)).exit_code == 0
+    assert call(*common, "--autocast", "bf16", "--out", str(b)).exit_code == 0
+    same, other = call("diff", str(a), str(a)), call("diff", str(a), str(b))
+    assert (same.exit_code, same.stdout) == (0, "no difference\n")
+    assert other.exit_code == 1
+    assert "keys: aten::matmul (A hop 1 / B hop 1): AutogradCPU | AutocastCPU" in other.stdout
+    b.write_text("{}", encoding="utf-8")
+    refused, missing = call("diff", str(a), str(b)), call("diff", str(a), str(tmp_path / "none.json"))
+    assert refused.stderr == f"dispatcher-trace: {b}: not a walk: expected what --format json writes\n"
+    assert "none.json: No such file or directory" in missing.stderr
+    assert (refused.exit_code, missing.exit_code) == (2, 2)
 
 
 def test_run_walks_a_function(tmp_path: Path) -> None:
@@ -61,6 +129,10 @@ def test_op_prints_the_table() -> None:
     ("arguments", "message"),
     [
         (("op", "add.tensr"), "no operator 'add.tensr'; near names: aten::add.Tensor"),
+        (
+            ("op", "aten::add"),
+            "no operator 'aten::add'; near names: aten::add.Scalar, aten::add.Scalar_out, aten::add.Tensor",
+        ),
         (("expr", "a +"), "cannot read the expression 'a +'"),
         (("expr", "a", "--tensor", "a=f33[2]"), "--tensor: unknown dtype 'f33'; one of f32"),
         (("expr", "a", "--tensor", "a:f32[2]"), "--tensor takes NAME=DTYPE[SIZES]"),
@@ -69,12 +141,18 @@ def test_op_prints_the_table() -> None:
         (("expr", "a @ a", "--tensor", "a=f32[2,3]", "--scope", "core"), "the traced code raised RuntimeError"),
         (("expr", "3", "--backward", "--scope", "core"), "holds no tensor that requires a gradient"),
         (("expr", "3", "--autocast", "half-ish"), "--autocast: unknown dtype 'half-ish'"),
+        (("run", "OWN:two", "--tensor", "y=f32[2]"), "cannot be called with --tensor y: missing a required argument"),
+        (("expr", "3", "--cost", "--format", "html"), "--cost prints a table: use --format markdown, tree or findings"),
+        (("expr", "3", "--vmap"), "--vmap maps over the first dimension of each --tensor: give at least one"),
+        (("expr", "3", "--backward", "--inference-mode"), "exclude each other: inference mode records no graph"),
         (("run", "nowhere.py:f"), "no file 'nowhere.py'"),
         (("run", "nowhere"), "expected FILE.py:FUNCTION, got 'nowhere'"),
     ],
 )
-def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:
-    result = call(*arguments)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def two(x):\n    return x * 2\n")
+    result = call(*(argument.replace("OWN", str(file)) for argument in arguments))
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

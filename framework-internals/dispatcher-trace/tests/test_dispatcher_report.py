@@ -1,7 +1,8 @@
 """The main job at its smallest, and sentences that follow the data."""
 
+import gzip
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -9,42 +10,44 @@ from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Quantity, Record, Results, load
 from benchkit.run import measure_and_write
-from dispatcher_trace import story
+from dispatcher_trace import native_step, story
+from dispatcher_trace.cases import EXPRESSIONS
 from dispatcher_trace.lens import build_lens
 
 
-def _row(number: int, key: str, *, operator: str = "aten::mm", predicted: str | None = None) -> dict[str, Any]:
-    return {
-        "number": number,
-        "depth": 0,
-        "operator": operator,
-        "key": key,
-        "how": "call",
-        "predicted": key if predicted is None else predicted,
-        "thread": "main",
-        "node": "",
-        "why": "",
-        "dtypes": [],
-        "kind": "",
-        "where": "",
-        "native": "",
-    }
-
-
-def _walk(rows: list[dict[str, Any]], *, mode: str = "autocast", bit_equal: bool = True) -> Record:
-    agreed = sum(row["predicted"] == row["key"] for row in rows)
-    counts = {"hops": len(rows), "positions": len(rows), "agreed": agreed, "calls": 1, "profiled": 1, "tied": 1}
+def _walk(keys: list[str], *, predicted: dict[int, str] | None = None, bit_equal: bool = True, **labels: str) -> Record:
+    predicted = predicted or {}
+    wrong = [
+        {"number": number, "operator": "aten::mm", "key": keys[number - 1], "predicted": key}
+        for number, key in predicted.items()
+    ]
+    hops = len(keys)
+    counts = {"hops": hops, "positions": hops, "agreed": hops - len(wrong), "calls": 1, "profiled": 1, "tied": 1}
     data = {
         "bit_equal": bit_equal,
         "same_operators": True,
+        "only_untraced": {},
+        "only_traced": {},
         "lines": ["x"],
-        "spine": [["aten::mm", row["key"]] for row in rows],
-        "hops": rows,
+        "spine": [["aten::mm", key] for key in keys],
+        "hops": [],
+        "keys": keys,
+        "autocast": {"included": False, "removed": labels.get("mode") == "plain"},
+        "disagreements": wrong,
+        "threads": {"main": hops},
         "kernels": [],
+        "findings": [],
         "notes": [],
     }
     values = {name: Quantity(count, "") for name, count in counts.items()}
-    return Record("walk", {"expression": "a @ b", "dtype": "f32", "mode": mode}, values, data)
+    return Record("walk", {"expression": "a @ b", "dtype": "f32", "mode": "autocast", **labels}, values, data)
+
+
+def _agreement(mode: str, calls: int, wrong: int, *, functorch: bool) -> Record:
+    item = {"operator": "aten::detach_", "visited": ["AutogradCPU"], "predicted": ["AutogradCPU", "CPU"]}
+    values = {"entries": Quantity(3, ""), "calls": Quantity(calls, ""), "agreed": Quantity(calls - wrong, "")}
+    data = {"disagreements": [{**item, "cause": "by hand", "calls": wrong}] if wrong else [], "errors": []}
+    return Record("agreement", {"mode": mode, "functorch": functorch}, values, data)
 
 
 def _results(*records: Record) -> Results:
@@ -53,29 +56,59 @@ def _results(*records: Record) -> Results:
 
 
 def test_the_order_of_autocast_and_autograd_is_read_from_the_walk() -> None:
-    usual = _results(_walk([_row(1, "AutocastCPU"), _row(2, "AutogradCPU"), _row(3, "CPU")]))
+    usual = _results(_walk(["AutocastCPU", "AutogradCPU", "CPU"]))
     assert "AutocastCPU comes before AutogradCPU" in story.finding(usual)
-    turned = _results(_walk([_row(1, "AutogradCPU"), _row(2, "AutocastCPU"), _row(3, "CPU")]))
+    turned = _results(_walk(["AutogradCPU", "AutocastCPU", "CPU"]))
     assert "AutogradCPU comes before AutocastCPU" in story.finding(turned)
-    neither = _results(_walk([_row(1, "CPU")]))
+    neither = _results(_walk(["CPU"]))
     assert "comes before" not in story.finding(neither)
 
 
 def test_disagreement_and_inequality_are_said() -> None:
-    results = _results(_walk([_row(1, "AutocastCPU", predicted="AutogradCPU")], bit_equal=False))
-    assert "names the key of 0 of 1 hops; 0 of 1 traced results are bit-equal" in story.finding(results)
+    results = _results(_walk(["AutocastCPU"], predicted={1: "AutogradCPU"}, bit_equal=False))
+    assert "0 of 1 traced results are bit-equal" in story.finding(results)
     assert "hop 1, `aten::mm` at AutocastCPU; predicted AutogradCPU" in story.disagreements(results)[0]
     assert "| no |" in story.conditions_table(results)
 
 
+def test_agreement_is_summed_inside_and_outside_functorch() -> None:
+    records = (
+        _agreement("plain", 100, 1, functorch=False),
+        _agreement("autocast", 300, 1, functorch=False),
+        _agreement("vmap", 100, 5, functorch=True),
+    )
+    results = _results(_walk(["CPU"]), *records)
+    assert "the keys of 99.50 % outside functorch and 95.00 % inside" in story.finding(results)
+    assert "| autocast | 3 | 300 | 1 | 99.67 % | 0 |" in story.agreement_table(results)
+    (line,) = story.causes(results)
+    assert line == "`aten::detach_`, 7 calls: visited AutogradCPU, predicted AutogradCPU → CPU; by hand"
+
+
+def test_what_is_said_of_autocast_follows_the_walks() -> None:
+    plain, cast = _walk(["CPU"], mode="plain"), _walk(["AutocastCPU"])
+    assert "autocast stops that" in story.autocast_claim(_results(plain, cast))
+    cast.data["autocast"]["included"] = True
+    assert story.autocast_claim(_results(plain, cast)) == "Under autocast the thread includes the Autocast key."
+    assert story.autocast_claim(_results(plain)) == ""
+
+
+def test_operators_of_one_run_alone_are_named() -> None:
+    walk = _walk(["CPU"])
+    walk.data["only_untraced"] = {"aten::promote_types": 2}
+    context = story.context(_results(walk))
+    assert context["unlike"] == ["`a @ b` f32 autocast: `promote_types` × 2 (untraced)"]
+
+
 def test_kernels_appear_where_there_are_any() -> None:
-    walk = _walk([_row(1, "CUDA")])
+    walk = _walk(["CUDA"])
     assert story.kernel_table(_results(walk)) == ""
-    kernel = {"operator": "aten::mm", "node": "", "name": "k" * 200, "grid": [2, 1, 1], "block": [128, 1, 1]}
-    walk.data["kernels"].append({**kernel, "registers": 8, "seconds": 2e-6})
+    kernel = {"operator": "aten::mm", "node": "", "name": "nvjet_" + "k" * 200, "grid": [2, 1, 1], "block": [128, 1, 1]}
+    kernel |= {"registers": 168, "shared_memory": 98304, "library": "cuBLAS", "seconds": 2e-6}
+    walk.data["kernels"].append(kernel)
     table = story.kernel_table(_results(walk))
     assert "2×1×1" in table
-    assert "2.00 µs" in table
+    assert "| 168 | 96.0 KiB | 2.00 µs |" in table
+    assert "(cuBLAS)" in table
     assert "k" * 110 not in table
 
 
@@ -85,9 +118,22 @@ def test_the_main_job(tmp_path: Path) -> None:
     path = measure_and_write(lens, device="cpu", quick=True, out=tmp_path)
     results = load(tmp_path / "results.json")
     assert render(results, lens.report) == path.read_text(encoding="utf-8")
-    assert len(results.select("walk")) == 16
+    walks = results.select("walk")
+    assert {walk.labels["mode"] for walk in walks} >= {"plain", "requires_grad", "autocast", "inference_mode", "vmap"}
+    assert {walk.labels["expression"] for walk in walks} == {*EXPRESSIONS, "scaled_relu(x, 2.0)"}
     counted = story.totals(results)
-    assert counted["bit_equal"] == counted["same_operators"] == 16
-    assert counted["profiled"] == counted["calls"]
+    assert counted["bit_equal"] == counted["walks"] == len(walks) + 2
+    assert counted["same_operators"] == counted["walks"] - 1  # the GPT step's promote_types, at Undefined
+    assert results.one("program", step="GPT step").data["only_untraced"] == {"aten::promote_types": 1}
+    assert results.one("restored").data == {"equal": True, "equal_after_exception": True}
+    assert len(results.select("agreement")) == 9
     assert results.one("overhead")["hops"].value == 2
-    assert {figure.name for figure in lens.report.figures(results)} == {"walk_autocast_f32", "walk_requires_grad_bf16"}
+    drawn = {figure.name for figure in lens.report.figures(results)}
+    assert drawn == {"walk_autocast_f32", "walk_requires_grad_bf16", "timeline"}
+    page = (tmp_path / story.UNFOLDED).read_text(encoding="utf-8")
+    assert "every hop" in page
+    events = json.loads(gzip.decompress((tmp_path / story.PERFETTO).read_bytes()))["traceEvents"]
+    assert sum(event.get("cat") == "hop" for event in events) == results.one("program", step="GPT step")["hops"].value
+    steps = {record.labels["operator"]: record for record in results.select("native_step")}
+    if not native_step.unavailable():
+        assert {"aten::add.Tensor", "aten::mm", "aten::_softmax"} <= set(steps)

@@ -7,6 +7,7 @@ calls. Not golden, because they move between versions: file and line of a regist
 
 import json
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dispatcher_trace import Call, Shims, installed, profile, record
+from dispatcher_trace.programs import gpt_step
 from dispatcher_trace.records import calls_from_json
 
 
@@ -33,7 +35,16 @@ def untraced() -> dict[str, tuple[Tensor, Counter[str]]]:
 
 
 @pytest.fixture(scope="module")
-def shims(untraced: dict[str, tuple[Tensor, Counter[str]]]) -> Iterator[Shims]:
+def numbers() -> dict[str, Tensor]:
+    """Results of the programs with numbers under ``torch.func`` before any shim is in."""
+    with warnings.catch_warnings():
+        # torch's own, when forward-mode differentiation first imports its decompositions
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+        return {name: program() for name, program in NUMBERS_UNDER_GRAD.items()}
+
+
+@pytest.fixture(scope="module")
+def shims(untraced: dict[str, tuple[Tensor, Counter[str]]], numbers: dict[str, Tensor]) -> Iterator[Shims]:
     with installed("all") as shims:
         yield shims
 
@@ -246,8 +257,13 @@ def _mode() -> Tensor:
         return torch.add(*_inputs())
 
 
+def _gpt_step() -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in gpt_step("cpu")()])
+
+
 PROGRAMS: dict[str, Callable[[], Tensor]] = {
     "transformer step": _transformer_step,
+    "GPT step": _gpt_step,
     "cnn step": _cnn_step,
     "autocast training": _autocast_training,
     "dispatch mode": _mode,
@@ -264,8 +280,11 @@ PROGRAMS: dict[str, Callable[[], Tensor]] = {
 UNPREDICTED = {"aten::detach_"}
 
 
-# Calls that reach nothing but a Python meta kernel of torch's own, where no shim can stand.
-ON_META_KERNELS_ALONE = {"functionalize": Counter({"aten::add_": 1})}
+# Calls that reach nothing but a Python meta kernel of torch's own, or the key Undefined, where no shim can stand.
+WITHOUT_A_SHIM = {
+    "functionalize": Counter({"aten::add_": 1}),
+    "GPT step": Counter({"aten::promote_types": 1}),
+}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -276,7 +295,7 @@ def test_program(name: str, untraced: dict[str, tuple[Tensor, Counter[str]]], sh
     assert torch.equal(result, expected)
     assert result.dtype == expected.dtype
     ours = Counter(call.operator.partition(".")[0] for call in t.all_calls)
-    unseen = ON_META_KERNELS_ALONE.get(name, Counter())
+    unseen = WITHOUT_A_SHIM.get(name, Counter())
     assert ours + Counter(t.unrecorded) + unseen == operators
     assert t.match is not None
     assert t.match.tied == t.match.calls == t.match.operators - unseen.total()
@@ -284,9 +303,43 @@ def test_program(name: str, untraced: dict[str, tuple[Tensor, Counter[str]]], sh
     assert {call.operator for call in wrong} <= UNPREDICTED
 
 
-def test_number_under_functorch_grad_says_so(shims: Shims) -> None:
+_X = torch.linspace(-1, 1, 5)
+NUMBERS_UNDER_GRAD: dict[str, Callable[[], Tensor]] = {
+    "with dimensions": lambda: torch.func.grad(lambda x: (x / 2).sum())(_X),
+    "without": lambda: torch.func.grad(lambda x: (x * 0.3).pow(2).sum() / 3 * 0.1)(_X),
+    "half precision": lambda: torch.func.grad(lambda x: ((x * 0.3).sum() * 2).float())(_X.bfloat16()),
+    "promoting integers": lambda: torch.func.grad(lambda x: (x * (torch.arange(5) * 0.7)).sum())(_X),
+    "vmap of grad": lambda: torch.vmap(torch.func.grad(lambda x: (x * 0.3).sum() * 0.2))(torch.stack([_X, _X])),
+    "grad of vmap": lambda: torch.func.grad(lambda x: torch.vmap(lambda y: y * 0.3 / 7)(x).sum())(_X[:, None]),
+    "jvp": lambda: torch.func.jvp(lambda x: (x * 0.3 + 1) / 3, (_X,), (_X,))[1],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS_UNDER_GRAD)
+def test_numbers_under_functorch_grad(name: str, numbers: dict[str, Tensor], shims: Shims) -> None:
+    expected = numbers[name]
+    with record(shims, kernels=False):
+        result = NUMBERS_UNDER_GRAD[name]()
+    assert torch.equal(result, expected)
+    assert result.dtype == expected.dtype
+
+
+def test_code_between_graph_breaks_runs_with_the_tracer_unseen_by_the_compiler(shims: Shims) -> None:
+    def breaking(x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return eval("y * y", {"y": y})
+
+    compiled = torch.compile(breaking, backend="eager")
+    with record(shims, kernels=False) as t:
+        result = compiled(_X)
+    assert torch.equal(result, breaking(_X))
+    assert {"aten::add.Tensor", "aten::mul.Tensor"} <= {call.operator for call in t.calls}
+
+
+def test_a_number_that_no_tensor_can_stand_for_under_grad_says_so(shims: Shims) -> None:
     with (
-        pytest.raises(RuntimeError, match=r"cannot follow aten::div.Tensor with a Python number"),
+        pytest.raises(RuntimeError, match=r"cannot follow aten::mul.Tensor with the number 0.1"),
         record(shims, kernels=False),
     ):
-        torch.func.grad(lambda x: (x / 2).sum())(torch.ones(2))
+        torch.func.grad(lambda x: ((x * 0.5).sum() * 0.1).float())(_X.bfloat16())

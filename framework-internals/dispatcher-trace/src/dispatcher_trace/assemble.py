@@ -8,7 +8,7 @@ from typing import Any
 from dispatcher_trace import dispatcher
 from dispatcher_trace.native import native_function
 from dispatcher_trace.predict import choose, handed_on, predict
-from dispatcher_trace.recorder import RawHop, Recorder
+from dispatcher_trace.recorder import RawHop, Recorder, facts_in
 from dispatcher_trace.records import Argument, Call, Hop, TensorFact
 from dispatcher_trace.why import explain
 
@@ -26,6 +26,7 @@ def calls_of(recorder: Recorder, tables: Mapping[str, dispatcher.Table]) -> tupl
     """
     assembler = _Assembler(recorder, tables)
     calls = [assembler.call(raw) for raw in recorder.top]
+    _link_backward(calls)
     return calls, sorted(assembler.first_hops, key=lambda raw: raw.number)
 
 
@@ -72,7 +73,8 @@ class _Assembler:
             hop.calls = [self.call(child) for child in raw.children if child is not successor]
             hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
             hops.append(hop)
-        return Call(first.operator, hops, missed=tuple(step.key for step in steps[len(chain) :]))
+        missed = tuple(step.key for step in steps[len(chain) :])
+        return Call(first.operator, hops, missed=missed, stack=first.stack)
 
     def _hop(self, raw: RawHop, table: dispatcher.Table, predicted: str, *, redispatched: bool) -> Hop:
         registration = table[raw.key]
@@ -87,7 +89,7 @@ class _Assembler:
             excluded=dispatcher.key_names(raw.excluded),
             removed=() if redispatched else _removed(raw),
             kind=registration.kind,
-            where=registration.where,
+            where=_where(raw, registration),
             native=native_function(raw.operator, raw.key, registration.kind),
             predicted=predicted,
             arguments=tuple(_argument(name, value) for name, value in raw.arguments),
@@ -98,11 +100,19 @@ class _Assembler:
             start_ns=raw.start_ns,
             stop_ns=raw.stop_ns,
             error=raw.error,
+            effects=_own_effects(raw),
+            native_step=raw.native_step,
         )
 
     def _thread(self, raw: RawHop) -> str:
         kind = "autograd worker" if raw.node else "thread"
         return self._threads.setdefault(raw.thread, f"{kind} {len(self._threads)}")
+
+
+def _where(raw: RawHop, registration: dispatcher.Registration) -> str:
+    """The registration's line; of a custom operator's own kernel the line of its function."""
+    custom = "" if raw.key.startswith("Autograd") else dispatcher.custom_kernel_at(raw.operator)
+    return custom if custom and registration.file.endswith("custom_ops.py") else registration.where
 
 
 def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:
@@ -116,6 +126,42 @@ def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tup
 def _removed(raw: RawHop) -> tuple[str, ...]:
     left = set(dispatcher.key_names(dispatcher.computed(raw.carried, raw.included, raw.excluded)))
     return tuple(key for key in dispatcher.key_names(raw.carried) if key not in left)
+
+
+def _link_backward(calls: list[Call]) -> None:
+    """Tell each call of a backward which forward hop made the node that is running."""
+    every = [call for top in calls for call in top.walk()]
+    made: dict[str, tuple[int, str]] = {}
+    for call in every:
+        for hop in call.hops:
+            if hop.made_node:
+                made[hop.made_node] = (hop.number, call.source)  # the innermost that returned it, seen last, made it
+    for call in every:
+        if call.hops[0].node in made:
+            call.forward, call.forward_source = made[call.hops[0].node]
+
+
+def _own_effects(raw: RawHop) -> tuple[str, ...]:
+    """The effects of a hop that none of the hops inside it had already."""
+    inside = {effect for child in raw.children for effect in _effects(child)}
+    return tuple(effect for effect in _effects(raw) if effect not in inside)
+
+
+def _effects(raw: RawHop) -> tuple[str, ...]:
+    """Who was made on whose memory, whose version went up."""
+    given = [fact for _, value in raw.arguments for fact in facts_in(value)]
+    labels = {fact.label for fact in given}
+    memory: dict[str, str] = {}
+    for fact in given:
+        if fact.storage:
+            memory.setdefault(fact.storage, fact.label)
+    made = [fact for value in raw.results for fact in facts_in(value) if fact.label not in labels]
+    on_memory = (
+        f"{fact.label} was made on the memory of {memory[fact.storage]} ({fact.storage})"
+        for fact in made
+        if fact.storage in memory
+    )
+    return (*on_memory, *(f"the version of {label} went up" for label in raw.bumped))
 
 
 def _argument(name: str, value: Any) -> Argument:

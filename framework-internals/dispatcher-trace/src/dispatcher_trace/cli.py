@@ -1,10 +1,8 @@
 """The command ``dispatcher-trace``."""
 
-from __future__ import annotations
-
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -15,7 +13,8 @@ import typer
 from benchkit import UserError
 from benchkit.device import resolve_device
 from benchkit.results import write_text_atomically
-from dispatcher_trace import keys, render
+from dispatcher_trace import compare, cost, keys, render
+from dispatcher_trace.records import Call
 from dispatcher_trace.targets import Conditions, TensorSpec, expression, load_function, one_line, parse_dtype
 from dispatcher_trace.trace import Trace, table_of, trace
 
@@ -30,7 +29,10 @@ app = typer.Typer(
 class _Format(StrEnum):
     markdown = "markdown"
     tree = "tree"
+    findings = "findings"
     json = "json"
+    html = "html"
+    perfetto = "perfetto"
 
 
 class _Scope(StrEnum):
@@ -38,58 +40,78 @@ class _Scope(StrEnum):
     core = "core"
 
 
-_AutocastOption = Annotated[str | None, typer.Option(metavar="DTYPE", help="Run under torch.autocast with this dtype.")]
-_BackwardOption = Annotated[bool, typer.Option("--backward", help="Go on with sum().backward() of the result.")]
-_InferenceOption = Annotated[bool, typer.Option("--inference-mode", help="Run under torch.inference_mode.")]
-_FormatOption = Annotated[_Format, typer.Option("--format", help="markdown is the tree and a sentence for each hop.")]
 _OutOption = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
-_ScopeOption = Annotated[
-    _Scope, typer.Option(help="Keys to watch; core installs faster, blind to functorch and modes.")
-]
 
 
-@app.command()
-def expr(
-    source: Annotated[str, typer.Argument(metavar="EXPRESSION", help='Such as "a @ b"; torch and F are in scope.')],
-    tensor: Annotated[list[str] | None, typer.Option(metavar="SPEC", help="a=bf16[256,256]@cuda; repeat it.")] = None,
-    requires_grad: Annotated[bool, typer.Option("--requires-grad", help="Tensors require gradients.")] = False,
-    autocast: _AutocastOption = None,
-    backward: _BackwardOption = False,
-    inference_mode: _InferenceOption = False,
-    scope: _ScopeOption = _Scope.all,
-    form: _FormatOption = _Format.markdown,
-    out: _OutOption = None,
-) -> None:
-    """Walk an expression over tensors that are made for it."""
+def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable[..., Any]], about: str) -> None:
+    """Add a command that walks a callable; ``expr`` and ``run`` differ in what their argument names."""
 
-    def job() -> str:
-        specs = [TensorSpec.parse(text) for text in tensor or []]
-        function = expression(source, specs, requires_grad=requires_grad or backward)
-        device = next((spec.device.partition(":")[0] for spec in specs if spec.device != "cpu"), "cpu")
-        conditions = Conditions(device, _dtype(autocast), inference_mode, backward)
-        return _text(_walk(function, conditions, scope.value), form)
+    def command(
+        target: Annotated[str, argument],
+        tensor: Annotated[
+            list[str] | None, typer.Option(metavar="SPEC", help="a=bf16[256,256]@cuda: an argument by name; repeat it.")
+        ] = None,
+        requires_grad: Annotated[bool, typer.Option("--requires-grad", help="Tensors require gradients.")] = False,
+        device: Annotated[
+            str, typer.Option(help="auto, cpu or cuda: where factories and --tensor without @ put tensors.")
+        ] = "auto" if name == "run" else "cpu",
+        autocast: Annotated[
+            str | None, typer.Option(metavar="DTYPE", help="Run under torch.autocast with this dtype.")
+        ] = None,
+        backward: Annotated[
+            bool, typer.Option("--backward", help="Go on with sum().backward() of the result.")
+        ] = False,
+        inference_mode: Annotated[
+            bool, typer.Option("--inference-mode", help="Run under torch.inference_mode.")
+        ] = False,
+        vmap: Annotated[bool, typer.Option("--vmap", help="Map over the first dimension of each --tensor.")] = False,
+        compiled: Annotated[
+            bool, typer.Option("--compile", help="Compile first (the callable runs once); walk the compiled call.")
+        ] = False,
+        native: Annotated[
+            bool, typer.Option("--native", help="Single-step CPU kernels: routines below them (x86-64 Linux).")
+        ] = False,
+        costs: Annotated[
+            bool, typer.Option("--cost", help="Operators over 5 % of the time, from a second, untraced run.")
+        ] = False,
+        scope: Annotated[
+            _Scope, typer.Option(help="Keys to watch; core installs faster, blind to functorch and modes.")
+        ] = _Scope.all,
+        form: Annotated[
+            _Format, typer.Option("--format", help="markdown is the tree, a sentence for each hop, and findings.")
+        ] = _Format.markdown,
+        out: _OutOption = None,
+    ) -> None:
+        def job() -> str:
+            if costs and form in (_Format.json, _Format.html, _Format.perfetto):
+                raise UserError(f"--cost prints a table: use --format markdown, tree or findings, not {form.value}")
+            resolved = resolve_device(device)
+            specs = [TensorSpec.parse(text, resolved) for text in tensor or []]
+            tensors = {spec.name: spec.make(requires_grad=requires_grad or backward) for spec in specs}
+            main = next((spec.device.partition(":")[0] for spec in specs if spec.device != "cpu"), resolved)
+            dtype = None if autocast is None else parse_dtype(autocast, "--autocast")
+            conditions = Conditions(main, dtype, inference_mode, backward, vmap, compiled)
+            function = load(target, list(tensors))
+            walk, profile = _walk(function, tensors, conditions, scope.value, native=native, costs=costs)
+            return _text(walk, form, target) + profile
 
-    _run(job, out)
+        _run(job, out)
+
+    app.command(name, help=about)(command)
 
 
-@app.command()
-def run(
-    target: Annotated[str, typer.Argument(metavar="FILE.py:FUNCTION", help="A function without arguments.")],
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda: where factory functions put tensors.")] = "auto",
-    autocast: _AutocastOption = None,
-    backward: _BackwardOption = False,
-    inference_mode: _InferenceOption = False,
-    scope: _ScopeOption = _Scope.all,
-    form: _FormatOption = _Format.markdown,
-    out: _OutOption = None,
-) -> None:
-    """Walk a function of your own."""
-
-    def job() -> str:
-        conditions = Conditions(resolve_device(device), _dtype(autocast), inference_mode, backward)
-        return _text(_walk(load_function(target), conditions, scope.value), form)
-
-    _run(job, out)
+_walking(
+    "expr",
+    typer.Argument(metavar="EXPRESSION", help='Such as "a @ b"; torch and F are in scope.'),
+    expression,
+    "Walk an expression over tensors that are made for it.",
+)
+_walking(
+    "run",
+    typer.Argument(metavar="FILE.py:FUNCTION", help="Called with what --tensor names, or without arguments."),
+    load_function,
+    "Walk a function of your own.",
+)
 
 
 @app.command()
@@ -109,29 +131,75 @@ def op(
     _run(job, None)
 
 
-def _walk(function: Callable[[], Any], conditions: Conditions, scope: keys.Scope) -> Trace:
-    with trace(scope=scope, kernels=conditions.device == "cuda") as walk:
-        try:
-            conditions.run(function)
-            if conditions.device == "cuda":
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="A walk that --format json wrote.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
+) -> None:
+    """Compare two walks: calls that only one has, other keys, tensors or kernels. Status 1 where they differ."""
+    found: list[compare.Difference] = []
+
+    def job() -> str:
+        found.extend(compare.differences(_load(a), _load(b)))
+        return "".join(f"{difference}\n" for difference in found) or "no difference\n"
+
+    _run(job, None)
+    if found:
+        raise typer.Exit(1)
+
+
+def _load(path: Path) -> list[Call]:
+    try:
+        return compare.load_calls(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _walk(
+    function: Callable[..., Any],
+    tensors: Mapping[str, torch.Tensor],
+    conditions: Conditions,
+    scope: keys.Scope,
+    *,
+    native: bool,
+    costs: bool,
+) -> tuple[Trace, str]:
+    """The walk, and the table of costs as text."""
+    on_gpu = conditions.device == "cuda"
+    try:
+        call = conditions.prepare(function, tensors)
+        profile = cost.profile_of(call) if costs else None
+        with trace(scope=scope, kernels=on_gpu, native=native) as walk:
+            call()
+            if on_gpu:
                 torch.cuda.synchronize()
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"the traced code raised {one_line(error)}") from error
-    return walk
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"the traced code raised {one_line(error)}") from error
+    return walk, "" if profile is None else f"\n{cost.table(cost.operator_costs(profile, walk))}\n"
 
 
-def _text(walk: Trace, form: _Format) -> str:
-    if form is _Format.json:
-        return json.dumps(walk.to_json(), indent=1, ensure_ascii=False) + "\n"
-    if form is _Format.tree:
-        return render.tree(walk.calls) + "\n"
-    return walk.to_markdown()
+def _text(walk: Trace, form: _Format, title: str) -> str:
+    match form:
+        case _Format.json:
+            return _json(walk.to_json())
+        case _Format.perfetto:
+            return _json(walk.to_perfetto())
+        case _Format.html:
+            return walk.to_html(title)
+        case _Format.tree:
+            return render.tree(walk.calls) + "\n"
+        case _Format.findings:
+            return "".join(f"{finding}\n" for finding in walk.findings) or "no findings\n"
+        case _Format.markdown:
+            return walk.to_markdown()
 
 
-def _dtype(text: str | None) -> torch.dtype | None:
-    return None if text is None else parse_dtype(text, "--autocast")
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def _run(job: Callable[[], str], out: Path | None) -> None:

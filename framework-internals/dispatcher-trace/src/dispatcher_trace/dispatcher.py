@@ -7,10 +7,12 @@ name of torch. :func:`missing_apis` says what a torch version lacks.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ _PRIVATE = (
     "_dispatch_tls_local_exclude_set",
     "_dispatch_tls_local_include_set",
     "_get_schema",
+    "_storage_address",
 )
 
 # "CPU: fallthrough registered at /build/…/File.cpp:12 [backend fallback]"
@@ -45,7 +48,10 @@ _SOURCE_ROOT = re.compile(r"^.*/(?=(?:aten/src|torch/csrc|build/aten/src|c10|tor
 def missing_apis() -> list[str]:
     """The private names that this package needs and this torch does not have."""
     missing = [f"torch._C.{name}" for name in _PRIVATE if not hasattr(torch._C, name)]
+    hooks = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+    missing += [f"torch._C._dynamo.eval_frame.{n}" for n in hooks if not hasattr(torch._C._dynamo.eval_frame, n)]
     missing += [] if hasattr(torch._C._profiler, "_RecordFunctionFast") else ["torch._C._profiler._RecordFunctionFast"]
+    missing += [] if hasattr(torch._library.custom_ops, "OPDEFS") else ["torch._library.custom_ops.OPDEFS"]
     missing += [] if hasattr(torch.autograd.graph.Node, "_sequence_nr") else ["torch.autograd.graph.Node._sequence_nr"]
     missing += [] if hasattr(torch._C._autograd, "_profiler_enabled") else ["torch._C._autograd._profiler_enabled"]
     if not missing:
@@ -89,19 +95,23 @@ class Registration:
 
     @property
     def torch_python(self) -> bool:
-        """Whether the kernel is a Python function of torch's own; such a cell cannot be shimmed and put back.
+        """Whether the kernel is a Python function of torch's own, registered at this very key.
 
-        Torch keeps Python kernels in a second map, by operator and key, which it consults while a Python mode is
-        active and which a removed registration does not leave: after the shims are gone, a fake tensor would find one
-        of them there in place of, for example, a meta kernel.
+        Such a cell cannot be shimmed and put back. Torch keeps Python kernels in a second map, by operator and key,
+        which it consults while a Python mode is active and which a removed registration does not leave: after the shims
+        are gone, a fake tensor would find one of them there in place of, for example, a meta kernel. A kernel that a
+        table shows under an alias key (``torch.library.custom_op``: composite, autograd) has its entry there under the
+        alias, so a shim at the key itself collides with nothing.
         """
-        return self.file.startswith("torch/") and self.file.endswith(".py")
+        return self.kind == "kernel" and self.file.startswith("torch/") and self.file.endswith(".py")
 
     @property
     def where(self) -> str:
         """``file:line``."""
         return f"{self.file}:{self.line}"
 
+
+_ANY_BACKEND = re.compile(r"^StartOf(\w+)(?:FunctionalityBackends|Backends)$")
 
 Table = Mapping[str, Registration]
 
@@ -116,6 +126,19 @@ def without_subclass_code() -> AbstractContextManager[None]:
     """A context in which reading an attribute of a tensor subclass runs none of the subclass's own code."""
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return guard
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage is kept; 0 for a tensor without one.
+
+    ``untyped_storage()`` would say the same, but leave a Python object behind that counts as a second owner: autograd
+    then adds gradients out of place where it would have added them in place.
+    """
+    try:
+        address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+        return address
+    except (RuntimeError, NotImplementedError):  # sparse, nested and functorch's tensors have none to show
+        return 0
 
 
 def sequence_number(node: Any) -> int:
@@ -134,6 +157,18 @@ def table(operator: str) -> Table:
     return _parse_table(torch._C._dispatch_dump_table(operator))
 
 
+def custom_kernel_at(operator: str) -> str:
+    """``file:line`` of the function that ``torch.library.custom_op`` made the operator from; empty for others.
+
+    The table names the line of torch that registers all such operators.
+    """
+    definition = torch._library.custom_ops.OPDEFS.get(operator.partition(".")[0])
+    if definition is None:
+        return ""
+    code = inspect.unwrap(definition._init_fn).__code__
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"
+
+
 @functools.lru_cache(maxsize=8192)
 def _parse_table(text: str) -> Table:
     """Cached by the dump's text, so that a changed registration is never served from an old entry."""
@@ -143,6 +178,11 @@ def _parse_table(text: str) -> Table:
             key, fallthrough, file, number, kind = match.groups()
             cells[key] = Registration(kind, fallthrough is not None, _SOURCE_ROOT.sub("", file), int(number))
     return cells
+
+
+def dumps() -> dict[str, str]:
+    """The dispatcher's own dump of every operator's table, to compare before and after."""
+    return {operator: torch._C._dispatch_dump_table(operator) for operator in operators()}
 
 
 def is_operator(operator: str) -> bool:
@@ -205,8 +245,9 @@ def key_names(bits: KeyBits) -> tuple[str, ...]:
     names = []
     remaining = key_set(bits)
     while (key := remaining.highestPriorityTypeId()) != torch._C.DispatchKey.Undefined:
-        name = key.name
-        names.append(name)
+        if known_key(key.name):  # a few keys have no name in Python
+            # A functionality in a set without any backend, as in what a thread excludes.
+            names.append(_ANY_BACKEND.sub(r"\1", key.name))
         without = remaining.remove(key)
         if without.raw_repr() == remaining.raw_repr():
             break
@@ -217,6 +258,15 @@ def key_names(bits: KeyBits) -> tuple[str, ...]:
 def keys_of(tensor: torch.Tensor) -> KeyBits:
     """The dispatch keys that a tensor carries."""
     return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+@functools.lru_cache(maxsize=1024)
+def as_inference_tensor(keys: KeyBits) -> KeyBits:
+    """The keys of a tensor had it been made under ``torch.inference_mode``: without autograd and ADInplaceOrView."""
+    for key in key_names(keys):
+        if key == "ADInplaceOrView" or key.startswith("Autograd"):
+            keys = without(keys, key)
+    return keys
 
 
 def tls_included() -> KeyBits:
@@ -256,6 +306,16 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def hide_from_compiler(function: Callable[..., Any]) -> None:
+    """Have Dynamo leave every call of this function's code alone, and whatever Python it calls in turn."""
+    hooks = torch._C._dynamo.eval_frame
+    skip = hooks._FrameAction.SKIP
+    hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
+
+
 # -- the profiler -----------------------------------------------------------------------------------------------------
 
 OWN_WORK = "dispatcher_trace's own work"
@@ -277,6 +337,40 @@ def profiler_enabled() -> bool:
 WRAPPING_OPERATORS = ("aten::mul.Tensor", "aten::to.dtype", "aten::_to_copy", "aten::copy_")
 
 
+def differentiating() -> bool:
+    """Whether the innermost functorch transform of this thread is ``grad``, ``vjp`` or ``jvp``."""
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return interpreter is not None and interpreter.key() in (kinds.Grad, kinds.Jvp)
+
+
+def plain_number(value: complex, wrapped: torch.Tensor, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A zero-dimensional tensor that does among these operands what a wrapped number does; None if there is none.
+
+    It has to promote them to the same dtype and reach the kernel with the same value. Among operands with dimensions
+    one of the widest dtype of its kind is as weak as a wrapped number. Among zero-dimensional ones it has to have the
+    dtype that the operation has anyway, and, as kernels compute half precision in single, to hold the value exactly.
+
+    Args:
+        value: the number.
+        wrapped: the same as a wrapped number.
+        operands: the other tensors of the call.
+    """
+    with _outside_transforms():
+        like = [torch.empty((1,) * min(operand.dim(), 1), dtype=operand.dtype) for operand in operands]
+        meant = _promoted(like, wrapped)
+        for dtype in (wrapped.dtype, meant):
+            plain = torch.tensor(value, dtype=dtype)
+            half = dtype in (torch.float16, torch.bfloat16)
+            if _promoted(like, plain) == meant and not (half and plain.item() != value):
+                return plain
+    return None
+
+
+def _promoted(operands: Sequence[torch.Tensor], number: torch.Tensor) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [torch.result_type(operand, number) for operand in operands])
+
+
 def wrapped_number(value: complex) -> torch.Tensor:
     """The tensor that torch's C++ makes of a Python number: zero dimensions, and weak in type promotion.
 
@@ -288,8 +382,12 @@ def wrapped_number(value: complex) -> torch.Tensor:
     Args:
         value: int, float, bool or complex.
     """
-    guard: Callable[..., Any] = torch._C._ForceDispatchKeyGuard
-    keys = bits_of("BackendSelect", "ADInplaceOrView")
-    with guard(key_set(keys), key_set(0)), torch.inference_mode(False), torch.enable_grad():
+    with _outside_transforms(), torch.inference_mode(False), torch.enable_grad():
         factor = torch.ones((), dtype=torch.float64, device="cpu", requires_grad=True)
         return (factor * value).grad_fn._saved_other  # type: ignore[union-attr]
+
+
+def _outside_transforms() -> AbstractContextManager[None]:
+    """The thread state of ordinary code, without what functorch and modes include or exclude."""
+    guard: Callable[..., Any] = torch._C._ForceDispatchKeyGuard
+    return guard(key_set(bits_of("BackendSelect", "ADInplaceOrView")), key_set(0))

@@ -29,7 +29,45 @@ def figures(results: Results) -> list[Figure]:
                 " Grey is the backward, with the node that ran."
             )
             made.append(Figure(f"walk_{mode}_{dtype}", caption, partial(draw_walk, walk)))
+    made += [_timeline(record) for record in results.select("timeline")]
     return made
+
+
+def _timeline(record: Record) -> Figure:
+    caption = (
+        "The training step of the GPT: which key's kernels ran when. A kernel covers what it called, so a composite or"
+        " an autograd kernel lies over the kernels below it. The backward is shaded. The times are those of the traced"
+        " run, most of them the tracer's."
+    )
+    return Figure("timeline", caption, partial(draw_timeline, record))
+
+
+def draw_timeline(record: Record) -> MatplotlibFigure:
+    """Keys over time: a bar for each hop."""
+    data = record.data
+    keys = _ordered(data["keys"])
+    level = {key: len(keys) - 1 - index for index, key in enumerate(keys)}
+    figure, axes = new_figure(width=9.0, height=1.2 + 0.5 * len(keys))
+    bars: dict[str, list[tuple[float, float]]] = {key: [] for key in keys}
+    for index, start, stop in zip(data["key"], data["start_us"], data["stop_us"], strict=True):
+        bars[data["keys"][index]].append((start / 1e3, (stop - start) / 1e3))
+    for key, spans in bars.items():
+        # Thousands of bars: drawn as pixels, so that the page stays small.
+        axes.broken_barh(spans, (level[key] - 0.36, 0.72), color=COLOURS[0], linewidth=0.3, rasterized=True)
+    during = [
+        (start, stop)
+        for start, stop, backward in zip(data["start_us"], data["stop_us"], data["backward"], strict=True)
+        if backward
+    ]
+    if during:
+        axes.axvspan(
+            min(start for start, _ in during) / 1e3, max(stop for _, stop in during) / 1e3, color="#EEEEEE", zorder=0
+        )
+    axes.set_yticks(list(level.values()), list(level))
+    axes.set_ylim(-0.6, len(keys) - 0.4)
+    axes.set_xlabel("time from the start of the trace, ms")
+    axes.set_ylabel("dispatch key")
+    return figure
 
 
 def draw_walk(walk: Record) -> MatplotlibFigure:

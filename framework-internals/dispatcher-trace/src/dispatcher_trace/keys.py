@@ -50,6 +50,10 @@ def watched(scope: Scope) -> frozenset[str]:
 
 
 def unwatched(scope: Scope) -> tuple[str, ...]:
-    """What a trace of that scope cannot see, for the reader of a walk."""
-    unseen = ["Tracer", "PreDispatch", "PythonDispatcher", "FuncTorchVmapMode"]
+    """What a trace of that scope cannot see, for the reader of a walk.
+
+    At ``Undefined`` arrive the operators that get no tensor and choose no backend (``aten::promote_types``); a
+    registration there would be one for every key.
+    """
+    unseen = ["Tracer", "PreDispatch", "PythonDispatcher", "FuncTorchVmapMode", "Undefined"]
     return (*unseen, *(_MODES if scope == "core" else ()))

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import operator
+import os
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 
 from dispatcher_trace import dispatcher
-from dispatcher_trace.records import TensorFact, dtype_name
+from dispatcher_trace.records import NativeStep, TensorFact, dtype_name
 
 _REPR_LIMIT = 60
+_DEEPEST_STACK = 5
 _LAYOUTS = {
     torch.sparse_coo: "Sparse",
     torch.sparse_csr: "SparseCsr",
@@ -24,6 +32,15 @@ _LAYOUTS = {
     torch.sparse_bsc: "SparseCsr",
     torch._mkldnn: "Mkldnn",  # type: ignore[attr-defined]
 }
+_HERE = Path(__file__).parent
+# Frames of these files made no call that the user would look for; from the second group on outwards, none did.
+_NOT_THE_USERS = (
+    str(Path(torch.__file__).parent) + os.sep,
+    *(str(_HERE / f"{module}.py") for module in ("recorder", "shim")),
+    str(Path(contextlib.__file__)),
+    "<frozen ",
+)
+_CALLERS_OF_THE_USERS = tuple(str(_HERE / f"{module}.py") for module in ("targets", "assertions", "lens", "agreement"))
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest there is, so that it always runs first
 
 
@@ -49,6 +66,9 @@ class RawHop:
     results: list[Any] = field(default_factory=list)
     made_node: str = ""
     error: str = ""
+    bumped: list[str] = field(default_factory=list)
+    stack: tuple[str, ...] = ()
+    native_step: NativeStep | None = None
     children: list[RawHop] = field(default_factory=list)
 
 
@@ -79,6 +99,9 @@ class Recorder:
         self._labels = itertools.count()
         self._numbers_by_id = numbers
         self._seen: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        self._storages: dict[int, tuple[str, list[weakref.ref[torch.Tensor]]]] = {}
+        self._storage_labels = itertools.count()
+        self._stepped: set[tuple[str, str, str]] = set()
         self._local = _PerThread()
 
     @property
@@ -89,6 +112,15 @@ class Recorder:
     @busy.setter
     def busy(self, value: bool) -> None:
         self._local.busy = value
+
+    def is_artefact(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether only the stand-in for a number led here, whose place in C++ is taken by an inference tensor."""
+        if not torch.is_inference_mode_enabled():
+            return False
+        given = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
+        carried = functools.reduce(operator.or_, (self._keys(tensor) for tensor in given), 0)
+        keys = dispatcher.computed(carried, dispatcher.tls_included(), dispatcher.tls_excluded())
+        return key not in dispatcher.key_names(keys)
 
     def enter(
         self,
@@ -108,7 +140,7 @@ class Recorder:
             carried = 0
             for _, value in given:
                 for tensor in tensors_in(value):
-                    carried |= dispatcher.keys_of(tensor)
+                    carried |= self._keys(tensor)
             node = dispatcher.running_node()
             hop = RawHop(
                 number=next(self._numbers),
@@ -125,6 +157,7 @@ class Recorder:
                 native_thread=threading.get_native_id(),
                 node="" if node is None else _node_name(node),
                 start_ns=0,
+                stack=_user_stack() if parent is None else parent.stack,
             )
             (self.top if parent is None else parent.children).append(hop)
             local.open = hop
@@ -133,7 +166,9 @@ class Recorder:
         hop.start_ns = time.perf_counter_ns() - self.start_ns
         return hop
 
-    def leave(self, hop: RawHop, result: Any, args: tuple[Any, ...], error: BaseException | None) -> None:
+    def leave(
+        self, hop: RawHop, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException | None
+    ) -> None:
         """Note how the kernel ended."""
         hop.stop_ns = time.perf_counter_ns() - self.start_ns
         local = self._local
@@ -145,10 +180,32 @@ class Recorder:
                 return
             outputs = result if isinstance(result, tuple) else () if result is None else (result,)
             hop.results = [self._facts(output) for output in outputs]
+            given = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
+            before = [fact for _, value in hop.arguments for fact in facts_in(value)]
+            bumped = (
+                fact.label
+                for fact, tensor in zip(before, given, strict=False)
+                if fact.version is not None and _version(tensor) != fact.version
+            )
+            hop.bumped = list(dict.fromkeys(bumped))
             if hop.key.startswith("Autograd"):
-                hop.made_node = _made_node(outputs, args)
+                hop.made_node = _made_node(outputs, given)
         finally:
             local.busy = False
+
+    def first_of_its_kind(self, hop: RawHop) -> bool:
+        """Whether no hop on the recording's own thread was at this kernel with such tensors and numbers before."""
+        if threading.get_ident() != self.thread:
+            return False
+        arguments = ((facts_in(value) or value) for _, value in hop.arguments)
+        described = [
+            [(fact.dtype, fact.shape, fact.strides) for fact in value] if isinstance(value, list) else value
+            for value in arguments
+        ]
+        kind = (hop.operator, hop.key, repr(described))
+        known = kind in self._stepped
+        self._stepped.add(kind)
+        return not known
 
     def _facts(self, value: Any) -> Any:
         """A tensor's facts, a list of them, or a short text for anything else."""
@@ -170,8 +227,30 @@ class Recorder:
                 dtype=dtype_name(tensor.dtype),
                 shape=shape,
                 device=str(tensor.device),
-                keys=dispatcher.key_names(dispatcher.keys_of(tensor)),
+                keys=dispatcher.key_names(self._keys(tensor)),
+                strides=_strides(tensor),
+                storage=self._storage(tensor),
+                version=_version(tensor),
             )
+
+    def _storage(self, tensor: torch.Tensor) -> str:
+        address = dispatcher.storage_address(tensor)
+        if address == 0:
+            return ""
+        # An address is used again once the storage is freed, which it is not while a tensor seen on it lives.
+        label, seen = self._storages.get(address, ("", []))
+        seen = [reference for reference in seen if reference() is not None]
+        if not seen:
+            label = f"s{next(self._storage_labels)}"
+        self._storages[address] = (label, [*(known for known in seen if known() is not tensor), weakref.ref(tensor)])
+        return label
+
+    def _keys(self, tensor: torch.Tensor) -> dispatcher.KeyBits:
+        """The keys that a tensor carries; of a number those that C++'s own tensor for it has."""
+        keys = dispatcher.keys_of(tensor)
+        if id(tensor) in self._numbers_by_id and torch.is_inference_mode_enabled():
+            return dispatcher.as_inference_tensor(keys)
+        return keys
 
     def _label(self, tensor: torch.Tensor) -> str:
         # An address is used again once a tensor is freed; the reference tells the old owner from the new.
@@ -193,6 +272,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (list, tuple)):
         return [item for item in value if isinstance(item, torch.Tensor)]
     return []
+
+
+def facts_in(value: Any) -> list[TensorFact]:
+    """The tensor facts of a captured argument, in the order of :func:`tensors_in`."""
+    if isinstance(value, TensorFact):
+        return [value]
+    return [fact for fact in value if isinstance(fact, TensorFact)] if isinstance(value, list) else []
 
 
 def _plain(value: Any) -> str:
@@ -220,11 +306,41 @@ def _node_name(node: Any) -> str:
     return name if number > _LARGEST_SEQUENCE_NUMBER else f"{name}#{number}"
 
 
-def _made_node(outputs: tuple[Any, ...], args: tuple[Any, ...]) -> str:
-    """The node that an output has and no argument had: reading ``grad_fn`` runs no operator but for a view's."""
-    before = {tensor.grad_fn for arg in args for tensor in tensors_in(arg) if not tensor._is_view()}
+def _made_node(outputs: tuple[Any, ...], given: list[torch.Tensor]) -> str:
+    """The node that an output has and no argument had.
+
+    Reading the ``grad_fn`` of a view that was written to after it was made runs operators; so an argument that is a
+    view is not asked, and neither is an output that is such an argument.
+    """
+    before = {tensor.grad_fn for tensor in given if not tensor._is_view()}
+    views = {id(tensor) for tensor in given if tensor._is_view()}
     for output in outputs:
         for tensor in tensors_in(output):
-            if not tensor._is_view() and tensor.grad_fn is not None and tensor.grad_fn not in before:
+            if id(tensor) not in views and tensor.grad_fn is not None and tensor.grad_fn not in before:
                 return _node_name(tensor.grad_fn)
     return ""
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int | str, ...]:
+    try:
+        return tuple(stride if type(stride) is int else str(stride) for stride in tensor.stride())
+    except RuntimeError:  # sparse and nested tensors have none
+        return ()
+
+
+def _user_stack() -> tuple[str, ...]:
+    """``step.py:12 in loss``, innermost first: frames of this thread that are neither torch's nor the tracer's."""
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(lines) < _DEEPEST_STACK:
+        if lines and frame.f_code.co_filename in _CALLERS_OF_THE_USERS:
+            break
+        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+            path = Path(frame.f_code.co_filename)
+            lines.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}".lstrip("/"))
+        frame = frame.f_back
+    return tuple(lines)

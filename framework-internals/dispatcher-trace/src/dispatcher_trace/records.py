@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+# How each kind of fact was come by; a walk carries this table wherever it goes.
+EVIDENCE = {
+    "operator, key, key sets, order, arguments, results, thread": "hop shim",
+    "views, version counters, storages": "hop shim",
+    "kind and place of a kernel": "dispatch table (static)",
+    "at::native name": "the wheel's native_functions.yaml (static)",
+    "predicted key": "dispatch table and key sets (static)",
+    "source line": "Python's stack at the call",
+    "device kernels": "profiler",
+    "routines below a CPU kernel, instructions": "native step",
+}
 
 DTYPE_NAMES = {
     torch.float32: "f32",
@@ -41,6 +55,9 @@ class TensorFact:
         shape: sizes; a symbolic size as text.
         device: ``cpu``, ``cuda:0``.
         keys: the dispatch keys it carried, highest priority first.
+        strides: in elements; empty for a tensor without (sparse, nested).
+        storage: ``s0``: tensors with the same storage share their memory; empty for a tensor without.
+        version: of the version counter when the hop began (for a result: ended); None for an inference tensor.
     """
 
     label: str
@@ -48,6 +65,15 @@ class TensorFact:
     shape: tuple[int | str, ...]
     device: str
     keys: tuple[str, ...]
+    strides: tuple[int | str, ...] = ()
+    storage: str = ""
+    version: int | None = None
+
+    @property
+    def elements(self) -> int | None:
+        """How many elements it has; None where a size is symbolic."""
+        sizes = [size for size in self.shape if isinstance(size, int)]
+        return math.prod(sizes) if len(sizes) == len(self.shape) else None
 
     def __str__(self) -> str:
         where = "" if self.device == "cpu" else f"@{self.device}"
@@ -79,6 +105,9 @@ class Kernel:
         block: threads of a block.
         seconds: on the device.
         registers: a thread, where the profiler says.
+        shared_memory: bytes a block, where the profiler says.
+        stream: of the device, where the profiler says.
+        start_ns: on the walk's clock; 0 where the clocks could not be tied.
     """
 
     name: str
@@ -86,6 +115,59 @@ class Kernel:
     block: tuple[int, ...] = ()
     seconds: float = 0.0
     registers: int | None = None
+    shared_memory: int | None = None
+    stream: int | None = None
+    start_ns: int = 0
+
+    @property
+    def library(self) -> str:
+        """The library that the kernel's name belongs to: ``cuBLAS``, ``cuDNN``, … or empty."""
+        return next((library for pattern, library in _LIBRARIES if pattern.search(self.name)), "")
+
+
+# Families of kernel names, the first that fits. cuBLAS names its own nvjet_… from CUDA 12.8 on, and launches CUTLASS,
+# xmma and gemv kernels besides.
+_LIBRARIES = (
+    (re.compile(r"flash_(fwd|bwd)|pytorch_flash|flash::"), "FlashAttention"),
+    (re.compile(r"fmha_cutlass"), "memory-efficient attention"),
+    (re.compile(r"cudnn|xmma_(fprop|dgrad|wgrad)|implicit_convolve"), "cuDNN"),
+    (re.compile(r"nvjet_|cublas|gemv\w*_kernel|(?<!tiny)gemm|splitKreduce"), "cuBLAS"),
+    (re.compile(r"\bcub::"), "CUB"),
+)
+
+
+@dataclass(frozen=True)
+class NativeFrame:
+    """One function that ran below a kernel, from single-stepping it.
+
+    Attributes:
+        function: demangled.
+        file: the source file that the library's symbol table names, ``BinaryOpsKernel.cpp.AVX512.cpp``; empty without.
+        library: the shared library.
+        depth: calls between the kernel's entry and this one.
+        instructions: executed when it was entered, counted from the kernel's entry.
+    """
+
+    function: str
+    file: str
+    library: str
+    depth: int
+    instructions: int
+
+
+@dataclass(frozen=True)
+class NativeStep:
+    """What single-stepping a kernel saw.
+
+    Attributes:
+        frames: the functions worth naming, in order; see :mod:`dispatcher_trace.native_step`.
+        instructions: of the whole kernel, user space, without the operators that it called from a shim's Python.
+        cut: the kernel was not stepped to its end, and ``instructions`` is a lower bound.
+    """
+
+    frames: tuple[NativeFrame, ...]
+    instructions: int
+    cut: bool
 
 
 @dataclass
@@ -115,6 +197,8 @@ class Hop:
         start_ns: on a monotonic clock, from the start of the trace.
         stop_ns: likewise; the time in between holds everything below, and the tracer.
         error: the exception that left the kernel, or empty.
+        effects: what the kernel did to tensors, a clause each: who made a view of whom, whose version went up.
+        native_step: what ran below, where the kernel was single-stepped.
         calls: what the kernel called, in order.
         why: one sentence computed from the above.
     """
@@ -140,8 +224,15 @@ class Hop:
     start_ns: int
     stop_ns: int
     error: str
+    effects: tuple[str, ...] = ()
+    native_step: NativeStep | None = None
     calls: list[Call] = field(default_factory=list)
     why: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """``as predicted``, or what was predicted instead."""
+        return "as predicted" if self.predicted == self.key else f"predicted {self.predicted or 'no hop'}"
 
     @property
     def tensors(self) -> tuple[TensorFact, ...]:
@@ -157,13 +248,30 @@ class Call:
         operator: with overload.
         hops: in order.
         missed: keys that the prediction names after the last hop that was seen.
+        stack: the lines of the user's own code that the call came from, innermost first: ``step.py:12 in loss``; calls
+            inside others have those of the outermost.
+        forward: in a backward, the number of the forward hop that made the node which is running; 0 for none.
+        forward_source: the user's line of that forward hop.
         kernels: device kernels launched under this call and not under a call inside it.
     """
 
     operator: str
     hops: list[Hop]
     missed: tuple[str, ...] = ()
+    stack: tuple[str, ...] = ()
+    forward: int = 0
+    forward_source: str = ""
     kernels: tuple[Kernel, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The innermost line of the stack, or empty."""
+        return self.stack[0] if self.stack else ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the prediction named every key of the call and no other."""
+        return not self.missed and all(hop.predicted == hop.key for hop in self.hops)
 
     @property
     def path(self) -> tuple[str, ...]:
@@ -181,11 +289,12 @@ class Call:
     def spine(self) -> list[Hop]:
         """The hops that lead to the kernel which computes the result.
 
-        From a composite or a caster the way goes on into the last operator that it called; it ends at the first kernel
-        that is neither.
+        From a composite, a caster or a transform the way goes on into the last operator that it called; it ends at the
+        first kernel that is none of these.
         """
         last = self.hops[-1]
-        onward = last.kind in ("math kernel", "default backend kernel") or last.key.startswith("Autocast")
+        composite = last.kind in ("math kernel", "default backend kernel")
+        onward = composite or last.key.startswith(("Autocast", "FuncTorch", "Functionalize", "Python"))
         return [*self.hops, *(last.calls[-1].spine() if onward and last.calls else ())]
 
     def walk(self) -> Iterator[Call]:
@@ -203,29 +312,29 @@ def calls_to_json(calls: list[Call]) -> list[dict[str, Any]]:
 
 def calls_from_json(document: list[dict[str, Any]]) -> list[Call]:
     """The inverse of :func:`calls_to_json`."""
-    return [
-        Call(
-            operator=entry["operator"],
-            hops=[_hop(hop) for hop in entry["hops"]],
-            missed=tuple(entry["missed"]),
-            kernels=tuple(
-                Kernel(**{**kernel, "grid": tuple(kernel["grid"]), "block": tuple(kernel["block"])})
-                for kernel in entry["kernels"]
-            ),
-        )
-        for entry in document
-    ]
+    return [_call(entry) for entry in document]
+
+
+def _call(entry: dict[str, Any]) -> Call:
+    kernels = tuple(Kernel(**_tuples(kernel, "grid", "block")) for kernel in entry["kernels"])
+    hops = [_hop(hop) for hop in entry["hops"]]
+    return Call(**{**_tuples(entry, "missed", "stack"), "hops": hops, "kernels": kernels})
 
 
 def _hop(entry: dict[str, Any]) -> Hop:
-    sets = {name: tuple(entry[name]) for name in ("keys", "skipped", "included", "excluded", "removed")}
     values = {name: tuple(_argument(value) for value in entry[name]) for name in ("arguments", "results")}
-    return Hop(**{**entry, **sets, **values, "calls": calls_from_json(entry["calls"])})
+    sets = _tuples(entry, "keys", "skipped", "included", "excluded", "removed", "effects")
+    step = entry["native_step"]
+    if step is not None:
+        step = NativeStep(**{**step, "frames": tuple(NativeFrame(**frame) for frame in step["frames"])})
+    return Hop(**{**sets, **values, "native_step": step, "calls": calls_from_json(entry["calls"])})
 
 
 def _argument(entry: dict[str, Any]) -> Argument:
-    tensors = tuple(
-        TensorFact(**{**tensor, "shape": tuple(tensor["shape"]), "keys": tuple(tensor["keys"])})
-        for tensor in entry["tensors"]
-    )
+    tensors = tuple(TensorFact(**_tuples(tensor, "shape", "keys", "strides")) for tensor in entry["tensors"])
     return Argument(entry["name"], entry["text"], tensors)
+
+
+def _tuples(entry: dict[str, Any], *names: str) -> dict[str, Any]:
+    """The entry with these lists as tuples."""
+    return {**entry, **{name: tuple(entry[name]) for name in names}}

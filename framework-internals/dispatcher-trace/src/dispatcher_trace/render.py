@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 
 from benchkit import numbers
 from dispatcher_trace.dispatcher import Table
+from dispatcher_trace.findings import findings
 from dispatcher_trace.native import native_function
-from dispatcher_trace.records import Call, Hop, Kernel
+from dispatcher_trace.records import EVIDENCE, Call, Hop, Kernel, NativeFrame, NativeStep
 
 
 def walk(calls: Sequence[Call], notes: Iterable[str] = ()) -> str:
@@ -19,8 +20,41 @@ def walk(calls: Sequence[Call], notes: Iterable[str] = ()) -> str:
         notes: sentences on what the walk does not show.
     """
     hops = sorted((hop for top in calls for call in top.walk() for hop in call.hops), key=lambda hop: hop.number)
-    reasons = [f"{hop.number}. `{hop.operator}` at {hop.key}: {hop.why}" for hop in hops]
-    return "\n".join(["```", tree(calls), "```", "", *reasons, "", *(f"- {note}" for note in notes)]).rstrip() + "\n"
+    reasons = [
+        line for hop in hops for line in (f"{hop.number}. `{hop.operator}` at {hop.key}: {hop.why}", key_line(hop))
+    ]
+    found = findings(calls)
+    parts = ["```", tree(calls), "```", "", *reasons, ""]
+    parts += ["Findings:", "", *(f"- {finding}" for finding in found), ""] if found else []
+    parts += [f"- {note}" for note in notes]
+    parts.append(f"- Evidence: {'; '.join(f'{fact}: {source}' for fact, source in EVIDENCE.items())}.")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def key_line(hop: Hop) -> str:
+    """The key set as an equation, what each argument brought, and the verdict on the prediction, indented."""
+    effects = f"; {'; '.join(hop.effects)}" if hop.effects else ""
+    if hop.how == "redispatch":
+        return f"   keys {_set(hop.keys)} handed on; {hop.verdict}{effects}"
+    brought = dict.fromkeys((argument.name, tensor.keys) for argument in hop.arguments for tensor in argument.tensors)
+    arguments = " ∪ ".join(f"{name} {_set(keys)}" for name, keys in brought) or "no tensors"
+    present = dict.fromkeys([*(key for _, keys in brought for key in keys), *hop.included])
+    fell = [key for key in present if key not in (*hop.keys, *hop.removed, *hop.excluded)]
+    without = f" − fallthrough {_set(fell)}" if fell else ""
+    thread = f"thread {_set(hop.included)} − thread {_set(hop.excluded)}"
+    return f"   keys {_set(hop.keys)} = {arguments} ∪ {thread}{without}; {hop.verdict}{effects}"
+
+
+_MOST_NEAR_NAMES = 6
+# Of the devices that this package knows; a thread excludes those of all others together.
+_AUTOCAST_SHOWN = frozenset({"AutocastCPU", "AutocastCUDA"})
+
+
+def _set(keys: Sequence[str]) -> str:
+    """The keys in braces; the autocast keys of other devices as one."""
+    others = [key for key in keys if key.startswith("Autocast") and key not in _AUTOCAST_SHOWN]
+    shown = [key for key in keys if key not in others]
+    return f"{{{', '.join([*shown, 'Autocast of other devices'] if others else shown)}}}"
 
 
 def tree(calls: Sequence[Call]) -> str:
@@ -30,10 +64,13 @@ def tree(calls: Sequence[Call]) -> str:
 
 def _call_lines(call: Call, depth: int) -> list[str]:
     indent = "    " * depth
-    node = f"   [in {call.hops[0].node}]" if call.hops[0].node else ""
+    made = f", made by hop {call.forward}" if call.forward else ""
+    node = f"   [in {call.hops[0].node}{made}]" if call.hops[0].node else ""
     lines = [f"{indent}{call.title}{node}"]
     for hop in call.hops:
         lines.append(f"{indent}{hop.number:>3} {hop.key:<16} {kernel_text(hop)}")
+        if hop.native_step is not None:
+            lines += [f"{indent}      {line}" for line in native_lines(hop.native_step)]
         for inner in hop.calls:
             lines += _call_lines(inner, depth + 1)
     lines += [f"{indent}      {missed:<14} predicted, not seen" for missed in call.missed]
@@ -45,15 +82,30 @@ def kernel_text(hop: Hop) -> str:
     """What ran at a hop: kind, place of registration, native function."""
     native = f", at::native::{hop.native}" if hop.native else ""
     error = f"   raised {hop.error}" if hop.error else ""
-    verdict = "" if hop.predicted == hop.key else f"   (predicted {hop.predicted or 'no hop'})"
+    verdict = "" if hop.predicted == hop.key else f"   ({hop.verdict})"
     return f"{hop.kind}, {hop.where}{native}{verdict}{error}"
 
 
 def device_kernel(kernel: Kernel) -> str:
-    """Name, launch shape and time of a device kernel."""
+    """Name, library, launch shape, resources and time of a device kernel."""
     grid = f" grid {'×'.join(map(str, kernel.grid))}" if kernel.grid else ""
     block = f" block {'×'.join(map(str, kernel.block))}" if kernel.block else ""
-    return f"{kernel.name}{grid}{block} {numbers.with_unit(kernel.seconds, 's')}"
+    registers = f" registers {kernel.registers}" if kernel.registers is not None else ""
+    shared = f" shared memory {kernel.shared_memory} B" if kernel.shared_memory is not None else ""
+    library = f" ({kernel.library})" if kernel.library else ""
+    return f"{kernel.name}{library}{grid}{block}{registers}{shared} {numbers.with_unit(kernel.seconds, 's')}"
+
+
+def native_lines(step: NativeStep) -> list[str]:
+    """What single-stepping saw below a kernel: a line for the count, one for each function worth naming."""
+    bound = "at least " if step.cut else ""
+    head = f"native step: {bound}{numbers.count(step.instructions)} instructions"
+    return [head, *(f"  {frame_text(frame)}" for frame in step.frames)]
+
+
+def frame_text(frame: NativeFrame) -> str:
+    """``at::native::… [BinaryOpsKernel.cpp.AVX512.cpp]``."""
+    return f"{frame.function} [{frame.file or frame.library}]"
 
 
 def dispatch_table(operator: str, table: Table, only: Collection[str] | None = None) -> str:
@@ -90,5 +142,7 @@ def near_names(wanted: str, known: Sequence[str]) -> str:
         folded[name.lower()] = name
         folded.setdefault(name.partition("::")[2].lower(), name)
     close = difflib.get_close_matches(wanted.lower(), folded, n=5, cutoff=0.6)
-    names = list(dict.fromkeys(folded[match] for match in close))
+    # Without its overload an operator is nearer than any other name, however many letters the overload has.
+    overloads = [name for key, name in folded.items() if key.partition(".")[0] == wanted.lower()]
+    names = list(dict.fromkeys([*overloads, *(folded[match] for match in close)]))[:_MOST_NEAR_NAMES]
     return f"; near names: {', '.join(names)}" if names else ""

@@ -14,14 +14,15 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from dispatcher_trace import dispatcher, keys
-from dispatcher_trace.recorder import Recorder
+from dispatcher_trace.native_step import Stepper
+from dispatcher_trace.recorder import RawHop, Recorder
 
 # torch.Tensor's constructors of subclasses take a fresh view that Python must not have seen before; a shim shows every
 # result to Python. So the shims of what they call stand aside while they run, as those of the operator that makes
@@ -29,11 +30,9 @@ from dispatcher_trace.recorder import Recorder
 _CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
 _SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *dispatcher.WRAPPING_OPERATORS})
 
-# functorch wraps a wrapped number in a tensor of its own that keeps the mark, and torch, about to hand it to a Python
-# kernel as a plain number, finds no number in it.
 _NUMBER_UNDER_GRAD = (
-    "dispatcher_trace cannot follow {operator} with a Python number as an operand under torch.func.grad or jvp: torch "
-    "cannot hand such a number to a Python kernel. Write the number as a tensor of the operand's dtype."
+    "dispatcher_trace cannot follow {operator} with the number {value} under torch.func.grad or jvp: no tensor takes "
+    "its place exactly. Write the number as a tensor of the operand's dtype."
 )
 
 _active = threading.Lock()
@@ -44,6 +43,7 @@ class Shims:
 
     Attributes:
         recorder: where hops go; None while nothing is recorded.
+        stepper: steps through CPU kernels while a recording asks for it; else None.
         tables: the dispatch table of every operator as it was before.
         scope: which keys are watched.
         count: how many (operator, key) pairs are shimmed.
@@ -54,11 +54,14 @@ class Shims:
         dispatcher.require_apis()
         self.scope = scope
         self.recorder: Recorder | None = None
+        self.stepper: Stepper | None = None
+        self._stepped: RawHop | None = None
         self.tables: dict[str, dispatcher.Table] = {}
         self.count = 0
         self._libraries: dict[str, Any] = {}
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         self._numbers: dict[tuple[type, str], torch.Tensor] = {}  # by type and text: 1, 1.0 and True are equal
+        self._plain_numbers: dict[tuple[type, str, torch.dtype], torch.Tensor] = {}
         self.number_labels: dict[int, str] = {}
         self._suspending = threading.RLock()
 
@@ -111,35 +114,54 @@ class Shims:
         """
         run = kernel.call_boxed
         facts = _Signature(operator)
+        steppable = _steppable(operator, key, self.tables[operator][key])
+        if key == "CPU" and operator in _CALL_FROM_WORKERS:
+            run = _on_one_thread(run)
 
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if any(type(value) in _NUMBERS for value in args):
-                positions = facts.tensor_positions
-                args = tuple(
-                    self._wrapped(value) if index in positions and type(value) in _NUMBERS else value
-                    for index, value in enumerate(args)
-                )
+                args = self._with_numbers(operator, key, args, facts.tensor_positions)
             recorder = self.recorder
-            if recorder is None or recorder.busy:
+            if (
+                recorder is None
+                or recorder.busy
+                or (key == "ADInplaceOrView" and recorder.is_artefact(key, args, kwargs))
+            ):
                 result = run(keyset, *args, **kwargs)
                 return self._wrapped(result) if type(result) in _NUMBERS and facts.returns_tensor else result
             hop = recorder.enter(operator, key, keyset, facts.names, args, kwargs)
             result = None
             error: BaseException | None = None
             try:
-                result = run(keyset, *args, **kwargs)
+                free = self.stepper is not None and self._stepped is None
+                if steppable and free and recorder.first_of_its_kind(hop):
+                    result = self._stepping(hop, lambda: run(keyset, *args, **kwargs))
+                else:
+                    result = run(keyset, *args, **kwargs)
                 if type(result) in _NUMBERS and facts.returns_tensor:
                     result = self._wrapped(result)
             except BaseException as raised:
                 error = raised
-                if key.startswith("FuncTorch") and "Cannot access data pointer" in str(raised):
-                    raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator)) from raised
                 raise
             finally:
-                recorder.leave(hop, result, args, error)
+                recorder.leave(hop, result, args, kwargs, error)
+                if self._stepped is not None and hop.parent is self._stepped and self.stepper is not None:
+                    self.stepper.resume()  # control is about to go back to the kernel
             return result
 
+        # Between graph breaks Dynamo compiles every Python frame there is; the tracer's are none of the user's.
+        dispatcher.hide_from_compiler(shim)
         return shim
+
+    def _stepping(self, hop: RawHop, call: Callable[[], Any]) -> Any:
+        """Make the call, stepping through its kernel; what that calls in turn runs at full speed."""
+        assert self.stepper is not None
+        self._stepped = hop
+        try:
+            result, hop.native_step = self.stepper.step(call)
+        finally:
+            self._stepped = None
+        return result
 
     @contextmanager
     def _suspended(self, *operators: str) -> Iterator[None]:
@@ -168,24 +190,90 @@ class Shims:
 
         return staticmethod(construct) if name == "_make_subclass" else construct
 
+    def _with_numbers(
+        self, operator: str, key: str, args: tuple[Any, ...], positions: frozenset[int]
+    ) -> tuple[Any, ...]:
+        """The arguments with tensors in place of the numbers that stand where the schema says Tensor."""
+        make = self._wrapped
+        if key == "FuncTorchDynamicLayerFrontMode" and dispatcher.differentiating():
+            # What comes next wraps the number in a tensor of functorch's that keeps the mark of a wrapped number;
+            # torch, about to hand that to the next shim as a plain number, would find no number in it.
+            operands = [value for value in args if isinstance(value, torch.Tensor)]
+
+            def make(value: complex) -> torch.Tensor:
+                return self._plain(operator, value, operands)
+
+        return tuple(
+            make(value) if index in positions and type(value) in _NUMBERS else value for index, value in enumerate(args)
+        )
+
+    def _plain(self, operator: str, value: complex, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        with self._unrecorded():
+            number = dispatcher.plain_number(value, self._wrapped(value), operands)
+        if number is None:
+            raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator, value=value))
+        known = self._plain_numbers.setdefault((type(value), repr(value), number.dtype), number)
+        self.number_labels[id(known)] = repr(value)
+        return known
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Operators in the block are the tracer's own."""
+        recorder = self.recorder
+        if recorder is None or recorder.busy:
+            yield
+            return
+        recorder.busy = True
+        try:
+            yield
+        finally:
+            recorder.busy = False
+
     def _wrapped(self, value: complex) -> torch.Tensor:
         """The wrapped number that Python unwrapped, made once for each value."""
         known = (type(value), repr(value))
         if known not in self._numbers:
-            recorder = self.recorder
-            before = recorder is None or recorder.busy
-            if recorder is not None:
-                recorder.busy = True
-            try:
-                with self._suspended(*dispatcher.WRAPPING_OPERATORS):
-                    number = dispatcher.wrapped_number(value)
-                self.number_labels[id(number)] = repr(value)
-                self._numbers[known] = number
-            finally:
-                if recorder is not None:
-                    recorder.busy = before
+            with self._unrecorded(), self._suspended(*dispatcher.WRAPPING_OPERATORS):
+                number = dispatcher.wrapped_number(value)
+            self.number_labels[id(number)] = repr(value)
+            self._numbers[known] = number
         return self._numbers[known]
 
+
+def _steppable(operator: str, key: str, registration: dispatcher.Registration) -> bool:
+    """Whether the kernel is one that computes on a CPU, rather than one that calls other operators to do it."""
+    on_cpu = key.endswith("CPU") and not key.startswith(("Autograd", "Autocast"))
+    computes = operator.partition(".")[0] not in _ALLOCATE_OR_VIEW
+    return on_cpu and computes and (registration.kind == "kernel" or operator == "aten::copy_")
+
+
+# Kernels that call operators from the worker threads of a parallel region. There a shim waits for the interpreter's
+# lock, which the thread that entered the kernel holds until the region ends. Their regions go over whole samples or
+# heads, so that one thread computes the same bits.
+_CALL_FROM_WORKERS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten::slow_conv_transpose2d",
+        "aten::slow_conv_transpose2d.out",
+    }
+)
+
+
+def _on_one_thread(run: Callable[..., Any]) -> Callable[..., Any]:
+    def alone(*args: Any, **kwargs: Any) -> Any:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone
+
+
+_ALLOCATE_OR_VIEW = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_", "set_")
+)
 
 _NUMBERS = frozenset({int, float, bool, complex})
 _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +40,12 @@ class TensorSpec:
     device: str
 
     @classmethod
-    def parse(cls, text: str) -> TensorSpec:
+    def parse(cls, text: str, device: str = "cpu") -> TensorSpec:
         """Read a specification.
+
+        Args:
+            text: ``a=bf16[256,256]`` or ``a=bf16[256,256]@cuda``.
+            device: where the specification names none.
 
         Raises:
             UserError: saying what is wrong with it.
@@ -57,9 +62,9 @@ class TensorSpec:
             raise UserError(
                 f"--tensor: sizes are whole numbers between commas, got [{match['shape']}] in {text!r}"
             ) from None
-        device = match["device"] or "cpu"
-        resolve_device(device.partition(":")[0])
-        return cls(match["name"], dtype, shape, device)
+        named = match["device"] or device
+        resolve_device(named.partition(":")[0])
+        return cls(match["name"], dtype, shape, named)
 
     def make(self, *, requires_grad: bool = False) -> torch.Tensor:
         """A tensor of seeded random numbers: normal for floating point, 0 to 9 for integers."""
@@ -82,23 +87,29 @@ def parse_dtype(text: str, option: str) -> torch.dtype:
     return dtype
 
 
-def expression(source: str, specs: Sequence[TensorSpec], *, requires_grad: bool) -> Callable[[], Any]:
-    """A function that evaluates an expression over the tensors, with ``torch`` and ``F`` in scope.
+def expression(source: str, names: Sequence[str] = ()) -> Callable[..., Any]:
+    """A function of the tensors of these names that evaluates an expression, with ``torch`` and ``F`` in scope.
 
     Raises:
         UserError: for an expression that is not Python.
     """
     try:
-        code = compile(source, "<expression>", "eval")
+        compile(source, "<expression>", "eval")
     except SyntaxError as error:
         raise UserError(f"cannot read the expression {source!r}: {error.msg}") from None
     scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
-    scope |= {spec.name: spec.make(requires_grad=requires_grad) for spec in specs}
-    return lambda: eval(code, scope)
+    # A function that torch.compile can read, which a call of eval() would not be.
+    code = compile(f"lambda {', '.join(names)}: ({source}\n)", "<expression>", "eval")
+    function: Callable[..., Any] = eval(code, scope)
+    return function
 
 
-def load_function(target: str) -> Callable[[], Any]:
+def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     """The function that ``FILE.py:FUNCTION`` names; the file is run as a module.
+
+    Args:
+        target: which one.
+        names: of the arguments that it will be called with.
 
     Raises:
         UserError: for a target without a colon, a file that is not there or raises, or a function that is not in it.
@@ -125,6 +136,11 @@ def load_function(target: str) -> Callable[[], Any]:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = near_names(name, functions) if functions else ""
         raise UserError(f"{path_text} has no function {name!r}{near}")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(names))
+    except TypeError as error:
+        given = f"--tensor {', '.join(names)}" if names else "no --tensor"
+        raise UserError(f"{target} cannot be called with {given}: {error}") from None
     return function
 
 
@@ -142,23 +158,43 @@ class Conditions:
         autocast: its dtype, or None.
         inference_mode: whether to run under ``torch.inference_mode``.
         backward: whether to go on with ``sum().backward()`` of what the callable returns.
+        vmap: map over the first dimension of every tensor given.
+        compile: run what ``torch.compile`` makes of the callable.
     """
 
     device: str = "cpu"
     autocast: torch.dtype | None = None
     inference_mode: bool = False
     backward: bool = False
+    vmap: bool = False
+    compile: bool = False
 
-    def run(self, function: Callable[[], Any]) -> Any:
-        """Call the function under these conditions; returns what it returned.
+    def __post_init__(self) -> None:
+        if self.backward and self.inference_mode:
+            raise UserError("--backward and --inference-mode exclude each other: inference mode records no graph")
+
+    def prepare(self, function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], Any]:
+        """Everything that comes before the call to be traced; what is returned makes that call and returns its result.
+
+        With ``compile`` the callable runs once here, so that the trace holds the compiled call and not the compiler.
 
         Raises:
-            UserError: when there is nothing to go backward from.
+            UserError: when there is nothing to map over, or (from what is returned) nothing to go backward from.
         """
+        if self.vmap:
+            function = _mapped(function, tensors)
+        if self.compile:
+            function = torch.compile(function)
+            self._run(function, tensors)
+        return lambda: self._run(function, tensors)
+
+    def _run(self, function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+        for tensor in tensors.values():
+            tensor.grad = None  # of an earlier call
         with ExitStack() as stack:
             for context in self._contexts():
                 stack.enter_context(context)
-            result = function()
+            result = function(**tensors)
         if self.backward:
             roots = [tensor for tensor in _tensors(result) if tensor.requires_grad]
             if not roots:
@@ -175,6 +211,20 @@ class Conditions:
         if self.inference_mode:
             contexts.append(torch.inference_mode())
         return contexts
+
+
+def _mapped(function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
+    if not tensors or any(tensor.dim() == 0 for tensor in tensors.values()):
+        raise UserError(
+            "--vmap maps over the first dimension of each --tensor: give at least one, each with a dimension"
+        )
+    names = list(tensors)
+
+    def over_values(*values: torch.Tensor) -> Any:
+        return function(**dict(zip(names, values, strict=True)))
+
+    mapped = torch.vmap(over_values, randomness="different")
+    return lambda **given: mapped(*given.values())
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

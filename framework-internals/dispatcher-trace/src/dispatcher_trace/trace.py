@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from dispatcher_trace import assemble, dispatcher, keys, profile, render
+from dispatcher_trace import assemble, dispatcher, keys, perfetto, profile, render, viewer
+from dispatcher_trace.findings import Finding, findings
+from dispatcher_trace.native_step import Stepper
 from dispatcher_trace.recorder import Recorder
-from dispatcher_trace.records import SCHEMA_VERSION, Call, Hop, calls_to_json
+from dispatcher_trace.records import EVIDENCE, SCHEMA_VERSION, Call, Hop, calls_to_json
 from dispatcher_trace.shim import Shims, installed
 
 
@@ -60,6 +62,11 @@ class Trace:
             )
         return notes
 
+    @property
+    def findings(self) -> list[Finding]:
+        """Hidden copies, synchronisations and wrong predictions, in order."""
+        return findings(self.calls)
+
     def to_json(self) -> dict[str, Any]:
         """The walk as plain JSON, with the versions that its facts depend on."""
         return {
@@ -69,22 +76,37 @@ class Trace:
             "calls": calls_to_json(self.calls),
             "match": None if self.match is None else asdict(self.match),
             "notes": self.notes,
+            "findings": [asdict(finding) for finding in self.findings],
+            "evidence": EVIDENCE,
         }
 
     def to_markdown(self) -> str:
         """The walk as a tree, and under it why each hop happened."""
         return render.walk(self.calls, self.notes)
 
+    def to_perfetto(self) -> dict[str, Any]:
+        """The walk on a time axis, as a Chrome trace that https://ui.perfetto.dev opens.
+
+        The times are those of the traced run: what lies between two hops is mostly the tracer.
+        """
+        return perfetto.trace_events(self.calls)
+
+    def to_html(self, title: str = "A walk through the dispatcher") -> str:
+        """The walk as one self-contained page: fold, search, hover for keys; works from ``file://``."""
+        return viewer.page(self.calls, title=title, notes=self.notes)
+
 
 @contextmanager
-def record(shims: Shims, *, kernels: bool | None = None) -> Iterator[Trace]:
+def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -> Iterator[Trace]:
     """Record one walk with shims that are installed already, to record several without installing each time.
 
     Args:
         shims: from :func:`dispatcher_trace.shim.installed`.
         kernels: run the profiler as well and tie device kernels to calls; by default where torch sees a GPU.
+        native: single-step CPU kernels, each kind once; see :mod:`dispatcher_trace.native_step`.
 
     Raises:
+        UserError: when this machine cannot single-step.
         RuntimeError: when a recording is running, or kernels are asked for and a profiler is running.
     """
     if shims.recorder is not None:
@@ -92,12 +114,14 @@ def record(shims: Shims, *, kernels: bool | None = None) -> Iterator[Trace]:
     if kernels is None:
         kernels = torch.cuda.is_available()
     trace = Trace(shims.scope)
+    stepper = Stepper() if native else None
     with profile.profiled() if kernels else nullcontext() as profiled:
         recorder = shims.recorder = Recorder(shims.number_labels)
+        shims.stepper = stepper
         try:
             yield trace
         finally:
-            shims.recorder = None
+            shims.recorder = shims.stepper = None
             trace.unrecorded = recorder.unrecorded
             # Assembled also when the traced code raised: the walk to the error is what one wants to see then.
             trace.calls, firsts = assemble.calls_of(recorder, shims.tables)
@@ -106,7 +130,7 @@ def record(shims: Shims, *, kernels: bool | None = None) -> Iterator[Trace]:
 
 
 @contextmanager
-def trace(*, scope: keys.Scope = "all", kernels: bool | None = None) -> Iterator[Trace]:
+def trace(*, scope: keys.Scope = "all", kernels: bool | None = None, native: bool = False) -> Iterator[Trace]:
     """Record every hop through the dispatcher that the code of the block causes, on any thread.
 
     Installing takes three seconds (one with ``scope="core"``); a hop costs tens of microseconds. Results
@@ -115,11 +139,13 @@ def trace(*, scope: keys.Scope = "all", kernels: bool | None = None) -> Iterator
     Args:
         scope: the keys to watch, as :func:`dispatcher_trace.keys.watched` has it.
         kernels: also name the device kernels, through the profiler; by default where torch sees a GPU.
+        native: also single-step CPU kernels, each kind once: names the routines that ran below them, at 1 to 15 µs an
+            instruction.
 
     Raises:
         RuntimeError: when a trace is active already, here or on another thread, or torch lacks what is needed.
     """
-    with installed(scope) as shims, record(shims, kernels=kernels) as walk:
+    with installed(scope) as shims, record(shims, kernels=kernels, native=native) as walk:
         yield walk
 
 

@@ -1,0 +1,49 @@
+"""The catalogue: every public callable under every mode, without an error, and as predicted."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from dispatcher_trace import Shims, agreement, installed
+from dispatcher_trace.catalogue import CATALOGUE
+
+# What issue trackers and code reviews name when they say "an operator": one of each at least.
+FAMILIES = {
+    *("unary", "binary", "reduction", "view", "in-place", "indexing", "linalg"),
+    *("conv", "norm", "attention", "loss", "optimizer", "RNG", "factory"),
+}
+
+
+@pytest.fixture(scope="module")
+def impossible() -> dict[tuple[str, str], str]:
+    return agreement.impossible("cpu")
+
+
+@pytest.fixture(scope="module")
+def shims(impossible: dict[tuple[str, str], str]) -> Iterator[Shims]:
+    with installed("all") as shims:
+        yield shims
+
+
+def test_the_catalogue_is_wide() -> None:
+    assert len({entry.name for entry in CATALOGUE}) == len(CATALOGUE) >= 50
+    assert {entry.family for entry in CATALOGUE} == FAMILIES
+
+
+def test_every_callable_under_every_mode(impossible: dict[tuple[str, str], str], shims: Shims) -> None:
+    measured = list(agreement.measure(shims, "cpu", impossible))
+    assert len(measured) >= 200
+    assert len({item.entry for item in measured}) == len(CATALOGUE)
+    assert [(item.mode, item.entry, item.error) for item in measured if item.error] == []
+    shares = agreement.shares(measured)
+    assert min(shares[mode] for mode in agreement.MODES if mode not in agreement.INSIDE_FUNCTORCH) >= 0.98
+    assert min(shares[mode] for mode in agreement.INSIDE_FUNCTORCH) >= 0.90
+    unexplained = [found for item in measured for found in item.disagreements if not found.cause]
+    assert unexplained == []
+
+
+def test_what_torch_itself_refuses_is_left_out(impossible: dict[tuple[str, str], str]) -> None:
+    assert ("vmap", "torch.masked_select") in impossible  # its size depends on data
+    assert ("requires_grad", "torch.argmax") in impossible
+    assert not [key for key in impossible if key[0] in ("plain", "no_grad", "inference_mode", "autocast")]
+    assert len(impossible) < 0.1 * len(CATALOGUE) * len(agreement.MODES)

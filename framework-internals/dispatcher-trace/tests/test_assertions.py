@@ -1,0 +1,49 @@
+"""Assertions for one's own tests: what passes, and what a failure says."""
+
+import pytest
+import torch
+
+from dispatcher_trace import assert_dispatch, assert_no_hidden_copies, installed
+
+
+def test_no_hidden_copies_returns_the_result() -> None:
+    result = assert_no_hidden_copies(torch.add, torch.ones(2), torch.ones(2), alpha=2)
+    assert torch.equal(result, torch.full((2,), 3.0))
+
+
+def test_hidden_copies_are_named_with_their_lines() -> None:
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return q.transpose(0, 1).contiguous().to(torch.bfloat16)
+
+    with installed("core") as shims:
+        with pytest.raises(AssertionError) as failure:
+            assert_no_hidden_copies(attention, torch.ones(3, 4), shims=shims)
+        assert_no_hidden_copies(attention, torch.ones(3, 4), shims=shims, allow=("aten::contiguous", "aten::_to_copy"))
+    head, *lines = str(failure.value).splitlines()
+    assert head == "2 hidden copies:"
+    assert "aten::clone under aten::contiguous" in lines[0]
+    assert "test_assertions.py" in lines[0]
+    assert lines[0].endswith("in attention")
+    assert "cast to bf16" in lines[1]
+
+
+def test_dispatch() -> None:
+    a = torch.ones(2, 2)
+    with installed("core") as shims:
+        assert_dispatch(torch.matmul, "aten::mm", a, a, keys=["AutogradCPU", "CPU"], shims=shims)
+        assert_dispatch(torch.add, "aten::add", a, a, keys=["AutogradCPU", "CPU"], shims=shims)
+        with pytest.raises(AssertionError, match="aten::bmm was not called; called were: aten::matmul, aten::mm"):
+            assert_dispatch(torch.matmul, "aten::bmm", a, a, keys=["CPU"], shims=shims)
+        with pytest.raises(AssertionError) as failure:
+            assert_dispatch(torch.matmul, "aten::mm", a, a, keys=["AutocastCPU"], shims=shims)
+    head, line = str(failure.value).splitlines()
+    assert head == "aten::mm never visited AutocastCPU, but:"
+    assert line.strip().startswith("AutogradCPU → CPU: ")
+
+
+def test_an_exception_of_the_function_passes() -> None:
+    def broken() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        assert_no_hidden_copies(broken)

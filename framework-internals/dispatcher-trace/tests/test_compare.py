@@ -1,0 +1,68 @@
+"""Two walks side by side."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dispatcher_trace import Shims, Trace, differences, installed, record
+from dispatcher_trace.compare import load_calls
+
+
+@pytest.fixture(scope="module")
+def shims() -> Iterator[Shims]:
+    with installed("core") as shims:
+        yield shims
+
+
+def _matmul(
+    shims: Shims, *, autocast: bool = False, dtype: torch.dtype = torch.float32, inference: bool = False
+) -> Trace:
+    a = torch.ones(2, 2, dtype=dtype)
+    with (
+        record(shims, kernels=False) as t,
+        torch.inference_mode(inference),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        a @ a
+    return t
+
+
+def test_a_walk_does_not_differ_from_itself_through_json(shims: Shims) -> None:
+    t = _matmul(shims)
+    again = load_calls(json.loads(json.dumps(t.to_json())))
+    assert differences(t.calls, again) == []
+
+
+def test_calls_of_one_side(shims: Shims) -> None:
+    found = differences(_matmul(shims).calls, _matmul(shims, autocast=True).calls)
+    assert {item.kind for item in found} >= {"keys", "only in B"}
+    keys = next(item for item in found if item.kind == "keys")
+    assert keys.operator == "aten::matmul"
+    assert keys.detail == "AutogradCPU | AutocastCPU"
+    assert "aten::to.dtype" in {item.operator for item in found if item.kind == "only in B"}
+    turned = differences(_matmul(shims, autocast=True).calls, _matmul(shims).calls)
+    assert {item.kind for item in turned} >= {"keys", "only in A"}
+
+
+def test_other_tensors_and_other_keys(shims: Shims) -> None:
+    plain = _matmul(shims)
+    dtypes = differences(plain.calls, _matmul(shims, dtype=torch.float64).calls)
+    assert {item.kind for item in dtypes} == {"tensors"}
+    assert "f32[2, 2], f32[2, 2] | f64[2, 2], f64[2, 2]" in str(dtypes[0])
+    inference = differences(plain.calls, _matmul(shims, inference=True).calls)
+    assert [item.detail for item in inference if item.operator == "aten::mm"] == ["AutogradCPU → CPU | CPU"]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "not a walk"),
+        ({"calls": []}, "not a walk"),
+        ({"calls": [], "schema_version": 1}, "schema version 1, expected"),
+    ],
+)
+def test_other_documents_are_refused(document: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_calls(document)  # type: ignore[arg-type]

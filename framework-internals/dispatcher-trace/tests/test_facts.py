@@ -1,0 +1,168 @@
+"""Tensor facts, effects, source lines and the findings drawn from them."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from dispatcher_trace import Finding, Shims, Trace, installed, record
+
+
+@pytest.fixture(scope="module")
+def shims() -> Iterator[Shims]:
+    with installed("core") as shims:
+        yield shims
+
+
+def _walk(shims: Shims, function: Callable[[], object]) -> Trace:
+    with record(shims, kernels=False) as t:
+        function()
+    return t
+
+
+def _effects(t: Trace) -> list[tuple[str, str, tuple[str, ...]]]:
+    return [(hop.operator, hop.key, hop.effects) for hop in t.hops if hop.effects]
+
+
+def test_a_view_shares_its_storage_and_the_hop_that_made_it_says_so(shims: Shims) -> None:
+    x = torch.ones(3, 4)
+    t = _walk(shims, lambda: x.t())
+    assert _effects(t) == [("aten::as_strided", "CPU", ("$1 was made on the memory of $0 (s0)",))]
+    (call,) = t.calls
+    (given,), (made,) = call.hops[0].arguments[0].tensors, call.hops[0].results[0].tensors
+    assert given.storage == made.storage == "s0"
+    assert (given.strides, made.strides) == ((4, 1), (1, 4))
+
+
+def test_a_fresh_result_has_a_storage_of_its_own(shims: Shims) -> None:
+    x = torch.ones(3, 4)
+    t = _walk(shims, lambda: x + x)
+    assert t.calls[0].hops[0].results[0].tensors[0].storage not in ("", "s0")
+    assert _effects(t) == []
+
+
+def test_an_in_place_operator_bumps_the_version_where_the_counter_is(shims: Shims) -> None:
+    x = torch.ones(3)
+    version = x._version
+    t = _walk(shims, lambda: x.mul_(x))
+    assert _effects(t) == [("aten::mul_.Tensor", "ADInplaceOrView", ("the version of $0 went up",))]
+    assert t.hops[0].arguments[0].tensors[0].version == version
+    assert t.hops[0].results[0].tensors[0].version == version + 1
+
+
+def test_inference_tensors_have_no_version(shims: Shims) -> None:
+    def inside() -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.ones(3) * 2
+
+    t = _walk(shims, inside)
+    assert t.calls[-1].hops[0].tensors[0].version is None
+    assert t.agreement[0] == t.agreement[1]
+    assert "ADInplaceOrView" not in {hop.key for hop in t.hops}  # a number is an inference tensor there, too
+
+
+def test_gradients_are_added_in_place_as_without_the_tracer(shims: Shims) -> None:
+    x = torch.ones(3, requires_grad=True)
+    t = _walk(shims, lambda: (x * x + x * x).sum().backward())
+    accumulated = [call.operator for call in t.calls if call.hops[0].node and "add" in call.operator]
+    assert set(accumulated) == {"aten::add_.Tensor"}
+
+
+def test_the_backward_is_linked_to_the_forward_and_its_line(shims: Shims) -> None:
+    x = torch.ones(4, 4, requires_grad=True)
+
+    def step() -> None:
+        y = x @ x  # the line
+        y.sum().backward()
+
+    t = _walk(shims, step)
+    made = next(hop for hop in t.hops if hop.operator == "aten::mm" and hop.made_node)
+    backward = [call for call in t.all_calls if call.operator == "aten::mm" and call.hops[0].node]
+    assert len(backward) == 2
+    assert {call.forward for call in backward} == {made.number}
+    assert all(call.forward_source.endswith("in step") for call in backward)
+    line = next(call for call in t.calls if call.operator == "aten::matmul").source
+    assert {call.forward_source for call in backward} == {line}
+    assert line.startswith("tests/test_facts.py:")
+
+
+def test_a_view_in_the_forward_is_linked_too(shims: Shims) -> None:
+    x = torch.ones(4, 4, requires_grad=True)
+    t = _walk(shims, lambda: (x.t() * 2).sum().backward())
+    backward = next(call for call in t.calls if call.hops[0].node.startswith("TBackward0"))
+    assert t.hops[backward.forward - 1].operator == "aten::t"
+
+
+def _found(shims: Shims, function: Callable[[], object]) -> list[Finding]:
+    return _walk(shims, function).findings
+
+
+@pytest.mark.parametrize(
+    ("function", "cause", "operator", "detail"),
+    [
+        (lambda x: x.t().contiguous(), "aten::contiguous", "aten::clone", "strides (1, 3) laid out as (2, 1)"),
+        (lambda x: x.t().reshape(-1), "aten::reshape", "aten::clone", "strides (1, 3) laid out as"),
+        (lambda x: x.to(torch.bfloat16), "aten::to.dtype", "aten::_to_copy", "cast to bf16"),
+    ],
+)
+def test_hidden_copies(
+    shims: Shims, function: Callable[[torch.Tensor], object], cause: str, operator: str, detail: str
+) -> None:
+    x = torch.ones(2, 3)
+    (found,) = _found(shims, lambda: function(x))
+    assert (found.kind, found.cause, found.operator) == ("copy", cause, operator)
+    assert detail in found.detail
+    assert found.source.startswith("tests/test_facts.py:")
+    assert str(found).startswith(f"copy: {operator} under {cause} (hop ")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.contiguous(),  # is
+        lambda x: x.to(torch.float32),
+        lambda x: x.reshape(-1),
+        lambda x: x.clone(),  # asked for
+        lambda x: torch.empty(2, 3).copy_(x),
+        lambda x: x * 2,  # a number is cast, which is one element
+    ],
+)
+def test_no_copy_where_none_is_hidden(shims: Shims, function: Callable[[torch.Tensor], object]) -> None:
+    x = torch.ones(2, 3)
+    assert _found(shims, lambda: function(x)) == []
+
+
+def test_autocasts_casts_are_found_under_the_operator_that_was_called(shims: Shims) -> None:
+    a, b = torch.ones(4, 4), torch.ones(4, 4)
+
+    def cast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            a @ b
+
+    found = _found(shims, cast)
+    assert [(item.cause, item.operator) for item in found] == [("aten::matmul", "aten::_to_copy")] * 2
+
+
+@pytest.mark.parametrize("function", [lambda x: x.sum().item(), torch.nonzero, lambda x: bool((x > 0).all())])
+def test_values_read_on_the_host(shims: Shims, function: Callable[[torch.Tensor], object]) -> None:
+    x = torch.ones(2, 3)
+    (found,) = _found(shims, lambda: function(x))
+    assert found.kind == "synchronisation"
+    assert "on a GPU this would wait for it" in found.detail
+
+
+def test_a_wrong_prediction_is_a_finding(shims: Shims) -> None:
+    (found,) = _found(shims, lambda: torch.tensor([1.0, 2.0]))
+    assert found.kind == "prediction"
+    assert found.detail == "visited AutogradCPU; the table predicts AutogradCPU → CPU"
+
+
+def test_the_key_set_stands_as_an_equation(shims: Shims) -> None:
+    a = torch.ones(2, requires_grad=True)
+    t = _walk(shims, lambda: a + a)
+    text = t.to_markdown()
+    carried = "{AutocastCPU, AutogradCPU, ADInplaceOrView, CPU}"
+    assert f"keys {{AutogradCPU, CPU}} = self {carried} ∪ other {carried} ∪ thread {{" in text
+    assert "Autocast of other devices" in text
+    assert "− fallthrough {ADInplaceOrView, BackendSelect}; as predicted" in text
+    assert "Evidence: " in text

@@ -1,0 +1,136 @@
+"""What only a GPU shows: launches, libraries by name, synchronisations, whole steps, the catalogue on CUDA."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dispatcher_trace import Shims, Trace, agreement, assert_dispatch, cost, installed, record
+from dispatcher_trace.programs import PROGRAMS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, list[torch.Tensor]]:
+    """Results of the training steps before any shim is in."""
+    for make in PROGRAMS.values():
+        make("cuda")()
+    return {name: make("cuda")() for name, make in PROGRAMS.items()}
+
+
+@pytest.fixture(scope="module")
+def impossible() -> dict[tuple[str, str], str]:
+    return agreement.impossible("cuda")
+
+
+@pytest.fixture(scope="module")
+def shims(expected: dict[str, list[torch.Tensor]], impossible: dict[tuple[str, str], str]) -> Iterator[Shims]:
+    with installed("all") as shims:
+        yield shims
+
+
+def _product(shims: Shims) -> Trace:
+    a = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
+    a @ a  # the first call makes cuBLAS's workspace
+    torch.cuda.synchronize()
+    with record(shims) as t:
+        a @ a
+        torch.cuda.synchronize()
+    return t
+
+
+def test_a_launch_has_its_shape_and_resources(shims: Shims) -> None:
+    t = _product(shims)
+    kernels = [kernel for call in t.all_calls if call.operator == "aten::mm" for kernel in call.kernels]
+    main = max(kernels, key=lambda kernel: kernel.seconds)
+    assert main.library == "cuBLAS", main.name
+    assert len(main.grid) == len(main.block) == 3
+    assert main.registers is not None
+    assert 0 < main.registers <= 255
+    assert main.shared_memory is not None
+    assert main.shared_memory > 0
+    assert main.stream is not None
+    first = next(call.hops[0] for call in t.all_calls if call.operator == "aten::mm")
+    assert main.start_ns >= first.start_ns  # no kernel before its launch; clocks tied to within the shim's own time
+    assert " (cuBLAS) grid " in t.to_markdown()
+
+
+def test_perfetto_has_a_device_track(shims: Shims) -> None:
+    events = _product(shims).to_perfetto()["traceEvents"]
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    assert kernels
+    assert all(event["dur"] > 0 and event["args"]["launched by"].startswith("aten::") for event in kernels)
+
+
+def test_reading_a_value_waits_for_the_gpu(shims: Shims) -> None:
+    x = torch.ones(8, device="cuda")
+    with record(shims) as t:
+        x.sum().item()
+    (found,) = [item for item in t.findings if item.kind == "synchronisation"]
+    assert found.cause == "aten::item"
+    assert "waits for the GPU" in found.detail
+    assert found.source.startswith("tests/test_gpu_facts.py:")
+
+
+def test_a_transfer_is_a_hidden_copy(shims: Shims) -> None:
+    x = torch.ones(8, 8)
+    with record(shims) as t:
+        x.to("cuda")
+    (found,) = [item for item in t.findings if item.kind == "copy"]
+    assert "moved to cuda:0" in found.detail
+
+
+def test_the_backward_on_autograds_thread_has_the_forwards_line(shims: Shims) -> None:
+    x = torch.ones(8, 8, device="cuda", requires_grad=True)
+    with record(shims) as t:
+        (x @ x).sum().backward()
+        torch.cuda.synchronize()
+    backward = [call for call in t.all_calls if call.operator == "aten::mm" and call.hops[0].node]
+    assert len(backward) == 2
+    assert all(call.hops[0].thread.startswith("autograd worker") for call in backward)
+    assert all(call.forward_source.startswith("tests/test_gpu_facts.py:") for call in backward)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_steps_are_bit_equal(name: str, expected: dict[str, list[torch.Tensor]], shims: Shims) -> None:
+    step = PROGRAMS[name]("cuda")
+    with record(shims) as t:
+        results = step()
+    assert len(results) == len(expected[name])
+    assert all(map(torch.equal, results, expected[name]))
+    assert t.match is not None
+    assert t.match.untied_kernels == 0
+    assert any(hop.key == "AutocastCUDA" for hop in t.hops) == (name == "GPT step")
+
+
+def test_the_catalogue_on_cuda(impossible: dict[tuple[str, str], str], shims: Shims) -> None:
+    measured = list(agreement.measure(shims, "cuda", impossible))
+    assert [(item.mode, item.entry, item.error) for item in measured if item.error] == []
+    shares = agreement.shares(measured)
+    assert min(shares[mode] for mode in agreement.MODES if mode not in agreement.INSIDE_FUNCTORCH) >= 0.98
+    assert min(shares[mode] for mode in agreement.INSIDE_FUNCTORCH) >= 0.90
+    assert [found for item in measured for found in item.disagreements if not found.cause] == []
+
+
+def test_costs_are_device_time(shims: Shims) -> None:
+    a = torch.ones(512, 512, device="cuda")
+
+    def program() -> torch.Tensor:
+        return a @ a
+
+    program()
+    profiled = cost.profile_of(program)
+    with record(shims) as walk:
+        program()
+    (first, *_) = cost.operator_costs(profiled, walk)
+    assert first.operator == "aten::mm"
+    assert first.share > 0.5
+
+
+def test_assert_dispatch_on_cuda(shims: Shims) -> None:
+    a = torch.ones(4, 4, device="cuda")
+    assert_dispatch(torch.mm, "aten::mm", a, a, keys=["AutogradCUDA", "CUDA"], shims=shims)
