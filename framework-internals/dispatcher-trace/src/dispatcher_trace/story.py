@@ -231,7 +231,7 @@ def claims(results: Results) -> list[str]:
 def autocast_claim(results: Results) -> str:
     """Whether autocast works by including a key, as is often written; empty without a walk that shows it."""
     plain, cast = (results.select("walk", expression="a @ b", dtype="f32", mode=mode) for mode in ("plain", "autocast"))
-    if not plain or not cast or plain[0].data["autocast"] is None:
+    if not plain or not cast:
         return ""
     excluded, included = plain[0].data["autocast"]["removed"], cast[0].data["autocast"]["included"]
     if excluded and not included:
