@@ -88,8 +88,8 @@ def _first_that_works(device_type: str) -> str:
         except (BuildError, LibraryError) as error:
             warnings.warn(f"rmsnorm_fused does without its {candidate} back end: {error}", stacklevel=2)
             continue
-        if candidate in _quick_calls:
-            _quick_calls["auto"] = _quick_calls[candidate]
+        if candidate in _quick_calls and (device_type == "cuda" or "auto" not in _quick_calls):
+            _quick_calls["auto"] = _quick_calls[candidate]  # one for all: a GPU's, where a call is waited for
         return candidate
     return "pytorch"
 
