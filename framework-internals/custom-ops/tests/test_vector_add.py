@@ -118,7 +118,6 @@ def test_opcheck(device: str, layout: str) -> None:
     torch.library.opcheck(torch.ops.custom_ops.axpb.default, (a, b, ALPHA))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when Inductor is imported
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_public_functions_compile_whole_with_dynamic_shapes(device: str, backend: str) -> None:
     def function(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
