@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,17 +14,13 @@ from rmsnorm_fused.validation import wide_dtype
 Dim = int | None
 
 
-def register(library: torch.library.Library, namespace: str, family: str) -> None:
+def register(library: torch.library.Library, operator: Callable[[str], Any]) -> None:
     """Register the batching rules of one family of operators.
 
     Args:
         library: that defined them.
-        namespace: theirs.
-        family: the prefix of their names.
+        operator: that gives the family's operator of a name, such as ``"forward"``.
     """
-
-    def operator(name: str) -> Any:
-        return getattr(getattr(torch.ops, namespace), f"{family}_{name}")
 
     def forward(info: Any, dims: tuple[Dim, ...], x: Any, weight: Any, *options: Any) -> Any:
         x = _first(x, dims[0], info.batch_size)
@@ -72,7 +69,7 @@ def register(library: torch.library.Library, namespace: str, family: str) -> Non
         ("backward", backward),
         ("quantize", quantize),
     ):
-        torch.library.register_vmap(f"{namespace}::{family}_{name}", rule, lib=library)
+        torch.library.register_vmap(operator(name).default, rule, lib=library)
 
 
 def _first(x: torch.Tensor, dim: Dim, size: int) -> torch.Tensor:

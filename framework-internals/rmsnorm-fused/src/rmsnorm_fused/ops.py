@@ -268,16 +268,15 @@ def register_row_kernels(family: Family, key: str, module: str) -> None:
         residual: torch.Tensor | None,
         weight: torch.Tensor | None,
         scale: torch.Tensor | None,
-        eps: float,
-        weight_offset: float,
-        llama: bool,
-        dtype: torch.dtype,
+        *rest: Any,
     ) -> tuple[torch.Tensor, ...]:
-        options = Options(eps, weight_offset, llama)
-        empty = _fake_quantize(x, residual, weight, scale, *options, dtype)
+        empty = _fake_quantize(x, residual, weight, scale, *rest)
         if x.numel() == 0:
             return empty[0], empty[1], empty[2].fill_(1.0)
-        y, s, row_scales = kernels().quantize(as_rows(x), _optional_rows(residual), weight, scale, options, dtype)
+        *options, dtype = rest
+        y, s, row_scales = kernels().quantize(
+            as_rows(x), _optional_rows(residual), weight, scale, Options(*options), dtype
+        )
         return (
             y.view(x.shape),
             empty[1] if s is None else s.view(x.shape),
@@ -303,6 +302,6 @@ for _family in FAMILIES:
     for _name, _fake in _FAKES.items():
         torch.library.register_fake(f"rmsnorm_fused::{_family}_{_name}", _fake, lib=_library)
     _register_derivatives(_family)
-    batching.register(_library, "rmsnorm_fused", _family)
+    batching.register(_library, functools.partial(operator, _family))
 for _key in ("CPU", "CUDA"):
     register_row_kernels("triton", _key, "triton")
