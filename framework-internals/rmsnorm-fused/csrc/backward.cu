@@ -258,7 +258,8 @@ struct Plan {
   dim3 block, grid;  // of backward_kernel, or of tile_kernel
   int stages;
   size_t shared;
-  BackwardPlan needs;
+  int64_t partials;   // partial rows of dweight, at the start of the workspace
+  int64_t workspace;  // bytes
 };
 
 // Vectors of a row that a thread of backward_kernel owns: 32 bytes of s, or as many lone elements as 64 registers bear.
@@ -297,9 +298,9 @@ template <class T> Plan plan_for(const Backward& call) {
     const int by_memory = static_cast<int>(limits.shared_a_multiprocessor / (plan.shared + 2048));
     plan.grid = dim3(blocks_for(shape.rows, plan.block.y, int64_t{limits.multiprocessors} * std::max(std::min(by_registers, by_memory), 1)));
   }
-  plan.needs.partials = plan.wide ? plan.grid.y : plan.grid.x;
-  const int64_t accumulators = (call.dweight ? plan.needs.partials * shape.columns : 0) + (plan.wide ? shape.rows : 0);
-  plan.needs.workspace = accumulators * static_cast<int64_t>(sizeof(A));
+  plan.partials = plan.wide ? plan.grid.y : plan.grid.x;
+  const int64_t accumulators = (call.dweight ? plan.partials * shape.columns : 0) + (plan.wide ? shape.rows : 0);
+  plan.workspace = accumulators * static_cast<int64_t>(sizeof(A));
   return plan;
 }
 
@@ -307,7 +308,7 @@ template <class T, int V> void run(const Backward& call, const Plan& plan) {
   using A = Wide<T>;
   const Shape& shape = call.shape;
   if (plan.wide) {
-    A* pulls = static_cast<A*>(call.workspace) + (call.dweight ? plan.needs.partials * shape.columns : 0);
+    A* pulls = static_cast<A*>(call.workspace) + (call.dweight ? plan.partials * shape.columns : 0);
     launch<pull_kernel<T, V>>({dim3(blocks_for(shape.rows, 1)), dim3(kPullThreads)}, shape.device, shape.stream, call, pulls);
     launch<tile_kernel<T, V>>({plan.grid, plan.block}, shape.device, shape.stream, call, pulls);
   } else {
@@ -324,37 +325,30 @@ template <class W, class A> void reduce(const Backward& call, int64_t partials) 
                               static_cast<W*>(call.dweight));
 }
 
-BackwardPlan plan_of(const Backward& call) {
-  if (const auto plan = bulk_plan(call)) return *plan;
-  BackwardPlan needs;
-  visit(call.shape.type, [&](auto zero) { needs = plan_for<decltype(zero)>(call).needs; });
-  return needs;
-}
-
 }  // namespace
 
 int64_t backward_workspace(const Backward& call) {
   check_size(call.shape);
-  return plan_of(call).workspace;
+  if (const auto bytes = bulk_workspace(call)) return *bytes;
+  int64_t bytes = 0;
+  visit(call.shape.type, [&](auto zero) { bytes = plan_for<decltype(zero)>(call).workspace; });
+  return bytes;
 }
 
 void backward(const Backward& call) {
   const DeviceGuard guard(call.shape.device);
+  std::optional<int64_t> partials = bulk_backward(call);
   visit(call.shape.type, [&](auto zero) {
     using T = decltype(zero);
-    int64_t partials;
-    if (const auto bulk = bulk_plan(call)) {
-      bulk_backward(call);
-      partials = bulk->partials;
-    } else {
+    if (!partials) {
       const Plan plan = plan_for<T>(call);
       if (plan.vector == 1) run<T, 1>(call, plan);
       else run<T, kVector<T>>(call, plan);
-      partials = plan.needs.partials;
+      partials = plan.partials;
     }
     if (!call.dweight) return;
-    if (call.shape.weight_type == call.shape.type) reduce<T, Wide<T>>(call, partials);
-    else reduce<Wide<T>, Wide<T>>(call, partials);
+    if (call.shape.weight_type == call.shape.type) reduce<T, Wide<T>>(call, *partials);
+    else reduce<Wide<T>, Wide<T>>(call, *partials);
   });
 }
 

@@ -7,15 +7,9 @@
 
 namespace rms_norm {
 
-// How the backward pass is cut up into kernels.
-struct BackwardPlan {
-  int64_t partials;   // partial rows of dweight that the main kernel writes, one after the other
-  int64_t workspace;  // bytes, these included
-};
-
 // sm_90 and later, whole 16-byte vectors: the coming rows are brought to shared memory by the bulk copy engine
-// (backward_bulk.cu). Nothing where that cannot be; then the kernels of backward.cu do it.
-std::optional<BackwardPlan> bulk_plan(const Backward& call);
-void bulk_backward(const Backward& call);
+// (backward_bulk.cu). Nothing, and nothing is done, where that cannot be; then the kernels of backward.cu do it.
+std::optional<int64_t> bulk_workspace(const Backward& call);  // bytes
+std::optional<int64_t> bulk_backward(const Backward& call);   // partial rows of dweight that it leaves in the workspace
 
 }  // namespace rms_norm

@@ -203,26 +203,36 @@ void cut_narrow(int vectors, BulkPlan& plan) {
     }
 }
 
+// Whether every lane of every block has all its vectors.
+template <class S> bool fills(const Cut& cut, int64_t vectors) {
+  return cut.warps_a_row == S::kWarps && cut.slice == S::kThreads * S::kVectors && vectors == int64_t{cut.slice} * cut.cluster;
+}
+
+void spread(int64_t vectors, int slice, int most, int least, Cut& cut) {
+  const Spread spread = spread_over_cluster(vectors, slice, most, least);
+  cut.cluster = spread.blocks;
+  cut.slice = spread.slice;
+}
+
 // Which shape, and how many blocks share a row. False for rows that are too wide.
-bool choose(int64_t vectors, int tensors, BulkPlan& plan) {
+bool choose(int64_t vectors, BulkPlan& plan) {
   Cut& cut = plan.cut;
-  spread_over_cluster(vectors, 1, cut);
-  if (vectors <= Shape3::kThreads * Shape3::kVectors) {
+  constexpr int narrow = Shape3::kThreads * Shape3::kVectors, four = Shape4::kThreads * Shape4::kVectors;
+  if (vectors <= narrow) {
+    spread(vectors, narrow, 1, 1, cut);
     cut_narrow(cut.slice, plan);
     return true;
   }
   cut.warps_a_row = Shape4::kWarps;
-  const int widest = tensors == 3 ? kMaxCluster : kNarrowCluster;  // three tensors of a wide slice fill the shared memory
-  while (cut.slice > Shape4::kThreads * Shape4::kVectors && cut.cluster < widest) spread_over_cluster(vectors, 2 * cut.cluster, cut);
-  const bool exact = cut.slice == Shape4::kThreads * Shape4::kVectors && vectors == int64_t{cut.slice} * cut.cluster;
-  plan.choice = cut.cluster == 1 || (cut.cluster == 2 && exact) ? Choice::four : Choice::four_clustered;
-  if (cut.slice <= Shape4::kThreads * Shape4::kVectors) {
-    if (cut.slice <= Shape3::kThreads * Shape3::kVectors) plan.choice = Choice::three;
+  spread(vectors, four, cut.tensors == 3 ? kMaxCluster : kNarrowCluster, 1, cut);  // three tensors of a wide slice fill the shared memory
+  plan.choice = cut.cluster == 1 || (cut.cluster == 2 && fills<Shape4>(cut, vectors)) ? Choice::four : Choice::four_clustered;
+  if (cut.slice <= four) {
+    if (cut.slice <= narrow) plan.choice = Choice::three;
     return true;
   }
   plan.choice = Choice::wide;
   cut.warps_a_row = ShapeWide::kWarps;
-  if (cut.slice > ShapeWide::kThreads * ShapeWide::kVectors) spread_over_cluster(vectors, kMaxCluster, cut);
+  if (cut.slice > ShapeWide::kThreads * ShapeWide::kVectors) spread(vectors, 0, kMaxCluster, kMaxCluster, cut);
   return cut.slice <= ShapeWide::kThreads * ShapeWide::kVectors;
 }
 
@@ -246,21 +256,21 @@ template <class T> bool make_plan(const Backward& call, BulkPlan& plan) {
       !aligned<T>(call.dy) || !aligned<T>(call.ds) || !aligned(call.dx) || !aligned(call.weight.data))
     return false;
   plan = {};
-  if (!choose(vectors, call.ds.data ? 3 : 2, plan)) return false;
   plan.cut.tensors = call.ds.data ? 3 : 2;
+  if (!choose(vectors, plan)) return false;
   plan.cut.from[0] = call.s;
   plan.cut.from[1] = call.dy;
   plan.cut.from[2] = call.ds;
   with_shape(plan, [&](auto chosen, auto) {
     using S = decltype(chosen);
-    plan.whole = plan.choice != Choice::wide && !(plan.choice == Choice::four && plan.cut.cluster == 1) && plan.cut.warps_a_row == S::kWarps &&
-                 plan.cut.slice == S::kThreads * S::kVectors && vectors == int64_t{plan.cut.slice} * plan.cut.cluster;
+    plan.whole = plan.choice != Choice::wide && !(plan.choice == Choice::four && plan.cut.cluster == 1) && fills<S>(plan.cut, vectors);
   });
   with_shape(plan, [&](auto chosen, auto whole) {
     using S = decltype(chosen);
     plan.shared = fill_in<backward_bulk_kernel<T, S, decltype(whole)::value>, T, S>(shape, ring_bytes(plan), plan.cut);
     plan.partial_bytes = call.dweight ? int64_t{plan.cut.teams} * shape.columns * static_cast<int64_t>(sizeof(float)) : 0;
-    if (S::kDeals && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)
+    const bool draws = S::kDeals || (plan.choice == Choice::wide && plan.cut.cluster < kMaxCluster);  // by 6 % at 131072 columns
+    if (draws && !call.deterministic && plan.cut.units > kUnitsToDeal * plan.cut.teams)
       plan.cut.counter = reinterpret_cast<uint32_t*>(static_cast<char*>(call.workspace) + plan.partial_bytes);
   });
   return plan.shared > 0;
@@ -278,25 +288,26 @@ std::optional<BulkPlan> plan_for(const Backward& call) {
 
 }  // namespace
 
-std::optional<BackwardPlan> bulk_plan(const Backward& call) {
+std::optional<int64_t> bulk_workspace(const Backward& call) {
   const auto plan = plan_for(call);
-  if (!plan) return std::nullopt;
-  return BackwardPlan{plan->cut.teams, plan->partial_bytes + static_cast<int64_t>(sizeof(uint64_t))};
+  return plan ? std::optional(plan->partial_bytes + static_cast<int64_t>(sizeof(uint64_t))) : std::nullopt;
 }
 
-void bulk_backward(const Backward& call) {
-  const BulkPlan plan = plan_for(call).value();
-  if (plan.cut.counter)
-    check(cudaMemsetAsync(plan.cut.counter, 0, sizeof(uint32_t), static_cast<cudaStream_t>(call.shape.stream)), "cudaMemsetAsync");
+std::optional<int64_t> bulk_backward(const Backward& call) {
+  const auto plan = plan_for(call);
+  if (!plan) return std::nullopt;
+  if (plan->cut.counter)
+    check(cudaMemsetAsync(plan->cut.counter, 0, sizeof(uint32_t), static_cast<cudaStream_t>(call.shape.stream)), "cudaMemsetAsync");
   visit(call.shape.type, [&](auto zero) {
     using T = decltype(zero);
     if constexpr (!std::is_same_v<T, double>)
-      with_shape(plan, [&](auto chosen, auto whole) {
+      with_shape(*plan, [&](auto chosen, auto whole) {
         using S = decltype(chosen);
-        const Launch how = {dim3(plan.cut.teams * plan.cut.cluster), dim3(S::kBlock), plan.shared, plan.cut.cluster, true};
-        launch<backward_bulk_kernel<T, S, decltype(whole)::value>>(how, call.shape.device, call.shape.stream, call, plan.cut);
+        const Launch how = {dim3(plan->cut.teams * plan->cut.cluster), dim3(S::kBlock), plan->shared, plan->cut.cluster, true};
+        launch<backward_bulk_kernel<T, S, decltype(whole)::value>>(how, call.shape.device, call.shape.stream, call, plan->cut);
       });
   });
+  return plan->cut.teams;
 }
 
 }  // namespace rms_norm

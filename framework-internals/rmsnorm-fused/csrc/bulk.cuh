@@ -20,7 +20,6 @@
 
 namespace rms_norm::bulk {
 
-constexpr int kMaxCluster = 16;   // over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)
 constexpr int kMaxStages = 20;
 constexpr int kSums = 4;          // rows' sums that may be on their way at a time; three would do
 constexpr int kAhead = 3;         // units drawn before they are needed
@@ -30,7 +29,7 @@ constexpr int kVectorBytes = 16;
 // How units are cut, what `BulkShape` says at compile time apart. Vectors are of kVectorBytes.
 struct Cut {
   int slice;          // vectors of a row that a block has
-  int warps_a_row;    // a power of two
+  int warps_a_row;
   int rows;           // of a unit: consumer warps / warps_a_row
   int cluster;        // blocks that share a row; 1 where rows > 1
   int stages;
@@ -67,8 +66,9 @@ template <class S> struct Control {
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// What deals out units where `cut.counter` does: draws one after the other, kAhead before the producer needs it (an answer
-// may take microseconds), and passes it on to the producers of the cluster. One lane, in block 0 of a cluster.
+// What deals out units where `cut.counter` does and blocks share a multiprocessor: draws one after the other, kAhead before
+// the producer needs it (an answer may take microseconds), and passes it on to the producers of the cluster. One lane, in
+// block 0 of a cluster.
 template <class S> __device__ void deal(const Cut& cut, Control<S>& control) {
   for (uint32_t turn = 0;; ++turn) {
     if (turn >= kAhead) ptx::wait(&control.taken[turn % kAhead], turn / kAhead - 1 & 1);
@@ -84,7 +84,7 @@ template <class S> __device__ void deal(const Cut& cut, Control<S>& control) {
   }
 }
 
-// The units to work at; asked by the producer's first lane alone.
+// The units to work at; asked by all lanes of the producer.
 template <class S> class Units {
  public:
   __device__ Units(const Cut& cut, Control<S>& control, uint32_t rank) : cut_(cut), control_(control), rank_(rank) {}
@@ -92,21 +92,35 @@ template <class S> class Units {
   __device__ __forceinline__ uint32_t next() {
     uint32_t unit = blockIdx.x / cut_.cluster + turn_ * cut_.teams;
     if (cut_.counter) {
-      const int place = turn_ % kDealt;
-      if (cut_.cluster > 1) ptx::arrive_expecting(&control_.dealt[place], sizeof(uint32_t));
+      const int place = turn_ % kDealt, lane = threadIdx.x % 32;
+      if (!S::kDeals && rank_ == 0) draw(place, lane);
+      if (cut_.cluster > 1 && lane == 0) ptx::arrive_expecting(&control_.dealt[place], sizeof(uint32_t));
       ptx::wait_for_cluster(&control_.dealt[place], turn_ / kDealt & 1);
       unit = control_.deal[place];
-      if (rank_ == 0) ptx::arrive(&control_.taken[turn_ % kAhead]);
+      if (S::kDeals && rank_ == 0 && lane == 0) ptx::arrive(&control_.taken[turn_ % kAhead]);
     }
     ++turn_;
     return unit < cut_.units ? unit : kNoUnit;
   }
 
  private:
+  // Without a warp for it: tells the cluster the unit drawn at the turn before, and draws the next. No branch may part the
+  // lanes around the atomic addition, or they wait for its answer where they meet again.
+  __device__ __forceinline__ void draw(int place, int lane) {
+    const uint32_t unit = turn_ == 0 ? blockIdx.x / cut_.cluster : cut_.teams + __shfl_sync(0xffffffffu, drawn_, 0);
+    if (cut_.cluster > 1) {
+      if (lane < cut_.cluster) ptx::send(&control_.deal[place], unit, &control_.dealt[place], lane);
+    } else if (lane == 0) {
+      control_.deal[place] = unit;
+      ptx::arrive(&control_.dealt[place]);
+    }
+    ptx::add_one(cut_.counter, lane == 0, drawn_);
+  }
+
   const Cut& cut_;
   Control<S>& control_;
   const uint32_t rank_;
-  uint32_t turn_ = 0;
+  uint32_t turn_ = 0, drawn_ = 0;
 };
 
 // A place in the ring, and the parity of the phase that it is in there.
@@ -126,7 +140,7 @@ template <class T, class S> __device__ void produce(const Cut& cut, Control<S>& 
   Place at;
   at.parity = 1;  // a stage that was never full counts as emptied
   for (;;) {
-    const uint32_t unit = __shfl_sync(0xffffffffu, lane == 0 ? units.next() : 0u, 0);
+    const uint32_t unit = units.next();
     const uint32_t first_row = unit * cut.rows;
     const int rows = unit == kNoUnit ? 0 : min(cut.rows, static_cast<int>(static_cast<uint32_t>(cut.rows_in_all) - first_row));
     for (int tile = 0; tile < (unit == kNoUnit ? 1 : S::kTiles); ++tile) {
@@ -228,7 +242,7 @@ template <class T, class S, bool kWhole> struct Consumer {
   }
 };
 
-// Runs a block: `consumer` is called with the rank in the cluster in the threads that consume.
+// Runs a block: `consume` is called with the rank in the cluster in the threads that consume.
 template <class T, class S, class Consume>
 __device__ __forceinline__ void run_block(const Cut& cut, Control<S>& control, unsigned char* ring, Consume&& consume) {
   const uint32_t rank = cut.cluster > 1 ? ptx::rank_in_cluster() : 0;
@@ -280,11 +294,6 @@ template <auto kernel> int clusters_at_a_time(int device, const Launch& how, int
     count = std::min(count, resident) * limits_of(device).multiprocessors;
   }
   return count;
-}
-
-inline void spread_over_cluster(int64_t vectors, int blocks, Cut& cut) {
-  cut.cluster = blocks;
-  cut.slice = static_cast<int>((vectors + blocks - 1) / blocks);
 }
 
 inline bool contiguous(const Rows& rows, const Shape& shape) { return rows.inner == shape.rows && rows.inner_stride == shape.columns; }

@@ -72,7 +72,7 @@ template <class T, int V> __device__ __forceinline__ void load_weight(Wide<T> (&
 }
 
 // Makes the compiler forget what it knows of `x`. Otherwise it keeps the widened elements of the first pass for the
-// second one, at twice the registers, and spills.
+// second one, or takes apart at once what was loaded early, at twice the registers.
 template <class T, int V> __device__ __forceinline__ void widen_anew(Vector<T, V>& x) {
   if constexpr (sizeof(T) < 4 && V > 1) {
     static_assert(sizeof(x) % 4 == 0);
@@ -97,15 +97,19 @@ template <class A, class Combine> __device__ __forceinline__ A within_warp(A val
 // `combine` of the values of a row's `lanes` threads (a power of two, or a multiple of 32), in all of them. Every row of
 // the block has slots of its own among the 32; no two calls may share `slots`: a slow thread may still read there.
 template <class A, class Combine> __device__ __forceinline__ A over_row(A value, int lanes, A* slots, Combine combine) {
-  value = within_warp(value, min(lanes, 32), combine);
-  if (lanes <= 32) return value;
+  if (lanes < 32) return within_warp(value, lanes, combine);
+  value = within_warp(value, 32, combine);
+  if (lanes == 32) return value;
   const int lane = threadIdx.x % 32, warps = lanes / 32;
   slots += threadIdx.y * warps;
   if (lane == 0) slots[threadIdx.x / 32] = value;
   __syncthreads();
-  value = slots[lane < warps ? lane : 0];
-  if constexpr (std::is_same_v<Combine, Add>) value = lane < warps ? value : A(0);
-  return within_warp(value, 32, combine);
+  const auto from_warp = [&](int warp) {
+    const A part = slots[warp < warps ? warp : 0];
+    return std::is_same_v<Combine, Add> && warp >= warps ? A(0) : part;
+  };
+  if (warps <= 8) return within_warp(from_warp(lane % 8), 8, combine);  // two shuffles fewer: a lone row waits for each of them
+  return within_warp(from_warp(lane), 32, combine);
 }
 
 }  // namespace rms_norm

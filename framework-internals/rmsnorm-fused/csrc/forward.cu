@@ -16,7 +16,7 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int kAnyBlock = 512;    // threads of a block of forward_kernel, at most: twice the registers
 constexpr int kSmallBlock = 128;  // threads of a block that holds several narrow rows
-constexpr int kMaxCluster = 16;   // over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)
+constexpr unsigned kFewBlocks = 8;  // of a grid that lets the next kernel start early: 4 % of a lone row's time
 
 // A block's part of the sums of a cluster: one word from every block.
 struct Exchange {
@@ -47,10 +47,10 @@ template <class Combine> __device__ __forceinline__ float over_cluster(float val
 }
 
 template <class T, int V> __device__ __forceinline__ Wide<T> sum_of_squares(const Vector<T, V>& x) {
-  Wide<T> sum = 0;
+  Wide<T> chains[2] = {};  // an addition waits four cycles for the one before
 #pragma unroll
-  for (int e = 0; e < V; ++e) sum += widen(x.at[e]) * widen(x.at[e]);
-  return sum;
+  for (int e = 0; e < V; ++e) chains[e % 2] += widen(x.at[e]) * widen(x.at[e]);
+  return chains[0] + chains[1];
 }
 
 template <class T, int V> __device__ __forceinline__ void add_to(Vector<T, V>& x, const Vector<T, V>& residual) {
@@ -87,8 +87,9 @@ template <int V> __device__ __forceinline__ void store_quantised(void* row, int 
 
 // Block (lanes, rows a block), cluster `blocks`: V elements are loaded at a time, K such vectors a thread stay in
 // registers, and the slice of a row that a block has is `slice` vectors.
-template <class T, int V, int K, bool kQuantised> __global__ void __launch_bounds__(kAnyBlock) forward_kernel(const __grid_constant__ Forward call, const Quantised quantised,
-                                                               const int slice, const uint32_t blocks) {
+template <class T, int V, int K, bool kQuantised>
+__global__ void __launch_bounds__(kAnyBlock)
+    forward_kernel(const __grid_constant__ Forward call, const Quantised quantised, const int slice, const uint32_t blocks) {
   using A = Wide<T>;
   __shared__ A slots[2][32];
   __shared__ Exchange exchanges[2];
@@ -199,16 +200,19 @@ constexpr int resident(int wanted) {
 #endif
 }
 
-// What row_kernel takes: the same without what it cannot do, and with quotients taken beforehand.
+// What row_kernel takes: the same without what it cannot do, and with quotients taken beforehand. What every row needs comes
+// first: a lone row waits for each line of constants.
 struct RowCall {
-  Rows x, residual;
+  Rows x;
   const void* weight;
-  void *y, *s, *rstd;
+  void *y, *rstd;
   int64_t columns;
   uint32_t rows;
-  int slice;           // vectors of a row that a block has
-  uint32_t blocks;     // of a cluster
+  int slice;                   // vectors of a row that a block has
   float offset, eps, inverse;
+  uint32_t blocks;             // of a cluster
+  Rows residual;
+  void* s;
 };
 
 // The common case: whole 16-byte vectors, a row in the registers of a block or of a cluster, one rounding, weight of type W
@@ -216,6 +220,9 @@ struct RowCall {
 // row takes two thirds of the time. kEarly: the weight is loaded beside x, so that its way is not added to the row's.
 template <class T, class W, int K, bool kEarly, bool kResidual, bool kCluster, int kMaxBlock, int kResident>
 __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(const __grid_constant__ RowCall call) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if constexpr (kCluster) return;  // never launched there
+#endif
   constexpr int V = kVector<T>;
   using Loaded = Vector<T, V>;
   __shared__ float slots[32];
@@ -267,6 +274,7 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
         s[lane + k * lanes] = kept[k];
       }
   }
+  if (gridDim.x <= kFewBlocks) ptx::let_next_kernel_start();
   float sum = 0;
 #pragma unroll
   for (int k = 0; k < K; ++k)
@@ -281,18 +289,27 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
   const float rstd = rsqrtf(sum * call.inverse + call.eps);
   if (call.rstd && lane == 0 && rank == 0 && row < call.rows) static_cast<float*>(call.rstd)[row] = rstd;
   Loaded* y = in_result(call.y);
+  const auto finish = [&](auto choice) {  // a choice for each element would have each wait for constants
+    constexpr bool kWeighted = decltype(choice)::value;
 #pragma unroll
-  for (int k = 0; k < K; ++k)
-    if (lane + k * lanes < count) {
-      widen_anew(kept[k]);
-      float out[V];
-      Vector<W, V> w;
-      if constexpr (kEarly) w = early[k];
-      else if (weight) w = weight[first + lane + k * lanes];
+    for (int k = 0; k < K; ++k)
+      if (lane + k * lanes < count) {
+        widen_anew(kept[k]);
+        float out[V];
+        Vector<W, V> w;
+        if constexpr (kWeighted && kEarly) {
+          widen_anew(early[k]);
+          w = early[k];
+        } else if constexpr (kWeighted) {
+          w = weight[first + lane + k * lanes];
+        }
 #pragma unroll
-      for (int e = 0; e < V; ++e) out[e] = widen(kept[k].at[e]) * rstd * (weight ? widen(w.at[e]) + call.offset : 1.0f);
-      store<T, V>(y, lane + k * lanes, out);
-    }
+        for (int e = 0; e < V; ++e) out[e] = widen(kept[k].at[e]) * rstd * (kWeighted ? widen(w.at[e]) + call.offset : 1.0f);
+        store<T, V>(y, lane + k * lanes, out);
+      }
+  };
+  if (weight) finish(std::true_type{});
+  else finish(std::false_type{});
 }
 
 int lanes_for(int64_t vectors, int vectors_a_thread, int at_most = kMaxThreads) {
@@ -312,16 +329,12 @@ template <class T, bool kQuantised> void run_any(const Forward& call, bool vecto
   const auto with = [&](auto v, auto k) {
     constexpr int V = decltype(v)::value, K = decltype(k)::value;
     const int64_t vectors = shape.columns / V;
-    unsigned blocks = 1;
-    int slice = static_cast<int>(vectors);
     const bool clusters = limits_of(shape.device).capability >= 90 && !std::is_same_v<T, double>;
-    while (clusters && blocks < kMaxCluster && slice > K * kAnyBlock) {
-      blocks *= 2;
-      slice = static_cast<int>((vectors + blocks - 1) / blocks);
-    }
+    const auto [blocks, slice] = spread_over_cluster(vectors, K * kAnyBlock, clusters ? kMaxCluster : 1);
     const dim3 block = blocks > 1 ? dim3(lanes_for(slice, K, kAnyBlock)) : block_for(lanes_for(slice, K, kAnyBlock));
-    const Launch how = {dim3(blocks_for(shape.rows, block.y) * blocks), block, 0, static_cast<int>(blocks)};
-    launch<forward_kernel<T, V, K, kQuantised>>(how, shape.device, shape.stream, call, kQuantised ? *call.quantised : Quantised{}, slice, blocks);
+    const Launch how = {dim3(blocks_for(shape.rows, block.y) * blocks), block, 0, blocks};
+    launch<forward_kernel<T, V, K, kQuantised>>(how, shape.device, shape.stream, call, kQuantised ? *call.quantised : Quantised{}, slice,
+                                                static_cast<uint32_t>(blocks));
   };
   if (vectorised) with(std::integral_constant<int, kVector<T>>{}, std::integral_constant<int, sizeof(T) < 4 ? 4 : 2>{});
   else with(std::integral_constant<int, 1>{}, std::integral_constant<int, kQuantised ? 2 : 4>{});
@@ -331,9 +344,9 @@ template <class T, bool kQuantised> void run_any(const Forward& call, bool vecto
 template <class T, class W> bool run_rows(const Forward& call) {
   const Shape& shape = call.shape;
   const int64_t vectors = shape.columns / kVector<T>;
-  RowCall rows = {call.x, call.residual, call.weight.data, call.y, call.s, call.rstd, shape.columns, static_cast<uint32_t>(shape.rows),
-                  static_cast<int>(vectors), 1, static_cast<float>(call.weight.offset), static_cast<float>(call.eps),
-                  1.0f / static_cast<float>(shape.columns)};
+  RowCall rows = {call.x, call.weight.data, call.y, call.rstd, shape.columns, static_cast<uint32_t>(shape.rows), static_cast<int>(vectors),
+                  static_cast<float>(call.weight.offset), static_cast<float>(call.eps),
+                  1.0f / static_cast<float>(shape.columns), 1, call.residual, call.s};
   const bool early = limits_of(shape.device).capability >= 90;  // a lone row takes as long as a launch
   const auto alone = [&](auto kernel, int vectors_a_thread) {
     const dim3 block = block_for(lanes_for(vectors, vectors_a_thread));
@@ -346,19 +359,20 @@ template <class T, class W> bool run_rows(const Forward& call) {
     if (vectors <= 2048) return alone(ROW_KERNEL(2, true, true, false, 1024, 1), 2);
     if (vectors <= 4096) return alone(ROW_KERNEL(4, false, true, false, 1024, 1), 4);
     if (!early || vectors > 2048 * kMaxCluster) return false;
-    rows.blocks = 4;
-    while (vectors > 2048 * rows.blocks) rows.blocks *= 2;
-    rows.slice = static_cast<int>((vectors + rows.blocks - 1) / rows.blocks);
+    const auto [blocks, slice] = spread_over_cluster(vectors, 2048, kMaxCluster, 4);
+    rows.blocks = blocks;
+    rows.slice = slice;
     constexpr auto kernel = row_kernel<T, W, 4, false, true, true, 512, sizeof(W) < 4 ? 3 : 2>;
-    const Launch how = {dim3(blocks_for(shape.rows, 1) * rows.blocks), dim3(lanes_for(rows.slice, 4)), 0, static_cast<int>(rows.blocks), early};
+    const Launch how = {dim3(blocks_for(shape.rows, 1) * rows.blocks), dim3(lanes_for(rows.slice, 4)), 0, blocks, early};
     launch<kernel>(how, shape.device, shape.stream, rows);
     return true;
   }
   if (vectors <= 512) return alone(ROW_KERNEL(2, true, false, false, 512, 3), 2);
   if (vectors <= 2048) return alone(ROW_KERNEL(4, true, false, false, 512, 2), 4);
+  if (wide_forward(call)) return true;
   if (vectors <= 4096) return alone(ROW_KERNEL(8, false, false, false, 512, 2), 8);
 #undef ROW_KERNEL
-  return bulk_forward(call);
+  return false;
 }
 
 template <class T> void run(const Forward& call) {

@@ -5,8 +5,8 @@
 
 namespace rms_norm {
 
-// sm_90 and later, whole 16-byte vectors, rows wider than a block's registers hold: by the bulk copy engine
-// (forward_bulk.cu). False, and nothing is done, where that cannot be.
-bool bulk_forward(const Forward& call);
+// sm_90 and later, whole 16-byte vectors, rows too wide for one block: a row over the blocks of a cluster
+// (forward_wide.cu). False, and nothing is done, where that cannot be.
+bool wide_forward(const Forward& call);
 
 }  // namespace rms_norm

@@ -120,6 +120,25 @@ template <auto kernel, class... Arguments> void launch(const Launch& how, int de
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch");
 }
 
+constexpr int kMaxCluster = 16;  // blocks; over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)
+
+// A row of so many vectors over the blocks of a cluster.
+struct Spread {
+  int blocks;
+  int slice;  // vectors of each but the last
+};
+
+// The fewest blocks, a power of two from `least` on and not over `most`, whose slices are no wider than `slice`; with `most`
+// blocks a slice may still be wider.
+inline Spread spread_over_cluster(int64_t vectors, int slice, int most, int least = 1) {
+  Spread spread = {least, static_cast<int>((vectors + least - 1) / least)};
+  while (spread.slice > slice && spread.blocks < most) {
+    spread.blocks *= 2;
+    spread.slice = static_cast<int>((vectors + spread.blocks - 1) / spread.blocks);
+  }
+  return spread;
+}
+
 inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 // Whether every row begins at a multiple of 16 bytes.

@@ -76,6 +76,17 @@ __device__ __forceinline__ void send(const void* slot, uint32_t word, uint64_t* 
                : "memory");
 }
 
+// Adds one to a counter in global memory where `asked`; `before` is what it was, once that is needed.
+__device__ __forceinline__ void add_one(uint32_t* counter, bool asked, uint32_t& before) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\t"
+      "setp.ne.u32 p, %2, 0;\n\t"
+      "@p atom.global.add.u32 %0, [%1], 1;\n\t}"
+      : "+r"(before)
+      : "l"(counter), "r"(static_cast<uint32_t>(asked))
+      : "memory");
+}
+
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -94,6 +105,14 @@ __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.w
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the kernel that comes next in the stream be set up beside this one, if it was launched so. It waits as above; until
+// this kernel's end its blocks take up room, which a grid of more than a few blocks pays for.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
