@@ -87,7 +87,13 @@ def test_forward_compiles(capability, float8, n):
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 @pytest.mark.parametrize(
     ("n", "dtype"),
-    [(512, torch.bfloat16), (4096, torch.bfloat16), (16384, torch.bfloat16), (16384, torch.float32)],
+    [
+        (1, torch.float32),
+        (512, torch.bfloat16),
+        (4096, torch.bfloat16),
+        (16384, torch.bfloat16),
+        (16384, torch.float32),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("ds", [True, False])
@@ -95,7 +101,7 @@ def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds):
     kind, constants = types(dtype)
     cut = kernels.backward_cut(n, 4)
     streams = 2 + ds + cut.reload
-    stages = cut.stages_within(streams * n * dtype.itemsize, SHARED_BYTES[capability])
+    stages = cut.stages_within(streams * n * dtype.itemsize + torch.float32.itemsize, SHARED_BYTES[capability])
     constants |= {"HAS_DS": ds, "NEEDS_DWEIGHT": True, "STAGES": stages, "RELOAD": cut.reload}
     constants |= kernels._tile(cut, 64, n) | {"FOLD": kernels._rows_share_threads(cut, torch.empty(0, dtype=dtype))}
     pointers = {

@@ -596,7 +596,7 @@ def _launch_backward(
     layouts = (number for tensor in read for number in _layout(tensor))
     _backward[(count,)](
         *read, weight, rstd, dx, partials, rows, columns, *layouts, **constants, **_tile(cut, rows, columns),
-        STAGES=_stages(cut, (*read, weight if cut.reload else None)), RELOAD=cut.reload,
+        STAGES=_stages(cut, (*read, weight if cut.reload else None), rstd), RELOAD=cut.reload,
         FOLD=_rows_share_threads(cut, dx), num_warps=cut.warps,
     )  # fmt: skip
     return partials
@@ -624,7 +624,7 @@ def _launch_backward_wide(
     layouts = (number for tensor in read for number in _layout(tensor))
     _backward_wide[(blocks, count)](
         *read, weight, rstd, along, dx, partials, rows, columns, *layouts, **constants,
-        COLUMNS=cut.columns, STAGES=_stages(cut, read), num_warps=cut.warps,
+        COLUMNS=cut.columns, STAGES=_stages(cut, read, rstd), num_warps=cut.warps,
     )  # fmt: skip
     return partials
 
@@ -639,9 +639,12 @@ def _tile(cut: Cut, rows: int, columns: int) -> dict[str, Any]:
     return {"ROWS": cut.rows, "COLUMNS": cut.columns, "EXACT": cut.columns == columns, "INDEX": index}
 
 
-def _stages(cut: Cut, read: tuple[torch.Tensor | None, ...]) -> int:
+def _stages(cut: Cut, read: tuple[torch.Tensor | None, ...], rstd: torch.Tensor | None = None) -> int:
+    """Stages of a loop that reads rows of tensors and of rstd, which weighs as much as a row of one column."""
     tensors = [tensor for tensor in read if tensor is not None]
-    bytes_a_row = sum(cut.columns * tensor.element_size() for tensor in tensors)
+    bytes_a_row = sum(cut.columns * tensor.element_size() for tensor in tensors) + (
+        0 if rstd is None else rstd.element_size()
+    )
     return cut.stages_within(bytes_a_row, _shared_memory(tensors[0].device.index)) if tensors[0].is_cuda else 1
 
 
