@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import warnings
-from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
 from native_build import BuildError, LibraryError
 from rmsnorm_fused.torch_private import constant_under_compile
+
+if TYPE_CHECKING:
+    from rmsnorm_fused.impl.native import QuickCall
 
 Backend = Literal["auto", "pytorch", "triton", "cuda", "cpp"]
 Implementation = Literal["pytorch", "triton", "cuda", "cpp"]
@@ -22,7 +24,6 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 # and a call costs a tenth (NOTES.md).
 _PREFERRED: dict[str, tuple[Implementation, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}
 
-QuickCall = Callable[[Any, Any, Any, Any, Any], Any]
 _quick_calls: dict[str, QuickCall] = {}
 
 

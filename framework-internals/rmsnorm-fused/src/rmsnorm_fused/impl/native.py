@@ -7,8 +7,9 @@ call costs less. A library that the environment names is taken all the same.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -16,8 +17,7 @@ from native_build import load_extension, missing_cuda, missing_cxx, missing_gpu
 from rmsnorm_fused import prebuild
 from rmsnorm_fused.paths import CSRC
 
-if TYPE_CHECKING:
-    from rmsnorm_fused.backends import QuickCall
+QuickCall = Callable[[Any, Any, Any, Any, Any], Any]
 
 # The instruction set that torch itself found on this processor, not -march=native: it is part of the build's key, so
 # that a cache on a file system that machines share never serves one machine's instructions to another.
