@@ -25,6 +25,7 @@ class ResidualBlock(nn.Module):
     def __init__(self, channels: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
         self.channels = 4 * width if bottleneck else width
+        shapes: tuple[tuple[int, int, int, int], ...]
         if bottleneck:
             shapes = ((channels, width, 1, 1), (width, width, 3, stride), (width, self.channels, 1, 1))
         else:
@@ -82,7 +83,7 @@ def _convolution(channels: int, width: int, size: int, stride: int) -> nn.Sequen
 
 
 def resnet(device: Device) -> Target:
-    """ResNet-50 on 64 images of 224 × 224 in bfloat16 on a GPU; an 18-layer net of width 16 on 8 of 32 × 32 on a CPU."""
+    """ResNet-50, 64 images of 224 × 224, bfloat16 on a GPU; 18 layers of width 16 and up, 8 of 32 × 32 on a CPU."""
     torch.manual_seed(0)
     if device == "cpu":
         model = ResNet((2, 2, 2, 2), width=16, bottleneck=False, classes=10, small_images=True)

@@ -179,12 +179,12 @@ def load_target(name: str, device: Device) -> Target:
     try:
         made = function()
     except Exception as error:  # whatever the user's function raises
-        raise UserError(f"{name} raised {_describe(error)}") from error
+        raise UserError(f"{name} raised {describe_error(error)}") from error
     target = _as_target(name, function, made)
     try:
         return target.moved(device)
     except (RuntimeError, AssertionError) as error:  # no such device, or not enough memory on it
-        raise UserError(f"{name} cannot be moved to {device}: {_describe(error)}") from error
+        raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
 
 
 def _find(name: str) -> Callable[[], Any]:
@@ -217,7 +217,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file raises
-        raise UserError(f"{path} cannot be loaded: {_describe(error)}") from error
+        raise UserError(f"{path} cannot be loaded: {describe_error(error)}") from error
     return module
 
 
@@ -225,10 +225,11 @@ def _import(module: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:  # whatever the user's module raises
-        raise UserError(f"module {module} cannot be imported (target {name}): {_describe(error)}") from error
+        raise UserError(f"module {module} cannot be imported (target {name}): {describe_error(error)}") from error
 
 
 def _as_target(name: str, function: Callable[[], Any], made: object) -> Target:
+    target: Any  # what the user's function returned is not to be trusted yet
     if isinstance(made, Target):
         target = made
     elif isinstance(made, Tensor):
@@ -253,11 +254,12 @@ def _as_target(name: str, function: Callable[[], Any], made: object) -> Target:
         kind = type(target.schedule).__name__
         raise UserError(f"{name} returned a schedule of type {kind}; expected calls to iterate over")
     if not isinstance(target.model, nn.Module):
-        target = replace(target, model=FunctionModel(target.model))
+        return replace(target, model=FunctionModel(target.model))
     return target
 
 
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Type and first line of an error, with a hint where the machine is what it lacks."""
     text = str(error).strip().splitlines()
     hint = ""
     if "CUDA" in str(error) and not torch.cuda.is_available():
