@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,6 +41,7 @@ _SURFACE = (
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo", "explain"),
+    ("torch._inductor.config", "force_disable_caches"),
 )
 
 
@@ -193,6 +195,11 @@ class CudaGraphSkips(logging.Handler):
             logger.removeHandler(self)
             logger.setLevel(level)
             logger.propagate = propagate
+
+
+def without_caches() -> AbstractContextManager[object]:
+    """Everything compiled inside is compiled anew, whatever the caches hold."""
+    return importlib.import_module("torch._inductor.config").patch(force_disable_caches=True)
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
