@@ -28,11 +28,7 @@ from compile_bench.harness import DEFAULT_LIMIT, Harness, WorkerFailure
 from compile_bench.records import plural
 from compile_bench.results import Bench, Triage
 from compile_bench.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
-from compile_bench.verdict import CACHE_STATES, judge, plan
-
-# What the plan is shown for: steps of a whole run, and how often it is started again.
-PLAN_STEPS = (100, 1_000, 10_000, 100_000)
-PLAN_RESTARTS = (0, 10)
+from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, judge, plan
 
 
 def run(
@@ -223,8 +219,6 @@ def _plan_table(bench: Bench) -> str:
     rows = []
     for restarts in PLAN_RESTARTS:
         for cache in CACHE_STATES:
-            if cache == "kept" and restarts == 0:
-                continue  # one process finds nothing that an earlier one left
             cells = [plan(bench, steps, restarts, cache) for steps in PLAN_STEPS]
             if any(cell is not None for cell in cells):
                 texts = [f"{cell.advice} ({numbers.significant(cell.ratio)}×)" if cell else "" for cell in cells]

@@ -10,8 +10,9 @@ import importlib
 import json
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -197,9 +198,12 @@ class CudaGraphSkips(logging.Handler):
             logger.propagate = propagate
 
 
-def without_caches() -> AbstractContextManager[object]:
+@contextmanager
+def without_caches() -> Iterator[None]:
     """Everything compiled inside is compiled anew, whatever the caches hold."""
-    return importlib.import_module("torch._inductor.config").patch(force_disable_caches=True)
+    with importlib.import_module("torch._inductor.config").patch(force_disable_caches=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # which is what was asked for
+        yield
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:

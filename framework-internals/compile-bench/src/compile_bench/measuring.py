@@ -37,8 +37,12 @@ def toolchain(case: Case) -> float:
     return prepare_toolchain(case.device)
 
 
-def eager(case: Case) -> FirstSteps:
+def eager(case: Case, *, turn: Path | None = None) -> FirstSteps:
     """First steps without compiling.
+
+    Args:
+        case: of what.
+        turn: see :func:`compiled`.
 
     Raises:
         UserError: if they fail, in one line: nothing about compiling can be said then.
@@ -46,7 +50,8 @@ def eager(case: Case) -> FirstSteps:
     target = load_case(case)
     step = target.step(target.copied(), train=case.train)
     try:
-        return FirstSteps(_first_steps(step, case))
+        with _turn(turn, fcntl.LOCK_SH):
+            return FirstSteps(_first_steps(step, case))
     except UserError:
         raise
     except Exception as error:  # whatever the user's model raises

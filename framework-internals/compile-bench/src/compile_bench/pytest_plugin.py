@@ -8,6 +8,7 @@ forgotten first. ``lock=True`` holds all counts to ``compile.lock.json`` beside 
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,7 +104,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
     torch.compiler.reset()
     # From a cache a kernel is loaded and not generated: it would not be counted.
-    with without_caches(), Collector() as collector:
+    counts_kernels = budget.lock or budget.kernels is not None
+    with without_caches() if counts_kernels else nullcontext(), Collector() as collector:
         result = yield
     trace = collector.trace()
     lines = budget.exceeded(trace)
