@@ -32,29 +32,32 @@ PART_HATCHES = (*HATCHES, "", "")
 
 
 def figures(results: Results) -> Sequence[Figure]:
-    """The figures; none where nothing was measured."""
-    if not results.select("verdict"):
-        return []
-    drawn = [
-        Figure(
-            "first_step",
-            f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is "
-            "counted once, for the innermost phase.",
-            lambda: draw_first_steps(results, alone(results, results.select("first steps"))),
-        ),
-        Figure(
-            "speedup",
-            "Eager over compiled, a step after all compiling: median of the rounds' ratios with its 95 % interval, "
-            "by mode. Left of the line at 1 compiling makes the step slower.",
-            lambda: draw_speedup(results),
-        ),
-        Figure(
-            "break_even",
-            "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % "
-            "interval of the speed-up.",
-            lambda: draw_break_even(results),
-        ),
-    ]
+    """The figures that the records suffice for."""
+    drawn = []
+    if alone(results, results.select("verdict")):
+        drawn += [
+            Figure(
+                "first_step",
+                f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is "
+                "counted once, for the innermost phase.",
+                lambda: draw_first_steps(results, alone(results, results.select("first steps"))),
+            ),
+            Figure(
+                "break_even",
+                "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % "
+                "interval of the speed-up.",
+                lambda: draw_break_even(results),
+            ),
+        ]
+    if results.select("steady"):
+        drawn.append(
+            Figure(
+                "speedup",
+                "Eager over compiled, a step after all compiling: median of the rounds' ratios with its 95 % interval, "
+                "by mode. Left of the line at 1 compiling makes the step slower.",
+                lambda: draw_speedup(results),
+            )
+        )
     models = model_starts(results)
     if len(models) > 1:
         drawn.append(

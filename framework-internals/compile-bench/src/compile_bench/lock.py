@@ -62,9 +62,7 @@ def read_lock(file: Path) -> dict[str, Inventory]:
     try:
         content = json.loads(file.read_text())
         if content["version"] != VERSION:
-            raise UserError(
-                f"{file} is a lock file of version {content['version']}; this compile-bench reads {VERSION}"
-            )
+            raise UserError(f"{file} is of version {content['version']}; this compile-bench reads version {VERSION}")
         return {key: Inventory(**entry) for key, entry in content["entries"].items()}
     except FileNotFoundError:
         raise UserError(f"there is no lock file {file}; `compile-bench lock` writes one") from None

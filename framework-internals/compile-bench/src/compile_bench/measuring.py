@@ -188,6 +188,19 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float) -> Steady:
     )
 
 
+def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
+    """Sample a step against a copy of itself, again and again: there is no difference to be found.
+
+    Args:
+        case: of what; nothing is compiled.
+        runs: how often.
+        seconds: how long each time.
+    """
+    target = load_case(case)
+    one, other = (target.step(target.copied(), train=case.train) for _ in range(2))
+    return [sample(one, other, case, seconds) for _ in range(runs)]
+
+
 def _accuracy(target: Target, compiled: Callable[..., Any], model: nn.Module, case: Case) -> Accuracy:
     if case.device == "cuda":
         torch.compiler.cudagraph_mark_step_begin()

@@ -69,11 +69,13 @@ class Budget:
             "breaks": [f"{entry.place}: {entry.reason}" for entry in trace.breaks],
             "recompiles": [f"{entry.place}: {entry.guard} no longer held" for entry in trace.recompiles],
         }
+        from compile_bench.records import plural
+
         lines = []
         for name, count in counts.items():
             allowed = getattr(self, name)
             if allowed is not None and count > allowed:
-                lines.append(f"{count} {name}, {allowed} allowed")
+                lines.append(f"{plural(count, name[:-1])}, {allowed} allowed")
                 lines += [f"  {detail}" for detail in details.get(name, [])]
         return lines
 

@@ -143,7 +143,7 @@ def _verdict_table(results: Results, verdicts: Sequence[Record]) -> str:
             )
         )
     header = ["case", "verdict", "speed-up (95 %)", "price, cold", "break-even, cold", "warm", "with artifacts"]
-    return markdown_table(header, rows, left=2)
+    return markdown_table(header, rows, left=2) if rows else ""
 
 
 def _break_even(even: dict[str, Any]) -> str:
@@ -277,7 +277,7 @@ def _first_table(records: Sequence[Record]) -> str:
         )
         for record in records
     ]
-    return markdown_table(["process", "total", *(f"{name}, s" for _, name in parts)], rows)
+    return markdown_table(["process", "total", *(f"{name}, s" for _, name in parts)], rows) if rows else ""
 
 
 def _steady_table(results: Results, verdicts: Sequence[Record]) -> str:
@@ -296,7 +296,7 @@ def _steady_table(results: Results, verdicts: Sequence[Record]) -> str:
             )
         )
     header = ["case", "eager (p20–p80)", "compiled (p20–p80)", "speed-up (95 %)", "eager against itself", "rounds"]
-    return markdown_table(header, rows)
+    return markdown_table(header, rows) if rows else ""
 
 
 def _step_table(results: Results, verdicts: Sequence[Record]) -> str:
