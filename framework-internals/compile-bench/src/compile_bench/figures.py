@@ -38,8 +38,8 @@ def figures(results: Results) -> Sequence[Figure]:
         drawn += [
             Figure(
                 "first_step",
-                f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is "
-                "counted once, for the innermost phase.",
+                f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant "
+                "is counted once, for the innermost phase.",
                 lambda: draw_first_steps(results, alone(results, results.select("first steps"))),
             ),
             Figure(
