@@ -51,6 +51,7 @@ class Harness:
         self._preparing = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = False
+        self._compile_threads: int | None = None
 
     @classmethod
     @contextmanager
@@ -156,6 +157,20 @@ class Harness:
         for process in list(self._running):
             _end(process)
 
+    @contextmanager
+    def sharing(self, processes: int) -> Iterator[None]:
+        """Inside, Inductor's pools of compiling workers share the cores of this machine.
+
+        Args:
+            processes: how many compile side by side; by default each would start a worker for every core.
+        """
+        before = self._compile_threads
+        self._compile_threads = max((os.cpu_count() or 1) // processes, 1) if processes > 1 else before
+        try:
+            yield
+        finally:
+            self._compile_threads = before
+
     def ask(self, job: str, case: Case, cache: Path | None = None, **arguments: object) -> object:
         """Have a job done in a fresh process.
 
@@ -191,7 +206,7 @@ class Harness:
             request_path, result_path, log_path = (Path(folder) / name for name in ("request", "result", "log"))
             request_path.write_bytes(pickle.dumps(request))
             command = [sys.executable, "-m", "compile_bench.worker", str(request_path), str(result_path)]
-            status = run_limited(command, _environment(cache), log_path, self.limit, self._running)
+            status = run_limited(command, self._environment(cache), log_path, self.limit, self._running)
             log = log_path.read_text(errors="replace")
             what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
             if status is None:
@@ -203,15 +218,16 @@ class Harness:
             raise result
         return result
 
-
-def _environment(cache: Path) -> dict[str, str]:
-    """This process's, with caches below ``cache`` and with this process's import path."""
-    return {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
+    def _environment(self, cache: Path) -> dict[str, str]:
+        """This process's, with caches below ``cache`` and with this process's import path."""
+        threads = self._compile_threads
+        return {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            **({} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}),
+        }
 
 
 def run_limited(

@@ -18,7 +18,7 @@ from compile_bench.harness import Harness, WorkerFailure
 from compile_bench.records import agreement_record, bench_records, eager_record, plural, shape_record
 from compile_bench.report import REPORT
 from compile_bench.results import MODES, Case, FirstSteps
-from compile_bench.shapes import STRATEGIES, study_shapes
+from compile_bench.shapes import Strategy, study_shapes
 from compile_bench.triage_lens import collect_triage, configure_triage
 
 # Hugging Face's, and those of this package, without the GPT that is measured in full.
@@ -53,10 +53,10 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
             "cases": [_case("gpt-one-layer", train=False)],
             "sweep": {"targets": [], "modes": [], "side_by_side": 1},
             "shapes": [],
-            "agreement": {"targets": ["planted"], "kinds": ["training"], "side_by_side": 1},
+            "agreement": {"targets": [], "kinds": [], "side_by_side": 1},
             "steady_seconds": 2.0,
             "sweep_steady_seconds": 1.0,
-            "until_seconds": {"cases": 20.0, "sweep": 20.0, "shapes": 20.0, "agreement": 25.0},
+            "until_seconds": {"cases": 20.0, "sweep": 20.0, "shapes": 20.0, "agreement": 20.0},
             "limit_seconds": 120.0,
         }
     if device == "cpu":
@@ -64,37 +64,36 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
             "cases": [
                 _case("gpt", warm=True, mega=True),
                 _case("gpt", train=False),
-                _case("gpt", train=False, scope="blocks"),
                 _case("mlp", train=False),
                 _case("mlp", train=False, mode="max-autotune"),
+                _case("gpt", train=False, scope="blocks"),
             ],
             "sweep": {"targets": [], "modes": [], "side_by_side": 1},
-            "shapes": [{"target": "mlp", "train": False, "schedule": "last-batch", "strategies": _FEW_STRATEGIES}],
-            "agreement": {"targets": ["gpt", *ZOO_NAMES], "kinds": ["training"], "side_by_side": 2},
-            "steady_seconds": 6.0,
-            "sweep_steady_seconds": 2.0,
-            "until_seconds": {"cases": 100.0, "sweep": 100.0, "shapes": 115.0, "agreement": 160.0},
+            "shapes": [_shape("mlp", "last-batch", ("eager", "automatic", "mark_dynamic", "padding"))],
+            "agreement": {
+                "targets": ["gpt", "gpt2", "wav2vec2", "longformer", "qwen3-moe", "t5"],
+                "kinds": ["training"],
+                "side_by_side": 2,
+            },
+            "steady_seconds": 4.0,
+            "sweep_steady_seconds": 1.0,
+            "until_seconds": {"cases": 125.0, "sweep": 125.0, "shapes": 140.0, "agreement": 150.0},
             "limit_seconds": 150.0,
         }
     return {
-        "cases": [
-            _case("gpt", warm=True, mega=True),
-            _case("gpt", train=False),
-            _case("gpt", scope="blocks"),
-        ],
+        "cases": [_case("gpt", warm=True, mega=True), _case("gpt", mode="max-autotune"), _case("gpt", scope="blocks")],
         "sweep": {"targets": ["gpt", *ZOO_NAMES], "modes": list(MODES), "side_by_side": 12},
-        "shapes": [
-            {"target": "gpt2", "train": False, "schedule": "growing-sequence", "strategies": list(STRATEGIES)},
-        ],
-        "agreement": {"targets": ["gpt", *ZOO_NAMES], "kinds": ["training", "inference"], "side_by_side": 8},
+        "shapes": [_shape("gpt2", "growing-sequence", ("eager", "automatic", "mark_dynamic", "buckets", "padding"))],
+        "agreement": {"targets": ["gpt", *ZOO_NAMES], "kinds": ["training", "inference"], "side_by_side": 12},
         "steady_seconds": 4.0,
         "sweep_steady_seconds": 1.0,
-        "until_seconds": {"cases": 120.0, "sweep": 340.0, "shapes": 395.0, "agreement": 420.0},
+        "until_seconds": {"cases": 120.0, "sweep": 330.0, "shapes": 390.0, "agreement": 420.0},
         "limit_seconds": 150.0,
     }
 
 
-_FEW_STRATEGIES: list[Json] = ["eager", "automatic", "mark_dynamic", "padding"]
+def _shape(target: str, schedule: str, strategies: Sequence[Strategy]) -> Json:
+    return {"target": target, "train": False, "schedule": schedule, "strategies": list(strategies)}
 
 
 def _case(
@@ -162,7 +161,8 @@ class _Measuring:
                     case = Case(target, self.run.device, train, mode)
                     if _name(case) not in measured:
                         work.append((_name(case), partial(self._beside, case, sweep["side_by_side"])))
-        self._keep("sweep", work, sweep["side_by_side"], waves=True)
+        with self.harness.sharing(sweep["side_by_side"]):
+            self._keep("sweep", work, sweep["side_by_side"], waves=True)
 
     def _beside(self, case: Case, side_by_side: int) -> list[Record]:
         eager = self._eager(case)
