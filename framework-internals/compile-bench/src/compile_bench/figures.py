@@ -27,7 +27,7 @@ from compile_bench.reading import (
 from compile_bench.records import case_title, shape_passes
 from compile_bench.results import FIRST_STEPS
 
-PART_COLOURS = (*COLOURS, "#FFFFFF", "#BBBBBB")
+PART_COLOURS = (*COLOURS, "#FFFFFF", "#F0E442")
 PART_HATCHES = (*HATCHES, "", "")
 
 
@@ -176,6 +176,7 @@ def draw_break_even(results: Results) -> MatplotlibFigure:
             axes.fill_between(steps, ratio(speedup.low), ratio(speedup.high), color=colour, alpha=0.12, linewidth=0)
     axes.axhline(1.0, color="#444444", linewidth=1.0)
     axes.set_xscale("log")
+    axes.set_ylim(bottom=0.05)
     _times_axis(axes, "y")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.count(value)))
     axes.set_xlabel("steps of the run, in one process")

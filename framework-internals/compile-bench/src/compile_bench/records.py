@@ -154,9 +154,10 @@ def triage_record(triage: Triage, root: Path) -> Record:
 
 
 def case_title(record: Record, *, mode: bool = True) -> str:
-    """A record's case for a reader: target, kind, and the mode where it is not the default."""
+    """A record's case for a reader: target, kind, and mode and scope where they are not the usual ones."""
     text = f"{record.labels['target']} {record.labels['kind']}"
-    return f"{text}, {record.labels['mode']}" if mode and record.labels["mode"] not in ("default", "eager") else text
+    unusual = str(record.labels["mode"]).removeprefix("default").removeprefix(", ")
+    return f"{text}, {unusual}" if mode and unusual not in ("", "eager") else text
 
 
 def shorten(file: str, root: Path) -> str:
@@ -219,6 +220,7 @@ def _accuracy(bench: Bench, labels: dict[str, Label]) -> Record:
         "holds": bench.accuracy.holds,
         "skipped": bench.accuracy.skipped,
         "gradient": None if gradient is None else gradient.name,
+        "attempts": bench.accuracy.attempts,
     }
     return Record("accuracy", labels, values, data)
 

@@ -96,11 +96,15 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
         "outputs and gradients within their bound against float64" if accuracy.data["holds"] else "wrong results"
     )
     return [
-        ("It costs", f"{' and '.join(costs)} than eager for the first {FIRST_STEPS} steps ({case_title(first)})."),
+        ("It costs", f"{_listed(costs)} than eager for the first {FIRST_STEPS} steps ({case_title(first)})."),
         ("It gives", f"a step {numbers.quantity(steady['speedup'])} as fast{less}."),
         ("It breaks", f"{broken} in {plural(int(compilation['graphs'].value), 'graph')}; {right}."),
         ("Use it when", f"{_advice(first)}."),
     ]
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def _memory_clause(record: Record) -> str:
@@ -379,7 +383,9 @@ def _accuracy_table(results: Results) -> str:
                 name = kind if kind == "output" else f"gradient of `{record.data['gradient']}`"
                 values = [size(record[f"{kind} {part}"].value) for part in ("eager", "compiled", "bound")]
                 holds = record[f"{kind} compiled"].value <= record[f"{kind} bound"].value
-                rows.append((case_title(record), name, *values, "yes" if holds else "**no**"))
+                tries = record.data.get("attempts", 1)
+                again = "" if tries == 1 else f", with the weights moved {plural(tries - 1, 'time')}"
+                rows.append((case_title(record), name, *values, f"{'yes' if holds else '**no**'}{again}"))
     return markdown_table(["case", "tensor", "eager error", "compiled error", "bound", "within"], rows, left=2)
 
 
