@@ -17,6 +17,7 @@ from compile_bench.cli import app
 from compile_bench.cli_check import budget_exceeded
 from compile_bench.cli_measure import describe_bench
 from compile_bench.harness import run_limited
+from compile_bench.measuring import self_comparison
 from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.trace import Break, CompileTrace, Recompile
 
@@ -157,6 +158,14 @@ def test_a_speedup_is_too_small_when_its_whole_interval_is():
     assert budget_exceeded(clean, made_up(0.9, 1.2), 0, 1, 1.05) == []
     (line,) = budget_exceeded(clean, made_up(0.9, 1.0), 0, 1, 1.05)
     assert "at least 1.05×" in line
+
+
+def test_a_step_is_compared_with_itself():
+    found = self_comparison(Case("mlp", train=False), runs=2, seconds=0.02)
+    assert len(found) == 2
+    for steady in found:
+        assert 0.2 < steady.speedup.value < 5
+        assert steady.control.samples == steady.speedup.samples >= 8
 
 
 @pytest.fixture(scope="module")
