@@ -192,6 +192,7 @@ def test_counts_that_agree_and_counts_that_do_not():
     text = render(results(*records_of(bench()), *records), REPORT)
     assert "All three agree in 1 of 3 cases; in 1 more the difference has a known ground" in text
     assert "**not explained**" in text
+    assert "only here: m.py:3; only in the log: m.py:9" in text
 
 
 def test_modes_share_the_eager_run():
