@@ -180,6 +180,7 @@ def agreed(**more):
 
 def test_counts_that_agree_and_counts_that_do_not():
     assert agreed().agrees
+    assert agreed(met=5, explain_graphs=2, graphs=2, explain_breaks=1).agrees
     whole = agreed(met=5, whole_frames=2)
     assert whole.explained
     assert "takes one from the number of graphs" in whole.differences[0]
