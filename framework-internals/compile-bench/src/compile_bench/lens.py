@@ -77,7 +77,7 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
             },
             "steady_seconds": 4.0,
             "sweep_steady_seconds": 1.0,
-            "until_seconds": {"cases": 125.0, "sweep": 125.0, "shapes": 140.0, "agreement": 150.0},
+            "until_seconds": {"cases": 128.0, "sweep": 128.0, "shapes": 150.0, "agreement": 165.0},
             "limit_seconds": 150.0,
         }
     return {
