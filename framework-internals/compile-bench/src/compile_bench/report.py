@@ -92,8 +92,9 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
         int(compilation["recompiles"].value), "recompilation"
     )
     accuracy = same_case(results, "accuracy", first)
+    compared = "outputs and gradients" if accuracy.data["gradient"] else "outputs"
     right = accuracy.data["skipped"] or (
-        "outputs and gradients within their bound against float64" if accuracy.data["holds"] else "wrong results"
+        f"{compared} {'within' if accuracy.data['holds'] else 'outside'} their bound against float64"
     )
     return [
         ("It costs", f"{_listed(costs)} than eager for the first {FIRST_STEPS} steps ({case_title(first)})."),
