@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,13 +47,17 @@ class Harness:
         self.device = device
         self.limit = limit
         self._toolchain: float | None = None
-        self._caches = 0
+        self._caches = itertools.count(1)
+        self._preparing = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+        self._compile_threads: int | None = None
 
     @classmethod
     @contextmanager
     def open(cls, device: Device, *, limit: float = DEFAULT_LIMIT) -> Iterator[Harness]:
         """A harness whose caches are gone when the block ends."""
-        with tempfile.TemporaryDirectory(prefix="compile-bench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="compile-bench-", ignore_cleanup_errors=True) as folder:
             yield cls(Path(folder), device, limit)
 
     def toolchain_seconds(self) -> float:
@@ -63,27 +69,42 @@ class Harness:
         Raises:
             UserError: without a C++ compiler, on a CPU.
         """
-        if self._toolchain is None:
-            if self.device == "cpu" and (reason := missing_cxx()) is not None:
-                raise UserError(f"Inductor compiles for a CPU with a C++ compiler: {reason}")
-            seed = self.folder / "toolchain"
-            self._toolchain = cast(float, self._run(Request("toolchain", Case("", self.device)), seed))
-        return self._toolchain
+        with self._preparing:
+            if self._toolchain is None:
+                if self.device == "cpu" and (reason := missing_cxx()) is not None:
+                    raise UserError(f"Inductor compiles for a CPU with a C++ compiler: {reason}")
+                seed = self.folder / "toolchain"
+                self._toolchain = cast(float, self._run(Request("toolchain", Case("", self.device)), seed))
+            return self._toolchain
 
-    def eager(self, case: Case) -> FirstSteps:
-        """First steps without compiling; the mode of ``case`` does not matter."""
-        return cast(FirstSteps, self._run(Request("eager", case), self._new_cache()))
+    def eager(self, case: Case, *, turn: Path | None = None) -> FirstSteps:
+        """First steps without compiling; the mode of ``case`` does not matter.
+
+        Args:
+            case: of what.
+            turn: see :func:`compile_bench.measuring.compiled`.
+        """
+        return cast(FirstSteps, self.ask("eager", case, turn=turn))
 
     def bench(
-        self, case: Case, *, eager: FirstSteps | None = None, steady_seconds: float = 10.0, warm: bool = True
+        self,
+        case: Case,
+        *,
+        eager: FirstSteps | None = None,
+        steady_seconds: float = 10.0,
+        warm: bool = True,
+        mega: bool = False,
+        turn: Path | None = None,
     ) -> Bench:
-        """Measure everything about a case, in two or three processes.
+        """Measure everything about a case, in two to four processes.
 
         Args:
             case: what.
             eager: first eager steps, if they were measured before.
             steady_seconds: how long to sample steady steps.
             warm: also measure the first steps with warm caches.
+            mega: also measure the first steps with empty folders and the cold process's cache artifacts.
+            turn: see :func:`compile_bench.measuring.compiled`.
 
         Raises:
             WorkerFailure: if a process hung or crashed.
@@ -91,12 +112,35 @@ class Harness:
         """
         self.toolchain_seconds()
         eager = eager or self.eager(case)
-        cache = self._new_cache()
-        cold = cast(Compiled, self._run(Request("compiled", case, 0.0 if warm else steady_seconds), cache))
-        last = cast(Compiled, self._run(Request("compiled", case, steady_seconds), cache)) if warm else cold
+        cache = self.new_cache()
+        artifact = cache.with_suffix(".artifact") if mega else None
+        cold_seconds = 0.0 if warm else steady_seconds
+        cold = cast(
+            Compiled,
+            self.ask("compiled", case, cache, steady_seconds=cold_seconds, artifact_out=artifact, turn=turn),
+        )
+        last = cold
+        if warm:
+            last = cast(Compiled, self.ask("compiled", case, cache, steady_seconds=steady_seconds, turn=turn))
+        loaded = None
+        if artifact is not None and artifact.exists():
+            loaded = cast(Compiled, self.ask("compiled", case, steady_seconds=0.0, artifact_in=artifact, turn=turn))
         assert last.steady is not None
         assert last.accuracy is not None
-        return Bench(case, eager, cold.first, last.first if warm else None, last.steady, last.accuracy, last.memory)
+        return Bench(
+            case,
+            eager,
+            cold.first,
+            last.first if warm else None,
+            last.steady,
+            last.accuracy,
+            last.memory,
+            None if loaded is None else loaded.first,
+            last.eager_profile,
+            last.compiled_profile,
+            cold.no_cudagraphs,
+            cold.artifact_bytes,
+        )
 
     def triage(self, case: Case) -> Triage:
         """Count breaks and recompilations of a case, without a code generator; seconds rather than minutes.
@@ -105,24 +149,64 @@ class Harness:
             WorkerFailure: if the process hung or crashed.
             UserError: if the target is at fault.
         """
-        return cast(Triage, self._run(Request("triage", case), self._new_cache(empty=True)))
+        return cast(Triage, self.ask("triage", case))
 
-    def _new_cache(self, *, empty: bool = False) -> Path:
-        self._caches += 1
-        cache = self.folder / f"cache-{self._caches}"
+    def stop(self) -> None:
+        """End every process that still runs and begin no other: who waits for one gets a :class:`WorkerFailure`."""
+        self._stopped = True
+        for process in list(self._running):
+            _end(process)
+
+    @contextmanager
+    def sharing(self, processes: int) -> Iterator[None]:
+        """Inside, Inductor's pools of compiling workers share the cores of this machine.
+
+        Args:
+            processes: how many compile side by side; by default each would start a worker for every core.
+        """
+        before = self._compile_threads
+        self._compile_threads = max((os.cpu_count() or 1) // processes, 1) if processes > 1 else before
+        try:
+            yield
+        finally:
+            self._compile_threads = before
+
+    def ask(self, job: str, case: Case, cache: Path | None = None, **arguments: object) -> object:
+        """Have a job done in a fresh process.
+
+        Args:
+            job: one of :data:`compile_bench.worker.JOBS`.
+            case: of what.
+            cache: folder of the compiler's caches, made by :meth:`new_cache`; by default one of its own.
+            arguments: of the job; anything that can be pickled.
+
+        Returns:
+            What the job returned.
+
+        Raises:
+            WorkerFailure: if the process hung or crashed.
+            UserError: if the target is at fault.
+        """
+        return self._run(Request(job, case, arguments), cache or self.new_cache())
+
+    def new_cache(self) -> Path:
+        """A folder for the compiler's caches, empty but for what the toolchain's check left."""
+        cache = self.folder / f"cache-{next(self._caches)}"
         seed = self.folder / "toolchain"
-        if seed.exists() and not empty:
+        if seed.exists():
             shutil.copytree(seed, cache)
         return cache
 
     def _run(self, request: Request, cache: Path) -> object:
         """Answer a request in a fresh process."""
+        if self._stopped:
+            raise WorkerFailure(f"{request.case.target} ({request.job}) was not begun: measuring was stopped")
         cache.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             request_path, result_path, log_path = (Path(folder) / name for name in ("request", "result", "log"))
             request_path.write_bytes(pickle.dumps(request))
             command = [sys.executable, "-m", "compile_bench.worker", str(request_path), str(result_path)]
-            status = run_limited(command, _environment(cache), log_path, self.limit)
+            status = run_limited(command, self._environment(cache), log_path, self.limit, self._running)
             log = log_path.read_text(errors="replace")
             what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
             if status is None:
@@ -134,18 +218,25 @@ class Harness:
             raise result
         return result
 
+    def _environment(self, cache: Path) -> dict[str, str]:
+        """This process's, with caches below ``cache`` and with this process's import path."""
+        threads = self._compile_threads
+        return {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            **({} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}),
+        }
 
-def _environment(cache: Path) -> dict[str, str]:
-    """This process's, with caches below ``cache`` and with this process's import path."""
-    return {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
 
-
-def run_limited(command: list[str], environment: dict[str, str], log: Path, limit: float) -> int | None:
+def run_limited(
+    command: list[str],
+    environment: dict[str, str],
+    log: Path,
+    limit: float,
+    running: set[subprocess.Popen[bytes]] | None = None,
+) -> int | None:
     """Run a command in a session of its own; whatever is left of the session is ended when it returns.
 
     Args:
@@ -153,23 +244,31 @@ def run_limited(command: list[str], environment: dict[str, str], log: Path, limi
         environment: all of it.
         log: file for its output.
         limit: seconds.
+        running: the process is in this set as long as it runs.
 
     Returns:
         The exit status, or None if it had not ended after ``limit`` seconds.
     """
+    running = set() if running is None else running
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+        running.add(process)
         try:
             return process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # The session holds the compiler's own workers too; they may outlive the process, and hang with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
+            running.discard(process)
             process.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all of its session: the compiler's own workers may outlive it, and hang with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_line(log: str) -> str:
