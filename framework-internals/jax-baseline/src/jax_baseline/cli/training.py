@@ -1,43 +1,21 @@
-"""``jax-baseline train | parity | bench | hlo``."""
+"""``train``, ``parity`` and ``bench``."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 
-from benchkit import UserError, numbers
+from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
+from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, Seed, user_errors
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
-app = typer.Typer(
-    help="The baseline's training loop in JAX, compared step by step.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
-Preset = Annotated[str, typer.Option(help="tiny (CPU) or gpt2-124m (GPU)")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda")]
-Seed = Annotated[int, typer.Option(min=0, help="of weights and batches")]
-DTYPES = "float64, float32 or bfloat16"
-
-
-def main() -> None:
-    """Run the command line; what the user can mend is one line on standard error and exit status 2."""
-    try:
-        app()
-    except UserError as error:
-        print(f"jax-baseline: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-@app.command()
 def train(
     preset: Preset = "tiny",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps [default: the preset's]")] = None,
@@ -50,7 +28,7 @@ def train(
     """Train, without averaging weights; prints the loss, and the validation beside the unigram entropy of the text."""
     from jax_baseline.loop import NonFiniteError, StepLog, run
 
-    with _user_errors():
+    with user_errors():
         model, config = GPTConfig.preset(preset), TrainConfig.preset(preset)
         config = replace(
             config,
@@ -72,7 +50,7 @@ def train(
                 flush=True,
             )
 
-    with _user_errors():
+    with user_errors():
         try:
             summary = run(model, config, device=resolve_device(device), report=log)
         except NonFiniteError as error:
@@ -85,7 +63,6 @@ def train(
     )
 
 
-@app.command()
 def parity(
     preset: Preset = "tiny",
     steps: Annotated[int, typer.Option(min=1, help="to compare")] = 50,
@@ -98,7 +75,7 @@ def parity(
     """Compare JAX with torch step by step; exit status 1 if it leaves the bounds that torch's own rounding sets."""
     from jax_baseline.parity import QUANTITIES, Setup, run
 
-    with _user_errors():
+    with user_errors():
         setup = Setup.preset(
             preset,
             steps=steps,
@@ -128,7 +105,6 @@ def parity(
     raise typer.Exit(1)
 
 
-@app.command()
 def bench(
     preset: Preset = "tiny",
     batch_size: Annotated[int, typer.Option(min=1, help="sequences a step")] = 16,
@@ -142,7 +118,7 @@ def bench(
     from jax_baseline.bench import measure_engines
     from jax_baseline.engines import EngineSpec, bench_config
 
-    with _user_errors():
+    with user_errors():
         model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
         engines = {"torch eager": EngineSpec("torch", compiled=False), "jax": EngineSpec("jax", attention=attention)}
         if compile:
@@ -162,69 +138,4 @@ def bench(
     print(markdown_table(["engine", "tokens/s", "step", "speed over torch eager", "first step"], rows))
 
 
-@app.command()
-def hlo(
-    dump: Annotated[
-        Path | None, typer.Argument(help="text of an optimised module, yours [default: our step's]")
-    ] = None,
-    preset: Preset = "tiny",
-    batch_size: Annotated[int, typer.Option(min=1, help="sequences a step")] = 16,
-    dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
-    attention: Annotated[str, typer.Option(help="xla or cudnn")] = "xla",
-    save: Annotated[Path | None, typer.Option(help="write the module's text here")] = None,
-) -> None:
-    """Count what XLA made: kernels by kind and by part of the model, donated buffers, FLOPs."""
-    from jax_baseline.hlo import summarise
-
-    with _user_errors():
-        if dump is not None:
-            try:
-                text = dump.read_text()
-            except OSError as error:
-                raise UserError(f"cannot read {dump}: {error.strerror}") from error
-            notes = ""
-        else:
-            text, notes = _compile_step(preset, batch_size, dtype, attention)
-        summary = summarise(text)
-    if save is not None:
-        save.write_text(text)
-    print(
-        f"{summary.kernels} kernels, {summary.dots} products; "
-        f"{summary.donated} of {summary.arguments} arguments donated{notes}"
-    )
-    print(markdown_table(["kind of kernel", "number"], list(summary.kinds.items())))
-    rows = [(group.region or "(no scope)", group.phase, group.kernels, group.dots) for group in summary.regions]
-    print(markdown_table(["part", "phase", "kernels", "products"], rows, left=2))
-
-
-def _compile_step(preset: str, batch_size: int, dtype: str, attention: str) -> tuple[str, str]:
-    """The step's optimised HLO, and what XLA says of its cost, in words."""
-    import jax
-    import jax.numpy as jnp
-
-    from jax_baseline.compilation import compile_step
-    from jax_baseline.engines import bench_config
-    from jax_baseline.model import ATTENTIONS
-    from jax_baseline.train import initial_state, make_train_step
-
-    if attention not in ATTENTIONS:
-        raise UserError(f"--attention takes {' or '.join(ATTENTIONS)}, got {attention!r}")
-    model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
-    with jax.enable_x64(dtype == "float64"):
-        state = initial_state(model, training)
-        tokens_BT = jax.ShapeDtypeStruct((batch_size, model.block_size), jnp.int32)
-        step = make_train_step(model, training, attention=ATTENTIONS[attention])
-        compiled = compile_step(step, state, tokens_BT, tokens_BT)
-    notes = f"; compiled in {numbers.with_unit(compiled.compile_seconds, 's')}"
-    if compiled.flops is not None:
-        notes += f"; {numbers.with_unit(compiled.flops, 'FLOP')} by XLA's count"
-    return compiled.text, notes
-
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """A ValueError is about what was asked for on the command line: one line, exit status 2."""
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(str(error)) from error
+COMMANDS = (train, parity, bench)
