@@ -56,15 +56,15 @@ def collect(run: Run) -> None:
 
 def _collect_parity(run: Run) -> None:
     # Here and below: imported when measuring, so that rendering a report loads neither framework.
-    from jax_baseline import parity
+    from jax_baseline import parity, sides
 
     asked = run.configuration["parity"]
     for dtype, size in asked["dtypes"].items():
         with run.working(f"parity in {dtype}"):
-            setup = parity.Setup.preset(
+            setup = sides.Setup.preset(
                 asked["preset"], seed=asked["seed"], dtype=dtype, device=run.device, lr=asked["lr"], **size
             )
-            found = parity.run(setup)
+            found = sides.run(setup)
         divergence = found.divergence()
         run.record(
             "parity",
