@@ -102,17 +102,47 @@ def cudnn_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> 
 ATTENTIONS: dict[str, Attention] = {"xla": xla_attention, "cudnn": cudnn_attention}
 
 
-@jax.checkpoint
+@jax.custom_vjp
 def bias_gelu(x_BTF: Array, bias_F: Array) -> Array:
-    """Return GELU(x + bias) in its tanh form, in the dtype of x; the backward computes it again from x.
+    """Return GELU(x + bias) in its tanh form, in the dtype of x.
 
     As in torch, the sum is rounded to the dtype of x, the nonlinearity is taken in float32 at least and rounded once,
     and the gradient of the bias, a sum over all B·T positions, is kept in float32 until its end. Left in bfloat16, XLA
     rounds after every operation and sums in bfloat16.
+
+    The backward computes everything again from x; the two barriers keep XLA from saving the float32 tanh instead, and
+    from drawing the elementwise work into the sum, a kernel that goes through memory by columns.
     """
+    return _biased(_gelu, x_BTF, bias_F)
+
+
+def _gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def _biased(function: Callable[[Array], Array], x_BTF: Array, bias_F: Array) -> Array:
+    """The function of x + bias, in float32 at least between the two roundings to the dtype of x."""
     wide = jnp.promote_types(x_BTF.dtype, jnp.float32)
     biased_BTF = (x_BTF.astype(wide) + bias_F.astype(x_BTF.dtype).astype(wide)).astype(x_BTF.dtype)
-    return jax.nn.gelu(biased_BTF.astype(wide), approximate=True).astype(x_BTF.dtype)
+    return function(biased_BTF.astype(wide)).astype(x_BTF.dtype)
+
+
+def _bias_gelu_forward(x_BTF: Array, bias_F: Array) -> tuple[Array, tuple[Array, Array]]:
+    return bias_gelu(x_BTF, bias_F), (x_BTF, bias_F)
+
+
+def _bias_gelu_backward(saved: tuple[Array, Array], gradient_BTF: Array) -> tuple[Array, Array]:
+    x_BTF, bias_F = jax.lax.optimization_barrier(saved)
+    wide = jnp.promote_types(x_BTF.dtype, jnp.float32)
+
+    def derivative(biased_BTF: Array) -> Array:
+        return jax.vjp(_gelu, biased_BTF)[1](gradient_BTF.astype(wide))[0]
+
+    inner_BTF = jax.lax.optimization_barrier(_biased(derivative, x_BTF, bias_F))
+    return inner_BTF, inner_BTF.astype(wide).sum((0, 1)).astype(bias_F.dtype)
+
+
+bias_gelu.defvjp(_bias_gelu_forward, _bias_gelu_backward)
 
 
 def rms_norm(x_BTC: HiddenBTC, weight_C: Array, eps: float) -> HiddenBTC:

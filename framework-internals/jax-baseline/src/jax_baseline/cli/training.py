@@ -175,6 +175,8 @@ def _peak_share(model: GPTConfig, device: Device, dtype: Precision) -> float | N
 
 def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float | None, kernels: int) -> None:
     """One engine of a sweep: a line, and its largest kernels below."""
+    from jax_baseline.kernel_times import alike
+
     if isinstance(trial, str):
         print(f"{name:28} failed: {trial.splitlines()[-1]}", flush=True)
         return
@@ -190,8 +192,8 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float 
     )
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
-    for kernel in trial.kernels[:kernels]:
-        print(f"    {numbers.with_unit(kernel.seconds, 's'):>8} {kernel.calls:>5.0f} × {kernel.name[:110]}", flush=True)
+    for kernel in alike(trial.kernels)[:kernels]:
+        print(f"    {numbers.with_unit(kernel.seconds, 's'):>8} {kernel.calls:>5.0f} × {kernel.name[:125]}", flush=True)
 
 
 COMMANDS = (train, parity, bench)
