@@ -124,6 +124,7 @@ def make_train_step(
     donate: bool = True,
     keep_gradients: bool = False,
     steps_per_dispatch: int = 1,
+    shardings: TrainState | None = None,
 ) -> Step:
     """Return one whole optimizer step, compiled when it is first called: forward, backward, clip, AdamW, average.
 
@@ -137,7 +138,9 @@ def make_train_step(
             use it again.
         keep_gradients: hand out the gradients in the metrics, for whoever wants to look at them.
         steps_per_dispatch: over 1, the compiled function takes so many batches, stacked along a new first axis, and
-            does as many steps before it returns to Python; every metric then has that axis as well.
+            does as many steps before it returns to Python; every metric then has that axis as well. After a step
+            that is not finite the others leave the state as it is, too.
+        shardings: how the state lies on a mesh, see :mod:`jax_baseline.sharding`; the new one is laid the same way.
 
     Returns:
         (state, tokens_BT, targets_BT) → (state, metrics).
@@ -162,9 +165,22 @@ def make_train_step(
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state), metrics
 
     def train_steps(state: TrainState, tokens_KBT: Array, targets_KBT: Array) -> tuple[TrainState, Metrics]:
-        return jax.lax.scan(lambda state, batch: train_step(state, *batch), state, (tokens_KBT, targets_KBT))
+        def go_on(
+            carry: tuple[TrainState, Array], batch: tuple[Array, Array]
+        ) -> tuple[tuple[TrainState, Array], Metrics]:
+            before, going = carry
+            after, metrics = train_step(before, *batch)
+            going &= jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.gradient_norm)
+            return (jax.tree.map(lambda new, old: jnp.where(going, new, old), after, before), going), metrics
 
-    return jax.jit(train_step if steps_per_dispatch == 1 else train_steps, donate_argnums=(0,) if donate else ())
+        (state, _), metrics = jax.lax.scan(go_on, (state, jnp.array(True)), (tokens_KBT, targets_KBT))
+        return state, metrics
+
+    return jax.jit(
+        train_step if steps_per_dispatch == 1 else train_steps,
+        donate_argnums=(0,) if donate else (),
+        out_shardings=None if shardings is None else (shardings, None),
+    )
 
 
 def update_average(average: Params, params: Params, decay: float) -> Params:

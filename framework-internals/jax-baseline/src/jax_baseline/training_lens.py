@@ -75,14 +75,15 @@ def _collect_parity(run: Run) -> None:
                 for of, value in (
                     ("jax", found.largest(quantity)),
                     ("control", found.control_largest(quantity)),
-                    ("bound", found.bound(quantity)),
+                    ("bound", found.bounds(quantity)[-1]),
                 )
             }
             | {"times control": Quantity(parity.TIMES_CONTROL[dtype], "")},
             {
                 "torch": list(found.reference),
                 "jax": list(found.candidate),
-                "control": list(found.control),
+                "controls": [list(losses) for losses in found.controls],
+                "bounds": found.bounds("loss"),
                 "divergence": None if divergence is None else str(divergence),
             },
         )

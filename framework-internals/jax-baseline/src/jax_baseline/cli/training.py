@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from rich.console import Console
 
 from benchkit import numbers
 from benchkit.device import Device, resolve_device
@@ -21,49 +22,66 @@ if TYPE_CHECKING:
 
 def train(
     preset: Preset = "tiny",
-    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps [default: the preset's]")] = None,
-    dtype: Annotated[str | None, typer.Option(help=DTYPES)] = None,
-    seed: Seed = 0,
-    accumulation: Annotated[int, typer.Option(min=1, help="micro-batches a step")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps")] = None,
     data: Annotated[Path | None, typer.Option(help="text to train on [default: the one CPython carries]")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for checkpoints and metrics [default: none]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --out")] = False,
     device: DeviceOption = "auto",
+    dtype: Annotated[str | None, typer.Option(help=DTYPES)] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="sequences a step, over all devices")] = None,
+    accumulation: Annotated[int | None, typer.Option(min=1, help="micro-batches a step")] = None,
+    lr: Annotated[float | None, typer.Option(help="highest learning rate")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="of weights and batches")] = None,
+    patience: Annotated[int | None, typer.Option(help="validations without improvement before stopping")] = None,
+    low_precision_residual: Annotated[
+        bool, typer.Option("--low-precision-residual", help="keep the residual stream in --dtype")
+    ] = False,
+    attention: Annotated[str, typer.Option(help="xla or cudnn")] = "xla",
+    scan: Annotated[bool, typer.Option("--scan", help="scan over layers: compiled once for any depth")] = False,
+    remat: Annotated[bool, typer.Option("--remat", help="compute each block again in the backward")] = False,
+    steps_per_dispatch: Annotated[int, typer.Option(min=1, help="steps that one call does")] = 1,
+    data_parallel: Annotated[int, typer.Option(min=1, help="devices with a copy of the weights")] = 1,
+    fsdp: Annotated[int, typer.Option(min=1, help="devices that share a copy")] = 1,
+    coordinator: Annotated[str | None, typer.Option(help="host:port of process 0, for several processes")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="of the run, with --coordinator")] = 1,
+    process: Annotated[int, typer.Option(min=0, help="this one's number, with --coordinator")] = 0,
 ) -> None:
-    """Train, without averaging weights; prints the loss, and the validation beside the unigram entropy of the text."""
-    from jax_baseline.loop import NonFiniteError, StepLog, run
+    """Train; prints the loss as it falls, and validation beside the unigram entropy of the text."""
+    import jax
 
+    from jax_baseline.loop import Execution
+    from jax_baseline.loop import train as run
+    from torch_baseline.cli import RunLog
+    from torch_baseline.train import NonFiniteError
+
+    given: dict[str, Any] = {
+        "steps": steps,
+        "data": data,
+        "out": out,
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "lr": lr,
+        "seed": seed,
+        "patience": patience,
+    }
+    if coordinator is not None:
+        jax.distributed.initialize(coordinator, processes, process)
     with user_errors():
-        model, config = GPTConfig.preset(preset), TrainConfig.preset(preset)
+        model = replace(GPTConfig.preset(preset), low_precision_residual=low_precision_residual)
         config = replace(
-            config,
-            steps=steps or config.steps,
-            dtype=cast(Precision, dtype or config.dtype),
-            seed=seed,
-            accumulation=accumulation,
-            data=data,
+            TrainConfig.preset(preset),
+            **{name: value for name, value in given.items() if value is not None},
             compile=False,
-            ema_decay=0.0,  # the presets of torch's loop average the weights; this loop does not yet
         )
-    every = max(config.steps // 20, 1)
-
-    def log(event: StepLog) -> None:
-        if event.step % every == 0 or event.step == 1:
-            print(
-                f"step {event.step:>{len(str(config.steps))}}  loss {event.loss:.4f}  "
-                f"grad norm {event.gradient_norm:.3f}  {numbers.count(event.tokens_per_second)} tokens/s",
-                flush=True,
-            )
-
-    with user_errors():
+        execution = Execution(attention, scan, remat, steps_per_dispatch, data_parallel, fsdp)
+        log = RunLog(Console(highlight=False, quiet=process > 0), config.steps)
         try:
-            summary = run(model, config, device=resolve_device(device), report=log)
+            outcome = run(model, config, device=resolve_device(device), resume=resume, execution=execution, report=log)
         except NonFiniteError as error:
             print(f"jax-baseline: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-    print(
-        f"{summary.steps} steps: {summary.bits:.3f} bits per held-out byte; "
-        f"unigram entropy {summary.unigram_bits:.3f}; "
-        f"first step {numbers.with_unit(summary.first_step_seconds, 's')}"
-    )
+    log.summary(outcome.summary)
 
 
 def parity(
