@@ -114,7 +114,19 @@ class Checkpoints:
             name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)
         ):
             raise UserError(f"the checkpoint {path} is damaged (checksum of {damaged[0]}); {self._remedy(kind, step)}")
-        return found.state, Standing(**{**meta, "best_loss": float.fromhex(meta["best_loss"])})
+        return found.state, _standing(meta)
+
+    def standing(self, kind: str) -> Standing:
+        """Read what the latest whole step says of its run, without its arrays.
+
+        Raises:
+            UserError: if there is none.
+        """
+        if not self.exists(kind):
+            raise UserError(f"there is no checkpoint in {self.folder / kind}")
+        manager = self._manager(kind)
+        found = manager.restore(manager.latest_step(), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        return _standing({name: value for name, value in found.meta.items() if name != "checksums"})
 
     def exists(self, kind: str) -> bool:
         """Whether there is a whole step."""
@@ -137,6 +149,10 @@ class Checkpoints:
         earlier = [found for found in self._manager(kind).all_steps() if found < step]
         other = f"delete it to go on from step {max(earlier)}" if earlier else "start anew"
         return f"{other}, or put a whole copy in its place"
+
+
+def _standing(meta: dict[str, Any]) -> Standing:
+    return Standing(**{**meta, "best_loss": float.fromhex(meta["best_loss"])})
 
 
 def checksums(state: TrainState) -> dict[str, int]:

@@ -6,6 +6,7 @@ side.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from jax.sharding import Mesh
 from benchkit import UserError, environment, limits
 from benchkit.device import Device
 from jax_baseline.checkpoints import BEST, LAST, Checkpoints, Standing
-from jax_baseline.model import ATTENTIONS, Params, loss
+from jax_baseline.interchange import train_config
+from jax_baseline.model import ATTENTIONS, Params, loss, unstack_blocks
 from jax_baseline.optim import compute_dtype
 from jax_baseline.sharding import (
     batch_sharding,
@@ -54,7 +56,7 @@ from torch_baseline.data import (
 )
 from torch_baseline.model import flops_per_token, parameter_count
 from torch_baseline.optim import learning_rate
-from torch_baseline.records import Report, RunFiles, Start, StepLog, Summary, ValidationLog
+from torch_baseline.records import METADATA, Report, RunFiles, Start, StepLog, Summary, ValidationLog
 from torch_baseline.throughput import WARMUP_STEPS
 from torch_baseline.train import BITS_PER_NAT, NonFiniteError
 
@@ -216,6 +218,27 @@ def train(
         if checkpoints is not None:
             checkpoints.close()
         return Outcome(summary, state)
+
+
+def load_best(folder: Path) -> tuple[GPTConfig, Params]:
+    """Return the shape and the best weights of a run, the averaged ones where it kept them, in float32 on one device.
+
+    Args:
+        folder: ``config.out`` of the run.
+
+    Raises:
+        UserError: if it holds no checkpoint, or a damaged one.
+    """
+    checkpoints = Checkpoints(folder)
+    standing = checkpoints.standing(BEST)
+    model, config = GPTConfig(**standing.model_config), train_config(standing.train_config)
+    with jax.enable_x64(config.dtype == "float64"):
+        # How the run stacked its blocks is in its description, not in the settings that decide the numbers.
+        execution = json.loads((folder / METADATA).read_text())["execution"]
+        state, _ = checkpoints.restore(BEST, initial_state(model, config, scan=execution["scan"]))
+    checkpoints.close()
+    params = unstack_blocks(state.params if state.ema is None else state.ema)
+    return model, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
 
 
 class _Stepper:
