@@ -279,13 +279,12 @@ def forward(
     compute = jnp.dtype(dtype or params.embedding.dtype)
     wide = jnp.promote_types(compute, jnp.float32)
     cos_TD, sin_TD = (jnp.asarray(table[:length], wide) for table in rotary_tables(config))
+    note = record or (lambda name, array: None)
     with jax.named_scope("embedding"):
         x_BTC = params.embedding[tokens_BT]
+        note("embedding", x_BTC)
         if config.low_precision_residual:
             x_BTC = x_BTC.astype(compute)
-
-    note = record or (lambda name, array: None)
-    note("embedding", x_BTC)
 
     def apply(x_BTC: HiddenBTC, block: Block) -> tuple[HiddenBTC, HiddenBTC, HiddenBTC]:
         with jax.named_scope("attention"):
