@@ -5,12 +5,15 @@ The schedule is ``torch_baseline``'s own, tabulated: Python floats, the same on 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from jax_baseline.model import Block, Params
 from torch_baseline.config import TrainConfig
 from torch_baseline.optim import learning_rate
 
@@ -26,20 +29,45 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         config: learning rate and its schedule over ``steps``, betas, epsilon, weight decay and clip. An update after
             the last step would go on at the last step's rate.
     """
-    table = np.array([learning_rate(step, config) for step in range(config.steps)])
-
-    def scheduled(count: jax.Array) -> jax.Array:
-        return jnp.asarray(table)[count]
-
-    adamw = optax.adamw(
-        scheduled,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
-    )
+    adamw = make_adamw(config)
     return optax.chain(clip_like_torch(config.clip), adamw) if config.clip else adamw
+
+
+def make_adamw(config: TrainConfig, **changed: Any) -> optax.GradientTransformation:
+    """Return AdamW alone.
+
+    Args:
+        config: as for :func:`make_optimizer`.
+        changed: arguments of ``optax.adamw`` to replace what the configuration says.
+    """
+    table = np.array([learning_rate(step, config) for step in range(config.steps)])
+    arguments = {
+        "learning_rate": lambda count: jnp.asarray(table)[count],
+        "b1": config.beta1,
+        "b2": config.beta2,
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+        "mask": decayed,
+    }
+    return optax.adamw(**{**arguments, **changed})
+
+
+def decayed(params: Params) -> Params:
+    """Return True in the place of every matrix and False in that of every gain and bias.
+
+    By name, not by the number of axes: those of stacked blocks have one more.
+    """
+
+    def of_block(block: Block) -> Block:
+        return Block(attention_norm=False, qkv=True, out=True, mlp_norm=False, up=True, bias=False, down=True)
+
+    blocks = params.blocks
+    return Params(
+        embedding=True,
+        blocks=of_block(blocks) if isinstance(blocks, Block) else tuple(of_block(block) for block in blocks),
+        norm=False,
+        head=None if params.head is None else True,
+    )
 
 
 def clip_like_torch(max_norm: float) -> optax.GradientTransformation:

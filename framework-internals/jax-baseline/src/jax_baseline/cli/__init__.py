@@ -1,0 +1,27 @@
+"""``jax-baseline train | parity | bench | hlo``: the frame; each group of commands is a module of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from benchkit import UserError
+from jax_baseline.cli import hlo, training
+
+app = typer.Typer(
+    help="The baseline's training loop in JAX, compared step by step.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (*training.COMMANDS, *hlo.COMMANDS):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line; what the user can mend is one line on standard error and exit status 2."""
+    try:
+        app()
+    except UserError as error:
+        print(f"jax-baseline: {error}", file=sys.stderr)
+        sys.exit(2)

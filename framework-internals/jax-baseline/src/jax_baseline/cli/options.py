@@ -1,0 +1,26 @@
+"""Options that several commands take, and what they make of a ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+from benchkit import UserError
+
+DTYPES = "float64, float32 or bfloat16"
+
+Preset = Annotated[str, typer.Option(help="tiny (CPU) or gpt2-124m (GPU)")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Seed = Annotated[int, typer.Option(min=0, help="of weights and batches")]
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A ValueError is about what was asked for on the command line: one line, exit status 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(str(error)) from error
