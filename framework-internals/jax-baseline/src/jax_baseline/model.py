@@ -155,12 +155,15 @@ def _block(
         q_BTHD, k_BTHD, v_BTHD = (
             part.reshape(heads) for part in jnp.split(_linear(h_BTC, block.qkv, compute), 3, axis=-1)
         )
-        y_BTHD = attention(_rotate(q_BTHD, cos_TD, sin_TD), _rotate(k_BTHD, cos_TD, sin_TD), v_BTHD)
+        q_BTHD, k_BTHD = _rotate(q_BTHD, cos_TD, sin_TD), _rotate(k_BTHD, cos_TD, sin_TD)
+        with jax.named_scope("core"):
+            y_BTHD = attention(q_BTHD, k_BTHD, v_BTHD)
         x_BTC = x_BTC + _linear(y_BTHD.reshape(x_BTC.shape), block.out, compute)
     with jax.named_scope("mlp"):
         h_BTC = _rms_norm(x_BTC, block.mlp_norm, config.norm_eps)
         h_BTF = _linear(h_BTC, block.up, compute)
-        h_BTF = jax.nn.gelu(_add_bias(h_BTF, block.bias), approximate=True)
+        with jax.named_scope("activation"):
+            h_BTF = jax.nn.gelu(_add_bias(h_BTF, block.bias), approximate=True)
         return x_BTC + _linear(h_BTF, block.down, compute)
 
 
@@ -179,6 +182,7 @@ def _add_bias(x_BTF: Array, bias_F: Array) -> Array:
     return (x_BTF.astype(wide) + bias_F.astype(x_BTF.dtype).astype(wide)).astype(x_BTF.dtype)
 
 
+@jax.named_scope("norm")
 def _rms_norm(x_BTC: HiddenBTC, weight_C: Array, eps: float) -> HiddenBTC:
     return x_BTC * jax.lax.rsqrt(jnp.square(x_BTC).mean(-1, keepdims=True) + eps) * weight_C
 
