@@ -22,9 +22,8 @@ import torch
 
 from jax_baseline.inductor_source import GeneratedKernel, HookedModule, Role, hook_launches
 from jax_baseline.programs import Program, Scopes, Step, Tensor
+from jax_baseline.torch_labels import LABEL
 from jax_baseline.torch_private import observe_inductor
-
-LABEL = "region"  # the key under which torch.fx.traceback.annotate carries a label
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 # Names for memory that is already there.

@@ -1,0 +1,336 @@
+"""Two compilers' programs side by side: region by region, what each fused, moved and took."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+from jax_baseline.alignment import Aligned, Matches, align, count_by, match_values, region_of
+from jax_baseline.programs import Program, Scopes, Step, Tensor
+
+_PHASES = ("forward", "backward", "other")
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one compiler made of a region.
+
+    Attributes:
+        kernels: that run, loops counted.
+        bytes: they read and write.
+        seconds: they take; None if not measured.
+        flops: they do; None if not counted.
+        categories: kernels by category.
+        libraries: calls of libraries and of kernels a back end has by name, by that name.
+    """
+
+    kernels: int
+    bytes: int
+    seconds: float | None
+    flops: int | None
+    categories: Mapping[str, int]
+    libraries: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Tensors of one shape that only one of the compilers leaves in memory.
+
+    Attributes:
+        tensor: ``float32[16,4,128,128]``.
+        count: how many.
+        bytes: all of them.
+        kernel: the first that writes one.
+        kind: of that kernel.
+        place: line of the source behind it.
+    """
+
+    tensor: str
+    count: int
+    bytes: int
+    kernel: str
+    kind: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Parts of the model that one compiler puts into one kernel and the other never does.
+
+    Attributes:
+        parts: the two, or more.
+        kernels: how many kernels of the region hold them together.
+        kernel: the first of those.
+        ops: inside it.
+        source: its text.
+    """
+
+    parts: tuple[str, ...]
+    kernels: int
+    kernel: str
+    ops: Mapping[str, int]
+    source: str
+
+
+@dataclass(frozen=True)
+class Quote:
+    """A kernel shown as what it is.
+
+    Attributes:
+        kernel: its name.
+        kind: what it is.
+        language: ``text`` (HLO), ``cpp`` or ``python``.
+        source: its text.
+    """
+
+    kernel: str
+    kind: str
+    language: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Region:
+    """One part of the model in one phase, in both compilers. The mappings have the compilers' names as keys.
+
+    Attributes:
+        name: ``block*/attention``; empty for what could not be placed.
+        phase: forward, backward or other.
+        sides: what each made of it.
+        only: tensors that only this one leaves in memory, most bytes first.
+        fusions: that only this one makes.
+        quotes: of the kernel of each that tells most.
+    """
+
+    name: str
+    phase: str
+    sides: Mapping[str, Side]
+    only: Mapping[str, tuple[Written, ...]]
+    fusions: Mapping[str, tuple[Fusion, ...]]
+    quotes: Mapping[str, Quote]
+
+    def as_plain(self) -> dict[str, Any]:
+        """Return the fields as JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Two programs side by side.
+
+    Attributes:
+        regions: in the order of the model.
+        placed: per compiler, how many steps were placed by label, by value, by nothing.
+        same: bytes of the tensors that both leave in memory.
+        repeated: per compiler, bytes of copies of those.
+        only: per compiler, bytes of tensors that only it leaves in memory.
+        largest_difference: between what the two functions returned, relative; None where results were not taken.
+    """
+
+    regions: tuple[Region, ...]
+    placed: Mapping[str, Mapping[str, int]]
+    same: int
+    repeated: Mapping[str, int]
+    only: Mapping[str, int]
+    largest_difference: float | None
+
+
+def compare_programs(one: Program, other: Program) -> Diff:
+    """Put two programs side by side.
+
+    Args:
+        one: of one compiler.
+        other: of the other; the same function of the same inputs.
+    """
+    matches = match_values(one, other)
+    aligned = align(one, other, matches)
+    pairs = {compiler: _fused_pairs(steps) for compiler, steps in aligned.items()}
+    names = (one.compiler, other.compiler)
+    regions = tuple(
+        _region(key, aligned, matches, pairs, names) for key in _region_keys(aligned[one.compiler], aligned[other.compiler])
+    )
+    return Diff(
+        regions,
+        {compiler: dict(count_by(steps)) for compiler, steps in aligned.items()},
+        sum(pair[0][1].bytes for pair in matches.pairs),
+        {name: sum(tensor.bytes for _, tensor in matches.repeated[name]) for name in names},
+        {name: sum(tensor.bytes for _, tensor in matches.only[name]) for name in names},
+        _largest_difference(one.values, other.values),
+    )
+
+
+def instructive(regions: Iterable[Region], count: int = 3) -> list[Region]:
+    """The regions whose bytes differ most, at most one of a name first, and none that could not be placed."""
+    placed = sorted((region for region in regions if region.name), key=_difference, reverse=True)
+    best: dict[str, Region] = {}
+    for region in placed:
+        best.setdefault(region.name, region)
+    firsts = list(best.values())
+    return (firsts + [region for region in placed if region not in firsts])[:count]
+
+
+def _difference(region: Region) -> int:
+    one, other = region.sides.values()
+    return abs(one.bytes - other.bytes)
+
+
+def _region_keys(*programs: Sequence[Aligned]) -> list[tuple[str, str]]:
+    """(name, phase) in the order in which forward regions first appear, then backward, then the rest."""
+    seen = dict.fromkeys((region_of(item.part), item.phase) for steps in programs for item in steps)
+    order = list(dict.fromkeys(name for name, _ in seen if name))
+    return sorted(
+        seen, key=lambda key: (_PHASES.index(key[1]), order.index(key[0]) if key[0] else len(order))
+    )
+
+
+def _region(
+    key: tuple[str, str],
+    aligned: Mapping[str, Sequence[Aligned]],
+    matches: Matches,
+    pairs: Mapping[str, Mapping[tuple[Scopes, Scopes], list[Aligned]]],
+    names: tuple[str, str],
+) -> Region:
+    members = {
+        name: [item for item in aligned[name] if (region_of(item.part), item.phase) == key] for name in names
+    }
+    only = {name: _written(members[name], matches.only[name]) for name in names}
+    fusions = {
+        name: _fusions(members[name], pairs[name], pairs[other])
+        for name, other in (names, names[::-1])
+    }
+    quotes = _quotes(members, only, fusions)
+    return Region(*key, {name: _side(members[name]) for name in names}, only, fusions, quotes)
+
+
+def _side(items: Sequence[Aligned]) -> Side:
+    steps = [item.step for item in items]
+    times = [step.seconds for step in steps]
+    flops = [step.flops for step in steps]
+    return Side(
+        sum(step.calls for step in steps),
+        sum(step.bytes for step in steps),
+        None if not times or None in times else sum(time for time in times if time is not None),
+        None if None in flops else sum(flop for flop in flops if flop is not None),
+        dict(Counter(step.category for step in steps).most_common()),
+        dict(Counter(name for step in steps if (name := _library(step))).most_common()),
+    )
+
+
+def _library(step: Step) -> str:
+    """The name under which a library, or a back end's own generator of products, made the kernel; empty for others."""
+    kind = step.kind
+    if kind in ("C++ kernel", "Triton kernel") or kind.startswith(("fusion loop", "fusion input", "fusion output")):
+        return ""
+    if kind.startswith(("custom call: ", "fusion custom: ")):
+        return kind.split(": ", 1)[1]
+    return kind if "." in kind else ""
+
+
+def _written(members: Sequence[Aligned], only: Iterable[tuple[Step, Tensor]]) -> tuple[Written, ...]:
+    steps = {item.step.name for item in members}
+    groups: dict[tuple[str, str], list[tuple[Step, Tensor]]] = defaultdict(list)
+    for step, tensor in only:
+        if step.name in steps:
+            groups[str(tensor), step.place].append((step, tensor))
+    found = [
+        Written(
+            text,
+            len(group),
+            sum(tensor.bytes for _, tensor in group),
+            group[0][0].name,
+            group[0][0].kind,
+            place,
+        )
+        for (text, place), group in groups.items()
+    ]
+    return tuple(sorted(found, key=lambda one: -one.bytes))
+
+
+def _fused_pairs(steps: Iterable[Aligned]) -> dict[tuple[Scopes, Scopes], list[Aligned]]:
+    """The kernels that hold operations of two parts, by the two."""
+    found: dict[tuple[Scopes, Scopes], list[Aligned]] = defaultdict(list)
+    for item in steps:
+        for one, other in combinations(sorted(item.parts), 2):
+            found[one, other].append(item)
+    return found
+
+
+def _fusions(
+    members: Sequence[Aligned],
+    mine: Mapping[tuple[Scopes, Scopes], list[Aligned]],
+    theirs: Mapping[tuple[Scopes, Scopes], list[Aligned]],
+) -> tuple[Fusion, ...]:
+    """Fusions across parts with a kernel in the region, that the other compiler makes nowhere in the same phase."""
+    names = {item.step.name for item in members}
+    groups: dict[tuple[Scopes, ...], list[Aligned]] = defaultdict(list)
+    for pair, items in mine.items():
+        for item in items:
+            if item.step.name in names and not any(other.phase == item.phase for other in theirs.get(pair, [])):
+                key = tuple(sorted(item.parts))
+                if item not in groups[key]:
+                    groups[key].append(item)
+    return tuple(
+        Fusion(
+            tuple("/".join(part) for part in parts),
+            len(items),
+            items[0].step.name,
+            items[0].step.ops,
+            items[0].step.source,
+        )
+        for parts, items in sorted(groups.items(), key=lambda entry: -len(entry[1]))
+    )
+
+
+def _quotes(
+    members: Mapping[str, Sequence[Aligned]],
+    only: Mapping[str, tuple[Written, ...]],
+    fusions: Mapping[str, tuple[Fusion, ...]],
+) -> dict[str, Quote]:
+    """Of each side the kernel that tells most: one that fuses or writes what the other does not, or serves its part."""
+    chosen: dict[str, Aligned] = {}
+    leader = max(members, key=lambda name: sum(one.bytes for one in only[name]))
+    for name in sorted(members, key=lambda name: name != leader):
+        by_name = {item.step.name: item for item in members[name]}
+        wanted = [one.kernel for one in only[name][:1]] + [one.kernel for one in fusions[name][:1]]
+        counterpart = next(iter(chosen.values()), None)
+        if counterpart is not None:
+            same = [item for item in by_name.values() if set(item.parts) & set(counterpart.parts)]
+            same.sort(key=lambda item: (-len(item.parts), -item.step.bytes))
+            wanted = [one.kernel for one in fusions[name][:1]] + [item.step.name for item in same]
+        largest = sorted(by_name, key=lambda kernel: -by_name[kernel].step.bytes)
+        if first := next((kernel for kernel in (*wanted, *largest) if kernel in by_name), None):
+            chosen[name] = by_name[first]
+    return {name: _quote(item.step) for name, item in chosen.items()}
+
+
+def _quote(step: Step) -> Quote:
+    if "C++" in step.kind:
+        language = "cpp"
+    elif "Triton" in step.kind or "." in step.kind.split(":")[0]:
+        language = "python"
+    else:
+        language = "text"
+    return Quote(step.name, step.kind, language, _plain(step.source))
+
+
+def _plain(source: str) -> str:
+    """Without what a reader of a kernel does not need: HLO's metadata and back-end configuration."""
+    source = re.sub(r', metadata=\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}', "", source)
+    return re.sub(r", backend_config=\{.*$", "", source, flags=re.MULTILINE)
+
+
+def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
+    """Between the moments of results, each relative to its sum of magnitudes; None where the numbers of results differ."""
+    if not one or len(one) != len(other):
+        return None
+    differences = [
+        abs(a.moments[index] - b.moments[index]) / (a.moments[2] or 1.0)
+        for a, b in zip(one, other, strict=True)
+        if a.moments and b.moments
+        for index in (1, 2)
+    ]
+    return max(differences, default=None)
