@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from jax_baseline.inductor_source import GeneratedKernel, HookedModule, Role, hook_launches
-from jax_baseline.programs import Program, Scopes, Step, Tensor
+from jax_baseline.programs import Program, Scopes, Step, Tensor, short_place
 from jax_baseline.torch_labels import LABEL
 from jax_baseline.torch_private import observe_inductor
 
@@ -281,13 +281,13 @@ def _node(node: torch.fx.Node) -> _Node:
     value = node.meta.get("val")
     custom = node.meta.get("custom") or {}
     label = custom.get(LABEL, "")
-    frames = [f"{file}:{line}" for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")]
-    own = [frame for frame in frames if "site-packages" not in frame]
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "site-packages" not in frame[0]]
     return _Node(
         op=target.split(".")[0],
         label=tuple(part for part in label.split("/") if part),
         elements=sum(one.numel() for one in _tensors(value) if isinstance(one.numel(), int)),
-        place=(own or frames or [""])[-1],
+        place=short_place(*(own or frames)[-1]) if frames else "",
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any
 
 Scopes = tuple[str, ...]
@@ -91,6 +92,7 @@ class Program:
         seconds: one run of the whole takes, median; None if not measured.
         compile_seconds: the compiler took.
         values: what the function returned, reduced to moments, so that two sides can be seen to compute the same.
+        notes: what could not be observed, and why.
     """
 
     compiler: str
@@ -98,6 +100,7 @@ class Program:
     seconds: float | None
     compile_seconds: float
     values: tuple[Tensor, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def as_plain(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
@@ -112,12 +115,18 @@ class Program:
             plain["seconds"],
             plain["compile_seconds"],
             tuple(_tensor(value) for value in plain["values"]),
+            tuple(plain["notes"]),
         )
 
 
 def star_blocks(scopes: Sequence[str]) -> Scopes:
     """Take numbered scopes together: ("block3", "mlp") → ("block*", "mlp")."""
     return tuple(re.sub(r"^([A-Za-z_.]*[A-Za-z_.])\d+$", r"\1*", scope) for scope in scopes)
+
+
+def short_place(file: str, line: int | str) -> str:
+    """A line of source without the folders of this machine: ``jax_baseline/model.py:77``."""
+    return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"
 
 
 def _tensor(plain: Mapping[str, Any]) -> Tensor:

@@ -38,7 +38,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Written:
-    """Tensors of one shape that only one of the compilers leaves in memory.
+    """Tensors of one shape, from one line of the source, that a compiler leaves in memory.
 
     Attributes:
         tensor: ``float32[16,4,128,128]``.
@@ -102,7 +102,9 @@ class Region:
         phase: forward, backward or other.
         sides: what each made of it.
         only: tensors that only this one leaves in memory, most bytes first.
+        again: tensors that this one leaves in memory a second time, in another order or shape.
         fusions: that only this one makes.
+        hosts: kernels of other regions that hold operations of this one.
         quotes: of the kernel of each that tells most.
     """
 
@@ -110,7 +112,9 @@ class Region:
     phase: str
     sides: Mapping[str, Side]
     only: Mapping[str, tuple[Written, ...]]
+    again: Mapping[str, tuple[Written, ...]]
     fusions: Mapping[str, tuple[Fusion, ...]]
+    hosts: Mapping[str, tuple[str, ...]]
     quotes: Mapping[str, Quote]
 
     def as_plain(self) -> dict[str, Any]:
@@ -202,8 +206,20 @@ def _region(
         name: _fusions(members[name], pairs[name], pairs[other])
         for name, other in (names, names[::-1])
     }
-    quotes = _quotes(members, only, fusions)
-    return Region(*key, {name: _side(members[name]) for name in names}, only, fusions, quotes)
+    sides = {name: _side(members[name]) for name in names}
+    hosts = {name: _hosts(key, aligned[name]) for name in names}
+    again = {name: _written(members[name], matches.repeated[name]) for name in names}
+    return Region(*key, sides, only, again, fusions, hosts, _quotes(members, only, fusions))
+
+
+def _hosts(key: tuple[str, str], steps: Iterable[Aligned]) -> tuple[str, ...]:
+    """Kernels of the phase that belong to another region but hold operations of this one."""
+    name, phase = key
+    return tuple(
+        item.step.name
+        for item in steps
+        if name and item.phase == phase and region_of(item.part) != name and name in map(region_of, item.parts)
+    )
 
 
 def _side(items: Sequence[Aligned]) -> Side:
@@ -230,10 +246,10 @@ def _library(step: Step) -> str:
     return kind if "." in kind else ""
 
 
-def _written(members: Sequence[Aligned], only: Iterable[tuple[Step, Tensor]]) -> tuple[Written, ...]:
+def _written(members: Sequence[Aligned], tensors: Iterable[tuple[Step, Tensor]]) -> tuple[Written, ...]:
     steps = {item.step.name for item in members}
     groups: dict[tuple[str, str], list[tuple[Step, Tensor]]] = defaultdict(list)
-    for step, tensor in only:
+    for step, tensor in tensors:
         if step.name in steps:
             groups[str(tensor), step.place].append((step, tensor))
     found = [
@@ -290,21 +306,29 @@ def _quotes(
     only: Mapping[str, tuple[Written, ...]],
     fusions: Mapping[str, tuple[Fusion, ...]],
 ) -> dict[str, Quote]:
-    """Of each side the kernel that tells most: one that fuses or writes what the other does not, or serves its part."""
-    chosen: dict[str, Aligned] = {}
-    leader = max(members, key=lambda name: sum(one.bytes for one in only[name]))
-    for name in sorted(members, key=lambda name: name != leader):
-        by_name = {item.step.name: item for item in members[name]}
-        wanted = [one.kernel for one in only[name][:1]] + [one.kernel for one in fusions[name][:1]]
-        counterpart = next(iter(chosen.values()), None)
-        if counterpart is not None:
-            same = [item for item in by_name.values() if set(item.parts) & set(counterpart.parts)]
-            same.sort(key=lambda item: (-len(item.parts), -item.step.bytes))
-            wanted = [one.kernel for one in fusions[name][:1]] + [item.step.name for item in same]
-        largest = sorted(by_name, key=lambda kernel: -by_name[kernel].step.bytes)
-        if first := next((kernel for kernel in (*wanted, *largest) if kernel in by_name), None):
-            chosen[name] = by_name[first]
-    return {name: _quote(item.step) for name, item in chosen.items()}
+    """Of the side that writes more the kernel that tells most, and of the other the one that serves the same part."""
+    leader, other = sorted(members, key=lambda name: -sum(one.bytes for one in only[name]))
+    steps = {name: {item.step.name: item for item in items} for name, items in members.items()}
+    largest = {name: sorted(found, key=lambda kernel: -found[kernel].step.bytes) for name, found in steps.items()}
+    quotes = {}
+    telling = [one.kernel for one in (*only[leader], *fusions[leader])] + largest[leader]
+    shown = next((steps[leader][kernel] for kernel in telling if kernel in steps[leader]), None)
+    if shown is not None:
+        quotes[leader] = _quote(shown.step)
+    parts = set(shown.parts) if shown else set()
+    best = max(
+        steps[other].values(),
+        key=lambda item: (
+            shown is not None and item.part == shown.part,
+            len(parts & set(item.parts)),
+            item.step.name in [one.kernel for one in fusions[other]],
+            item.step.bytes,
+        ),
+        default=None,
+    )
+    if best is not None:
+        quotes[other] = _quote(best.step)
+    return quotes
 
 
 def _quote(step: Step) -> Quote:

@@ -28,6 +28,18 @@ def complete_text(compiled: Any) -> str:
         raise RuntimeError(_moved(error)) from error
 
 
+def kept_arguments(compiled: Any) -> list[int]:
+    """Numbers of the flat arguments that are parameters of the module: those the function never reads are not.
+
+    Raises:
+        RuntimeError: if this jax keeps its parts elsewhere.
+    """
+    try:
+        return sorted(compiled._executable._kept_var_idx)
+    except AttributeError as error:
+        raise RuntimeError(_moved(error)) from error
+
+
 def run_text(text: str, arguments: Sequence[jax.Array]) -> list[jax.Array]:
     """Compile the text of an HLO module, run it, and return its results in order.
 

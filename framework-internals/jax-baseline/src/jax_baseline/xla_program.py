@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,8 +14,9 @@ from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
 from jax_baseline.hlo.kernels import quote
 from jax_baseline.hlo.taps import return_everything
 from jax_baseline.profile import kernel_seconds
-from jax_baseline.programs import Program, Step, Tensor
-from jax_baseline.xla_private import complete_text, run_text
+from jax_baseline.programs import Program, Step, Tensor, short_place
+from jax_baseline.step_reading import COMMAND_BUFFERS_OFF
+from jax_baseline.xla_private import complete_text, kept_arguments, run_text
 
 _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
@@ -37,19 +37,20 @@ def compile_program(
     start = time.perf_counter()
     lowered = jitted.lower(*arguments)
     # Kernels that are replayed as a CUDA graph have no names in a profile.
-    options = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
+    options = COMMAND_BUFFERS_OFF if jax.default_backend() == "gpu" else None
     compiled = lowered.compile(compiler_options=options)
     compile_seconds = time.perf_counter() - start
     module = parse(compiled.as_text())
     found = kernels(module)
-    moments = _take_values(compiled, found, arguments) if values else {}
+    taken, notes = _take_values(compiled, found, arguments) if values else ({}, ())
     times = kernel_seconds(lambda: compiled(*arguments), [one.name for one in found], repeats=repeats) if repeats else {}
     return Program(
         "XLA",
-        tuple(_step(module, kernel, moments, times, gradients) for kernel in found),
+        tuple(_step(module, kernel, taken, times, gradients) for kernel in found),
         _time_whole(lambda: compiled(*arguments), repeats) if repeats else None,
         compile_seconds,
         tuple(_result(index, leaf) for index, leaf in enumerate(jax.tree.leaves(compiled(*arguments)))),
+        notes,
     )
 
 
@@ -77,12 +78,16 @@ def _sums(array: jax.Array) -> tuple[jax.Array, ...]:
 
 def _take_values(
     compiled: Any, found: Sequence[Kernel], arguments: Sequence[Any]
-) -> dict[str, tuple[float, ...] | None]:
+) -> tuple[dict[str, tuple[float, ...] | None], tuple[str, ...]]:
+    """Moments of what kernels leave in memory, by name; none, with a note, if XLA cannot take its own text again."""
     text, names = return_everything(complete_text(compiled), {kernel.name for kernel in found})
     flat = jax.tree.leaves(arguments)
-    kept = compiled._executable._kept_var_idx  # arguments that the function never reads are not the module's
-    results = run_text(text, [jnp.asarray(flat[index]) for index in sorted(kept)])
-    return {name: moments(array) for name, array in zip(names, results, strict=True)}
+    try:
+        results = run_text(text, [flat[index] for index in kept_arguments(compiled)])
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).splitlines()[0][:200]
+        return {}, (f"values were not taken, XLA does not compile its optimised text again ({first})",)
+    return {name: moments(array) for name, array in zip(names, results, strict=True)}, ()
 
 
 def _step(
@@ -101,7 +106,7 @@ def _step(
         phase=kernel.phase if gradients else "forward",
         label=kernel.label.scopes,
         labels=tuple(label.scopes for label in kernel.labels),
-        place=f"{kernel.place}" if kernel.place else "",
+        place=short_place(kernel.place.file, kernel.place.line) if kernel.place else "",
         calls=kernel.calls,
         bytes_read=total.bytes_read,
         bytes_written=total.bytes_written,

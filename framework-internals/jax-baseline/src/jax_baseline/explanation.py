@@ -1,0 +1,124 @@
+"""What two compilers made of one region, in sentences: every name and number is taken from the comparison."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchkit import numbers
+
+_QUOTED_LINES = 16
+_QUOTED_COLUMNS = 180
+
+
+def explain(region: Mapping[str, Any], *, quotes: bool) -> str:
+    """Tell the differences of a region, most bytes first.
+
+    Args:
+        region: :meth:`jax_baseline.region_diff.Region.as_plain`.
+        quotes: put both compilers' sources behind it.
+
+    Returns:
+        Markdown: a heading, a paragraph, and the sources as code.
+    """
+    names = list(region["sides"])
+    sentences = [_totals(region, names)]
+    for name, other in (names, names[::-1]):
+        sentences += _written(region["only"][name], name, other)
+        sentences += _copied(region["again"][name], name)
+    for name, other in (names, names[::-1]):
+        sentences += _fused(region["fusions"][name], name, other)
+        sentences += _hosted(region["hosts"][name], region["sides"][name], name)
+    sentences += [text for name in names if (text := _libraries(region["sides"][name], name))]
+    text = f"#### `{region['name'] or 'not placed'}`, {region['phase']}\n\n{' '.join(sentences)}"
+    if quotes:
+        text += "".join(_quote(name, quote) for name, quote in region["quotes"].items())
+    return text
+
+
+def _totals(region: Mapping[str, Any], names: list[str]) -> str:
+    def one(name: str) -> str:
+        side = region["sides"][name]
+        time = "" if side["seconds"] is None else f" in {numbers.with_unit(side['seconds'], 's')}"
+        plural = "" if side["kernels"] == 1 else "s"
+        return f"{name} runs {side['kernels']} kernel{plural}, moving {numbers.with_unit(side['bytes'], 'B')}{time}"
+
+    sizes = {name: region["sides"][name]["bytes"] for name in names}
+    more, less = sorted(names, key=lambda name: -sizes[name])
+    ratio = f": {numbers.significant(sizes[more] / sizes[less])} times the bytes on {more}'s side" if sizes[less] else ""
+    return f"{one(names[0])}; {one(names[1])}{ratio}."
+
+
+def _written(tensors: Sequence[Mapping[str, Any]], name: str, other: str) -> list[str]:
+    """The tensors one leaves in memory and the other never does."""
+    shown = _worth_showing(tensors)
+    if not shown:
+        return []
+    return [f"Only {name} writes {_list([_tensor(one) for one in shown])} to memory; {other} never has these values there."]
+
+
+def _copied(tensors: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """What one writes a second time."""
+    shown = _worth_showing(tensors)
+    if not shown:
+        return []
+    total = numbers.with_unit(sum(one["bytes"] for one in tensors), "B")
+    return [f"{name} writes {total} a second time, in another order or shape: {_list([_tensor(one) for one in shown])}."]
+
+
+def _worth_showing(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The largest three, none of them tiny beside the first."""
+    return [one for one in tensors[:3] if one["bytes"] >= max(tensors[0]["bytes"] / 50, 1024)]
+
+
+def _tensor(one: Mapping[str, Any]) -> str:
+    """``2 × float32[8,128] (8 KiB, by kernel for model.py:77)``."""
+    place = f" for `{one['place']}`" if one["place"] else ""
+    size = numbers.with_unit(one["bytes"], "B")
+    return f"{one['count']} × `{one['tensor']}` ({size}, by `{_symbol(one['kernel'])}`{place})"
+
+
+def _fused(fusions: Iterable[Mapping[str, Any]], name: str, other: str) -> list[str]:
+    sentences = []
+    for fusion in list(fusions)[:2]:
+        parts = _list([f"`{part}`" for part in fusion["parts"]])
+        again = "" if fusion["kernels"] == 1 else f" (and {fusion['kernels'] - 1} more like it)"
+        sentences.append(f"{name} computes {parts} in one kernel, `{_symbol(fusion['kernel'])}`{again}; {other} never does.")
+    return sentences
+
+
+def _hosted(hosts: list[str], side: Mapping[str, Any], name: str) -> list[str]:
+    """Where the work of a region without a kernel of its own went."""
+    if side["kernels"] or not hosts:
+        return []
+    return [f"{name} has no kernel of its own for it: the work is inside `{_symbol(hosts[0])}`."]
+
+
+def _libraries(side: Mapping[str, Any], name: str) -> str:
+    if not side["libraries"]:
+        return ""
+    return f"{name} calls {_list([f'`{library}` {count} ×' for library, count in side['libraries'].items()])}."
+
+
+def _quote(name: str, quote: Mapping[str, Any]) -> str:
+    lines = [_shorten(line) for line in quote["source"].splitlines()]
+    if len(lines) > _QUOTED_LINES:
+        left_out = len(lines) - _QUOTED_LINES
+        lines = [*lines[:_QUOTED_LINES], f"… {left_out} more lines"]
+    body = "\n".join(lines)
+    return f"\n\n{name}, `{_symbol(quote['kernel'])}` ({quote['kind']}):\n\n```{quote['language']}\n{body}\n```"
+
+
+def _shorten(line: str) -> str:
+    return line if len(line) <= _QUOTED_COLUMNS else f"{line[: _QUOTED_COLUMNS - 1]}…"
+
+
+def _symbol(kernel: str) -> str:
+    """The name in the compiler's source: Inductor's steps carry the numbers of graph and launch around it."""
+    return re.sub(r"^\d+:(.*):\d+$", r"\1", kernel)
+
+
+def _list(parts: list[str]) -> str:
+    """One, one and two, one, two and three."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
