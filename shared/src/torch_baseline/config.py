@@ -24,6 +24,9 @@ class GPTConfig:
         norm_eps: added to the mean square in RMSNorm.
         rope_base: base of the rotary frequencies, base^(-2i/D).
         tie_embeddings: use the embedding table for the logits as well.
+        low_precision_residual: keep the residual stream in the dtype that matrices are multiplied in. Under bfloat16
+            that halves the memory traffic between the products and rounds the stream at every addition; norms are
+            computed in float32 either way.
     """
 
     vocab_size: int = 256
@@ -34,6 +37,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     rope_base: float = 10_000.0
     tie_embeddings: bool = True
+    low_precision_residual: bool = False
 
     def __post_init__(self) -> None:
         _require_positive(self, "vocab_size", "n_layer", "n_head", "n_embd", "block_size", "norm_eps", "rope_base")

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_baseline.config import GPTConfig
 
@@ -26,6 +27,14 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Weights = dict[str, NDArray[np.float32]]
 
 INIT_STD = 0.02
+
+# The kernels behind scaled_dot_product_attention by the names people call them.
+ATTENTION_KERNELS: Mapping[str, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 def rms_norm(width: int, eps: float) -> nn.Module:
@@ -41,6 +50,26 @@ def bias_gelu(x_BTF: Tensor, bias_F: Tensor) -> Tensor:
 def causal_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
     """Return softmax(q kᵀ / √D, masked above the diagonal) v, by torch's own choice of kernel."""
     return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
+
+
+def causal_attention_by(kernel: str) -> Attention:
+    """Return :func:`causal_attention` held to one of torch's kernels, which refuses what it cannot do.
+
+    Args:
+        kernel: a key of :data:`ATTENTION_KERNELS`.
+
+    Raises:
+        ValueError: for another name.
+    """
+    if kernel not in ATTENTION_KERNELS:
+        raise ValueError(f"the kernel must be one of {', '.join(ATTENTION_KERNELS)}, got {kernel!r}")
+    backend = ATTENTION_KERNELS[kernel]
+
+    def attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return causal_attention(q_BHTD, k_BHTD, v_BHTD)
+
+    return attend
 
 
 class GPT(nn.Module):
@@ -102,9 +131,11 @@ class GPT(nn.Module):
         x_BTC = self.embedding(tokens_BT)
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
         cos_TD, sin_TD = self.cos_TD[:length].to(wide), self.sin_TD[:length].to(wide)
+        if self.config.low_precision_residual:
+            x_BTC = x_BTC.to(_compute_dtype(x_BTC))
         for block in self.blocks:
             x_BTC = block(x_BTC, cos_TD, sin_TD)
-        x_BTC = self.norm(x_BTC)
+        x_BTC = self.norm(x_BTC.to(wide))
         logits_BTV = F.linear(x_BTC, self.embedding.weight) if self.head is None else self.head(x_BTC)
         if targets_BT is None:
             return logits_BTV
@@ -146,8 +177,9 @@ class Block(nn.Module):
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         """Return the residual stream after this block."""
-        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD)
-        return x_BTC + self.mlp(self.mlp_norm(x_BTC))
+        # The tables have the dtype that norms compute in, whatever the residual stream is kept in.
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC.to(cos_TD.dtype)), cos_TD, sin_TD)
+        return x_BTC + self.mlp(self.mlp_norm(x_BTC.to(cos_TD.dtype)))
 
 
 class SelfAttention(nn.Module):
@@ -182,6 +214,12 @@ class MLP(nn.Module):
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Return the MLP's contribution to the residual stream."""
         return self.down(self.activate(self.up(x_BTC), self.bias))
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a product with ``x`` is taken in here: autocast's, if it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def rotate(x_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from benchkit import UserError
 from benchkit.device import Device
@@ -21,23 +21,89 @@ _BATCHES = 8
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Which variant of the step.
+    """Which variant of the step: the same mathematics, executed differently.
 
     Attributes:
         framework: ``torch`` or ``jax``.
         compiled: pass torch's model through torch.compile; JAX is always compiled.
-        attention: of JAX: ``xla`` or ``cudnn``; torch chooses for itself.
+        attention: of JAX a key of ``model.ATTENTIONS``; of torch ``auto`` or a key of
+            ``torch_baseline.model.ATTENTION_KERNELS``.
         donate: let JAX's step overwrite its state.
+        scan: let JAX scan over stacked layers.
+        remat: let JAX compute each block again in the backward.
+        steps_per_dispatch: that one call of JAX's compiled function does.
+        low_precision_residual: keep the residual stream in the compute dtype: the one field that changes the numbers.
+        options: of the compiler. For torch, options of ``torch.compile`` separated by commas, switched on; for JAX,
+            ``XLA_FLAGS``.
     """
 
     framework: Framework
     compiled: bool = True
-    attention: str = "xla"
+    attention: str = ""
     donate: bool = True
+    scan: bool = False
+    remat: bool = False
+    steps_per_dispatch: int = 1
+    low_precision_residual: bool = False
+    options: str = ""
 
     def __post_init__(self) -> None:
         if self.framework not in get_args(Framework):
             raise ValueError(f"framework must be torch or jax, got {self.framework!r}")
+        if not self.attention:
+            object.__setattr__(self, "attention", "auto" if self.framework == "torch" else "xla")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that its process needs."""
+        return {"XLA_FLAGS": self.options} if self.framework == "jax" and self.options else {}
+
+    def model(self, model: GPTConfig) -> GPTConfig:
+        """The shape with what this variant changes in it."""
+        return replace(model, low_precision_residual=self.low_precision_residual)
+
+
+# What ``bench`` can be asked for by name. The first group is what reports compare; the second tries settings.
+ENGINES: Mapping[str, EngineSpec] = {
+    "torch-eager": EngineSpec("torch", compiled=False),
+    "torch-compile": EngineSpec("torch"),
+    "jit": EngineSpec("jax", donate=False),
+    "jit-donated": EngineSpec("jax"),
+    "jit-scan": EngineSpec("jax", scan=True),
+    "jit-scan-remat": EngineSpec("jax", scan=True, remat=True),
+    "jit-4-steps": EngineSpec("jax", steps_per_dispatch=4),
+    "cudnn": EngineSpec("jax", attention="cudnn"),
+    "cudnn-scan": EngineSpec("jax", attention="cudnn", scan=True),
+    "cudnn-4-steps": EngineSpec("jax", attention="cudnn", steps_per_dispatch=4),
+    "torch-compile-cudnn": EngineSpec("torch", attention="cudnn"),
+    "torch-compile-flash": EngineSpec("torch", attention="flash"),
+    "torch-compile-cudnn-tuned": EngineSpec("torch", attention="cudnn", options="coordinate_descent_tuning"),
+    "torch-compile-cudnn-max": EngineSpec(
+        "torch", attention="cudnn", options="max_autotune_gemm,coordinate_descent_tuning"
+    ),
+    "torch-compile-bf16-residual": EngineSpec("torch", attention="cudnn", low_precision_residual=True),
+    "cudnn-bf16-residual": EngineSpec("jax", attention="cudnn", low_precision_residual=True),
+    "cudnn-no-triton-gemm": EngineSpec("jax", attention="cudnn", options="--xla_gpu_enable_triton_gemm=false"),
+    "cudnn-no-graphs": EngineSpec("jax", attention="cudnn", options="--xla_gpu_enable_command_buffer="),
+    "cudnn-fusion-autotuner": EngineSpec(
+        "jax", attention="cudnn", options="--xla_gpu_experimental_enable_fusion_autotuner=true"
+    ),
+    "cudnn-gemm-fusion": EngineSpec("jax", attention="cudnn", options="--xla_gpu_cudnn_gemm_fusion_level=2"),
+    "cudnn-latency-hiding": EngineSpec(
+        "jax", attention="cudnn", options="--xla_gpu_enable_latency_hiding_scheduler=true"
+    ),
+}
+
+
+def named_engines(names: Sequence[str]) -> dict[str, EngineSpec]:
+    """Return the engines of these names.
+
+    Raises:
+        ValueError: for an unknown one.
+    """
+    if unknown := [name for name in names if name not in ENGINES]:
+        raise ValueError(f"there is no engine {unknown[0]!r}; there are {', '.join(ENGINES)}")
+    return {name: ENGINES[name] for name in names}
 
 
 @dataclass(frozen=True)
@@ -61,6 +127,20 @@ class Preparation:
     hlo: dict[str, Any] | None = None
 
 
+class KernelTime(NamedTuple):
+    """One kernel, all its calls together.
+
+    Attributes:
+        name: as the profiler has it.
+        calls: a step.
+        seconds: a step.
+    """
+
+    name: str
+    calls: float
+    seconds: float
+
+
 class Engine(Protocol):
     """One variant of the step, with its model and its data."""
 
@@ -74,6 +154,10 @@ class Engine(Protocol):
 
     def peak_memory(self) -> int | None:
         """Most bytes of device memory in use so far; None on a CPU."""
+        ...
+
+    def kernel_times(self, steps: int) -> list[KernelTime]:
+        """Take so many steps under a profiler; seconds a step by kernel, the largest first."""
         ...
 
 
@@ -91,9 +175,8 @@ def make_engine(
     made = EngineSpec(**spec)
     data = training["data"]
     config = TrainConfig(**{**training, "data": None if data is None else Path(data)})
-    if made.framework == "torch":
-        return TorchEngine(made, GPTConfig(**model), config, device)
-    return JaxEngine(made, GPTConfig(**model), config, device)
+    engine = TorchEngine if made.framework == "torch" else JaxEngine
+    return engine(made, made.model(GPTConfig(**model)), config, device)
 
 
 class TorchEngine:
@@ -102,16 +185,17 @@ class TorchEngine:
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import torch
 
-        from torch_baseline.model import GPT
+        from torch_baseline.model import GPT, causal_attention, causal_attention_by
         from torch_baseline.optim import make_optimizer
         from torch_baseline.train import make_train_step
 
         self._torch, self._device = torch, device
-        gpt = GPT(model, seed=config.seed).to(device)
+        attention = causal_attention if spec.attention == "auto" else causal_attention_by(spec.attention)
+        gpt = GPT(model, seed=config.seed, attention=attention).to(device)
         if config.dtype == "float64":
             gpt.double()
         if spec.compiled:
-            gpt.compile()
+            gpt.compile(options=dict.fromkeys(spec.options.split(","), True) if spec.options else None)
         self._step = make_train_step(gpt, make_optimizer(gpt, config), config)
         self._batches = [
             tuple(torch.from_numpy(part).to(device) for part in tokens) for tokens in _batches(model, config)
@@ -135,6 +219,12 @@ class TorchEngine:
     def peak_memory(self) -> int | None:
         """Most bytes that tensors have held."""
         return None if self._device == "cpu" else int(self._torch.cuda.max_memory_allocated())
+
+    def kernel_times(self, steps: int) -> list[KernelTime]:
+        """Take so many steps under torch's profiler."""
+        from jax_baseline.kernel_times import torch_kernel_times
+
+        return torch_kernel_times(lambda: self.run(steps), steps, self._device)
 
     def _next(self) -> Any:
         loss = self._step(*self._batches[self._done % _BATCHES])
@@ -163,12 +253,26 @@ class JaxEngine:
         if config.dtype == "float64":
             jax.config.update("jax_enable_x64", True)  # for the whole process, which is this engine's alone
         self._device = jax.devices(device)[0]
-        self._state = jax.device_put(initial_state(model, config), self._device)
-        self._step: Any = make_train_step(model, config, attention=ATTENTIONS[spec.attention], donate=spec.donate)
-        self._batches = [
-            jax.device_put(tuple(part.astype(np.int32) for part in tokens), self._device)
-            for tokens in _batches(model, config)
-        ]
+        self._state = jax.device_put(initial_state(model, config, scan=spec.scan), self._device)
+        self._step: Any = make_train_step(
+            model,
+            config,
+            attention=ATTENTIONS[spec.attention],
+            remat=spec.remat,
+            donate=spec.donate,
+            steps_per_dispatch=spec.steps_per_dispatch,
+        )
+        self._per_call = spec.steps_per_dispatch
+        batches = [tuple(part.astype(np.int32) for part in tokens) for tokens in _batches(model, config)]
+        if self._per_call > 1:
+            calls = len(batches) // self._per_call
+            batches = [
+                tuple(
+                    np.stack(parts) for parts in zip(*batches[call * self._per_call :][: self._per_call], strict=True)
+                )
+                for call in range(calls)
+            ]
+        self._batches = jax.device_put(batches, self._device)
         self._done = 0
 
     def prepare(self) -> dict[str, Any]:
@@ -179,7 +283,7 @@ class JaxEngine:
         self._jax.block_until_ready(self._state)
         start = time.perf_counter()
         compiled = compile_step(self._step, self._state, *self._batches[0])
-        self._step = compiled.step
+        self._step, self._text = compiled.step, compiled.text
         loss = float(self._next())
         seconds = time.perf_counter() - start
         stages = {
@@ -192,7 +296,9 @@ class JaxEngine:
 
     def run(self, steps: int) -> None:
         """Take so many steps and wait for the last."""
-        for _ in range(steps):
+        if steps % self._per_call:
+            raise ValueError(f"this engine takes {self._per_call} steps a call, got {steps}")
+        for _ in range(steps // self._per_call):
             self._next()
         self._jax.block_until_ready(self._state)
 
@@ -201,10 +307,16 @@ class JaxEngine:
         statistics = self._device.memory_stats()
         return None if not statistics else statistics.get("peak_bytes_in_use")
 
+    def kernel_times(self, steps: int) -> list[KernelTime]:
+        """Take so many steps under JAX's profiler."""
+        from jax_baseline.kernel_times import jax_kernel_times
+
+        return jax_kernel_times(lambda: self.run(steps), steps, self._text)
+
     def _next(self) -> Any:
-        self._state, metrics = self._step(self._state, *self._batches[self._done % _BATCHES])
+        self._state, metrics = self._step(self._state, *self._batches[self._done % len(self._batches)])
         self._done += 1
-        return metrics.loss
+        return metrics.loss if self._per_call == 1 else metrics.loss[0]
 
 
 def bench_config(preset: str, *, batch_size: int, dtype: Precision) -> tuple[GPTConfig, TrainConfig]:

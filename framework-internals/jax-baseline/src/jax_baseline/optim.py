@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
+from jax_baseline.model import Block, Params
 from torch_baseline.config import TrainConfig
 from torch_baseline.optim import learning_rate
 
@@ -37,9 +38,27 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         b2=config.beta2,
         eps=config.adam_eps,
         weight_decay=config.weight_decay,
-        mask=lambda params: jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
+        mask=decayed,
     )
     return optax.chain(clip_like_torch(config.clip), adamw) if config.clip else adamw
+
+
+def decayed(params: Params) -> Params:
+    """Return True in the place of every matrix and False in that of every gain and bias.
+
+    By name, not by the number of axes: those of stacked blocks have one more.
+    """
+
+    def of_block(block: Block) -> Block:
+        return Block(attention_norm=False, qkv=True, out=True, mlp_norm=False, up=True, bias=False, down=True)
+
+    blocks = params.blocks
+    return Params(
+        embedding=True,
+        blocks=of_block(blocks) if isinstance(blocks, Block) else tuple(of_block(block) for block in blocks),
+        norm=False,
+        head=None if params.head is None else True,
+    )
 
 
 def clip_like_torch(max_norm: float) -> optax.GradientTransformation:

@@ -90,13 +90,13 @@ def _label_block(block: nn.Module, name: str) -> None:
 
     # Block.forward's two residual sums, each with the label of its branch.
     def attend(x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        return x_BTC + block.attention(block.attention_norm(x_BTC), cos_TD, sin_TD)
+        return x_BTC + block.attention(block.attention_norm(x_BTC.to(cos_TD.dtype)), cos_TD, sin_TD)
 
-    def feed_forward(x_BTC: Tensor) -> Tensor:
-        return x_BTC + block.mlp(block.mlp_norm(x_BTC))
+    def feed_forward(x_BTC: Tensor, cos_TD: Tensor) -> Tensor:
+        return x_BTC + block.mlp(block.mlp_norm(x_BTC.to(cos_TD.dtype)))
 
     attend, feed_forward = labelled(attend, f"{name}/attention"), labelled(feed_forward, f"{name}/mlp")
-    block.forward = lambda x_BTC, cos_TD, sin_TD: feed_forward(attend(x_BTC, cos_TD, sin_TD))
+    block.forward = lambda x_BTC, cos_TD, sin_TD: feed_forward(attend(x_BTC, cos_TD, sin_TD), cos_TD)
 
 
 def _label(module: nn.Module, label: str) -> None:

@@ -1,4 +1,4 @@
-"""One optimizer step as one compiled function, and the loop around it."""
+"""One optimizer step as one compiled function, or several of them as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from benchkit import UserError
 from benchkit.device import Device
-from jax_baseline.model import Attention, Params, Scalar, TokensBT, loss, xla_attention
+from jax_baseline.model import Attention, Params, Scalar, TokensBT, loss, stack_blocks, xla_attention
 from jax_baseline.optim import compute_dtype, global_norm, make_optimizer, master_dtype
 from jax_baseline.transfer import from_torch
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -20,11 +20,19 @@ from torch_baseline.model import init_numpy
 
 
 class TrainState(NamedTuple):
-    """All that the next step depends on, besides its batch."""
+    """All that the next step depends on, besides its batch.
+
+    Attributes:
+        step: optimizer steps done.
+        params: the weights, in the master dtype.
+        optimizer: optax's.
+        ema: moving average of the weights; None where ``ema_decay`` is 0.
+    """
 
     step: Int[Array, ""]
     params: Params
     optimizer: optax.OptState
+    ema: Params | None = None
 
 
 class Metrics(NamedTuple):
@@ -38,21 +46,27 @@ class Metrics(NamedTuple):
 Step = Callable[[TrainState, TokensBT, TokensBT], tuple[TrainState, Metrics]]
 
 
-def initial_state(model: GPTConfig, config: TrainConfig, params: Params | None = None) -> TrainState:
+def initial_state(
+    model: GPTConfig, config: TrainConfig, params: Params | None = None, *, scan: bool = False
+) -> TrainState:
     """Return the state before the first step.
 
     Args:
         model: the shape.
         config: precision, seed and optimizer.
         params: to start from, in the master dtype; by default the weights ``torch_baseline`` draws from the same seed.
+        scan: stack the blocks, so that the step scans over layers.
     """
     if params is None:
         params = from_torch(init_numpy(model, config.seed), model, master_dtype(config))
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params))
+    if scan:
+        params = stack_blocks(params)
+    ema = jax.tree.map(jnp.copy, params) if config.ema_decay else None
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(config).init(params), ema)
 
 
 def make_gradient(
-    model: GPTConfig, config: TrainConfig, *, attention: Attention = xla_attention
+    model: GPTConfig, config: TrainConfig, *, attention: Attention = xla_attention, remat: bool = False
 ) -> Callable[[Params, TokensBT, TokensBT], tuple[Scalar, Params]]:
     """Return the function (parameters, tokens, targets) → (loss, gradients), not yet compiled.
 
@@ -63,6 +77,7 @@ def make_gradient(
         model: the shape.
         config: precision and accumulation.
         attention: see :func:`jax_baseline.model.forward`.
+        remat: likewise.
 
     Raises:
         ValueError: for a dtype this loop does not have.
@@ -70,7 +85,7 @@ def make_gradient(
     dtype, parts = compute_dtype(config), config.accumulation
     value_and_grad = jax.value_and_grad(
         lambda params, tokens_BT, targets_BT: loss(
-            params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention
+            params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention, remat=remat
         )
     )
 
@@ -98,18 +113,23 @@ def make_train_step(
     config: TrainConfig,
     *,
     attention: Attention = xla_attention,
+    remat: bool = False,
     donate: bool = True,
     keep_gradients: bool = False,
+    steps_per_dispatch: int = 1,
 ) -> Step:
-    """Return one whole optimizer step, compiled when it is first called: forward, backward, clip, AdamW.
+    """Return one whole optimizer step, compiled when it is first called: forward, backward, clip, AdamW, average.
 
     Args:
         model: the shape.
         config: precision, accumulation and optimizer.
         attention: see :func:`jax_baseline.model.forward`.
+        remat: likewise.
         donate: overwrite the state that is passed in, which saves the memory of a second one; the caller must then not
             use it again.
         keep_gradients: hand out the gradients in the metrics, for whoever wants to look at them.
+        steps_per_dispatch: over 1, the compiled function takes so many batches, stacked along a new first axis, and
+            does as many steps before it returns to Python; every metric then has that axis as well.
 
     Returns:
         (state, tokens_BT, targets_BT) → (state, metrics).
@@ -117,7 +137,7 @@ def make_train_step(
     Raises:
         ValueError: for a dtype this loop does not have.
     """
-    gradient = make_gradient(model, config, attention=attention)
+    gradient = make_gradient(model, config, attention=attention, remat=remat)
     optimizer = make_optimizer(config)
 
     def train_step(state: TrainState, tokens_BT: TokensBT, targets_BT: TokensBT) -> tuple[TrainState, Metrics]:
@@ -126,10 +146,19 @@ def make_train_step(
             norm = global_norm(gradients)
             updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
             params = optax.apply_updates(state.params, updates)
+        ema = None if state.ema is None else update_average(state.ema, params, config.ema_decay)
         metrics = Metrics(loss_, norm, gradients if keep_gradients else None)
-        return TrainState(state.step + 1, params, optimizer_state), metrics
+        return TrainState(state.step + 1, params, optimizer_state, ema), metrics
 
-    return jax.jit(train_step, donate_argnums=(0,) if donate else ())
+    def train_steps(state: TrainState, tokens_KBT: Array, targets_KBT: Array) -> tuple[TrainState, Metrics]:
+        return jax.lax.scan(lambda state, batch: train_step(state, *batch), state, (tokens_KBT, targets_KBT))
+
+    return jax.jit(train_step if steps_per_dispatch == 1 else train_steps, donate_argnums=(0,) if donate else ())
+
+
+def update_average(average: Params, params: Params, decay: float) -> Params:
+    """Return decay · average + (1 − decay) · params."""
+    return jax.tree.map(lambda old, new: old * decay + new * (1 - decay), average, params)
 
 
 def require_jax_device(device: Device) -> None:

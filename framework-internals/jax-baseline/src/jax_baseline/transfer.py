@@ -16,7 +16,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from jax_baseline.model import Block, Params
+from jax_baseline.model import Block, Params, unstack_blocks
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import parameter_shapes
@@ -107,12 +107,13 @@ def to_torch(params: Params, config: GPTConfig) -> dict[str, NDArray]:
     """Return NumPy copies by torch's names, (out, in); the inverse of :func:`from_torch`.
 
     Args:
-        params: the parameters, or anything of their structure.
+        params: the parameters, or anything of their structure; blocks may be stacked.
         config: the shape.
 
     Raises:
         ValueError: if the structure or a shape is not that of ``config``.
     """
+    params = unstack_blocks(params)
     sources, structure = jax.tree.flatten(weight_map(config))
     if structure != jax.tree.structure(params):
         raise ValueError(f"expected parameters of {config.n_layer} blocks with head: {not config.tie_embeddings}")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from benchkit import numbers
-from benchkit.device import resolve_device
+from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, Seed, user_errors
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
+
+if TYPE_CHECKING:
+    from jax_baseline.bench import Trial
 
 
 def train(
@@ -109,33 +112,82 @@ def bench(
     preset: Preset = "tiny",
     batch_size: Annotated[int, typer.Option(min=1, help="sequences a step")] = 16,
     dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
-    attention: Annotated[str, typer.Option(help="of JAX: xla or cudnn")] = "xla",
-    compile: Annotated[bool, typer.Option(help="time torch.compile as well")] = False,
+    engines: Annotated[
+        str, typer.Option(help="names separated by commas; `list` prints them")
+    ] = "torch-eager,jit-donated",
     rounds: Annotated[int, typer.Option(min=1)] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="that a sample holds")] = 1,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="prepare in groups, at the same time: quicker, rougher")
+    ] = False,
+    together: Annotated[int, typer.Option(min=1, help="engines of a group of --sweep")] = 4,
+    kernels: Annotated[int, typer.Option(min=0, help="with --sweep: kernels to list of each engine")] = 0,
     device: DeviceOption = "auto",
 ) -> None:
     """Tokens per second of one training step, torch and JAX interleaved round by round."""
-    from jax_baseline.bench import measure_engines
-    from jax_baseline.engines import EngineSpec, bench_config
+    from jax_baseline import bench as benchmark
+    from jax_baseline.engines import ENGINES, bench_config, named_engines
 
+    if engines == "list":
+        print("\n".join(f"{name:28} {spec}" for name, spec in ENGINES.items()))
+        return
     with user_errors():
         model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
-        engines = {"torch eager": EngineSpec("torch", compiled=False), "jax": EngineSpec("jax", attention=attention)}
-        if compile:
-            engines["torch.compile"] = EngineSpec("torch")
-        measured = measure_engines(engines, model, training, device=resolve_device(device), rounds=rounds)
-    tokens = batch_size * model.block_size
+        chosen = named_engines(engines.split(","))
+    where, tokens = resolve_device(device), batch_size * model.block_size
+    if sweep:
+        trials = benchmark.sweep(
+            chosen, model, training, device=where, rounds=rounds, steps=steps, together=together, kernels=kernels > 0
+        )
+        for name, trial in trials:
+            _print_trial(name, trial, tokens, _peak_share(model, where, training.dtype), kernels)
+        return
+    with user_errors():
+        measured = benchmark.measure_engines(chosen, model, training, device=where, rounds=rounds, steps=steps)
+    first = next(iter(chosen))
     rows = [
         (
             name,
-            numbers.count(tokens / timing.median),
-            numbers.quantity(timing.quantity()),
-            numbers.quantity(measured.comparison.speedup(name, over="torch eager")),
+            numbers.count(tokens * steps / timing.median),
+            numbers.with_unit(timing.median / steps, "s"),
+            numbers.quantity(measured.comparison.speedup(name, over=first)),
             numbers.with_unit(measured.preparations[name].first_step_seconds, "s"),
         )
         for name, timing in measured.comparison.timings.items()
     ]
-    print(markdown_table(["engine", "tokens/s", "step", "speed over torch eager", "first step"], rows))
+    print(markdown_table(["engine", "tokens/s", "step", f"speed over {first}", "first step"], rows))
+
+
+def _peak_share(model: GPTConfig, device: Device, dtype: Precision) -> float | None:
+    """The share of the datasheet's peak that one token a second is; None where no peak is known."""
+    import torch
+
+    from torch_baseline.model import flops_per_token
+    from torch_baseline.throughput import peak_flops
+
+    peak = peak_flops(torch.device(device), dtype)
+    return None if peak is None else flops_per_token(model) / peak
+
+
+def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float | None, kernels: int) -> None:
+    """One engine of a sweep: a line, and its largest kernels below."""
+    if isinstance(trial, str):
+        print(f"{name:28} failed: {trial.splitlines()[-1]}", flush=True)
+        return
+    rate = tokens / trial.timing.median
+    memory = "" if trial.peak_memory is None else f"  {numbers.with_unit(trial.peak_memory, 'B')}"
+    share = "" if flops_share is None else f"  MFU {numbers.percent(rate * flops_share)}"
+    spread = (trial.timing.p80 - trial.timing.p20) / trial.timing.median
+    print(
+        f"{name:28} {numbers.count(rate):>9} tokens/s  {numbers.with_unit(trial.timing.median, 's')} "
+        f"(spread {numbers.percent(spread)}){share}{memory}  first step "
+        f"{numbers.with_unit(trial.preparation.first_step_seconds, 's')}, loss {trial.preparation.loss:.6f}",
+        flush=True,
+    )
+    if trial.kernels:
+        print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
+    for kernel in trial.kernels[:kernels]:
+        print(f"    {numbers.with_unit(kernel.seconds, 's'):>8} {kernel.calls:>5.0f} × {kernel.name[:110]}", flush=True)
 
 
 COMMANDS = (train, parity, bench)

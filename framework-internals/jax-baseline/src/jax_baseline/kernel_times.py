@@ -1,0 +1,78 @@
+"""Device time by kernel, from either framework's profiler."""
+
+from __future__ import annotations
+
+import collections
+import re
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from benchkit import UserError
+from benchkit.device import Device
+from jax_baseline.engines import KernelTime
+
+
+def torch_kernel_times(run: Callable[[], None], steps: int, device: Device) -> list[KernelTime]:
+    """Return the time of every kernel that a run launches, by name; on a CPU, of every operator, without its callees.
+
+    Args:
+        run: takes ``steps`` steps and waits for the device.
+        steps: to divide by.
+        device: of the kernels.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        run()
+    found = [
+        (event.key, event.count, event.self_device_time_total if device == "cuda" else event.self_cpu_time_total)
+        for event in profiler.key_averages()
+        if event.device_type.name.lower() == device
+    ]
+    return _by_time((name, count / steps, microseconds / 1e6 / steps) for name, count, microseconds in found)
+
+
+def jax_kernel_times(run: Callable[[], None], steps: int, text: str) -> list[KernelTime]:
+    """Return the time of every instruction of the compiled program that runs.
+
+    Args:
+        run: takes ``steps`` steps and waits for the device.
+        steps: to divide by.
+        text: the optimised HLO, for what an instruction makes and where in the model it came from.
+
+    Returns:
+        By the name in the HLO, followed by the type of the result and the operation of the program it was made for.
+
+    Raises:
+        UserError: if the profiler kept nothing, as it does where it may not read the GPU's counters.
+    """
+    import jax
+
+    times: dict[str, float] = collections.defaultdict(float)
+    calls: dict[str, int] = collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        for trace in Path(folder).glob("**/*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
+                for line in plane.lines:
+                    for event in line.events:
+                        if (operation := dict(event.stats).get("hlo_op")) is not None:
+                            times[str(operation)] += event.duration_ns / 1e9 / steps
+                            calls[str(operation)] += 1
+    if not times:
+        raise UserError("JAX's profiler recorded no kernel; it needs permission to read the GPU's activity (CUPTI)")
+    made = _results(text)
+    return _by_time((f"{name} {made.get(name, '')}", calls[name] / steps, seconds) for name, seconds in times.items())
+
+
+def _results(text: str) -> dict[str, str]:
+    """Instruction to the type of its result and its ``op_name``."""
+    found = re.finditer(r'^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) .*?(?:op_name="([^"]*)"|$)', text, re.MULTILINE)
+    return {match[1]: f"{re.sub(r'{[^}]*}', '', match[2])} {(match[3] or '').split('/', 1)[-1]}" for match in found}
+
+
+def _by_time(found: Iterable[tuple[str, float, float]]) -> list[KernelTime]:
+    return sorted((KernelTime(*row) for row in found if row[2] > 0), key=lambda row: -row.seconds)
