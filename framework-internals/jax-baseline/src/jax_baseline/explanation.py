@@ -24,6 +24,7 @@ def explain(region: Mapping[str, Any], *, quotes: bool) -> str:
     """
     names = list(region["sides"])
     sentences = [_totals(region, names)]
+    sentences += _accounted(region, names)
     for name, other in (names, names[::-1]):
         sentences += _written(region["only"][name], name, other)
         sentences += _copied(region["again"][name], name)
@@ -48,6 +49,21 @@ def _totals(region: Mapping[str, Any], names: list[str]) -> str:
     more, less = sorted(names, key=lambda name: -sizes[name])
     ratio = f": {numbers.significant(sizes[more] / sizes[less])} times the bytes on {more}'s side" if sizes[less] else ""
     return f"{one(names[0])}; {one(names[1])}{ratio}."
+
+
+def _accounted(region: Mapping[str, Any], names: list[str]) -> list[str]:
+    """How much of a difference in bytes the tensors are that only one side writes."""
+    sizes = {name: region["sides"][name]["bytes"] for name in names}
+    more, less = sorted(names, key=lambda name: -sizes[name])
+    extra = {
+        name: sum(one["bytes"] for key in ("only", "again") for one in region[key][name]) for name in (more, less)
+    }
+    if extra[more] <= extra[less]:
+        return []
+    return [
+        f"Writing what the other does not, or a second time, is {numbers.with_unit(extra[more], 'B')} of {more}'s and "
+        f"{numbers.with_unit(extra[less], 'B')} of {less}'s; each such tensor is then read again."
+    ]
 
 
 def _written(tensors: Sequence[Mapping[str, Any]], name: str, other: str) -> list[str]:
@@ -103,8 +119,8 @@ def _libraries(side: Mapping[str, Any], name: str) -> str:
 
 def _quote(name: str, quote: Mapping[str, Any]) -> str:
     lines = [_shorten(line) for line in quote["source"].splitlines()]
-    if len(lines) > _QUOTED_LINES:
-        left_out = len(lines) - _QUOTED_LINES
+    left_out = len(lines) - _QUOTED_LINES + quote.get("left_out", 0)
+    if left_out > 0:
         lines = [*lines[:_QUOTED_LINES], f"… {left_out} more lines"]
     body = "\n".join(lines)
     return f"\n\n{name}, `{_symbol(quote['kernel'])}` ({quote['kind']}):\n\n```{quote['language']}\n{body}\n```"

@@ -13,6 +13,7 @@ from jax_baseline.alignment import Aligned, Matches, align, count_by, match_valu
 from jax_baseline.programs import Program, Scopes, Step, Tensor
 
 _PHASES = ("forward", "backward", "other")
+_CPP_WORK = re.compile(r"for\(|auto tmp\d+ =|\.store\(|_ptr\d+\[.*\] =|tmp_acc\d+\w* = (?!0|at::vec::Vectorized)")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Quote:
-    """A kernel shown as what it is.
+    """A kernel shown as what it is, abridged.
 
     Attributes:
         kernel: its name.
@@ -338,13 +339,34 @@ def _quote(step: Step) -> Quote:
         language = "python"
     else:
         language = "text"
-    return Quote(step.name, step.kind, language, _plain(step.source))
+    return Quote(step.name, step.kind, language, _abridged(step.source, language))
 
 
-def _plain(source: str) -> str:
-    """Without what a reader of a kernel does not need: HLO's metadata and back-end configuration."""
+def _abridged(source: str, language: str) -> str:
+    """A source without what a reader of the kernel does not need; what remains is as the compiler wrote it.
+
+    HLO: metadata and back-end configuration go. C++: lines that compute or open a loop remain, the scalar tail of a
+    vectorised loop does not. Triton: the decorators' tables of hints go.
+    """
+    if language == "cpp":
+        return _abridged_cpp(source)
+    if language == "python" and (start := source.find("@triton.jit")) >= 0:
+        return source[start:]
     source = re.sub(r', metadata=\{(?:[^"{}]|"(?:[^"\\]|\\.)*")*\}', "", source)
     return re.sub(r", backend_config=\{.*$", "", source, flags=re.MULTILINE)
+
+
+def _abridged_cpp(source: str) -> str:
+    kept, tail = list[str](), False
+    for line in source.splitlines():
+        if "for(" in line:
+            tail = False
+        tail = tail or ("C10_UNLIKELY" in line)
+        if not tail and _CPP_WORK.search(line):
+            line = re.sub(r"static_cast<int64_t>\((\d+)L\)", r"\1", line)
+            kept.append(line.replace("at::vec::Vectorized", "Vectorized").replace("static_cast<int64_t>", ""))
+    margin = min((len(line) - len(line.lstrip()) for line in kept), default=0)
+    return "\n".join(line[margin:] for line in kept)
 
 
 def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:

@@ -52,7 +52,8 @@ class Summary:
         output_bytes: size of the results.
         flops: of a run, loop bodies as often as they run.
         transcendentals: likewise.
-        bytes: that kernels read and write in a run, each operand and result once a kernel.
+        bytes: that kernels read and write in a run; of what is only sliced, gathered from or updated in place, the part.
+        whole_bytes: the same with every operand and result taken whole and loop bodies once, which is how XLA counts.
         regions: kernels by part of the model.
     """
 
@@ -68,6 +69,7 @@ class Summary:
     flops: int
     transcendentals: int
     bytes: int
+    whole_bytes: int
     regions: tuple[RegionCount, ...]
 
     def as_plain(self) -> dict[str, Any]:
@@ -146,5 +148,6 @@ def summarise_module(module: Module, seconds: Mapping[str, float] | None = None)
         flops=total.flops,
         transcendentals=total.transcendentals,
         bytes=total.bytes,
+        whole_bytes=sum(kernel.whole_bytes for kernel in found),
         regions=count_by_region(found, seconds),
     )
