@@ -1,8 +1,8 @@
 """Which part of one compiler's program is which part of the other's: by labels, and by values where labels fail.
 
-Labels: ``jax.named_scope`` on one side, ``torch.fx.traceback.annotate`` on the other. A compiler may drop or never have had
-the label of a kernel; then the tensors that it leaves in memory tell: a tensor of the same values is the same tensor,
-whatever its shape, order and name.
+Labels: ``jax.named_scope`` on one side, ``torch.fx.traceback.annotate`` on the other. A compiler may drop, or never have
+had, the label of a kernel; then the tensors that it leaves in memory tell: a tensor of the same values is the same
+tensor, whatever its shape, order and name.
 """
 
 from __future__ import annotations
@@ -161,9 +161,7 @@ def _shorten(label: Scopes, known: frozenset[Scopes]) -> Scopes:
 
 def _beginnings(program: Program) -> frozenset[Scopes]:
     labels: Iterable[Scopes] = {label for step in program.steps for label in (step.label, *step.labels)}
-    return frozenset(
-        star_blocks(label)[:depth] for label in labels for depth in range(1, len(label) + 1)
-    )
+    return frozenset(star_blocks(label)[:depth] for label in labels for depth in range(1, len(label) + 1))
 
 
 def _tensors(program: Program) -> list[tuple[Step, Tensor]]:

@@ -20,19 +20,18 @@ def explain(region: Mapping[str, Any], *, quotes: bool) -> str:
         quotes: put both compilers' sources behind it.
 
     Returns:
-        Markdown: a heading, a paragraph, and the sources as code.
+        Markdown: a heading, the totals, a list of what differs, and the sources as code.
     """
     names = list(region["sides"])
-    sentences = [_totals(region, names)]
-    sentences += _accounted(region, names)
-    for name, other in (names, names[::-1]):
-        sentences += _written(region["only"][name], name, other)
-        sentences += _copied(region["again"][name], name)
-    for name, other in (names, names[::-1]):
-        sentences += _fused(region["fusions"][name], name, other)
-        sentences += _hosted(region["hosts"][name], region["sides"][name], name)
-    sentences += [text for name in names if (text := _libraries(region["sides"][name], name))]
-    text = f"#### `{region['name'] or 'not placed'}`, {region['phase']}\n\n{' '.join(sentences)}"
+    pairs = (names, names[::-1])
+    points = [text for name, other in pairs for text in _written(region["only"][name], name, other)]
+    points += [text for name in names for text in _copied(region["again"][name], name)]
+    points += [text for name, other in pairs for text in _fused(region["fusions"][name], name, other)]
+    points += [text for name in names for text in _hosted(region["hosts"][name], region["sides"][name], name)]
+    points += [text for name in names for text in _libraries(region["sides"][name], name)]
+    summary = " ".join([_totals(region, names), *_accounted(region, names)])
+    text = f"#### `{region['name'] or 'not placed'}`, {region['phase']}\n\n{summary}\n\n"
+    text += "\n".join(f"- {point}" for point in points)
     if quotes:
         text += "".join(_quote(name, quote) for name, quote in region["quotes"].items())
     return text
@@ -47,7 +46,9 @@ def _totals(region: Mapping[str, Any], names: list[str]) -> str:
 
     sizes = {name: region["sides"][name]["bytes"] for name in names}
     more, less = sorted(names, key=lambda name: -sizes[name])
-    ratio = f": {numbers.significant(sizes[more] / sizes[less])} times the bytes on {more}'s side" if sizes[less] else ""
+    ratio = (
+        f": {numbers.significant(sizes[more] / sizes[less])} times the bytes on {more}'s side" if sizes[less] else ""
+    )
     return f"{one(names[0])}; {one(names[1])}{ratio}."
 
 
@@ -55,9 +56,7 @@ def _accounted(region: Mapping[str, Any], names: list[str]) -> list[str]:
     """How much of a difference in bytes the tensors are that only one side writes."""
     sizes = {name: region["sides"][name]["bytes"] for name in names}
     more, less = sorted(names, key=lambda name: -sizes[name])
-    extra = {
-        name: sum(one["bytes"] for key in ("only", "again") for one in region[key][name]) for name in (more, less)
-    }
+    extra = {name: sum(one["bytes"] for key in ("only", "again") for one in region[key][name]) for name in (more, less)}
     if extra[more] <= extra[less]:
         return []
     return [
@@ -71,7 +70,9 @@ def _written(tensors: Sequence[Mapping[str, Any]], name: str, other: str) -> lis
     shown = _worth_showing(tensors)
     if not shown:
         return []
-    return [f"Only {name} writes {_list([_tensor(one) for one in shown])} to memory; {other} never has these values there."]
+    return [
+        f"Only {name} writes {_list([_tensor(one) for one in shown])} to memory; {other} never has these values there."
+    ]
 
 
 def _copied(tensors: Sequence[Mapping[str, Any]], name: str) -> list[str]:
@@ -80,7 +81,9 @@ def _copied(tensors: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     if not shown:
         return []
     total = numbers.with_unit(sum(one["bytes"] for one in tensors), "B")
-    return [f"{name} writes {total} a second time, in another order or shape: {_list([_tensor(one) for one in shown])}."]
+    return [
+        f"{name} writes {total} a second time, in another order or shape: {_list([_tensor(one) for one in shown])}."
+    ]
 
 
 def _worth_showing(tensors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -100,7 +103,9 @@ def _fused(fusions: Iterable[Mapping[str, Any]], name: str, other: str) -> list[
     for fusion in list(fusions)[:2]:
         parts = _list([f"`{part}`" for part in fusion["parts"]])
         again = "" if fusion["kernels"] == 1 else f" (and {fusion['kernels'] - 1} more like it)"
-        sentences.append(f"{name} computes {parts} in one kernel, `{_symbol(fusion['kernel'])}`{again}; {other} never does.")
+        sentences.append(
+            f"{name} computes {parts} in one kernel, `{_symbol(fusion['kernel'])}`{again}; {other} never does."
+        )
     return sentences
 
 
@@ -111,10 +116,9 @@ def _hosted(hosts: list[str], side: Mapping[str, Any], name: str) -> list[str]:
     return [f"{name} has no kernel of its own for it: the work is inside `{_symbol(hosts[0])}`."]
 
 
-def _libraries(side: Mapping[str, Any], name: str) -> str:
-    if not side["libraries"]:
-        return ""
-    return f"{name} calls {_list([f'`{library}` {count} ×' for library, count in side['libraries'].items()])}."
+def _libraries(side: Mapping[str, Any], name: str) -> list[str]:
+    calls = [f"`{library}` {count} ×" for library, count in side["libraries"].items()]
+    return [f"{name} calls {_list(calls)}."] if calls else []
 
 
 def _quote(name: str, quote: Mapping[str, Any]) -> str:

@@ -21,7 +21,9 @@ from torch_baseline.config import GPTConfig, TrainConfig
 
 Layout = Literal["one device", "data parallel", "FSDP"]
 
-REMEDY = "install the optional extra jax-baseline[gpu-target] (the wheels jax-cuda13-pjrt and jax-cuda13-plugin, no GPU)"
+REMEDY = (
+    "install the optional extra jax-baseline[gpu-target] (the wheels jax-cuda13-pjrt and jax-cuda13-plugin, no GPU)"
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ def require_gpu_target() -> None:
     plugin, jaxlib = (importlib.metadata.version(name) for name in ("jax-cuda13-pjrt", "jaxlib"))
     if plugin != jaxlib:
         raise UserError(
-            f"jax-cuda13-pjrt is {plugin} and jaxlib {jaxlib}; they must be equal: pip install jax-cuda13-pjrt=={jaxlib} "
-            f"jax-cuda13-plugin=={jaxlib}"
+            f"jax-cuda13-pjrt is {plugin} and jaxlib {jaxlib}; they must be equal: "
+            f"pip install jax-cuda13-pjrt=={jaxlib} jax-cuda13-plugin=={jaxlib}"
         )
 
 

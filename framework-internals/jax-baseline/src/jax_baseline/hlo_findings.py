@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,22 +48,21 @@ def context(results: Results) -> dict[str, Any]:
 
 def figures(results: Results) -> Sequence[Figure]:
     """The figures that the records allow."""
-    found = []
-    for record in results.select("hlo step"):
-        found.append(
-            Figure(
-                "step_parts",
-                "Where the time of one training step goes, by part of the model: the profiler's time of XLA's kernels, "
-                "blocks taken together.",
-                lambda record=record: _draw_step(record),
-            )
+    found = [
+        Figure(
+            "step_parts",
+            "Where the time of one training step goes, by part of the model: the profiler's time of XLA's kernels, "
+            "blocks taken together.",
+            partial(_draw_step, record),
         )
+        for record in results.select("hlo step")
+    ]
     for record in results.select("region diff"):
         found += [
             Figure(
                 f"regions_{key}",
                 f"{what} in both compilers, part by part: the same loss and gradients of the same weights and tokens.",
-                lambda record=record, key=key, unit=unit, title=title: _draw_regions(record, key, unit, title),
+                partial(_draw_regions, record, key, unit, title),
             )
             for key, unit, what, title in _PANELS
             if any(side[key] for region in record.data["regions"] for side in region["sides"].values())
@@ -129,9 +129,7 @@ def _diff(record: Record) -> dict[str, Any]:
         if "difference of results" in record.values
         else None,
         "rows": [_diff_row(region) for region in regions.values()],
-        "explained": [
-            explain(regions[name, phase], quotes=True) for name, phase in record.data["explained"]
-        ],
+        "explained": [explain(regions[name, phase], quotes=True) for name, phase in record.data["explained"]],
         "notes": [f"{compiler}: {note}" for compiler, notes in record.data["notes"].items() for note in notes],
     }
 
@@ -156,7 +154,9 @@ def _target(records: Sequence[Record]) -> dict[str, Any]:
                 str(record.labels["layout"]),
                 str(record.labels["devices"]),
                 numbers.count(record["kernels"].value),
-                ", ".join(f"{name.removesuffix('-start')} {count} ×" for name, count in record.data["collectives"].items())
+                ", ".join(
+                    f"{name.removesuffix('-start')} {count} ×" for name, count in record.data["collectives"].items()
+                )
                 or "none",
                 numbers.quantity(record["arguments"]),
                 numbers.quantity(record["temporaries"]),
@@ -210,9 +210,10 @@ def _draw_regions(record: Record, key: str, unit: float, title: str) -> Matplotl
         axes.barh(
             places, values, height=0.36, label=compiler, color=COLOURS[index], hatch=HATCHES[index], edgecolor="white"
         )
-        for place, value in zip(places, values, strict=True):
+        for place, value, region in zip(places, values, regions, strict=True):
+            inside = not value and region["hosts"][compiler]
             axes.annotate(
-                numbers.significant(value) if value else "inside another part's kernel",
+                "inside another part's kernel" if inside else numbers.significant(value),
                 (value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
             )  # fmt: skip
     axes.set_yticks(

@@ -10,6 +10,8 @@ from benchkit import Quantity, UserError
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
+from jax_baseline.programs import Program
+from jax_baseline.region_diff import Region, compare_programs, instructive
 from torch_baseline.config import GPTConfig, TrainConfig
 
 _LONGEST = 8
@@ -55,9 +57,7 @@ def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
 
     model, training = _shapes(asked)
     with run.working("XLA's program of the step"):
-        read = read_step(
-            model, training, attention=asked["attention"], device=run.device, repeats=asked["repeats"]
-        )
+        read = read_step(model, training, attention=asked["attention"], device=run.device, repeats=asked["repeats"])
     summary = summarise(read.text, read.seconds)
     values = {
         "StableHLO operations": Quantity(count_operations(read.stablehlo).total(), ""),
@@ -103,7 +103,6 @@ def _longest_kernels(text: str, seconds: Mapping[str, float]) -> list[dict[str, 
 
 
 def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
-    from jax_baseline.region_diff import compare_programs, instructive
     from jax_baseline.sides import ModelSide, compile_both
 
     model, training = _shapes(asked)
@@ -112,10 +111,15 @@ def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
     )
     with run.working("XLA beside Inductor"):
         programs = compile_both(side, side)
-    found = compare_programs(*programs)
+    run.record("region diff", dict(asked), *diff_record(*programs))
+
+
+def diff_record(one: Program, other: Program) -> tuple[dict[str, Quantity], dict[str, Any]]:
+    """What is kept of a comparison: figures, and the regions as plain JSON, the most instructive with their sources."""
+    found = compare_programs(one, other)
     explained = [(region.name, region.phase) for region in instructive(found.regions, _EXPLAINED)]
-    values: dict[str, Quantity] = {"in both": Quantity(found.same, "B")}
-    for program in programs:
+    values = {"in both": Quantity(found.same, "B")}
+    for program in (one, other):
         name = program.compiler
         values |= {
             f"{name} kernels": Quantity(sum(step.calls for step in program.steps), ""),
@@ -125,23 +129,26 @@ def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
             f"{name} again": Quantity(found.repeated[name], "B"),
         }
         values |= {
-            f"{name} placed by {by}": Quantity(found.placed[name].get(by, 0), "") for by in ("label", "value", "nothing")
+            f"{name} placed by {by}": Quantity(found.placed[name].get(by, 0), "")
+            for by in ("label", "value", "nothing")
         }
         if program.seconds is not None:
             values[f"{name} time"] = Quantity(program.seconds, "s")
     if found.largest_difference is not None:
         values["difference of results"] = Quantity(found.largest_difference, "")
-    regions = []
-    for region in found.regions:
-        plain = region.as_plain()
-        told = (region.name, region.phase) in explained
-        plain["quotes"] = {name: _shortened(quote) for name, quote in plain["quotes"].items()} if told else {}
-        plain["fusions"] = {
-            name: [{**fusion, "source": ""} for fusion in fusions] for name, fusions in plain["fusions"].items()
-        }
-        regions.append(plain)
-    notes = {program.compiler: list(program.notes) for program in programs}
-    run.record("region diff", dict(asked), values, {"regions": regions, "explained": explained, "notes": notes})
+    notes = {program.compiler: list(program.notes) for program in (one, other)}
+    regions = [_plain(region, (region.name, region.phase) in explained) for region in found.regions]
+    return values, {"regions": regions, "explained": explained, "notes": notes}
+
+
+def _plain(region: Region, explained: bool) -> dict[str, Any]:
+    """A region as JSON; sources only where the report quotes them."""
+    plain = region.as_plain()
+    plain["quotes"] = {name: _shortened(quote) for name, quote in plain["quotes"].items()} if explained else {}
+    plain["fusions"] = {
+        name: [{**fusion, "source": ""} for fusion in fusions] for name, fusions in plain["fusions"].items()
+    }
+    return plain
 
 
 def _shortened(quote: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,9 +170,7 @@ def _collect_target(run: Run, asked: Mapping[str, Any], layouts: list[list[Any]]
     model, training = _shapes(asked)
     for layout, devices in layouts:
         with run.working(f"the program of an H200, {layout}"):
-            made = compile_step_for_h200(
-                model, training, attention=asked["attention"], devices=devices, layout=layout
-            )
+            made = compile_step_for_h200(model, training, attention=asked["attention"], devices=devices, layout=layout)
         summary = summarise(made.text)
         run.record(
             "hlo target",

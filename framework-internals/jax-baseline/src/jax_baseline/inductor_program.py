@@ -28,17 +28,77 @@ from jax_baseline.torch_private import observe_inductor
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
 # Names for memory that is already there.
 _VIEWS = frozenset(
-    "view _unsafe_view reshape permute transpose t expand unsqueeze squeeze slice split split_with_sizes select alias "
-    "detach getitem unbind as_strided _reshape_alias lift_fresh_copy".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "permute",
+        "transpose",
+        "t",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "select",
+        "alias",
+        "detach",
+        "getitem",
+        "unbind",
+        "as_strided",
+        "_reshape_alias",
+        "lift_fresh_copy",
+    ]
 )
-_MOVES_DATA = _VIEWS | set("clone copy copy_ cat _to_copy convert_element_type constant_pad_nd full zeros empty".split())
-_PRODUCTS = frozenset("mm bmm addmm baddbmm convolution _scaled_mm".split())
+_MOVES_DATA = _VIEWS | {
+    "clone",
+    "copy",
+    "copy_",
+    "cat",
+    "_to_copy",
+    "convert_element_type",
+    "constant_pad_nd",
+    "full",
+    "zeros",
+    "empty",
+}
+_PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_mm"])
 _REDUCTIONS = frozenset(
-    "sum mean amax amin max min var var_mean argmax argmin prod any all logsumexp norm cumsum".split()
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "var",
+        "var_mean",
+        "argmax",
+        "argmin",
+        "prod",
+        "any",
+        "all",
+        "logsumexp",
+        "norm",
+        "cumsum",
+    ]
 )
 _INDEXES = frozenset(
-    "embedding embedding_dense_backward index index_put gather scatter scatter_add index_select "
-    "_unsafe_index _unsafe_index_put _unsafe_masked_index _unsafe_masked_index_put_accumulate".split()
+    [
+        "embedding",
+        "embedding_dense_backward",
+        "index",
+        "index_put",
+        "gather",
+        "scatter",
+        "scatter_add",
+        "index_select",
+        "_unsafe_index",
+        "_unsafe_index_put",
+        "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate",
+    ]
 )
 
 

@@ -1,8 +1,8 @@
 """Inductor's generated modules as text: their kernels, and hooks around each launch.
 
-A generated module defines kernels (``name = async_compile.cpp_pybinding([...], '''source''')`` or ``.triton(...)``) and a
-``call`` that launches them and library functions one after another. With provenance tracking on, a comment above each
-launch names it. Text in, text out: neither jax nor torch is imported here.
+A generated module defines kernels (``name = async_compile.cpp_pybinding([...], '''source''')`` or ``.triton(...)``)
+and a ``call`` that launches them and library functions one after another. With provenance tracking on, a comment above
+each launch names it. Text in, text out: neither jax nor torch is imported here.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ def compare_programs(one: Program, other: Program) -> Diff:
     pairs = {compiler: _fused_pairs(steps) for compiler, steps in aligned.items()}
     names = (one.compiler, other.compiler)
     regions = tuple(
-        _region(key, aligned, matches, pairs, names) for key in _region_keys(aligned[one.compiler], aligned[other.compiler])
+        _region(key, aligned, matches, pairs, names)
+        for key in _region_keys(aligned[one.compiler], aligned[other.compiler])
     )
     return Diff(
         regions,
@@ -187,9 +188,7 @@ def _region_keys(*programs: Sequence[Aligned]) -> list[tuple[str, str]]:
     """(name, phase) in the order in which forward regions first appear, then backward, then the rest."""
     seen = dict.fromkeys((region_of(item.part), item.phase) for steps in programs for item in steps)
     order = list(dict.fromkeys(name for name, _ in seen if name))
-    return sorted(
-        seen, key=lambda key: (_PHASES.index(key[1]), order.index(key[0]) if key[0] else len(order))
-    )
+    return sorted(seen, key=lambda key: (_PHASES.index(key[1]), order.index(key[0]) if key[0] else len(order)))
 
 
 def _region(
@@ -199,14 +198,9 @@ def _region(
     pairs: Mapping[str, Mapping[tuple[Scopes, Scopes], list[Aligned]]],
     names: tuple[str, str],
 ) -> Region:
-    members = {
-        name: [item for item in aligned[name] if (region_of(item.part), item.phase) == key] for name in names
-    }
+    members = {name: [item for item in aligned[name] if (region_of(item.part), item.phase) == key] for name in names}
     only = {name: _written(members[name], matches.only[name]) for name in names}
-    fusions = {
-        name: _fusions(members[name], pairs[name], pairs[other])
-        for name, other in (names, names[::-1])
-    }
+    fusions = {name: _fusions(members[name], pairs[name], pairs[other]) for name, other in (names, names[::-1])}
     sides = {name: _side(members[name]) for name in names}
     hosts = {name: _hosts(key, aligned[name]) for name in names}
     again = {name: _written(members[name], matches.repeated[name]) for name in names}
@@ -312,7 +306,7 @@ def _quotes(
     steps = {name: {item.step.name: item for item in items} for name, items in members.items()}
     largest = {name: sorted(found, key=lambda kernel: -found[kernel].step.bytes) for name, found in steps.items()}
     quotes = {}
-    telling = [one.kernel for one in (*only[leader], *fusions[leader])] + largest[leader]
+    telling = [one.kernel for one in only[leader]] + [one.kernel for one in fusions[leader]] + largest[leader]
     shown = next((steps[leader][kernel] for kernel in telling if kernel in steps[leader]), None)
     if shown is not None:
         quotes[leader] = _quote(shown.step)
@@ -365,12 +359,12 @@ def _abridged_cpp(source: str) -> str:
         if not tail and _CPP_WORK.search(line):
             line = re.sub(r"static_cast<int64_t>\((\d+)L\)", r"\1", line)
             kept.append(line.replace("at::vec::Vectorized", "Vectorized").replace("static_cast<int64_t>", ""))
-    margin = min((len(line) - len(line.lstrip()) for line in kept), default=0)
-    return "\n".join(line[margin:] for line in kept)
+    depths = sorted({len(line) - len(line.lstrip()) for line in kept})
+    return "\n".join("  " * depths.index(len(line) - len(line.lstrip())) + line.lstrip() for line in kept)
 
 
 def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """Between the moments of results, each relative to its sum of magnitudes; None where the numbers of results differ."""
+    """Between the moments of results, relative to the sums of magnitudes; None where the numbers of results differ."""
     if not one or len(one) != len(other):
         return None
     differences = [

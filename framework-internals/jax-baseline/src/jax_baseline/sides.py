@@ -129,7 +129,7 @@ def load_function(reference: str, *, what: str) -> Callable[..., Any]:
 
 
 def load_inputs(reference: str) -> tuple[NDArray, ...]:
-    """Call ``file.py:name`` and check that it returns a tuple of NumPy arrays that both frameworks can hold as they are.
+    """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can hold as they are.
 
     Raises:
         UserError: if not.
@@ -204,7 +204,7 @@ def _torch_model(plain: Mapping[str, Any]) -> Program:
             parameter.grad = None
         loss = loss_of(*batch)
         loss.backward()
-        return [loss.detach(), *(parameters[name].grad for name in order)]
+        return [loss.detach(), *(grad for name in order if (grad := parameters[name].grad) is not None)]
 
     return compile_program(run, device=spec.device, repeats=spec.repeats)
 

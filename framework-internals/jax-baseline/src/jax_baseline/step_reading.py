@@ -40,9 +40,7 @@ class StepReading:
     versions: dict[str, str]
 
 
-def read_step(
-    model: GPTConfig, training: TrainConfig, *, attention: str, device: Device, repeats: int
-) -> StepReading:
+def read_step(model: GPTConfig, training: TrainConfig, *, attention: str, device: Device, repeats: int) -> StepReading:
     """Compile the train step, and profile it, in a process of its own.
 
     Args:

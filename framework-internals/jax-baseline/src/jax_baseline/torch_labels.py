@@ -1,7 +1,7 @@
 """The baseline in torch with the labels that its JAX port has from ``jax.named_scope``.
 
-``torch.fx.traceback.annotate`` writes them onto the graph that torch.compile captures; the labels are put on from outside,
-so that the model itself stays what it is.
+``torch.fx.traceback.annotate`` writes them onto the graph that torch.compile captures; they are put on from outside, so
+that the model itself stays what it is.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def labelled_loss(model: GPT, dtype: Precision, device_type: str) -> Callable[[T
     for index, block in enumerate(model.blocks):
         _label_block(block, f"block{index}")
     _label(model.norm, "head/norm")
-    if model.head is None:
-        model.head = _TiedHead(model.embedding)
-    _label(model.head, "head")
+    head: nn.Module = model.head or _TiedHead(model.embedding)
+    _label(head, "head")
+    model.add_module("head", head)
 
     def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         wide = torch.promote_types(logits_BTV.dtype, torch.float32)
@@ -96,7 +96,8 @@ def _label_block(block: nn.Module, name: str) -> None:
         return x_BTC + block.mlp(block.mlp_norm(x_BTC.to(cos_TD.dtype)))
 
     attend, feed_forward = labelled(attend, f"{name}/attention"), labelled(feed_forward, f"{name}/mlp")
-    block.forward = lambda x_BTC, cos_TD, sin_TD: feed_forward(attend(x_BTC, cos_TD, sin_TD), cos_TD)
+    parts: Any = block  # a method is replaced
+    parts.forward = lambda x_BTC, cos_TD, sin_TD: feed_forward(attend(x_BTC, cos_TD, sin_TD), cos_TD)
 
 
 def _label(module: nn.Module, label: str) -> None:

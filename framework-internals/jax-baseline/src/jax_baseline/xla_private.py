@@ -1,7 +1,7 @@
 """The parts of jaxlib that are not public and that this package stands on; nothing else here touches them.
 
-Optimised HLO text is compiled once more with other results. ``jaxlib._hlo`` reads the text, ``jaxlib._jax.mlir`` turns it
-into what a client compiles.
+Optimised HLO text is compiled once more with other results. ``jaxlib._hlo`` reads the text, ``jaxlib._jax.mlir`` turns
+it into what a client compiles.
 """
 
 from __future__ import annotations

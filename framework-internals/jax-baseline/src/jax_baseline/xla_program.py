@@ -43,7 +43,9 @@ def compile_program(
     module = parse(compiled.as_text())
     found = kernels(module)
     taken, notes = _take_values(compiled, found, arguments) if values else ({}, ())
-    times = kernel_seconds(lambda: compiled(*arguments), [one.name for one in found], repeats=repeats) if repeats else {}
+    times = (
+        kernel_seconds(lambda: compiled(*arguments), [one.name for one in found], repeats=repeats) if repeats else {}
+    )
     return Program(
         "XLA",
         tuple(_step(module, kernel, taken, times, gradients) for kernel in found),
@@ -57,9 +59,7 @@ def compile_program(
 def program_from_text(text: str, *, gradients: bool) -> Program:
     """Read a module that was compiled elsewhere; nothing of it is measured."""
     module = parse(text)
-    return Program(
-        "XLA", tuple(_step(module, kernel, {}, {}, gradients) for kernel in kernels(module)), None, 0.0
-    )
+    return Program("XLA", tuple(_step(module, kernel, {}, {}, gradients) for kernel in kernels(module)), None, 0.0)
 
 
 def moments(array: jax.Array) -> tuple[float, ...] | None:
@@ -133,7 +133,9 @@ def _writes(kernel: Kernel, taken: Mapping[str, tuple[float, ...] | None]) -> tu
 def _dtype(shape: Shape) -> str:
     """HLO's name as NumPy's: f32 → float32, pred → bool."""
     letters = shape.dtype.rstrip("0123456789")
-    return f"{_NAMES[letters]}{shape.dtype[len(letters) :]}" if letters in _NAMES else shape.dtype.replace("pred", "bool")
+    return (
+        f"{_NAMES[letters]}{shape.dtype[len(letters) :]}" if letters in _NAMES else shape.dtype.replace("pred", "bool")
+    )
 
 
 def _result(index: int, array: jax.Array) -> Tensor:

@@ -163,7 +163,11 @@ def diff(
         )
         for region in found.regions
     ]
-    header = ["part", "phase", *(f"{name} {what}" for name in ("XLA", "Inductor") for what in ("kernels", "bytes", "time"))]
+    header = [
+        "part",
+        "phase",
+        *(f"{name} {what}" for name in ("XLA", "Inductor") for what in ("kernels", "bytes", "time")),
+    ]
     print(markdown_table(header, rows, left=2))
     for program in programs:
         placed = found.placed[program.compiler]
@@ -172,8 +176,7 @@ def diff(
             + (f", runs {numbers.with_unit(program.seconds, 's')}" if program.seconds else "")
             + f"; kernels placed by label {placed.get('label', 0)}, by value {placed.get('value', 0)}, "
             f"not at all {placed.get('nothing', 0)}; leaves {numbers.with_unit(found.only[program.compiler], 'B')} in "
-            "memory that the other does not"
-            + "".join(f"; {note}" for note in program.notes)
+            "memory that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
     if found.largest_difference is not None:
         print(f"results differ by at most {numbers.error_size(found.largest_difference)} (relative, of their sums)")
@@ -251,8 +254,8 @@ def _ahead_of_time(
         raise UserError("--measure runs the program, and --target h200 is for a machine without the GPU; take one")
     made = compile_step_for_h200(model, training, attention=attention)
     notes = (
-        f"compiled ahead of time in {numbers.with_unit(made.compile_seconds, 's')}, without a GPU: nothing was tuned by "
-        f"trial, nothing is timed; {numbers.with_unit(made.temporaries, 'B')} of temporaries",
+        f"compiled ahead of time in {numbers.with_unit(made.compile_seconds, 's')}, without a GPU: nothing was tuned "
+        f"by trial, nothing is timed; {numbers.with_unit(made.temporaries, 'B')} of temporaries",
     )
     return _Program(made.text, f"{subject}, for an H200", made.versions, notes)
 
@@ -292,9 +295,9 @@ def _kernel_table(program: _Program, count: int) -> str:
     from jax_baseline.programs import short_place
 
     seconds = program.seconds or {}
-    found = sorted(
-        kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes)
-    )[:count]
+    found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))[
+        :count
+    ]
     rows = [
         (
             one.name,

@@ -17,13 +17,65 @@ from dataclasses import dataclass
 from jax_baseline.hlo.text import Instruction, Module
 
 _ELEMENTWISE = frozenset(
-    "add subtract multiply divide maximum minimum negate abs compare select and or not xor clamp sign floor ceil "
-    "round-nearest-even round-nearest-afz remainder shift-left shift-right-logical shift-right-arithmetic convert "
-    "popcnt count-leading-zeros is-finite real imag complex".split()
+    [
+        "add",
+        "subtract",
+        "multiply",
+        "divide",
+        "maximum",
+        "minimum",
+        "negate",
+        "abs",
+        "compare",
+        "select",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "clamp",
+        "sign",
+        "floor",
+        "ceil",
+        "round-nearest-even",
+        "round-nearest-afz",
+        "remainder",
+        "shift-left",
+        "shift-right-logical",
+        "shift-right-arithmetic",
+        "convert",
+        "popcnt",
+        "count-leading-zeros",
+        "is-finite",
+        "real",
+        "imag",
+        "complex",
+    ]
 )
 _TRANSCENDENTAL = frozenset(
-    "exponential exponential-minus-one log log-plus-one tanh tan sine cosine rsqrt sqrt cbrt power erf logistic atan2 "
-    "acos acosh asin asinh atanh cosh sinh".split()
+    [
+        "exponential",
+        "exponential-minus-one",
+        "log",
+        "log-plus-one",
+        "tanh",
+        "tan",
+        "sine",
+        "cosine",
+        "rsqrt",
+        "sqrt",
+        "cbrt",
+        "power",
+        "erf",
+        "logistic",
+        "atan2",
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atanh",
+        "cosh",
+        "sinh",
+    ]
 )
 # Only a part of their first operand is read.
 _READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
@@ -161,10 +213,8 @@ def _applications(module: Module, instruction: Instruction, types: Mapping[str, 
     else:
         window = re.search(r"size=([\dx]+)", instruction.attributes)
         times = instruction.elements * (math.prod(map(int, window[1].split("x"))) - 1 if window else 1)
-    flops, functions = (
-        sum(part) for part in zip((0, 0), *(computation_arithmetic(module, name) for name in instruction.callees))
-    )
-    return times * flops, times * functions
+    once = [computation_arithmetic(module, name) for name in instruction.callees]
+    return times * sum(flops for flops, _ in once), times * sum(functions for _, functions in once)
 
 
 def _parts_read(module: Module, instruction: Instruction) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The steps of a compiled program that do something: what each is, holds, costs, and which part of the model it serves."""
+"""The steps of a compiled program that do something: what each is, holds, costs, and what it serves."""
 
 from __future__ import annotations
 
@@ -35,8 +35,25 @@ _NO_KERNEL = frozenset(
 )
 _CONTROL_FLOW = frozenset({"while", "conditional", "call"})
 _MOVES_DATA = frozenset(
-    "copy copy-start transpose bitcast bitcast-convert reshape broadcast slice dynamic-slice dynamic-update-slice "
-    "concatenate pad iota reverse convert tuple get-tuple-element".split()
+    [
+        "copy",
+        "copy-start",
+        "transpose",
+        "bitcast",
+        "bitcast-convert",
+        "reshape",
+        "broadcast",
+        "slice",
+        "dynamic-slice",
+        "dynamic-update-slice",
+        "concatenate",
+        "pad",
+        "iota",
+        "reverse",
+        "convert",
+        "tuple",
+        "get-tuple-element",
+    ]
 )
 # Their label says where a value is used, not where something is computed.
 _CARRIES_NO_WORK = frozenset({"parameter", "constant", "broadcast", "bitcast", "tuple", "get-tuple-element", "iota"})
@@ -47,8 +64,21 @@ _BACKEND_KIND = re.compile(r'"fusion(?:_backend)?_config":\{[^{}]*?"kind":"([^"]
 _WRAPPER = re.compile(r"^[\w.]+\((.*)\)$")
 # What JAX writes into names for its own control flow and transformations, and not a scope of the user's.
 _NOT_A_SCOPE = frozenset(
-    "while body cond body_pred branch_0_fun branch_1_fun closed_call checkpoint remat rematted_computation "
-    "custom_jvp_call custom_vjp_call shard_map".split()
+    [
+        "while",
+        "body",
+        "cond",
+        "body_pred",
+        "branch_0_fun",
+        "branch_1_fun",
+        "closed_call",
+        "checkpoint",
+        "remat",
+        "rematted_computation",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "shard_map",
+    ]
 )
 
 
@@ -171,7 +201,9 @@ def quote(module: Module, kernel: Kernel) -> str:
     )
 
 
-def _executed(module: Module, computation: str, calls: int) -> Iterator[tuple[Instruction, dict[str, Instruction], int]]:
+def _executed(
+    module: Module, computation: str, calls: int
+) -> Iterator[tuple[Instruction, dict[str, Instruction], int]]:
     body = module.computations[computation]
     types = {instruction.name: instruction for instruction in body}
     for instruction in body:

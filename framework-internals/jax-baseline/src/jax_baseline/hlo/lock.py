@@ -94,7 +94,7 @@ def make_lock(text: str, *, subject: str, versions: Mapping[str, str]) -> Lock:
         ValueError: if the text is no HLO module.
     """
     module = parse(text)
-    signatures = Counter(
+    signatures: Counter[Signature] = Counter(
         (
             part_of_model(kernel.label.scopes),
             kernel.phase,
@@ -118,7 +118,9 @@ def read_lock(text: str) -> Lock:
         raise ValueError(f"expected a fusion lock (JSON), got {text[:40]!r}… ({error})") from error
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
-        raise ValueError(f"expected a fusion lock of format {FORMAT}, got {found!r}; make it anew with jax-baseline lock")
+        raise ValueError(
+            f"expected a fusion lock of format {FORMAT}, got {found!r}; make it anew with jax-baseline lock"
+        )
     kernels_ = {(row[0], row[1], row[2], row[3]): row[4] for row in plain["kernels"]}
     return Lock(plain["subject"], plain["versions"], kernels_, plain["donated"])
 

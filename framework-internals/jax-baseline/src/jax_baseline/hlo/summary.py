@@ -52,7 +52,7 @@ class Summary:
         output_bytes: size of the results.
         flops: of a run, loop bodies as often as they run.
         transcendentals: likewise.
-        bytes: that kernels read and write in a run; of what is only sliced, gathered from or updated in place, the part.
+        bytes: that kernels read and write in a run; of what is only sliced, gathered from or updated in place, a part.
         whole_bytes: the same with every operand and result taken whole and loop bodies once, which is how XLA counts.
         regions: kernels by part of the model.
     """

@@ -61,10 +61,11 @@ def _bitcast(indent: str, name: str, shape: str, operand: Instruction) -> Iterat
     dtype = operand.shapes[0].dtype
     sizes = dict(enumerate(operand.shapes[0].dimensions))
     result = [int(size) for size in re.findall(r"\d+", shape[shape.index("[") : shape.index("]")])]
+    axes = ",".join(map(str, source))
     memory = ",".join(str(sizes[axis]) for axis in source)
     reshaped = ",".join(str(result[axis]) for axis in target)
     back = ",".join(str(target.index(axis)) for axis in range(len(target)))
-    yield f"  %{name}.memory = {dtype}[{memory}] transpose(%{operand.name}), dimensions={{{','.join(map(str, source))}}}"
+    yield f"  %{name}.memory = {dtype}[{memory}] transpose(%{operand.name}), dimensions={{{axes}}}"
     yield f"  %{name}.reshaped = {dtype}[{reshaped}] reshape(%{name}.memory)"
     yield f"{indent}%{name} = {_LAYOUT.sub('', shape)} transpose(%{name}.reshaped), dimensions={{{back}}}"
 

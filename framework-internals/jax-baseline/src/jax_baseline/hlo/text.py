@@ -14,7 +14,14 @@ _BITS = {
     **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
     **dict.fromkeys(("s32", "u32", "f32"), 32),
     **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
-    **{"c128": 128, "s4": 4, "u4": 4, "f4e2m1fn": 4, "s2": 2, "u2": 2, "s1": 1, "u1": 1},
+    "c128": 128,
+    "s4": 4,
+    "u4": 4,
+    "f4e2m1fn": 4,
+    "s2": 2,
+    "u2": 2,
+    "s1": 1,
+    "u1": 1,
 }
 _EIGHT_BIT_FLOAT = re.compile(r"f8e\d")
 
