@@ -1,7 +1,7 @@
 """Which part of one compiler's program is which part of the other's: by labels, and by values where labels fail.
 
-Labels: ``jax.named_scope`` on one side, ``torch.fx.traceback.annotate`` on the other. A compiler may drop, or never have
-had, the label of a kernel; then the tensors that it leaves in memory tell: a tensor of the same values is the same
+Labels: ``jax.named_scope`` on one side, ``torch.fx.traceback.annotate`` on the other. A compiler may drop the label of a
+kernel, or never have had it; then the tensors that it leaves in memory tell: a tensor of the same values is the same
 tensor, whatever its shape, order and name.
 """
 

@@ -2,9 +2,9 @@
 
 The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/service/hlo_cost_analysis.cc``): an
 element-wise operation is one a result element, a product 2·m·n·k, a reduction one application of its function for each
-element that disappears; functions such as exp are counted apart. Where XLA's totals mislead, this one differs: the body
-of a loop counts as often as it runs (XLA: once), and a library call that is a product counts as one (XLA's CPU and
-generic analyses give custom calls nothing).
+element that disappears; functions such as exp are counted apart. Where XLA's totals mislead, this one differs: a library
+call that is a product counts as one (XLA's generic analysis gives custom calls nothing), bytes are those that are
+touched, and :mod:`jax_baseline.hlo.kernels` counts the body of a loop as often as it runs (XLA: once).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _TRANSCENDENTAL = frozenset(
 )
 # Only a part of their first operand is read.
 _READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
-_NESTED = frozenset({"fusion", "call", "while", "map", "conditional", "async-start"})
+_NESTED = frozenset({"fusion", "map", "async-start"})
 
 
 @dataclass(frozen=True)
@@ -138,14 +138,13 @@ def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Ins
     if opcode in ("reduce", "reduce-window", "scatter"):
         return _applications(module, instruction, types)
     if opcode in _NESTED:
-        times = (instruction.trip_count or 1) if opcode == "while" else 1
         found = [computation_arithmetic(module, name) for name in instruction.callees]
-        return times * sum(flops for flops, _ in found), times * sum(functions for _, functions in found)
+        return sum(flops for flops, _ in found), sum(functions for _, functions in found)
     return 0, 0
 
 
 def computation_arithmetic(module: Module, name: str) -> tuple[int, int]:
-    """Return (FLOPs, transcendentals) of a whole computation, loops as often as they run."""
+    """Return (FLOPs, transcendentals) of a computation that is called from within a kernel."""
     body = module.computations.get(name, ())
     types = {instruction.name: instruction for instruction in body}
     found = [arithmetic(module, instruction, types) for instruction in body]

@@ -208,8 +208,11 @@ def _executed(
     types = {instruction.name: instruction for instruction in body}
     for instruction in body:
         if instruction.opcode in _CONTROL_FLOW:
-            times = (instruction.trip_count or 1) if instruction.opcode == "while" else 1
+            trips = instruction.trip_count if instruction.opcode == "while" else None
+            condition = instruction.attribute("condition").lstrip("%")
             for name in instruction.callees:
+                # The condition is asked once more than the body runs; a loop of unknown length counts as one run.
+                times = 1 if trips is None else trips + (name == condition)
                 yield from _executed(module, name, calls * times)
         else:
             yield instruction, types, calls
@@ -235,7 +238,7 @@ def _kernel(module: Module, instruction: Instruction, types: dict[str, Instructi
         name=instruction.name,
         kind=_kind(instruction),
         target=target[1] if target else "",
-        category=_category(instruction, target[1] if target else "", ops),
+        category=_category(instruction, target[1] if target else "", working),
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         dots=ops["dot"],
         label=label,
@@ -259,20 +262,22 @@ def _kind(instruction: Instruction) -> str:
     return instruction.opcode
 
 
-def _category(instruction: Instruction, target: str, ops: Counter[str]) -> Category:
+def _category(instruction: Instruction, target: str, working: list[Instruction]) -> Category:
+    # Arithmetic on an index does not make a slice more than a slice.
+    ops = {one.opcode for one in working if one.elements > 1} or {one.opcode for one in working}
     if instruction.opcode in COLLECTIVES:
         return "collective"
     if "fmha" in target or "flash" in target:
         return "attention"
-    if ops["dot"] or ops["convolution"] or re.search("gemm|matmul", target):
+    if ops & {"dot", "convolution"} or re.search("gemm|matmul", target):
         return "product"
     if instruction.opcode == "custom-call":
         return "library call"
-    if ops["gather"] or ops["scatter"]:
+    if ops & {"gather", "scatter"}:
         return "gather/scatter"
-    if ops["reduce"] or ops["reduce-window"]:
+    if any(one.opcode in ("reduce", "reduce-window") for one in working):
         return "reduction"
-    return "data movement" if all(op in _MOVES_DATA for op in ops) else "element-wise"
+    return "data movement" if ops <= _MOVES_DATA else "element-wise"
 
 
 def _unwrap(part: str) -> tuple[list[str], str]:
