@@ -1,5 +1,6 @@
 """Parsed totals against XLA's own counts, where those are right; and where they are not."""
 
+import runpy
 from pathlib import Path
 
 import jax
@@ -95,7 +96,7 @@ def test_everything_in_memory_can_be_taken_out(model_gradients):
     module = parse(compiled.as_text())
     names = {kernel.name for kernel in kernels(module)}
     text, taken = return_everything(complete_text(compiled), names)
-    assert len(taken) == sum(len(kernel.shapes) == 1 for kernel in kernels(module))
+    assert len(taken) == sum(len(kernel.writes) for kernel in kernels(module))
     values = dict(zip(taken, run_text(text, jax.tree.leaves(arguments)), strict=True))
     expected = jax.tree.leaves(compiled(*arguments))
     compared = 0
@@ -119,6 +120,32 @@ ENTRY %main (x: f32[2,3]) -> f32[3,2] {
     rewritten, names = return_everything(text, {"twice"})
     assert names == ["twice"]
     np.testing.assert_array_equal(run_text(rewritten, [x])[0], 2 * np.asarray(x).T)
+
+
+def test_a_gpu_program_with_library_products_gives_its_values_on_a_cpu():
+    """What an H200 would leave in memory, calls of cuBLAS and cuts of tuples included, computed here."""
+    text = (GOLDEN / "h200_cublas_step.hlo").read_text()
+    module = parse(text)
+    found = kernels(module)
+    assert sum(kernel.target == "__cublas$lt$matmul" for kernel in found) == 5
+    generator = np.random.default_rng(0)
+    weights = [jnp.asarray(generator.standard_normal(shape, np.float32) / 8) for shape in ((32, 128), (3, 128, 128))]
+    x = jnp.asarray(generator.standard_normal((64, 32), np.float32))
+    rewritten, names = return_everything(text, {kernel.name for kernel in found})
+    values = dict(zip(names, run_text(rewritten, [*weights, x]), strict=True))
+    expected = runpy.run_path(str(GOLDEN / "regenerate.py"))["step"](tuple(weights), x)
+    compared = 0
+    for name, want in zip(module.result.operands, jax.tree.leaves(expected), strict=True):
+        if name in values:
+            compared += 1
+            np.testing.assert_allclose(np.asarray(values[name]).reshape(want.shape), want, rtol=1e-4, atol=1e-5)
+    assert compared == 3
+
+
+def test_a_library_call_that_is_no_plain_product_is_named():
+    text = (GOLDEN / "h200_cublas_step.hlo").read_text().replace('"epilogue":"DEFAULT"', '"epilogue":"GELU"')
+    with pytest.raises(ValueError, match=r"calls __cublas\$lt\$matmul, which is not a plain product"):
+        return_everything(text, set())
 
 
 def test_the_profiler_sees_every_kernel(model_gradients):
@@ -195,7 +222,9 @@ def test_a_lock_holds_until_a_fusion_changes():
     lines = drift.lines()
     assert any("− 1 × fusion custom: __ynn_fusion" in line for line in lines)
     assert "jax: 0.10.2 made the lock, this is 0.11.2" in lines
-    undonated = make_lock(text.replace("may-alias", "x", 0).replace("input_output_alias", "no"), subject="", versions={})
+    undonated = make_lock(
+        text.replace("may-alias", "x", 0).replace("input_output_alias", "no"), subject="", versions={}
+    )
     assert any("donated arguments: 2 in the lock, 0 now" in line for line in compare_locks(lock, undonated).lines())
 
 

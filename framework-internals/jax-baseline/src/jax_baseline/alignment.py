@@ -1,7 +1,7 @@
 """Which part of one compiler's program is which part of the other's: by labels, and by values where labels fail.
 
-Labels: ``jax.named_scope`` on one side, ``torch.fx.traceback.annotate`` on the other. A compiler may drop the label of a
-kernel, or never have had it; then the tensors that it leaves in memory tell: a tensor of the same values is the same
+Labels: ``jax.named_scope`` on one side, ``torch.fx.traceback.annotate`` on the other. A compiler may drop the label of
+a kernel, or never have had it; then the tensors that it leaves in memory tell: a tensor of the same values is the same
 tensor, whatever its shape, order and name.
 """
 
@@ -76,7 +76,13 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def match_values(one: Program, other: Program) -> Matches:
-    """Pair the tensors of two programs by their values, large ones first, in the order of the programs."""
+    """Pair the tensors of two programs by their values, large ones first, in the order of the programs.
+
+    Where the values of one were not taken nothing is known: no pairs, and nothing that only one has.
+    """
+    if not (one.has_values and other.has_values):
+        nothing = {one.compiler: (), other.compiler: ()}
+        return Matches((), nothing, nothing)
     left = sorted(_tensors(one), key=lambda item: -item[1].bytes)
     right = _tensors(other)
     by_count: dict[float, list[int]] = defaultdict(list)

@@ -76,20 +76,21 @@ def _step(record: Record) -> dict[str, Any]:
         **summary,
         **record.labels,
         "value": {name: numbers.quantity(quantity) for name, quantity in record.values.items()},
-        "flops_ratio": _ratio(record, "FLOPs", "XLA FLOPs"),
-        "bytes_ratio": _ratio(record, "whole bytes", "XLA bytes"),
+        "libraries": bool(record["library FLOPs"].value),
+        "flops_ratio": _ratio(record, "FLOPs", "library FLOPs", "XLA FLOPs"),
+        "bytes_ratio": _ratio(record, "whole bytes", "library bytes", "XLA bytes"),
         "kind_rows": [[kind, numbers.count(count)] for kind, count in summary["kinds"].items()],
         "region_rows": [_region_row(group) for group in summary["regions"]],
         "longest_rows": [_kernel_row(kernel) for kernel in summary["longest"]],
     }
 
 
-def _ratio(record: Record, ours: str, theirs: str) -> str | None:
-    """How far two counts agree, in words that stay true for any result; None where XLA gives none."""
+def _ratio(record: Record, ours: str, libraries: str, theirs: str) -> str | None:
+    """How much larger or smaller the count without libraries is than XLA's, as text; None where XLA gives none."""
     if theirs not in record.values:
         return None
-    difference = abs(record[ours].value / record[theirs].value - 1)
-    return "to the last one" if difference == 0 else f"to within {numbers.error_size(difference)} of it"
+    difference = (record[ours].value - record[libraries].value) / record[theirs].value - 1
+    return "equal" if difference == 0 else f"{difference:+.1e} of it apart"
 
 
 def _region_row(group: Mapping[str, Any]) -> list[str]:

@@ -65,6 +65,8 @@ def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
         "FLOPs": Quantity(summary.flops, "FLOP"),
         "bytes": Quantity(summary.bytes, "B"),
         "whole bytes": Quantity(summary.whole_bytes, "B"),
+        "library FLOPs": Quantity(summary.library_flops, "FLOP"),
+        "library bytes": Quantity(summary.library_bytes, "B"),
         "arguments": Quantity(summary.argument_bytes, "B"),
         "donated": Quantity(summary.donated_bytes, "B"),
         "temporaries": Quantity(read.xla_memory["temporaries"], "B"),

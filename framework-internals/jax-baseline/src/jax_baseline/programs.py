@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -105,6 +105,21 @@ class Program:
     def as_plain(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
         return asdict(self)
+
+    def with_values(self, moments: Mapping[str, Sequence[float] | None]) -> Program:
+        """The same with the moments of tensors, by their names."""
+
+        def take(tensor: Tensor) -> Tensor:
+            found = moments.get(tensor.name)
+            return replace(tensor, moments=None if found is None else tuple(found))
+
+        steps = (replace(step, writes=tuple(take(tensor) for tensor in step.writes)) for step in self.steps)
+        return replace(self, steps=tuple(steps))
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the moments of its tensors were taken."""
+        return any(tensor.moments for step in self.steps for tensor in step.writes)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Program:

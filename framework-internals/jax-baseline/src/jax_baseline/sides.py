@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +18,10 @@ from numpy.typing import NDArray
 from benchkit import UserError
 from benchkit.device import Device
 from jax_baseline.programs import Program
-from jax_baseline.worker import Worker
+from jax_baseline.worker import Worker, WorkerError
 from torch_baseline.config import GPTConfig, Precision
 
-Framework = Literal["torch", "jax"]
+JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it takes gradients
 
 # Norms of ones and biases of zeros make many tensors equal; a little noise tells them apart.
 _JITTER = 0.05
@@ -68,15 +69,36 @@ class FunctionSide:
     repeats: int
 
 
-class Side:
-    """What a worker holds."""
+class JaxSide:
+    """What the worker of XLA's side holds."""
 
-    def __init__(self, framework: Framework, kind: str, spec: Mapping[str, Any]) -> None:
-        self._program = _PROGRAMS[framework, kind]
-        self._spec = spec
+    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+        made = _jax_model(spec) if kind == "model" else _jax_function(spec)
+        self._function, self._arguments, self._gradients = made
+        self._repeats = spec["repeats"]
+        self._compiled: Any = None
 
     def program(self) -> dict[str, Any]:
         """Compile, run and read it; the fields of a :class:`Program`."""
+        from jax_baseline.xla_program import CompiledFunction
+
+        self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
+        return self._compiled.program(repeats=self._repeats).as_plain()
+
+    def values(self) -> dict[str, tuple[float, ...] | None]:
+        """The moments of what its kernels leave in memory, by name."""
+        return self._compiled.values()
+
+
+class TorchSide:
+    """What the worker of Inductor's side holds."""
+
+    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+        self._program = _torch_model if kind == "model" else _torch_function
+        self._spec = spec
+
+    def program(self) -> dict[str, Any]:
+        """Compile, run and read it; the fields of a :class:`Program`, values included."""
         return self._program(self._spec).as_plain()
 
 
@@ -91,15 +113,26 @@ def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | Fun
     """
     with ExitStack() as stack:
         programs = []
-        for framework, spec in (("jax", jax_side), ("torch", torch_side)):
+        for side, spec in (("JaxSide", jax_side), ("TorchSide", torch_side)):
             kind = "model" if isinstance(spec, ModelSide) else "function"
             environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            if spec.device == "cpu" or framework == "torch":
+            if spec.device == "cpu" or side == "TorchSide":
                 environment["JAX_PLATFORMS"] = "cpu"
-            arguments = {"framework": framework, "kind": kind, "spec": asdict(spec)}
-            worker = stack.enter_context(Worker("jax_baseline.sides:Side", arguments, environment=environment))
-            programs.append(Program.from_plain(worker.call("program")))
+            arguments = {"kind": kind, "spec": asdict(spec)}
+            worker = stack.enter_context(Worker(f"jax_baseline.sides:{side}", arguments, environment=environment))
+            program = Program.from_plain(worker.call("program"))
+            programs.append(_with_values(program, worker) if side == "JaxSide" else program)
     return programs[0], programs[1]
+
+
+def _with_values(program: Program, worker: Worker) -> Program:
+    """Take the values on XLA's side; a note says why where XLA does not take its own text again, or dies of it."""
+    try:
+        return program.with_values(worker.call("values"))
+    except WorkerError as error:
+        lines = [line.strip() for line in str(error).splitlines() if re.search("[Ee]rror|Check failed", line)]
+        why = (lines or [str(error)])[-1][:200]
+        return replace(program, notes=(f"values in memory were not taken, so labels alone align: {why}",))
 
 
 def load_function(reference: str, *, what: str) -> Callable[..., Any]:
@@ -209,7 +242,7 @@ def _torch_model(plain: Mapping[str, Any]) -> Program:
     return compile_program(run, device=spec.device, repeats=spec.repeats)
 
 
-def _jax_model(plain: Mapping[str, Any]) -> Program:
+def _jax_model(plain: Mapping[str, Any]) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
@@ -217,7 +250,6 @@ def _jax_model(plain: Mapping[str, Any]) -> Program:
     from jax_baseline.optim import master_dtype
     from jax_baseline.train import make_gradient, require_jax_device
     from jax_baseline.transfer import from_torch
-    from jax_baseline.xla_program import compile_program
     from torch_baseline.config import TrainConfig
 
     spec = ModelSide(**plain)
@@ -229,7 +261,7 @@ def _jax_model(plain: Mapping[str, Any]) -> Program:
     function = make_gradient(config, training, attention=ATTENTIONS[spec.attention])
     params = from_torch(weights, config, master_dtype(training))
     batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
-    return compile_program(function, (params, *batch), gradients=True, repeats=spec.repeats)
+    return function, (params, *batch), True
 
 
 def _torch_function(plain: Mapping[str, Any]) -> Program:
@@ -259,12 +291,11 @@ def _torch_function(plain: Mapping[str, Any]) -> Program:
     return compile_program(run, device=spec.device, repeats=spec.repeats)
 
 
-def _jax_function(plain: Mapping[str, Any]) -> Program:
+def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
     from jax_baseline.train import require_jax_device
-    from jax_baseline.xla_program import compile_program
 
     spec = FunctionSide(**plain)
     require_jax_device(spec.device)
@@ -277,7 +308,7 @@ def _jax_function(plain: Mapping[str, Any]) -> Program:
         if getattr(result, "shape", None) != ():
             raise UserError(f"{spec.function}: with --gradients the function must return one scalar, got {result}")
         function = jax.value_and_grad(function, argnums=floating)
-    return compile_program(function, arguments, gradients=spec.gradients, repeats=spec.repeats)
+    return function, arguments, spec.gradients
 
 
 def _leaves(value: Any, kind: type) -> list[Any]:
@@ -286,11 +317,3 @@ def _leaves(value: Any, kind: type) -> list[Any]:
         return [value]
     parts: Sequence[Any] = tuple(value.values()) if isinstance(value, dict) else value
     return [leaf for part in parts for leaf in _leaves(part, kind)]
-
-
-_PROGRAMS: dict[tuple[str, str], Callable[[Mapping[str, Any]], Program]] = {
-    ("torch", "model"): _torch_model,
-    ("torch", "function"): _torch_function,
-    ("jax", "model"): _jax_model,
-    ("jax", "function"): _jax_function,
-}

@@ -51,9 +51,9 @@ def labelled_loss(model: GPT, dtype: Precision, device_type: str) -> Callable[[T
     for index, block in enumerate(model.blocks):
         _label_block(block, f"block{index}")
     _label(model.norm, "head/norm")
-    head: nn.Module = model.head or _TiedHead(model.embedding)
-    _label(head, "head")
-    model.add_module("head", head)
+    parts: Any = model  # whose head is a linear layer or nothing
+    parts.head = model.head or _TiedHead(model.embedding)
+    _label(parts.head, "head")
 
     def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         wide = torch.promote_types(logits_BTV.dtype, torch.float32)

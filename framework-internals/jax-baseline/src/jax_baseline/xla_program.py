@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,45 +22,53 @@ from jax_baseline.xla_private import complete_text, kept_arguments, run_text
 _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
 
-def compile_program(
-    function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool, repeats: int, values: bool = True
-) -> Program:
-    """Compile a function for its arguments, and read it.
+class CompiledFunction:
+    """A function that XLA has compiled.
 
     Args:
         function: of arrays and trees of arrays; not yet jitted.
         arguments: on one device; not consumed.
         gradients: whether the function takes gradients; if not, all of it counts as the forward phase.
-        repeats: how often to time it; 0 for not at all.
-        values: take the arrays that kernels leave in memory, which compiles the module once more.
     """
-    jitted = jax.jit(function)
-    start = time.perf_counter()
-    lowered = jitted.lower(*arguments)
-    # Kernels that are replayed as a CUDA graph have no names in a profile.
-    options = COMMAND_BUFFERS_OFF if jax.default_backend() == "gpu" else None
-    compiled = lowered.compile(compiler_options=options)
-    compile_seconds = time.perf_counter() - start
-    module = parse(compiled.as_text())
-    found = kernels(module)
-    taken, notes = _take_values(compiled, found, arguments) if values else ({}, ())
-    times = (
-        kernel_seconds(lambda: compiled(*arguments), [one.name for one in found], repeats=repeats) if repeats else {}
-    )
-    return Program(
-        "XLA",
-        tuple(_step(module, kernel, taken, times, gradients) for kernel in found),
-        _time_whole(lambda: compiled(*arguments), repeats) if repeats else None,
-        compile_seconds,
-        tuple(_result(index, leaf) for index, leaf in enumerate(jax.tree.leaves(compiled(*arguments)))),
-        notes,
-    )
 
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool) -> None:
+        start = time.perf_counter()
+        lowered = jax.jit(function).lower(*arguments)
+        # Kernels that are replayed as a CUDA graph have no names in a profile.
+        options = COMMAND_BUFFERS_OFF if jax.default_backend() == "gpu" else None
+        self._compiled = lowered.compile(compiler_options=options)
+        self._compile_seconds = time.perf_counter() - start
+        self._arguments, self._gradients = arguments, gradients
+        self._module = parse(self._compiled.as_text())
+        self._kernels = kernels(self._module)
 
-def program_from_text(text: str, *, gradients: bool) -> Program:
-    """Read a module that was compiled elsewhere; nothing of it is measured."""
-    module = parse(text)
-    return Program("XLA", tuple(_step(module, kernel, {}, {}, gradients) for kernel in kernels(module)), None, 0.0)
+    def program(self, *, repeats: int) -> Program:
+        """Read it, without the values in memory.
+
+        Args:
+            repeats: how often to time it; 0 for not at all.
+        """
+        run = partial(self._compiled, *self._arguments)
+        names = [kernel.name for kernel in self._kernels]
+        times = kernel_seconds(run, names, repeats=repeats) if repeats else {}
+        return Program(
+            "XLA",
+            tuple(_step(self._module, kernel, times, self._gradients) for kernel in self._kernels),
+            _time_whole(run, repeats) if repeats else None,
+            self._compile_seconds,
+            tuple(_result(index, leaf) for index, leaf in enumerate(jax.tree.leaves(run()))),
+        )
+
+    def values(self) -> dict[str, tuple[float, ...] | None]:
+        """Compile the optimised text once more so that it returns what kernels leave in memory, and take its moments.
+
+        Raises:
+            ValueError: for a library call whose values cannot be had this way.
+        """
+        text, names = return_everything(complete_text(self._compiled), {kernel.name for kernel in self._kernels})
+        flat = jax.tree.leaves(self._arguments)
+        results = run_text(text, [flat[index] for index in kept_arguments(self._compiled)])
+        return {name: moments(array) for name, array in zip(names, results, strict=True)}
 
 
 def moments(array: jax.Array) -> tuple[float, ...] | None:
@@ -76,27 +85,7 @@ def _sums(array: jax.Array) -> tuple[jax.Array, ...]:
     return wide.sum(), jnp.abs(wide).sum(), (wide**2).sum(), (wide**3).sum(), wide.max(), wide.min()
 
 
-def _take_values(
-    compiled: Any, found: Sequence[Kernel], arguments: Sequence[Any]
-) -> tuple[dict[str, tuple[float, ...] | None], tuple[str, ...]]:
-    """Moments of what kernels leave in memory, by name; none, with a note, if XLA cannot take its own text again."""
-    text, names = return_everything(complete_text(compiled), {kernel.name for kernel in found})
-    flat = jax.tree.leaves(arguments)
-    try:
-        results = run_text(text, [flat[index] for index in kept_arguments(compiled)])
-    except jax.errors.JaxRuntimeError as error:
-        first = str(error).splitlines()[0][:200]
-        return {}, (f"values were not taken, XLA does not compile its optimised text again ({first})",)
-    return {name: moments(array) for name, array in zip(names, results, strict=True)}, ()
-
-
-def _step(
-    module: Module,
-    kernel: Kernel,
-    taken: Mapping[str, tuple[float, ...] | None],
-    times: Mapping[str, float],
-    gradients: bool,
-) -> Step:
+def _step(module: Module, kernel: Kernel, times: Mapping[str, float], gradients: bool) -> Step:
     total = kernel.total
     return Step(
         name=kernel.name,
@@ -113,20 +102,7 @@ def _step(
         flops=total.flops,
         seconds=times.get(kernel.name),
         source=quote(module, kernel),
-        writes=_writes(kernel, taken),
-    )
-
-
-def _writes(kernel: Kernel, taken: Mapping[str, tuple[float, ...] | None]) -> tuple[Tensor, ...]:
-    return tuple(
-        Tensor(
-            kernel.name if len(kernel.shapes) == 1 else f"{kernel.name}[{index}]",
-            _dtype(shape),
-            shape.dimensions,
-            shape.bytes,
-            taken.get(kernel.name) if len(kernel.shapes) == 1 else None,
-        )
-        for index, shape in enumerate(kernel.shapes)
+        writes=tuple(Tensor(name, _dtype(shape), shape.dimensions, shape.bytes) for name, shape in kernel.writes),
     )
 
 

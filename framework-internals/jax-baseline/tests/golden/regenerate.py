@@ -1,8 +1,8 @@
-"""Write the golden HLO texts anew: one small training step, compiled for a CPU and, ahead of time, for two H200s.
+"""Write the golden HLO texts anew: one small training step, compiled for a CPU and, ahead of time, for H200s.
 
-    ./scripts/python.sh framework-internals/jax-baseline/tests/golden/regenerate.py
+    JAX_PLATFORMS=cpu ./scripts/python.sh framework-internals/jax-baseline/tests/golden/regenerate.py
 
-The second needs the optional extra ``gpu-target``.
+The latter needs the optional extra ``gpu-target``.
 """
 
 from importlib.resources import files
@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_baseline.xla_private import complete_text
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 32, 128, 3
 
@@ -45,12 +47,17 @@ def main():
     compiled = jax.jit(step, donate_argnums=0).lower(*shapes(jnp.float32)).compile()
     (folder / "cpu_step.hlo").write_text(compiled.as_text())
     (folder / "step.stablehlo").write_text(jax.jit(step).lower(*shapes(jnp.float32)).as_text())
+    # For GPUs: two of them, products by Triton; and one with products by cuBLAS and nothing left out of the text.
     description = (files("jax_baseline") / "targets" / "nvidia_h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x2")
     mesh = Mesh(np.array(topology.devices), ("data",))
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
     jitted = jax.jit(step, donate_argnums=0, in_shardings=(whole, rows), out_shardings=whole)
     (folder / "h200_step.hlo").write_text(jitted.lower(*shapes(jnp.bfloat16)).compile().as_text())
+    one = NamedSharding(Mesh(mesh.devices[:1], ("data",)), PartitionSpec())
+    lowered = jax.jit(step, in_shardings=one, out_shardings=one).lower(*shapes(jnp.float32))
+    compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    (folder / "h200_cublas_step.hlo").write_text(complete_text(compiled))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/service/hlo_cost_analysis.cc``): an
 element-wise operation is one a result element, a product 2·m·n·k, a reduction one application of its function for each
-element that disappears; functions such as exp are counted apart. Where XLA's totals mislead, this one differs: a library
-call that is a product counts as one (XLA's generic analysis gives custom calls nothing), bytes are those that are
+element that disappears; functions such as exp are counted apart. Where XLA's totals mislead, this one differs: a
+library call that is a product counts as one (XLA's analysis gives custom calls nothing), bytes are those that are
 touched, and :mod:`jax_baseline.hlo.kernels` counts the body of a loop as often as it runs (XLA: once).
 """
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jax_baseline.hlo.text import Instruction, Module
+from jax_baseline.hlo.text import Instruction, Module, Shape
 
 _ELEMENTWISE = frozenset(
     [
@@ -264,9 +264,8 @@ def _bytes_written(module: Module, instruction: Instruction, types: Mapping[str,
         root = next((inner for inner in body.values() if inner.root), None)
         results = [body[name] for name in root.operands] if root and root.opcode == "tuple" else [root] if root else []
         return sum(_result_bytes(result, body) for result in results) or instruction.bytes
-    if instruction.opcode == "custom-call":
-        return instruction.bytes - _workspace(instruction)
-    return instruction.bytes
+    unused = scratch(instruction)
+    return instruction.bytes - (unused.bytes if unused else 0)
 
 
 def _result_bytes(result: Instruction, body: Mapping[str, Instruction]) -> int:
@@ -279,7 +278,8 @@ def _result_bytes(result: Instruction, body: Mapping[str, Instruction]) -> int:
     return result.bytes
 
 
-def _workspace(instruction: Instruction) -> int:
-    """Bytes of a library call's scratch memory, which it returns as the last member of a tuple of bytes."""
+def scratch(instruction: Instruction) -> Shape | None:
+    """A library call's scratch memory, which it returns as the last member of a tuple of bytes; None if it has none."""
     *_, last = instruction.shapes
-    return last.bytes if len(instruction.shapes) > 1 and last.dtype in ("s8", "u8") else 0
+    has = instruction.opcode == "custom-call" and len(instruction.shapes) > 1 and last.dtype in ("s8", "u8")
+    return last if has else None

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_baseline.hlo.cost import Cost, cost
-from jax_baseline.hlo.text import Instruction, Module, Place, Shape
+from jax_baseline.hlo.cost import Cost, cost, scratch
+from jax_baseline.hlo.text import Instruction, Module, Place, Shape, member_name
 
 Phase = Literal["forward", "backward", "other"]
 Category = Literal[
@@ -119,7 +119,7 @@ class Kernel:
         whole_bytes: of all operands and results as if each were read and written whole, an operand that is named twice
             counted twice: what XLA's CPU and generic analyses call "bytes accessed".
         operands: names of the instructions it reads.
-        shapes: of its result, one or those of a tuple.
+        writes: the arrays of its result by name (``name[0]`` in a tuple), a library's scratch memory left out.
         computation: the computation it calls, for quoting; empty if none.
     """
 
@@ -136,7 +136,7 @@ class Kernel:
     cost: Cost
     whole_bytes: int
     operands: tuple[str, ...]
-    shapes: tuple[Shape, ...]
+    writes: tuple[tuple[str, Shape], ...]
     computation: str
 
     @property
@@ -248,9 +248,14 @@ def _kernel(module: Module, instruction: Instruction, types: dict[str, Instructi
         cost=cost(module, instruction, types),
         whole_bytes=instruction.bytes + sum(types[name].bytes for name in instruction.operands if name in types),
         operands=instruction.operands,
-        shapes=instruction.shapes,
+        writes=_writes(instruction),
         computation=instruction.callees[0] if instruction.opcode == "fusion" and instruction.callees else "",
     )
+
+
+def _writes(instruction: Instruction) -> tuple[tuple[str, Shape], ...]:
+    shapes = instruction.shapes[:-1] if scratch(instruction) else instruction.shapes
+    return tuple((member_name(instruction, index), shape) for index, shape in enumerate(shapes))
 
 
 def _kind(instruction: Instruction) -> str:

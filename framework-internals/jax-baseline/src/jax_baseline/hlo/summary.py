@@ -54,6 +54,8 @@ class Summary:
         transcendentals: likewise.
         bytes: that kernels read and write in a run; of what is only sliced, gathered from or updated in place, a part.
         whole_bytes: the same with every operand and result taken whole and loop bodies once, which is how XLA counts.
+        library_flops: the share of ``flops`` that calls of libraries do, which XLA does not count.
+        library_bytes: likewise of ``whole_bytes``.
         regions: kernels by part of the model.
     """
 
@@ -70,6 +72,8 @@ class Summary:
     transcendentals: int
     bytes: int
     whole_bytes: int
+    library_flops: int
+    library_bytes: int
     regions: tuple[RegionCount, ...]
 
     def as_plain(self) -> dict[str, Any]:
@@ -134,6 +138,7 @@ def summarise_module(module: Module, seconds: Mapping[str, float] | None = None)
     found = kernels(module)
     kinds = count_by_kind(found)
     arguments = module.arguments
+    libraries = [kernel for kernel in found if kernel.kind == "custom call"]
     total = sum((kernel.total for kernel in found), Cost())
     return Summary(
         kernels=len(found),
@@ -149,5 +154,7 @@ def summarise_module(module: Module, seconds: Mapping[str, float] | None = None)
         transcendentals=total.transcendentals,
         bytes=total.bytes,
         whole_bytes=sum(kernel.whole_bytes for kernel in found),
+        library_flops=sum(kernel.total.flops for kernel in libraries),
+        library_bytes=sum(kernel.whole_bytes for kernel in libraries),
         regions=count_by_region(found, seconds),
     )

@@ -260,6 +260,11 @@ def parse(text: str) -> Module:
     return Module(module[1] if module else "", entry, computations, quoted, _donated(first), tables)
 
 
+def member_name(instruction: Instruction, index: int) -> str:
+    """An array of an instruction's result: its name, with the number of the member if it is a tuple."""
+    return f"{instruction.name}[{index}]" if instruction.shape.startswith("(") else instruction.name
+
+
 def _instruction(name: str, rest: str, root: bool) -> Instruction:
     """Split ``shape opcode(operands), attributes``; a tuple's shape has brackets and blanks of its own."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
