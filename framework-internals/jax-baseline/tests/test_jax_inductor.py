@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from benchkit import UserError
+from jax_baseline.compiled_sides import FunctionSide, compile_both, load_function, load_inputs
 from jax_baseline.inductor_program import compile_program, kernel_seconds_from_trace
 from jax_baseline.inductor_source import hook_launches
-from jax_baseline.sides import FunctionSide, compile_both, load_function, load_inputs
 from jax_baseline.torch_labels import labelled, labelled_loss
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import GPT

@@ -12,7 +12,7 @@ import pickle
 import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,22 @@ FORMAT = 1
 MAY_CHANGE = frozenset(
     {"data", "out", "eval_interval", "eval_batches", "checkpoint_interval", "patience", "parallel", "compile"}
 )
+
+
+class SavedRun(Protocol):
+    """What a checkpoint, of whatever framework, says of its run; see :class:`Checkpoint`."""
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """Fields of the shape."""
+
+    @property
+    def train_config(self) -> dict[str, Any]:
+        """Fields of the settings."""
+
+    @property
+    def data_sha256(self) -> str:
+        """Of the corpus."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,7 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(**content)
 
 
-def require_same_run(checkpoint: Checkpoint, model_config: GPTConfig, config: TrainConfig, data_sha256: str) -> None:
+def require_same_run(checkpoint: SavedRun, model_config: GPTConfig, config: TrainConfig, data_sha256: str) -> None:
     """Check that going on from a checkpoint continues the same run.
 
     Raises:

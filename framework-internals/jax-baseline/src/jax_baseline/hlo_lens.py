@@ -105,7 +105,7 @@ def _longest_kernels(text: str, seconds: Mapping[str, float]) -> list[dict[str, 
 
 
 def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
-    from jax_baseline.sides import ModelSide, compile_both
+    from jax_baseline.compiled_sides import ModelSide, compile_both
 
     model, training = _shapes(asked)
     side = ModelSide(

@@ -68,6 +68,16 @@ def jax_kernel_times(run: Callable[[], None], steps: int, text: str) -> list[Ker
     return _by_time((f"{name} {made.get(name, '')}", calls[name] / steps, seconds) for name, seconds in times.items())
 
 
+def alike(kernels: Iterable[KernelTime]) -> list[KernelTime]:
+    """Return kernels with those added up that differ in a number behind a dot or in the block of the model alone."""
+    groups: dict[str, list[KernelTime]] = collections.defaultdict(list)
+    for kernel in kernels:
+        groups[re.sub(r"(?<=\.|_)\d+(?= |$)|(?<=block)\d+", "*", kernel.name)].append(kernel)
+    return _by_time(
+        (name, sum(k.calls for k in group), sum(k.seconds for k in group)) for name, group in groups.items()
+    )
+
+
 def _results(text: str) -> dict[str, str]:
     """Instruction to the type of its result and its ``op_name``."""
     found = re.finditer(r'^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) .*?(?:op_name="([^"]*)"|$)', text, re.MULTILINE)

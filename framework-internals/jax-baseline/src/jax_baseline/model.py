@@ -102,83 +102,95 @@ def cudnn_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> 
 ATTENTIONS: dict[str, Attention] = {"xla": xla_attention, "cudnn": cudnn_attention}
 
 
-def forward(
-    params: Params,
-    tokens_BT: TokensBT,
-    config: GPTConfig,
-    *,
-    dtype: DTypeLike | None = None,
-    attention: Attention = xla_attention,
-    remat: bool = False,
-) -> LogitsBTV:
-    """Return the logits.
+@jax.custom_vjp
+def bias_gelu(x_BTF: Array, bias_F: Array) -> Array:
+    """Return GELU(x + bias) in its tanh form, in the dtype of x.
 
-    Args:
-        params: of the shape ``config`` describes, all of one dtype.
-        tokens_BT: int32 or int64, T at most ``block_size``.
-        config: the shape.
-        dtype: to multiply matrices in; by default that of the parameters.
-        attention: called as ``attention(q_BTHD, k_BTHD, v_BTHD)`` on rotated queries and keys; causal, scaled by 1/√D.
-        remat: keep each block's input alone for the backward, and compute the rest of the block again there.
+    As in torch, the sum is rounded to the dtype of x, the nonlinearity is taken in float32 at least and rounded once,
+    and the gradient of the bias, a sum over all B·T positions, is kept in float32 until its end. Left in bfloat16, XLA
+    rounds after every operation and sums in bfloat16.
 
-    Returns:
-        Logits (B, T, V) in ``dtype``.
-
-    Raises:
-        ValueError: for a sequence longer than ``block_size``.
+    The backward computes everything again from x; the two barriers keep XLA from saving the float32 tanh instead, and
+    from drawing the elementwise work into the sum, a kernel that goes through memory by columns.
     """
-    length = tokens_BT.shape[1]
-    if length > config.block_size:
-        raise ValueError(f"a sequence holds at most block_size={config.block_size} tokens, got {length}")
-    compute = jnp.dtype(dtype or params.embedding.dtype)
-    wide = jnp.promote_types(compute, jnp.float32)
-    cos_TD, sin_TD = (jnp.asarray(table[:length], wide) for table in rotary_tables(config))
-    with jax.named_scope("embedding"):
-        x_BTC = params.embedding[tokens_BT]
-        if config.low_precision_residual:
-            x_BTC = x_BTC.astype(compute)
-
-    def apply(x_BTC: HiddenBTC, block: Block) -> HiddenBTC:
-        return _block(block, x_BTC, cos_TD, sin_TD, config, compute, attention)
-
-    if remat:
-        apply = jax.checkpoint(apply)
-    if isinstance(params.blocks, Block):
-        with jax.named_scope("blocks"):
-            x_BTC, _ = jax.lax.scan(lambda x_BTC, block: (apply(x_BTC, block), None), x_BTC, params.blocks)
-    else:
-        for index, block in enumerate(params.blocks):
-            with jax.named_scope(f"block{index}"):
-                x_BTC = apply(x_BTC, block)
-    with jax.named_scope("head"):
-        x_BTC = _rms_norm(x_BTC, params.norm, config.norm_eps)
-        return _linear(x_BTC, params.embedding.T if params.head is None else params.head, compute)
+    return _biased(_gelu, x_BTF, bias_F)
 
 
-def loss(
-    params: Params,
-    tokens_BT: TokensBT,
-    targets_BT: TokensBT,
-    config: GPTConfig,
-    *,
-    dtype: DTypeLike | None = None,
-    attention: Attention = xla_attention,
-    remat: bool = False,
-) -> Scalar:
-    """Return the mean cross-entropy in nats per token, computed in float32 at least.
+def _gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
 
-    Args:
-        params: as :func:`forward`, like the others.
-        tokens_BT: int32 or int64.
-        targets_BT: the token that follows each position.
-        config: the shape.
-        dtype: to multiply matrices in.
-        attention: which one.
-        remat: what is kept for the backward.
+
+def _biased(function: Callable[[Array], Array], x_BTF: Array, bias_F: Array) -> Array:
+    """The function of x + bias, in float32 at least between the two roundings to the dtype of x."""
+    wide = jnp.promote_types(x_BTF.dtype, jnp.float32)
+    biased_BTF = (x_BTF.astype(wide) + bias_F.astype(x_BTF.dtype).astype(wide)).astype(x_BTF.dtype)
+    return function(biased_BTF.astype(wide)).astype(x_BTF.dtype)
+
+
+def _bias_gelu_forward(x_BTF: Array, bias_F: Array) -> tuple[Array, tuple[Array, Array]]:
+    return bias_gelu(x_BTF, bias_F), (x_BTF, bias_F)
+
+
+def _bias_gelu_backward(saved: tuple[Array, Array], gradient_BTF: Array) -> tuple[Array, Array]:
+    x_BTF, bias_F = jax.lax.optimization_barrier(saved)
+    wide = jnp.promote_types(x_BTF.dtype, jnp.float32)
+
+    def derivative(biased_BTF: Array) -> Array:
+        return jax.vjp(_gelu, biased_BTF)[1](gradient_BTF.astype(wide))[0]
+
+    inner_BTF = jax.lax.optimization_barrier(_biased(derivative, x_BTF, bias_F))
+    return inner_BTF, inner_BTF.astype(wide).sum((0, 1)).astype(bias_F.dtype)
+
+
+bias_gelu.defvjp(_bias_gelu_forward, _bias_gelu_backward)
+
+
+@jax.named_scope("norm")
+def rms_norm(x_BTC: HiddenBTC, weight_C: Array, eps: float) -> HiddenBTC:
+    """X / √(mean(x²) + eps) · weight, in the dtype of the weight whatever the residual stream is kept in."""
+    x_BTC = x_BTC.astype(weight_C.dtype)
+    return x_BTC * jax.lax.rsqrt(jnp.square(x_BTC).mean(-1, keepdims=True) + eps) * weight_C
+
+
+@jax.custom_vjp
+def rotated_heads(qkv_BT3HD: Array, cos_TD: Array, sin_TD: Array) -> tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD]:
+    """Queries and keys turned by their positions, and values: what attention takes.
+
+    The derivative is written out so that the gradient of ``qkv`` is made once, turned back and joined in one pass over
+    memory; the two products that read it would otherwise each get a copy of their own.
     """
-    logits_BTV = forward(params, tokens_BT, config, dtype=dtype, attention=attention, remat=remat)
-    with jax.named_scope("loss"):
-        return cross_entropy(logits_BTV, targets_BT)
+    q_BTHD, k_BTHD, v_BTHD = (qkv_BT3HD[:, :, index] for index in range(3))
+    return rotate(q_BTHD, cos_TD, sin_TD), rotate(k_BTHD, cos_TD, sin_TD), v_BTHD
+
+
+def _heads_forward(
+    qkv_BT3HD: Array, cos_TD: Array, sin_TD: Array
+) -> tuple[tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD], tuple[Array, Array]]:
+    return rotated_heads(qkv_BT3HD, cos_TD, sin_TD), (cos_TD, sin_TD)
+
+
+def _heads_backward(
+    tables: tuple[Array, Array], gradients: tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD]
+) -> tuple[Array, None, None]:
+    (cos_TD, sin_TD), (q_BTHD, k_BTHD, v_BTHD) = tables, gradients
+    back = rotate(q_BTHD, cos_TD, -sin_TD), rotate(k_BTHD, cos_TD, -sin_TD), v_BTHD
+    return jax.lax.optimization_barrier(jnp.stack(back, 2)), None, None
+
+
+rotated_heads.defvjp(_heads_forward, _heads_backward)
+
+
+def rotate(x_BTHD: HeadsBTHD, cos_TD: Array, sin_TD: Array) -> HeadsBTHD:
+    """Turn the pairs (x_i, x_{i + D/2}), in the dtype of the tables.
+
+    The partner of every element is had by reversing an axis of two halves, which XLA fuses into its neighbours more
+    readily than two halves that are joined.
+    """
+    x_BTH2E = x_BTHD.reshape(*x_BTHD.shape[:-1], 2, x_BTHD.shape[-1] // 2).astype(cos_TD.dtype)
+    cos_T12E = jnp.stack((cos_TD, cos_TD), 1)[:, None]
+    sin_T12E = jnp.stack((-sin_TD, sin_TD), 1)[:, None]
+    turned_BTH2E = x_BTH2E * cos_T12E + jnp.flip(x_BTH2E, -2) * sin_T12E
+    return turned_BTH2E.reshape(x_BTHD.shape).astype(x_BTHD.dtype)
 
 
 @jax.custom_vjp
@@ -210,7 +222,143 @@ def _cross_entropy_backward(saved: tuple[Array, Array, Array], gradient: Scalar)
 cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _block(
+class Parts(NamedTuple):
+    """What the model is made of besides attention, each part replaceable by a function of one's own.
+
+    Attributes:
+        norm: (x_BTC, weight_C, eps) → h_BTC.
+        heads: (qkv_BT3HD, cos_TD, sin_TD) → queries and keys turned by their positions, and values.
+        activation: (h_BTF, bias_F) → h_BTF, both in the dtype of the computation.
+        cross_entropy: (logits_BTV, targets_BT) → scalar.
+    """
+
+    norm: Callable[[HiddenBTC, Array, float], HiddenBTC] = rms_norm
+    heads: Callable[[Array, Array, Array], tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD]] = rotated_heads
+    activation: Callable[[Array, Array], Array] = bias_gelu
+    cross_entropy: Callable[[LogitsBTV, TokensBT], Scalar] = cross_entropy
+
+
+PARTS = Parts()
+
+Record = Callable[[str, Array], None]
+
+
+def forward(
+    params: Params,
+    tokens_BT: TokensBT,
+    config: GPTConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    attention: Attention = xla_attention,
+    parts: Parts = PARTS,
+    remat: bool = False,
+    record: Record | None = None,
+) -> LogitsBTV:
+    """Return the logits.
+
+    Args:
+        params: of the shape ``config`` describes, all of one dtype.
+        tokens_BT: int32 or int64, T at most ``block_size``.
+        config: the shape.
+        dtype: to multiply matrices in; by default that of the parameters.
+        attention: called as ``attention(q_BTHD, k_BTHD, v_BTHD)`` on rotated queries and keys; causal, scaled by 1/√D.
+        parts: the rest of what the model is made of.
+        remat: keep each block's input alone for the backward, and compute the rest of the block again there.
+        record: called with a name and an array, in the order of the computation, for whoever wants to look inside:
+            ``embedding``, ``blocks.0.attention``, ``blocks.0.mlp`` (what they add to the stream), …, ``norm``,
+            ``logits``. Not for stacked blocks.
+
+    Returns:
+        Logits (B, T, V) in ``dtype``.
+
+    Raises:
+        ValueError: for a sequence longer than ``block_size``.
+    """
+    length = tokens_BT.shape[1]
+    if length > config.block_size:
+        raise ValueError(f"a sequence holds at most block_size={config.block_size} tokens, got {length}")
+    compute = jnp.dtype(dtype or params.embedding.dtype)
+    wide = jnp.promote_types(compute, jnp.float32)
+    cos_TD, sin_TD = (jnp.asarray(table[:length], wide) for table in rotary_tables(config))
+    with jax.named_scope("embedding"):
+        x_BTC = params.embedding[tokens_BT]
+        if config.low_precision_residual:
+            x_BTC = x_BTC.astype(compute)
+
+    note = record or (lambda name, array: None)
+    note("embedding", x_BTC)
+
+    def apply(x_BTC: HiddenBTC, block: Block) -> tuple[HiddenBTC, HiddenBTC, HiddenBTC]:
+        with jax.named_scope("attention"):
+            attended_BTC = _attend(block, x_BTC, cos_TD, sin_TD, config, compute, attention, parts)
+            x_BTC = x_BTC + attended_BTC
+        with jax.named_scope("mlp"):
+            added_BTC = _mlp(block, x_BTC, config, compute, parts)
+            return x_BTC + added_BTC, attended_BTC, added_BTC
+
+    if remat:
+        apply = jax.checkpoint(apply)
+    if isinstance(params.blocks, Block):
+        with jax.named_scope("blocks"):
+            x_BTC, _ = jax.lax.scan(lambda x_BTC, block: (apply(x_BTC, block)[0], None), x_BTC, params.blocks)
+    else:
+        for index, block in enumerate(params.blocks):
+            with jax.named_scope(f"block{index}"):
+                x_BTC, attended_BTC, added_BTC = apply(x_BTC, block)
+            note(f"blocks.{index}.attention", attended_BTC)
+            note(f"blocks.{index}.mlp", added_BTC)
+    with jax.named_scope("head"):
+        x_BTC = parts.norm(x_BTC, params.norm, config.norm_eps)
+        note("norm", x_BTC)
+        logits_BTV = _linear(x_BTC, params.embedding.T if params.head is None else params.head, compute)
+        note("logits", logits_BTV)
+        return logits_BTV
+
+
+def activations(
+    params: Params,
+    tokens_BT: TokensBT,
+    config: GPTConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    attention: Attention = xla_attention,
+    parts: Parts = PARTS,
+) -> dict[str, Array]:
+    """Return what :func:`forward` records, by name and in order; its arguments are the same."""
+    found: dict[str, Array] = {}
+    forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, record=found.__setitem__)
+    return found
+
+
+def loss(
+    params: Params,
+    tokens_BT: TokensBT,
+    targets_BT: TokensBT,
+    config: GPTConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    attention: Attention = xla_attention,
+    parts: Parts = PARTS,
+    remat: bool = False,
+) -> Scalar:
+    """Return the mean cross-entropy in nats per token, computed in float32 at least.
+
+    Args:
+        params: as :func:`forward`, like the others.
+        tokens_BT: int32 or int64.
+        targets_BT: the token that follows each position.
+        config: the shape.
+        dtype: to multiply matrices in.
+        attention: which one.
+        parts: the rest.
+        remat: what is kept for the backward.
+    """
+    logits_BTV = forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, remat=remat)
+    with jax.named_scope("loss"):
+        return parts.cross_entropy(logits_BTV, targets_BT)
+
+
+def _attend(
     block: Block,
     x_BTC: HiddenBTC,
     cos_TD: Float[Array, "T E"],
@@ -218,86 +366,26 @@ def _block(
     config: GPTConfig,
     compute: DTypeLike,
     attention: Attention,
+    parts: Parts,
 ) -> HiddenBTC:
-    with jax.named_scope("attention"):
-        h_BTC = _rms_norm(x_BTC, block.attention_norm, config.norm_eps)
-        qkv_BT3HD = _linear(h_BTC, block.qkv, compute).reshape(*x_BTC.shape[:2], 3, config.n_head, config.head_size)
-        q_BTHD, k_BTHD, v_BTHD = _rotated_heads(qkv_BT3HD, cos_TD, sin_TD)
-        with jax.named_scope("core"):
-            y_BTHD = attention(q_BTHD, k_BTHD, v_BTHD)
-        x_BTC = x_BTC + _linear(y_BTHD.reshape(x_BTC.shape), block.out, compute)
-    with jax.named_scope("mlp"):
-        h_BTC = _rms_norm(x_BTC, block.mlp_norm, config.norm_eps)
-        h_BTF = _linear(h_BTC, block.up, compute)
-        with jax.named_scope("activation"):
-            h_BTF = _bias_gelu(h_BTF, block.bias)
-        return x_BTC + _linear(h_BTF, block.down, compute)
+    """What attention adds to the residual stream."""
+    h_BTC = parts.norm(x_BTC, block.attention_norm, config.norm_eps)
+    qkv_BT3HD = _linear(h_BTC, block.qkv, compute).reshape(*x_BTC.shape[:2], 3, config.n_head, config.head_size)
+    q_BTHD, k_BTHD, v_BTHD = parts.heads(qkv_BT3HD, cos_TD, sin_TD)
+    with jax.named_scope("core"):
+        y_BTHD = attention(q_BTHD, k_BTHD, v_BTHD)
+    return _linear(y_BTHD.reshape(x_BTC.shape), block.out, compute)
+
+
+def _mlp(block: Block, x_BTC: HiddenBTC, config: GPTConfig, compute: DTypeLike, parts: Parts) -> HiddenBTC:
+    """What the MLP adds to the residual stream."""
+    h_BTC = parts.norm(x_BTC, block.mlp_norm, config.norm_eps)
+    h_BTF = _linear(h_BTC, block.up, compute)
+    with jax.named_scope("activation"):
+        h_BTF = parts.activation(h_BTF, block.bias)
+    return _linear(h_BTF, block.down, compute)
 
 
 def _linear(x: Array, kernel: Array, compute: DTypeLike) -> Array:
     """The product in the compute dtype; what autocast does to ``torch.nn.functional.linear``."""
     return x.astype(compute) @ kernel.astype(compute)
-
-
-@jax.checkpoint
-def _bias_gelu(x_BTF: Array, bias_F: Array) -> Array:
-    """GELU(x + bias) in its tanh form; the backward computes it again from x, which costs no memory traffic."""
-    return jax.nn.gelu(_add_bias(x_BTF, bias_F), approximate=True)
-
-
-def _add_bias(x_BTF: Array, bias_F: Array) -> Array:
-    """X + bias, both in the dtype of x, taken in float32 at least and rounded once.
-
-    The sum is the same as in the dtype of x itself. The gradient is not: the bias's is a sum over all B·T positions,
-    which torch keeps in float32 until the end and XLA would keep in bfloat16.
-    """
-    wide = jnp.promote_types(x_BTF.dtype, jnp.float32)
-    return (x_BTF.astype(wide) + bias_F.astype(x_BTF.dtype).astype(wide)).astype(x_BTF.dtype)
-
-
-@jax.named_scope("norm")
-def _rms_norm(x_BTC: HiddenBTC, weight_C: Array, eps: float) -> HiddenBTC:
-    """X / √(mean(x²) + eps) · weight, in the dtype of the weight whatever the residual stream is kept in."""
-    x_BTC = x_BTC.astype(weight_C.dtype)
-    return x_BTC * jax.lax.rsqrt(jnp.square(x_BTC).mean(-1, keepdims=True) + eps) * weight_C
-
-
-@jax.custom_vjp
-def _rotated_heads(qkv_BT3HD: Array, cos_TD: Array, sin_TD: Array) -> tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD]:
-    """Queries and keys turned by their positions, and values: what attention takes.
-
-    The derivative is written out so that the gradient of ``qkv`` is made once, turned back and joined in one pass over
-    memory; the two products that read it would otherwise each get a copy of their own.
-    """
-    q_BTHD, k_BTHD, v_BTHD = (qkv_BT3HD[:, :, index] for index in range(3))
-    return _rotate(q_BTHD, cos_TD, sin_TD), _rotate(k_BTHD, cos_TD, sin_TD), v_BTHD
-
-
-def _rotated_heads_forward(
-    qkv_BT3HD: Array, cos_TD: Array, sin_TD: Array
-) -> tuple[tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD], tuple[Array, Array]]:
-    return _rotated_heads(qkv_BT3HD, cos_TD, sin_TD), (cos_TD, sin_TD)
-
-
-def _rotated_heads_backward(
-    tables: tuple[Array, Array], gradients: tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD]
-) -> tuple[Array, None, None]:
-    (cos_TD, sin_TD), (q_BTHD, k_BTHD, v_BTHD) = tables, gradients
-    back = _rotate(q_BTHD, cos_TD, -sin_TD), _rotate(k_BTHD, cos_TD, -sin_TD), v_BTHD
-    return jax.lax.optimization_barrier(jnp.stack(back, 2)), None, None
-
-
-_rotated_heads.defvjp(_rotated_heads_forward, _rotated_heads_backward)
-
-
-def _rotate(x_BTHD: HeadsBTHD, cos_TD: Array, sin_TD: Array) -> HeadsBTHD:
-    """Turn the pairs (x_i, x_{i + D/2}), in the dtype of the tables.
-
-    The partner of every element is had by reversing an axis of two halves, which XLA fuses into its neighbours more
-    readily than two halves that are joined.
-    """
-    x_BTH2E = x_BTHD.reshape(*x_BTHD.shape[:-1], 2, x_BTHD.shape[-1] // 2).astype(cos_TD.dtype)
-    cos_T12E = jnp.stack((cos_TD, cos_TD), 1)[:, None]
-    sin_T12E = jnp.stack((-sin_TD, sin_TD), 1)[:, None]
-    turned_BTH2E = x_BTH2E * cos_T12E + jnp.flip(x_BTH2E, -2) * sin_T12E
-    return turned_BTH2E.reshape(x_BTHD.shape).astype(x_BTHD.dtype)

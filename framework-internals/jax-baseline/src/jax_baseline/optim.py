@@ -5,6 +5,8 @@ The schedule is ``torch_baseline``'s own, tabulated: Python floats, the same on 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,20 +29,27 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         config: learning rate and its schedule over ``steps``, betas, epsilon, weight decay and clip. An update after
             the last step would go on at the last step's rate.
     """
-    table = np.array([learning_rate(step, config) for step in range(config.steps)])
-
-    def scheduled(count: jax.Array) -> jax.Array:
-        return jnp.asarray(table)[count]
-
-    adamw = optax.adamw(
-        scheduled,
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-        mask=decayed,
-    )
+    adamw = make_adamw(config)
     return optax.chain(clip_like_torch(config.clip), adamw) if config.clip else adamw
+
+
+def make_adamw(config: TrainConfig, **changed: Any) -> optax.GradientTransformation:
+    """Return AdamW alone.
+
+    Args:
+        config: as for :func:`make_optimizer`.
+        changed: arguments of ``optax.adamw`` to replace what the configuration says.
+    """
+    table = np.array([learning_rate(step, config) for step in range(config.steps)])
+    arguments = {
+        "learning_rate": lambda count: jnp.asarray(table)[count],
+        "b1": config.beta1,
+        "b2": config.beta2,
+        "eps": config.adam_eps,
+        "weight_decay": config.weight_decay,
+        "mask": decayed,
+    }
+    return optax.adamw(**{**arguments, **changed})
 
 
 def decayed(params: Params) -> Params:

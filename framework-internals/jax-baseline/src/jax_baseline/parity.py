@@ -1,52 +1,49 @@
 """Whether two implementations of a training loop compute the same thing, step by step.
 
 Each implementation is a :class:`Side`: given a batch it takes one optimizer step and says what it saw. A reference and
-a candidate are run over the same batches, and beside them a control: the reference again, with another attention that
-rounds differently. How far the control strays is what rounding alone does to this model at this learning rate in this
-dtype, and so the measure for the candidate: a porting mistake is orders of magnitude above it.
+a candidate are run over the same batches, and beside them controls: the reference again, in ways that change its
+rounding and nothing else. How far the controls have strayed from the reference up to a step is what rounding alone does
+to this model, at this learning rate, in this dtype, by that step; the candidate may stray some times as far. A porting
+mistake is orders of magnitude above it.
+
+Nothing here knows torch or JAX: :func:`compare` takes any objects with a ``step``.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, get_args, runtime_checkable
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from benchkit.device import Device
-from jax_baseline.model import xla_attention
-from jax_baseline.optim import master_dtype
-from jax_baseline.train import initial_state, make_train_step, require_jax_device
-from jax_baseline.transfer import from_torch, to_torch
-from torch_baseline.config import GPTConfig, Precision, TrainConfig
-from torch_baseline.data import Tokens, batch, load_corpus, require_length
-from torch_baseline.model import GPT, Attention, causal_attention, init_numpy
-from torch_baseline.optim import learning_rate, make_optimizer, set_learning_rate
-from torch_baseline.train import TrainStep as TorchTrainStep
-from torch_baseline.train import make_train_step as make_torch_train_step
+from torch_baseline.data import Tokens
 
 Arrays = Mapping[str, NDArray]
-Quantity = Literal["loss", "gradient norm", "gradients", "weights"]
+Quantity = Literal["loss", "gradient norm", "gradients", "weights", "optimizer state"]
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+_SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
 
-# The candidate may stray this many times as far as the control. 3 was the intention for all; in float64 and float32 it
-# was raised after a faithful step had reached 3.5, since the candidate rounds differently in every operation and the
-# control in attention alone. In bfloat16 a single step has reached 4.2 and is reported as outside (NOTES.md has both):
-# the largest of one control is a noisy measure.
-TIMES_CONTROL: Mapping[str, float] = {"float64": 8.0, "float32": 8.0, "bfloat16": 3.0}
+# How many times as far as the controls the candidate may stray. NOTES.md has the measurements behind it: how far a
+# control strays by the measure of the other controls, and a faithful candidate by that of all of them.
+TIMES_CONTROL: Mapping[str, float] = {"float64": 4.0, "float32": 4.0, "bfloat16": 3.0}
 
-# What one step can cost without any mistake, in units of the dtype's epsilon: for a run so short that the control
-# happens to round as the reference does. A mean over thousands of tokens, a norm over a million gradients, and
-# gradients that pass every product of the model twice; weights move by a share lr of what gradients differ.
-_FLOOR_EPS: Mapping[Quantity, float] = {"loss": 8, "gradient norm": 32, "gradients": 256, "weights": 256}
+# A loss or a norm is one number, and one number of a few controls is now and then right by accident: the first steps
+# share what the controls reach in any of them. An array's distance is a sum over many elements and needs no such help.
+_SHARED_STEPS = 8
+
+# What a step can cost without any mistake, in units of the epsilon that sums are kept in: so that a run in which the
+# controls happen to round as the reference does asks for nothing impossible. A mean over thousands of tokens, a norm
+# over a million gradients, and gradients that pass every product of the model twice.
+_FLOOR_EPS: Mapping[Quantity, float] = {
+    "loss": 8,
+    "gradient norm": 32,
+    "gradients": 256,
+    "weights": 64,
+    "optimizer state": 256,
+}
 
 
 @dataclass(frozen=True)
@@ -56,22 +53,51 @@ class Observation:
     Attributes:
         loss: before the update, nats per token.
         gradient_norm: before clipping.
-        gradients: before clipping, by torch's names and the right way round for torch.
+        gradients: before clipping, in the forward pass's order of parameters; by the same names, and the same way
+            round, on all sides.
         weights: after the update.
+        moments: the optimizer's state after the update, under any names that the sides agree on; may be empty.
     """
 
     loss: float
     gradient_norm: float
     gradients: Arrays
     weights: Arrays
+    moments: Arrays = field(default_factory=dict)
 
 
 class Side(Protocol):
-    """An implementation of the training loop."""
+    """An implementation of a training loop."""
 
     def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
         """Take the next step on a batch of NumPy tokens."""
         ...
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """A :class:`Side` that can be asked where in the forward pass it parts from another."""
+
+    def restart(self) -> None:
+        """Go back to the state before the first step."""
+        ...
+
+    def activations(self, tokens_BT: Tokens) -> Arrays:
+        """Return arrays from inside the forward pass, in its order, with the present weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far several arrays are from their reference.
+
+    Attributes:
+        total: √Σ Δ² over √Σ x², all arrays together.
+        each: √Σ Δ² over √Σ x² by array, in the reference's order.
+    """
+
+    total: float
+    each: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -79,38 +105,52 @@ class Deviation:
     """How far one side's step is from another's.
 
     Attributes:
-        loss: |Δ|, nats per token.
-        gradient_norm: |Δ| over the reference's.
-        gradients: √Σ Δ² over √Σ g², all parameters together.
-        weights: likewise.
-        worst_gradient: the parameter whose own gradients differ most, √Σ Δ² over √Σ g².
-        worst_weight: the parameter whose own values do.
+        scalars: the loss, |Δ| in nats per token, and the gradient norm, |Δ| over the reference's.
+        arrays: the other quantities; those that a side does not tell are absent.
     """
 
-    loss: float
-    gradient_norm: float
-    gradients: float
-    weights: float
-    worst_gradient: str
-    worst_weight: str
+    scalars: Mapping[Quantity, float]
+    arrays: Mapping[Quantity, Distance]
 
-    def __getitem__(self, quantity: Quantity) -> float:
-        return float(getattr(self, quantity.replace(" ", "_")))
+    def total(self, quantity: Quantity) -> float:
+        """One number for the quantity; 0 where the sides tell nothing."""
+        if quantity in _SCALARS:
+            return self.scalars[quantity]
+        return self.arrays[quantity].total if quantity in self.arrays else 0.0
+
+    def each(self, quantity: Quantity) -> Mapping[str, float]:
+        """The quantity by parameter; a scalar under an empty name."""
+        if quantity in _SCALARS:
+            return {"": self.scalars[quantity]}
+        return self.arrays[quantity].each if quantity in self.arrays else {}
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where the candidate left its bounds."""
+    """The first place where the candidate left its bounds.
+
+    Attributes:
+        step: counted from 0.
+        quantity: the first to leave, in the order in which a step computes them.
+        parameter: whose; empty for a scalar. Of several gradients the first that the backward pass computes.
+        deviation: of the candidate.
+        bound: that it had to keep.
+        layer: the first activation of the forward pass that is off, where the sides can be asked; else empty.
+    """
 
     step: int
     quantity: Quantity
     parameter: str
     deviation: float
     bound: float
+    layer: str = ""
 
     def __str__(self) -> str:
-        where = f" (most in {self.parameter})" if self.parameter else ""
-        return f"step {self.step}: the {self.quantity} off by {self.deviation:.1e}, bound {self.bound:.1e}{where}"
+        where = f" in {self.parameter}" if self.parameter else ""
+        first = f"; first in the forward pass: {self.layer}" if self.layer else ""
+        return (
+            f"step {self.step}: the {self.quantity} off by {self.deviation:.1e}{where}, bound {self.bound:.1e}{first}"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,217 +161,149 @@ class Comparison:
         dtype: the precision compared.
         reference: losses by step.
         candidate: likewise.
-        control: likewise.
+        controls: likewise, by control.
         deviations: of the candidate from the reference, by step.
-        control_deviations: of the control from the reference, by step.
+        control_deviations: of each control from the reference, by step.
+        layer: see :class:`Divergence`.
     """
 
     dtype: str
     reference: tuple[float, ...]
     candidate: tuple[float, ...]
-    control: tuple[float, ...]
+    controls: tuple[tuple[float, ...], ...]
     deviations: tuple[Deviation, ...]
-    control_deviations: tuple[Deviation, ...]
+    control_deviations: tuple[tuple[Deviation, ...], ...]
+    layer: str = ""
 
     def largest(self, quantity: Quantity) -> float:
         """The candidate's largest deviation over the run."""
-        return _largest(self.deviations, quantity)
+        return _largest(found.total(quantity) for found in self.deviations)
 
     def control_largest(self, quantity: Quantity) -> float:
-        """The control's largest deviation over the run."""
-        return _largest(self.control_deviations, quantity)
+        """The controls' largest deviation over the run."""
+        return _largest(found.total(quantity) for control in self.control_deviations for found in control)
 
-    def bound(self, quantity: Quantity) -> float:
-        """What the candidate may deviate: some times the control's largest, at least some epsilons of the dtype."""
-        scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
-        # bfloat16 rounds so much that no control equals its reference: the floor is that of the float32 sums in it.
-        eps = float(jnp.finfo("float64" if self.dtype == "float64" else "float32").eps)
-        floor = _FLOOR_EPS[quantity] * scale * eps
-        return max(TIMES_CONTROL[self.dtype] * self.control_largest(quantity), floor)
+    def bounds(self, quantity: Quantity) -> list[float]:
+        """What the candidate's :meth:`Deviation.total` may be, by step: rounding accumulates, so it never falls."""
+        return [
+            self._bound(quantity, _largest(found.total(quantity) for found in self._until(step, quantity)))
+            for step in range(len(self.deviations))
+        ]
 
-    def divergence(self) -> Divergence | None:
-        """The first step and quantity over its bound, in the order a step computes them; None if all are within.
+    def excess(self, step: int, quantity: Quantity) -> dict[str, tuple[float, float]]:
+        """Deviation and bound by parameter, of those that are over their bound at a step.
 
         A deviation that is not a number is over every bound.
         """
-        for step, deviation in enumerate(self.deviations):
+        over = {}
+        until = self._until(step, quantity)
+        for name, deviation in self._judged(self.deviations[step], quantity).items():
+            bound = self._bound(quantity, _largest(self._judged(found, quantity)[name] for found in until))
+            if not deviation <= bound:
+                over[name] = (deviation, bound)
+        return over
+
+    def worst_ratio(self, quantity: Quantity) -> float:
+        """The largest ratio of the candidate's deviation to what the controls had reached by that step."""
+        times = TIMES_CONTROL[self.dtype]
+        bounds = self.bounds(quantity)
+        return _largest(
+            times * found.total(quantity) / bound for found, bound in zip(self.deviations, bounds, strict=True)
+        )
+
+    def divergence(self) -> Divergence | None:
+        """The first step and quantity over its bound, in the order a step computes them; None if all are within."""
+        for step in range(len(self.deviations)):
             for quantity in QUANTITIES:
-                if not deviation[quantity] <= self.bound(quantity):
-                    worst = {"gradients": deviation.worst_gradient, "weights": deviation.worst_weight}
-                    return Divergence(
-                        step, quantity, worst.get(quantity, ""), deviation[quantity], self.bound(quantity)
-                    )
+                if over := self.excess(step, quantity):
+                    # The backward pass computes gradients from the last parameter to the first.
+                    name = list(over)[-1] if quantity == "gradients" else _most_over(over)
+                    return Divergence(step, quantity, name, *over[name], self.layer)
         return None
 
+    def _until(self, step: int, quantity: Quantity) -> list[Deviation]:
+        """What the bound at a step is taken from."""
+        last = max(step, _SHARED_STEPS - 1) if quantity in _SCALARS else step
+        return [found for control in self.control_deviations for found in control[: last + 1]]
 
-@dataclass(frozen=True)
-class Setup:
-    """What is compared.
+    def _judged(self, found: Deviation, quantity: Quantity) -> Mapping[str, float]:
+        # Adam's first updates are the signs of the gradients. In bfloat16 a gradient near zero may have either sign:
+        # a single element of a small parameter then moves the other way, in this run and in no control.
+        if self.dtype == "bfloat16" and quantity == "weights":
+            return {"": found.total(quantity)}
+        return found.each(quantity)
 
-    Attributes:
-        model: the shape.
-        training: steps, batch, learning rate, dtype and seed.
-        device: where both sides run.
-    """
-
-    model: GPTConfig
-    training: TrainConfig
-    device: Device = "cpu"
-
-    @classmethod
-    def preset(
-        cls,
-        name: str,
-        *,
-        steps: int,
-        seed: int,
-        dtype: Precision,
-        device: Device = "cpu",
-        lr: float = 1e-3,
-        batch_size: int | None = None,
-    ) -> Setup:
-        """Return the setting for a model preset.
-
-        Args:
-            name: of the preset.
-            steps: to compare.
-            seed: of weights and batches.
-            dtype: ``float64``, ``float32`` or ``bfloat16``.
-            device: where both sides run.
-            batch_size: sequences a step, by default the preset's.
-            lr: highest learning rate. Training multiplies rounding: at the 3e-3 that suits ``tiny`` for learning, torch
-                strays from itself ten times as far as at 1e-3, and a comparison says that much less.
-
-        Raises:
-            ValueError: for an unknown preset or dtype.
-        """
-        if dtype not in ("float64", "float32", "bfloat16"):
-            raise ValueError(f"dtype must be float64, float32 or bfloat16, got {dtype!r}")
-        training = TrainConfig.preset(name)
-        training = replace(
-            training,
-            steps=steps,
-            seed=seed,
-            dtype=dtype,
-            lr=lr,
-            min_lr=lr / 10,
-            batch_size=batch_size or training.batch_size,
-            compile=False,
-        )
-        return cls(GPTConfig.preset(name), training, device)
-
-    def batches(self) -> Iterator[tuple[Tokens, Tokens]]:
-        """The batches of the run, in order."""
-        corpus = load_corpus(self.training.data)
-        require_length(corpus, self.model.block_size)
-        for step in range(self.training.steps):
-            yield batch(corpus.train, self.training.seed, step, self.training.batch_size, self.model.block_size)
-
-
-class TorchSide:
-    """``torch_baseline``'s own step.
-
-    Args:
-        setup: what is compared.
-        attention: which one, see :class:`torch_baseline.model.GPT`.
-    """
-
-    def __init__(self, setup: Setup, *, attention: Attention = causal_attention) -> None:
-        self._training = setup.training
-        self._model = GPT(setup.model, seed=setup.training.seed, attention=attention).to(setup.device)
-        if setup.training.dtype == "float64":
-            self._model.double()
-        self._device = setup.device
-        self._optimizer = make_optimizer(self._model, setup.training)
-        self._gradients: Arrays = {}
-        self._step = make_torch_train_step(
-            self._model, self._optimizer, setup.training, before_update=self._keep_gradients
-        )
-        self._done = 0
-
-    def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
-        """Take the next step."""
-        set_learning_rate(self._optimizer, learning_rate(self._done, self._training))
-        self._done += 1
-        loss = self._step(*(torch.from_numpy(part).to(self._device) for part in (tokens_BT, targets_BT)))
-        return Observation(loss.item(), self._step.gradient_norm.item(), self._gradients, self._model.to_numpy())
-
-    def _keep_gradients(self, train_step: TorchTrainStep, loss: Tensor) -> None:
-        # A copy: .numpy() of a CPU tensor is a view, and clipping is about to scale what it shows.
-        self._gradients = {
-            name: parameter.grad.cpu().numpy().copy()
-            for name, parameter in self._model.named_parameters()
-            if parameter.grad is not None
-        }
-
-
-class JaxSide:
-    """This package's step, from the same initial weights."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._model = setup.model
-        params = from_torch(init_numpy(setup.model, setup.training.seed), setup.model, master_dtype(setup.training))
-        self._device = jax.devices(setup.device)[0]
-        self._state = jax.device_put(initial_state(setup.model, setup.training, params), self._device)
-        self._step = make_train_step(setup.model, setup.training, attention=xla_attention, keep_gradients=True)
-
-    def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
-        """Take the next step."""
-        batch_ = jax.device_put((tokens_BT.astype(np.int32), targets_BT.astype(np.int32)), self._device)
-        self._state, metrics = self._step(self._state, *batch_)
-        assert metrics.gradients is not None, "asked for with keep_gradients"
-        return Observation(
-            float(metrics.loss),
-            float(metrics.gradient_norm),
-            to_torch(metrics.gradients, self._model),
-            to_torch(self._state.params, self._model),
-        )
-
-
-def run(setup: Setup) -> Comparison:
-    """Run torch, JAX, and torch with its attention written out side by side.
-
-    Args:
-        setup: what is compared; float64 turns on JAX's 64-bit mode for the run alone.
-
-    Raises:
-        UserError: where JAX has no such device.
-    """
-    # torch shares the GPU, here and in whatever is measured next: by default JAX takes three quarters of its memory.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    require_jax_device(setup.device)
-    # Autocast leaves fp32 products alone, and torch takes them in fp32 unless it is told otherwise; so do we.
-    with jax.enable_x64(setup.training.dtype == "float64"):
-        return compare(
-            setup.batches(),
-            reference=TorchSide(setup),
-            candidate=JaxSide(setup),
-            control=TorchSide(setup, attention=written_out_attention),
-            dtype=setup.training.dtype,
-        )
+    def _bound(self, quantity: Quantity, reached: float) -> float:
+        scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
+        return max(TIMES_CONTROL[self.dtype] * reached, _FLOOR_EPS[quantity] * scale * _eps(self.dtype))
 
 
 def compare(
-    batches: Iterable[tuple[Tokens, Tokens]], *, reference: Side, candidate: Side, control: Side, dtype: str
+    batches: Sequence[tuple[Tokens, Tokens]],
+    *,
+    reference: Side,
+    candidate: Side,
+    controls: Sequence[Side],
+    dtype: str,
 ) -> Comparison:
-    """Take the same steps on all three sides and say how far they come apart.
+    """Take the same steps on all sides and say how far they come apart.
 
     Args:
         batches: one a step.
         reference: the side that is right by definition.
         candidate: the side in question.
-        control: the reference with parts that round differently.
-        dtype: that they compute in, for the least bounds.
+        controls: the reference with other rounding, at least one; the more there are, the less their largest deviation
+            is an accident. :mod:`jax_baseline.symmetry` makes any number of them from one model.
+        dtype: that they compute in: ``float64``, ``float32`` or ``bfloat16``.
+
+    Raises:
+        ValueError: for another dtype, for no controls, or if the sides do not hold the same parameters.
     """
-    losses: list[tuple[float, float, float]] = []
-    deviations, control_deviations = [], []
-    for tokens_BT, targets_BT in batches:
-        expected, found, calibration = (side.step(tokens_BT, targets_BT) for side in (reference, candidate, control))
-        losses.append((expected.loss, found.loss, calibration.loss))
-        deviations.append(deviation(expected, found))
-        control_deviations.append(deviation(expected, calibration))
-    by_side = [tuple(side) for side in zip(*losses, strict=True)]
-    return Comparison(dtype, by_side[0], by_side[1], by_side[2], tuple(deviations), tuple(control_deviations))
+    if dtype not in TIMES_CONTROL:
+        raise ValueError(f"dtype must be one of {', '.join(TIMES_CONTROL)}, got {dtype!r}")
+    if not controls:
+        raise ValueError("a bound needs at least one control; got none")
+    sides = (reference, candidate, *controls)
+    losses: list[list[float]] = [[] for _ in sides]
+    deviations: list[list[Deviation]] = [[] for _ in sides[1:]]
+    # All sides take a step before any takes the next: what they saw is compared at once and need not be kept.
+    for batch in batches:
+        expected, *others = (side.step(*batch) for side in sides)
+        for kept, seen in zip(losses, (expected, *others), strict=True):
+            kept.append(seen.loss)
+        for found, seen in zip(deviations, others, strict=True):
+            found.append(deviation(expected, seen))
+    comparison = _comparison(dtype, losses, deviations)
+    divergence = comparison.divergence()
+    inspectable = all(isinstance(side, Inspectable) for side in sides)
+    if divergence is None or divergence.quantity in ("weights", "optimizer state") or not inspectable:
+        return comparison
+    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], sides, dtype))
+
+
+def judge(
+    reference: Sequence[Observation],
+    candidate: Sequence[Observation],
+    *,
+    controls: Sequence[Sequence[Observation]],
+    dtype: str,
+) -> Comparison:
+    """Return the comparison of observations that are there already: one reference serves many candidates.
+
+    Raises:
+        ValueError: if the sides do not hold the same parameters.
+    """
+    others = (candidate, *controls)
+    return _comparison(
+        dtype,
+        [[seen.loss for seen in side] for side in (reference, *others)],
+        [[deviation(*pair) for pair in zip(reference, side, strict=True)] for side in others],
+    )
+
+
+def _comparison(dtype: str, losses: list[list[float]], deviations: list[list[Deviation]]) -> Comparison:
+    by_side, strays = [tuple(side) for side in losses], [tuple(side) for side in deviations]
+    return Comparison(dtype, by_side[0], by_side[1], tuple(by_side[2:]), strays[0], tuple(strays[1:]))
 
 
 def deviation(expected: Observation, found: Observation) -> Deviation:
@@ -340,43 +312,71 @@ def deviation(expected: Observation, found: Observation) -> Deviation:
     Raises:
         ValueError: if they do not hold the same parameters.
     """
-    gradients, worst_gradient = _relative(expected.gradients, found.gradients)
-    weights, worst_weight = _relative(expected.weights, found.weights)
-    return Deviation(
-        loss=abs(expected.loss - found.loss),
-        gradient_norm=abs(expected.gradient_norm - found.gradient_norm) / expected.gradient_norm,
-        gradients=gradients,
-        weights=weights,
-        worst_gradient=worst_gradient,
-        worst_weight=worst_weight,
-    )
+    arrays: dict[Quantity, Distance] = {
+        "gradients": distance(expected.gradients, found.gradients),
+        "weights": distance(expected.weights, found.weights),
+    }
+    if expected.moments and found.moments:
+        arrays["optimizer state"] = distance(expected.moments, found.moments)
+    norm = abs(expected.gradient_norm - found.gradient_norm) / max(expected.gradient_norm, 1e-300)
+    return Deviation({"loss": abs(expected.loss - found.loss), "gradient norm": norm}, arrays)
 
 
-def written_out_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Return causal attention by its formula, the softmax in float32 at least."""
-    wide = torch.promote_types(q_BHTD.dtype, torch.float32)
-    with torch.autocast(q_BHTD.device.type, enabled=False):
-        scores_BHTS = (q_BHTD.to(wide) @ k_BHTD.to(wide).transpose(-2, -1)) / math.sqrt(q_BHTD.shape[-1])
-        later_TS = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=q_BHTD.device).triu(1)
-        weights_BHTS = scores_BHTS.masked_fill(later_TS, -math.inf).softmax(-1)
-        return weights_BHTS.to(v_BHTD.dtype) @ v_BHTD
+def distance(expected: Arrays, found: Arrays) -> Distance:
+    """Return how far arrays are from others of the same names.
 
-
-def _relative(expected: Arrays, found: Arrays) -> tuple[float, str]:
-    """√Σ Δ² over √Σ x² of all arrays together, and the name of the array where that is largest by itself."""
+    Raises:
+        ValueError: if the names differ.
+    """
     if expected.keys() != found.keys():
         raise ValueError(f"the sides differ in {sorted(expected.keys() ^ found.keys())}; both must hold all parameters")
     squares = {
-        name: (
-            float(np.sum(np.square(array.astype(np.float64) - found[name]))),
-            float(np.sum(np.square(array, dtype=np.float64))),
-        )
-        for name, array in expected.items()
+        name: (_square(array.astype(np.float64) - found[name]), _square(array)) for name, array in expected.items()
     }
-    worst = max(squares, key=lambda name: squares[name][0] / max(squares[name][1], 1e-300))
     difference, size = (sum(pair[index] for pair in squares.values()) for index in range(2))
-    return math.sqrt(difference / max(size, 1e-300)), worst
+    return Distance(_ratio(difference, size), {name: _ratio(*pair) for name, pair in squares.items()})
 
 
-def _largest(deviations: Iterable[Deviation], quantity: Quantity) -> float:
-    return float(np.max([found[quantity] for found in deviations]))  # np.max, unlike max, keeps a NaN
+def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], sides: Sequence[Side], dtype: str) -> str:
+    """Go back to the last batch and name the first activation that is off; empty if none is (the backward is)."""
+    seen = []
+    for side in sides:
+        assert isinstance(side, Inspectable)
+        side.restart()
+        for batch in batches[:-1]:
+            side.step(*batch)
+        seen.append(side.activations(batches[-1][0]))
+    reference, candidate, *controls = seen
+    strays = distance(reference, candidate).each
+    allowed = [distance(reference, control).each for control in controls]
+    for name, stray in strays.items():
+        floor = _FLOOR_EPS["gradients"] * _eps(dtype)
+        if not stray <= max(TIMES_CONTROL[dtype] * max(control[name] for control in allowed), floor):
+            return name
+    return ""
+
+
+def _eps(dtype: str) -> float:
+    # Under bfloat16 sums are kept in float32, and bounded as such: what bfloat16 rounds, the controls tell.
+    return float(np.finfo(np.float64 if dtype == "float64" else np.float32).eps)
+
+
+def _most_over(over: Mapping[str, tuple[float, float]]) -> str:
+    def times(name: str) -> float:
+        deviation, bound = over[name]
+        return math.inf if math.isnan(deviation) else deviation / bound
+
+    return max(over, key=times)
+
+
+def _square(array: NDArray) -> float:
+    return float(np.sum(np.square(array, dtype=np.float64)))
+
+
+def _ratio(difference: float, size: float) -> float:
+    # What is zero on both sides (the gradient of an unused token, a moment before its first gradient) does not differ.
+    return 0.0 if difference == 0 else math.sqrt(difference / max(size, 1e-300))
+
+
+def _largest(values: Iterable[float]) -> float:
+    return float(np.max(list(values)))  # np.max, unlike max, keeps a NaN

@@ -1,319 +1,293 @@
-"""The two sides of a comparison, each compiled in a process of its own: of the baseline, or of any two functions."""
+"""torch_baseline, this package, and torch in another basis, as the sides of a :mod:`jax_baseline.parity` comparison."""
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
+import jax
 import numpy as np
+import optax
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
-from benchkit import UserError
 from benchkit.device import Device
-from jax_baseline.programs import Program
-from jax_baseline.worker import Worker, WorkerError
-from torch_baseline.config import GPTConfig, Precision
+from jax_baseline.model import activations as jax_activations
+from jax_baseline.optim import compute_dtype, master_dtype
+from jax_baseline.parity import Arrays, Comparison, Observation, compare
+from jax_baseline.symmetry import Symmetry
+from jax_baseline.train import initial_state, make_train_step, require_jax_device
+from jax_baseline.transfer import from_torch, to_torch
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
+from torch_baseline.data import Tokens, batch, load_corpus, require_length
+from torch_baseline.model import GPT, Attention, causal_attention, init_numpy
+from torch_baseline.optim import learning_rate, make_optimizer, set_learning_rate
+from torch_baseline.train import TrainStep as TorchTrainStep
+from torch_baseline.train import autocast
+from torch_baseline.train import make_train_step as make_torch_train_step
 
-JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it takes gradients
-
-# Norms of ones and biases of zeros make many tensors equal; a little noise tells them apart.
-_JITTER = 0.05
-
-
-@dataclass(frozen=True)
-class ModelSide:
-    """The baseline's loss and its gradients.
-
-    Attributes:
-        model: fields of :class:`GPTConfig`.
-        batch_size: sequences.
-        dtype: of the matrix products.
-        attention: of JAX.
-        device: where it runs.
-        repeats: how often it is timed.
-        seed: of weights and tokens.
-    """
-
-    model: Mapping[str, Any]
-    batch_size: int
-    dtype: Precision
-    attention: str
-    device: Device
-    repeats: int
-    seed: int = 0
+# Torch's names of Adam's two moments, and optax's.
+_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 
 
 @dataclass(frozen=True)
-class FunctionSide:
-    """A function of the user's.
+class Setup:
+    """What is compared.
 
     Attributes:
-        function: ``path/to/file.py:name``.
-        inputs: ``path/to/file.py:name`` of a function that returns its arguments as NumPy arrays.
-        gradients: whether it returns a scalar whose gradients are taken as well.
-        device: where it runs.
-        repeats: how often it is timed.
+        model: the shape.
+        training: steps, batch, learning rate, dtype and seed.
+        device: where all sides run.
+        controls: of the reference, see :func:`control_sides`.
     """
 
-    function: str
-    inputs: str
-    gradients: bool
-    device: Device
-    repeats: int
+    model: GPTConfig
+    training: TrainConfig
+    device: Device = "cpu"
+    controls: int = 3
 
+    @classmethod
+    def preset(
+        cls,
+        name: str,
+        *,
+        steps: int,
+        seed: int,
+        dtype: Precision,
+        device: Device = "cpu",
+        lr: float = 1e-3,
+        batch_size: int | None = None,
+        controls: int = 3,
+    ) -> Setup:
+        """Return the setting for a model preset.
 
-class JaxSide:
-    """What the worker of XLA's side holds."""
+        Args:
+            name: of the preset.
+            steps: to compare.
+            seed: of weights and batches.
+            dtype: ``float64``, ``float32`` or ``bfloat16``.
+            device: where all sides run.
+            batch_size: sequences a step, by default the preset's.
+            lr: highest learning rate. Training multiplies rounding: at the 3e-3 that suits ``tiny`` for learning, torch
+                strays from itself ten times as far as at 1e-3, and a comparison says that much less.
+            controls: of the reference.
 
-    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
-        made = _jax_model(spec) if kind == "model" else _jax_function(spec)
-        self._function, self._arguments, self._gradients = made
-        self._repeats = spec["repeats"]
-        self._compiled: Any = None
+        Raises:
+            ValueError: for an unknown preset or dtype.
+        """
+        if dtype not in ("float64", "float32", "bfloat16"):
+            raise ValueError(f"dtype must be float64, float32 or bfloat16, got {dtype!r}")
+        training = TrainConfig.preset(name)
+        training = replace(
+            training,
+            steps=steps,
+            seed=seed,
+            dtype=dtype,
+            lr=lr,
+            min_lr=lr / 10,
+            batch_size=batch_size or training.batch_size,
+            compile=False,
+            ema_decay=0.0,
+        )
+        return cls(GPTConfig.preset(name), training, device, controls)
 
-    def program(self) -> dict[str, Any]:
-        """Compile, run and read it; the fields of a :class:`Program`."""
-        from jax_baseline.xla_program import CompiledFunction
-
-        self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
-        return self._compiled.program(repeats=self._repeats).as_plain()
-
-    def values(self) -> dict[str, tuple[float, ...] | None]:
-        """The moments of what its kernels leave in memory, by name."""
-        return self._compiled.values()
+    def batches(self) -> list[tuple[Tokens, Tokens]]:
+        """The batches of the run, in order."""
+        corpus = load_corpus(self.training.data)
+        require_length(corpus, self.model.block_size)
+        return [
+            batch(corpus.train, self.training.seed, step, self.training.batch_size, self.model.block_size)
+            for step in range(self.training.steps)
+        ]
 
 
 class TorchSide:
-    """What the worker of Inductor's side holds."""
-
-    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
-        self._program = _torch_model if kind == "model" else _torch_function
-        self._spec = spec
-
-    def program(self) -> dict[str, Any]:
-        """Compile, run and read it; the fields of a :class:`Program`, values included."""
-        return self._program(self._spec).as_plain()
-
-
-def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | FunctionSide) -> tuple[Program, Program]:
-    """Compile, run and read both sides, one after the other, each in a process of its own.
-
-    Returns:
-        XLA's program and Inductor's.
-
-    Raises:
-        UserError: for what the user can mend.
-    """
-    with ExitStack() as stack:
-        programs = []
-        for side, spec in (("JaxSide", jax_side), ("TorchSide", torch_side)):
-            kind = "model" if isinstance(spec, ModelSide) else "function"
-            environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            if spec.device == "cpu" or side == "TorchSide":
-                environment["JAX_PLATFORMS"] = "cpu"
-            arguments = {"kind": kind, "spec": asdict(spec)}
-            worker = stack.enter_context(Worker(f"jax_baseline.sides:{side}", arguments, environment=environment))
-            program = Program.from_plain(worker.call("program"))
-            programs.append(_with_values(program, worker) if side == "JaxSide" else program)
-    return programs[0], programs[1]
-
-
-def _with_values(program: Program, worker: Worker) -> Program:
-    """Take the values on XLA's side; a note says why where XLA does not take its own text again, or dies of it."""
-    try:
-        return program.with_values(worker.call("values"))
-    except WorkerError as error:
-        lines = [line.strip() for line in str(error).splitlines() if re.search("[Ee]rror|Check failed", line)]
-        why = (lines or [str(error)])[-1][:200]
-        return replace(program, notes=(f"values in memory were not taken, so labels alone align: {why}",))
-
-
-def load_function(reference: str, *, what: str) -> Callable[..., Any]:
-    """Import ``path/to/file.py:name``.
+    """``torch_baseline``'s own step.
 
     Args:
-        reference: file and name.
-        what: the function is for, in the error.
+        setup: what is compared.
+        attention: which one, see :class:`torch_baseline.model.GPT`.
+        symmetry: compute in this basis; what is reported is in the original one.
+    """
+
+    def __init__(
+        self, setup: Setup, *, attention: Attention = causal_attention, symmetry: Symmetry | None = None
+    ) -> None:
+        self._setup, self._attention, self._symmetry = setup, attention, symmetry
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again from the initial weights."""
+        setup = self._setup
+        self._model = GPT(setup.model, seed=setup.training.seed, attention=self._attention).to(setup.device)
+        if self._symmetry is not None:
+            self._model.load_numpy(self._symmetry.weights(init_numpy(setup.model, setup.training.seed)))
+        if setup.training.dtype == "float64":
+            self._model.double()
+        self._optimizer = make_optimizer(self._model, setup.training)
+        self._gradients: Arrays = {}
+        self._step = make_torch_train_step(
+            self._model, self._optimizer, setup.training, before_update=self._keep_gradients
+        )
+        self._done = 0
+
+    def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
+        """Take the next step."""
+        set_learning_rate(self._optimizer, learning_rate(self._done, self._setup.training))
+        self._done += 1
+        loss = self._step(self._tensor(tokens_BT), self._tensor(targets_BT))
+        moments: dict[str, NDArray] = {}
+        for key in _MOMENTS:
+            state = {
+                name: self._optimizer.state[parameter][key].cpu().numpy().copy()
+                for name, parameter in self._model.named_parameters()
+            }
+            moments |= {f"{key} of {name}": array for name, array in self._original(state).items()}
+        return Observation(
+            loss.item(),
+            self._step.gradient_norm.item(),
+            self._original(self._gradients),
+            self._original(self._model.to_numpy()),
+            moments,
+        )
+
+    @torch.no_grad()
+    def activations(self, tokens_BT: Tokens) -> Arrays:
+        """What the modules return, by the names of :func:`jax_baseline.model.forward`."""
+        found: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+            return lambda module, inputs, output: found.update({name: output})
+
+        parts = [
+            f"blocks.{index}.{part}" for index in range(self._setup.model.n_layer) for part in ("attention", "mlp")
+        ]
+        hooks = [
+            self._model.get_submodule(name).register_forward_hook(keep(name)) for name in ("embedding", *parts, "norm")
+        ]
+        with autocast(self._setup.training.dtype, self._setup.device):
+            found["logits"] = self._model(self._tensor(tokens_BT))
+        for hook in hooks:
+            hook.remove()
+        wide = torch.float64 if self._setup.training.dtype == "float64" else torch.float32
+        arrays = {name: output.to(wide).cpu().numpy() for name, output in found.items()}
+        return arrays if self._symmetry is None else self._symmetry.original_activations(arrays)
+
+    def _tensor(self, tokens_BT: Tokens) -> Tensor:
+        if self._symmetry is not None:
+            tokens_BT = self._symmetry.batch(tokens_BT)
+        return torch.from_numpy(tokens_BT).to(self._setup.device)
+
+    def _original(self, weights: Arrays) -> Arrays:
+        return weights if self._symmetry is None else self._symmetry.original_weights(weights)
+
+    def _keep_gradients(self, train_step: TorchTrainStep, loss: Tensor) -> None:
+        # A copy: .numpy() of a CPU tensor is a view, and clipping is about to scale what it shows.
+        self._gradients = {
+            name: parameter.grad.cpu().numpy().copy()
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+class JaxSide:
+    """This package's step, from the same initial weights."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._device = jax.devices(setup.device)[0]
+        self._step = make_train_step(setup.model, setup.training, keep_gradients=True)
+        self._activations = jax.jit(
+            lambda params, tokens_BT: jax_activations(
+                params, tokens_BT, setup.model, dtype=compute_dtype(setup.training)
+            )
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again from the initial weights."""
+        setup = self._setup
+        params = from_torch(init_numpy(setup.model, setup.training.seed), setup.model, master_dtype(setup.training))
+        self._state = jax.device_put(initial_state(setup.model, setup.training, params), self._device)
+
+    def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
+        """Take the next step."""
+        batch_ = jax.device_put((tokens_BT.astype(np.int32), targets_BT.astype(np.int32)), self._device)
+        self._state, metrics = self._step(self._state, *batch_)
+        assert metrics.gradients is not None, "asked for with keep_gradients"
+        model = self._setup.model
+        return Observation(
+            float(metrics.loss),
+            float(metrics.gradient_norm),
+            to_torch(metrics.gradients, model),
+            to_torch(self._state.params, model),
+            moments_by_torch_names(self._state.optimizer, model),
+        )
+
+    def activations(self, tokens_BT: Tokens) -> Arrays:
+        """What the forward pass records."""
+        found = self._activations(self._state.params, jax.device_put(tokens_BT.astype(np.int32), self._device))
+        wide = np.float64 if self._setup.training.dtype == "float64" else np.float32
+        return {name: np.asarray(array).astype(wide) for name, array in found.items()}
+
+
+def moments_by_torch_names(state: optax.OptState, model: GPTConfig) -> dict[str, NDArray]:
+    """Return Adam's moments from an optax state as :class:`TorchSide` names and lays out its own."""
+    found: dict[str, NDArray] = {}
+    for torch_name, optax_name in _MOMENTS.items():
+        moments = to_torch(optax.tree_utils.tree_get(state, optax_name), model)
+        found |= {f"{torch_name} of {name}": array for name, array in moments.items()}
+    return found
+
+
+def control_sides(setup: Setup) -> list[TorchSide]:
+    """Return torch in as many other bases as the setup has controls, every second one with its attention written out.
+
+    One control that differs from torch in attention alone rounds as torch does in every other operation, and its
+    largest deviation is an accident of a single run. Here every sum of the model is taken in another order, several
+    times over, as JAX's are.
+    """
+    return [
+        TorchSide(
+            setup,
+            attention=written_out_attention if index % 2 else causal_attention,
+            symmetry=Symmetry.draw(setup.model, setup.training.batch_size, seed=setup.training.seed + index),
+        )
+        for index in range(setup.controls)
+    ]
+
+
+def run(setup: Setup) -> Comparison:
+    """Run torch, JAX, and torch in other bases over the same batches.
+
+    Args:
+        setup: what is compared; float64 turns on JAX's 64-bit mode for the run alone.
 
     Raises:
-        UserError: if there is no such file or name, or it cannot be imported or called.
+        UserError: where JAX has no such device.
     """
-    path, separator, name = reference.rpartition(":")
-    if not separator or not path.endswith(".py") or not name:
-        raise UserError(f"{what} must be given as file.py:function, got {reference!r}")
-    if not Path(path).is_file():
-        raise UserError(f"{what}: there is no file {path}")
-    try:
-        module = _import(Path(path))
-    except Exception as error:
-        raise UserError(f"{what}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise UserError(f"{what}: {path} has no function {name!r}; it has {', '.join(public) or 'none'}")
-    return function
+    # torch shares the GPU, here and in whatever is measured next: by default JAX takes three quarters of its memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    require_jax_device(setup.device)
+    # Autocast leaves fp32 products alone, and torch takes them in fp32 unless it is told otherwise; so do we.
+    with jax.enable_x64(setup.training.dtype == "float64"):
+        return compare(
+            setup.batches(),
+            reference=TorchSide(setup),
+            candidate=JaxSide(setup),
+            controls=control_sides(setup),
+            dtype=setup.training.dtype,
+        )
 
 
-def load_inputs(reference: str) -> tuple[NDArray, ...]:
-    """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can hold as they are.
-
-    Raises:
-        UserError: if not.
-    """
-    made = load_function(reference, what="the inputs")()
-    arrays = made if isinstance(made, tuple) else (made,)
-    for index, array in enumerate(arrays):
-        if not isinstance(array, np.ndarray):
-            raise UserError(
-                f"{reference} must return a tuple of NumPy arrays; element {index} is {type(array).__name__}"
-            )
-        if array.dtype not in (np.float32, np.float16, np.int32, np.int64, np.bool_):
-            raise UserError(
-                f"{reference}: element {index} is {array.dtype}; give float32, float16, int32, int64 or bool, which "
-                "both frameworks hold as they are (JAX would make float64 narrower)"
-            )
-    return arrays
-
-
-def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_jax_baseline_user_{path.stem}", path.resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
-
-
-def _weights_and_batch(spec: ModelSide) -> tuple[GPTConfig, dict[str, NDArray], tuple[NDArray, ...]]:
-    from torch_baseline.data import batch, load_corpus
-    from torch_baseline.model import init_numpy
-
-    config = GPTConfig(**spec.model)
-    generator = np.random.default_rng(spec.seed)
-    weights = {
-        name: array + np.float32(_JITTER) * generator.standard_normal(array.shape, np.float32)
-        if array.ndim == 1
-        else array
-        for name, array in init_numpy(config, spec.seed).items()
-    }
-    return config, weights, batch(load_corpus(None).train, spec.seed, 0, spec.batch_size, config.block_size)
-
-
-def _torch_model(plain: Mapping[str, Any]) -> Program:
-    import jax
-    import torch
-
-    from jax_baseline.inductor_program import compile_program
-    from jax_baseline.torch_labels import labelled_loss
-    from jax_baseline.transfer import weight_map
-    from torch_baseline.model import GPT
-
-    spec = ModelSide(**plain)
-    config, weights, tokens = _weights_and_batch(spec)
-    model = GPT(config)
-    model.load_numpy(weights)
-    model.to(spec.device)
-    if spec.dtype == "float64":
-        model.double()
-    parameters = dict(model.named_parameters())
-    order = [source.torch_name for source in jax.tree.leaves(weight_map(config))]
-    batch = [torch.from_numpy(part).to(spec.device) for part in tokens]
-    loss_of = torch.compile(labelled_loss(model, spec.dtype, spec.device))
-
-    def run() -> list[torch.Tensor]:
-        for parameter in parameters.values():
-            parameter.grad = None
-        loss = loss_of(*batch)
-        loss.backward()
-        return [loss.detach(), *(grad for name in order if (grad := parameters[name].grad) is not None)]
-
-    return compile_program(run, device=spec.device, repeats=spec.repeats)
-
-
-def _jax_model(plain: Mapping[str, Any]) -> JaxCall:
-    import jax
-    import jax.numpy as jnp
-
-    from jax_baseline.model import ATTENTIONS
-    from jax_baseline.optim import master_dtype
-    from jax_baseline.train import make_gradient, require_jax_device
-    from jax_baseline.transfer import from_torch
-    from torch_baseline.config import TrainConfig
-
-    spec = ModelSide(**plain)
-    require_jax_device(spec.device)
-    if spec.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)  # in this process, which is the comparison's alone
-    config, weights, tokens = _weights_and_batch(spec)
-    training = TrainConfig(dtype=spec.dtype)
-    function = make_gradient(config, training, attention=ATTENTIONS[spec.attention])
-    params = from_torch(weights, config, master_dtype(training))
-    batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
-    return function, (params, *batch), True
-
-
-def _torch_function(plain: Mapping[str, Any]) -> Program:
-    import torch
-
-    from jax_baseline.inductor_program import compile_program
-
-    spec = FunctionSide(**plain)
-    function = load_function(spec.function, what="the torch function")
-    arguments = [torch.from_numpy(array).to(spec.device) for array in load_inputs(spec.inputs)]
-    wanted = [one for one in arguments if spec.gradients and one.is_floating_point()]
-    for one in wanted:
-        one.requires_grad_()
-    compiled = torch.compile(function)
-
-    def run() -> list[torch.Tensor]:
-        for one in wanted:
-            one.grad = None
-        result = compiled(*arguments)
-        if not wanted:
-            return _leaves(result, torch.Tensor)
-        if not isinstance(result, torch.Tensor) or result.numel() != 1:
-            raise UserError(f"{spec.function}: with --gradients the function must return one scalar")
-        result.backward()
-        return [result.detach(), *(one.grad for one in wanted if one.grad is not None)]
-
-    return compile_program(run, device=spec.device, repeats=spec.repeats)
-
-
-def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
-    import jax
-    import jax.numpy as jnp
-
-    from jax_baseline.train import require_jax_device
-
-    spec = FunctionSide(**plain)
-    require_jax_device(spec.device)
-    function = load_function(spec.function, what="the JAX function")
-    arrays = load_inputs(spec.inputs)
-    arguments = [jnp.asarray(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
-    if spec.gradients:
-        floating = tuple(index for index, array in enumerate(arrays) if np.issubdtype(array.dtype, np.floating))
-        result = jax.eval_shape(function, *arguments)
-        if getattr(result, "shape", None) != ():
-            raise UserError(f"{spec.function}: with --gradients the function must return one scalar, got {result}")
-        function = jax.value_and_grad(function, argnums=floating)
-    return function, arguments, spec.gradients
-
-
-def _leaves(value: Any, kind: type) -> list[Any]:
-    """What a function returned, flat."""
-    if isinstance(value, kind):
-        return [value]
-    parts: Sequence[Any] = tuple(value.values()) if isinstance(value, dict) else value
-    return [leaf for part in parts for leaf in _leaves(part, kind)]
+def written_out_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    """Return causal attention by its formula, the softmax in float32 at least."""
+    wide = torch.promote_types(q_BHTD.dtype, torch.float32)
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        scores_BHTS = (q_BHTD.to(wide) @ k_BHTD.to(wide).transpose(-2, -1)) / math.sqrt(q_BHTD.shape[-1])
+        later_TS = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=q_BHTD.device).triu(1)
+        weights_BHTS = scores_BHTS.masked_fill(later_TS, -math.inf).softmax(-1)
+        return weights_BHTS.to(v_BHTD.dtype) @ v_BHTD

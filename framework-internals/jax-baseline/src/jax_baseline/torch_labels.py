@@ -7,15 +7,15 @@ that the model itself stays what it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.traceback import annotate
 
 from torch_baseline.config import Precision
-from torch_baseline.model import GPT, Block
+from torch_baseline.model import GPT, Block, cross_entropy
 from torch_baseline.train import autocast
 
 LABEL = "region"  # the key under which a label travels
@@ -55,11 +55,9 @@ def labelled_loss(model: GPT, dtype: Precision, device_type: str) -> Callable[[T
     parts.head = model.head or _TiedHead(model.embedding)
     _label(parts.head, "head")
 
-    def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
-        return F.cross_entropy(logits_BTV.flatten(0, 1).to(wide), targets_BT.flatten())
-
-    loss_of = labelled(cross_entropy, "loss")
+    @partial(labelled, label="loss")
+    def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
     def loss(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         with autocast(dtype, device_type):

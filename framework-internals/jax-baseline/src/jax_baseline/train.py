@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from benchkit import UserError
 from benchkit.device import Device
-from jax_baseline.model import Attention, Params, Scalar, TokensBT, loss, stack_blocks, xla_attention
+from jax_baseline.model import PARTS, Attention, Params, Parts, Scalar, TokensBT, loss, stack_blocks, xla_attention
 from jax_baseline.optim import compute_dtype, global_norm, make_optimizer, master_dtype
 from jax_baseline.transfer import from_torch
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -66,7 +66,12 @@ def initial_state(
 
 
 def make_gradient(
-    model: GPTConfig, config: TrainConfig, *, attention: Attention = xla_attention, remat: bool = False
+    model: GPTConfig,
+    config: TrainConfig,
+    *,
+    attention: Attention = xla_attention,
+    parts: Parts = PARTS,
+    remat: bool = False,
 ) -> Callable[[Params, TokensBT, TokensBT], tuple[Scalar, Params]]:
     """Return the function (parameters, tokens, targets) → (loss, gradients), not yet compiled.
 
@@ -77,31 +82,32 @@ def make_gradient(
         model: the shape.
         config: precision and accumulation.
         attention: see :func:`jax_baseline.model.forward`.
+        parts: likewise.
         remat: likewise.
 
     Raises:
         ValueError: for a dtype this loop does not have.
     """
-    dtype, parts = compute_dtype(config), config.accumulation
+    dtype, micro = compute_dtype(config), config.accumulation
     value_and_grad = jax.value_and_grad(
         lambda params, tokens_BT, targets_BT: loss(
-            params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention, remat=remat
+            params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention, parts=parts, remat=remat
         )
     )
 
     def gradient(params: Params, tokens_BT: TokensBT, targets_BT: TokensBT) -> tuple[Scalar, Params]:
         # float32 products in float32: JAX's default on a GPU is TF32, torch's is not. Lower dtypes are not affected.
         with jax.default_matmul_precision("highest"):
-            if parts == 1:
+            if micro == 1:
                 return value_and_grad(params, tokens_BT, targets_BT)
 
             def add(
                 total: tuple[Scalar, Params], part: tuple[TokensBT, TokensBT]
             ) -> tuple[tuple[Scalar, Params], None]:
                 found = value_and_grad(params, *part)
-                return jax.tree.map(lambda a, b: a + b / parts, total, found), None
+                return jax.tree.map(lambda a, b: a + b / micro, total, found), None
 
-            batches = tuple(array.reshape(parts, -1, array.shape[1]) for array in (tokens_BT, targets_BT))
+            batches = tuple(array.reshape(micro, -1, array.shape[1]) for array in (tokens_BT, targets_BT))
             zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), master_dtype(config)), params))
             return jax.lax.scan(add, zero, batches)[0]
 
@@ -113,10 +119,12 @@ def make_train_step(
     config: TrainConfig,
     *,
     attention: Attention = xla_attention,
+    parts: Parts = PARTS,
     remat: bool = False,
     donate: bool = True,
     keep_gradients: bool = False,
     steps_per_dispatch: int = 1,
+    shardings: TrainState | None = None,
 ) -> Step:
     """Return one whole optimizer step, compiled when it is first called: forward, backward, clip, AdamW, average.
 
@@ -124,12 +132,15 @@ def make_train_step(
         model: the shape.
         config: precision, accumulation and optimizer.
         attention: see :func:`jax_baseline.model.forward`.
+        parts: likewise.
         remat: likewise.
         donate: overwrite the state that is passed in, which saves the memory of a second one; the caller must then not
             use it again.
         keep_gradients: hand out the gradients in the metrics, for whoever wants to look at them.
         steps_per_dispatch: over 1, the compiled function takes so many batches, stacked along a new first axis, and
-            does as many steps before it returns to Python; every metric then has that axis as well.
+            does as many steps before it returns to Python; every metric then has that axis as well. After a step
+            that is not finite the others leave the state as it is, too.
+        shardings: how the state lies on a mesh, see :mod:`jax_baseline.sharding`; the new one is laid the same way.
 
     Returns:
         (state, tokens_BT, targets_BT) → (state, metrics).
@@ -137,7 +148,7 @@ def make_train_step(
     Raises:
         ValueError: for a dtype this loop does not have.
     """
-    gradient = make_gradient(model, config, attention=attention, remat=remat)
+    gradient = make_gradient(model, config, attention=attention, parts=parts, remat=remat)
     optimizer = make_optimizer(config)
 
     def train_step(state: TrainState, tokens_BT: TokensBT, targets_BT: TokensBT) -> tuple[TrainState, Metrics]:
@@ -148,12 +159,28 @@ def make_train_step(
             params = optax.apply_updates(state.params, updates)
         ema = None if state.ema is None else update_average(state.ema, params, config.ema_decay)
         metrics = Metrics(loss_, norm, gradients if keep_gradients else None)
-        return TrainState(state.step + 1, params, optimizer_state, ema), metrics
+        # A step that is not finite changes nothing, so that whoever looks finds the weights that led to it.
+        finite = jnp.isfinite(loss_) & jnp.isfinite(norm)
+        after = TrainState(state.step + 1, params, optimizer_state, ema)
+        return jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state), metrics
 
     def train_steps(state: TrainState, tokens_KBT: Array, targets_KBT: Array) -> tuple[TrainState, Metrics]:
-        return jax.lax.scan(lambda state, batch: train_step(state, *batch), state, (tokens_KBT, targets_KBT))
+        def go_on(
+            carry: tuple[TrainState, Array], batch: tuple[Array, Array]
+        ) -> tuple[tuple[TrainState, Array], Metrics]:
+            before, going = carry
+            after, metrics = train_step(before, *batch)
+            going &= jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.gradient_norm)
+            return (jax.tree.map(lambda new, old: jnp.where(going, new, old), after, before), going), metrics
 
-    return jax.jit(train_step if steps_per_dispatch == 1 else train_steps, donate_argnums=(0,) if donate else ())
+        (state, _), metrics = jax.lax.scan(go_on, (state, jnp.array(True)), (tokens_KBT, targets_KBT))
+        return state, metrics
+
+    return jax.jit(
+        train_step if steps_per_dispatch == 1 else train_steps,
+        donate_argnums=(0,) if donate else (),
+        out_shardings=None if shardings is None else (shardings, None),
+    )
 
 
 def update_average(average: Params, params: Params, decay: float) -> Params:

@@ -56,15 +56,15 @@ def collect(run: Run) -> None:
 
 def _collect_parity(run: Run) -> None:
     # Here and below: imported when measuring, so that rendering a report loads neither framework.
-    from jax_baseline import parity
+    from jax_baseline import parity, sides
 
     asked = run.configuration["parity"]
     for dtype, size in asked["dtypes"].items():
         with run.working(f"parity in {dtype}"):
-            setup = parity.Setup.preset(
+            setup = sides.Setup.preset(
                 asked["preset"], seed=asked["seed"], dtype=dtype, device=run.device, lr=asked["lr"], **size
             )
-            found = parity.run(setup)
+            found = sides.run(setup)
         divergence = found.divergence()
         run.record(
             "parity",
@@ -75,14 +75,15 @@ def _collect_parity(run: Run) -> None:
                 for of, value in (
                     ("jax", found.largest(quantity)),
                     ("control", found.control_largest(quantity)),
-                    ("bound", found.bound(quantity)),
+                    ("bound", found.bounds(quantity)[-1]),
                 )
             }
             | {"times control": Quantity(parity.TIMES_CONTROL[dtype], "")},
             {
                 "torch": list(found.reference),
                 "jax": list(found.candidate),
-                "control": list(found.control),
+                "controls": [list(losses) for losses in found.controls],
+                "bounds": found.bounds("loss"),
                 "divergence": None if divergence is None else str(divergence),
             },
         )

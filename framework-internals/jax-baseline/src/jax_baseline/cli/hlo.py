@@ -135,9 +135,9 @@ def diff(
     show: Annotated[int, typer.Option(min=0, help="regions to explain, with both sources")] = 3,
 ) -> None:
     """Put what XLA and Inductor made of the same function side by side, region by region."""
+    from jax_baseline.compiled_sides import FunctionSide, ModelSide, compile_both
     from jax_baseline.explanation import explain
     from jax_baseline.region_diff import compare_programs, instructive
-    from jax_baseline.sides import FunctionSide, ModelSide, compile_both
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):

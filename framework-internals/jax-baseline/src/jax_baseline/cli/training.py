@@ -1,15 +1,16 @@
-"""``train``, ``parity`` and ``bench``."""
+"""``train``, ``parity``, ``bench`` and ``sample``."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from rich.console import Console
 
-from benchkit import numbers
+from benchkit import UserError, numbers
 from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, Seed, user_errors
@@ -21,49 +22,66 @@ if TYPE_CHECKING:
 
 def train(
     preset: Preset = "tiny",
-    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps [default: the preset's]")] = None,
-    dtype: Annotated[str | None, typer.Option(help=DTYPES)] = None,
-    seed: Seed = 0,
-    accumulation: Annotated[int, typer.Option(min=1, help="micro-batches a step")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps")] = None,
     data: Annotated[Path | None, typer.Option(help="text to train on [default: the one CPython carries]")] = None,
+    out: Annotated[Path | None, typer.Option(help="folder for checkpoints and metrics [default: none]")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --out")] = False,
     device: DeviceOption = "auto",
+    dtype: Annotated[str | None, typer.Option(help=DTYPES)] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="sequences a step, over all devices")] = None,
+    accumulation: Annotated[int | None, typer.Option(min=1, help="micro-batches a step")] = None,
+    lr: Annotated[float | None, typer.Option(help="highest learning rate")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="of weights and batches")] = None,
+    patience: Annotated[int | None, typer.Option(help="validations without improvement before stopping")] = None,
+    low_precision_residual: Annotated[
+        bool, typer.Option("--low-precision-residual", help="keep the residual stream in --dtype")
+    ] = False,
+    attention: Annotated[str, typer.Option(help="xla or cudnn")] = "xla",
+    scan: Annotated[bool, typer.Option("--scan", help="scan over layers: compiled once for any depth")] = False,
+    remat: Annotated[bool, typer.Option("--remat", help="compute each block again in the backward")] = False,
+    steps_per_dispatch: Annotated[int, typer.Option(min=1, help="steps that one call does")] = 1,
+    data_parallel: Annotated[int, typer.Option(min=1, help="devices with a copy of the weights")] = 1,
+    fsdp: Annotated[int, typer.Option(min=1, help="devices that share a copy")] = 1,
+    coordinator: Annotated[str | None, typer.Option(help="host:port of process 0, for several processes")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="of the run, with --coordinator")] = 1,
+    process: Annotated[int, typer.Option(min=0, help="this one's number, with --coordinator")] = 0,
 ) -> None:
-    """Train, without averaging weights; prints the loss, and the validation beside the unigram entropy of the text."""
-    from jax_baseline.loop import NonFiniteError, StepLog, run
+    """Train; prints the loss as it falls, and validation beside the unigram entropy of the text."""
+    import jax
 
+    from jax_baseline.loop import Execution
+    from jax_baseline.loop import train as run
+    from torch_baseline.cli import RunLog
+    from torch_baseline.train import NonFiniteError
+
+    given: dict[str, Any] = {
+        "steps": steps,
+        "data": data,
+        "out": out,
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "lr": lr,
+        "seed": seed,
+        "patience": patience,
+    }
+    if coordinator is not None:
+        jax.distributed.initialize(coordinator, processes, process)
     with user_errors():
-        model, config = GPTConfig.preset(preset), TrainConfig.preset(preset)
+        model = replace(GPTConfig.preset(preset), low_precision_residual=low_precision_residual)
         config = replace(
-            config,
-            steps=steps or config.steps,
-            dtype=cast(Precision, dtype or config.dtype),
-            seed=seed,
-            accumulation=accumulation,
-            data=data,
+            TrainConfig.preset(preset),
+            **{name: value for name, value in given.items() if value is not None},
             compile=False,
-            ema_decay=0.0,  # the presets of torch's loop average the weights; this loop does not yet
         )
-    every = max(config.steps // 20, 1)
-
-    def log(event: StepLog) -> None:
-        if event.step % every == 0 or event.step == 1:
-            print(
-                f"step {event.step:>{len(str(config.steps))}}  loss {event.loss:.4f}  "
-                f"grad norm {event.gradient_norm:.3f}  {numbers.count(event.tokens_per_second)} tokens/s",
-                flush=True,
-            )
-
-    with user_errors():
+        execution = Execution(attention, scan, remat, steps_per_dispatch, data_parallel, fsdp)
+        log = RunLog(Console(highlight=False, quiet=process > 0), config.steps)
         try:
-            summary = run(model, config, device=resolve_device(device), report=log)
+            outcome = run(model, config, device=resolve_device(device), resume=resume, execution=execution, report=log)
         except NonFiniteError as error:
             print(f"jax-baseline: {error}", file=sys.stderr)
             raise typer.Exit(1) from None
-    print(
-        f"{summary.steps} steps: {summary.bits:.3f} bits per held-out byte; "
-        f"unigram entropy {summary.unigram_bits:.3f}; "
-        f"first step {numbers.with_unit(summary.first_step_seconds, 's')}"
-    )
+    log.summary(outcome.summary)
 
 
 def parity(
@@ -76,7 +94,8 @@ def parity(
     device: DeviceOption = "auto",
 ) -> None:
     """Compare JAX with torch step by step; exit status 1 if it leaves the bounds that torch's own rounding sets."""
-    from jax_baseline.parity import QUANTITIES, Setup, run
+    from jax_baseline.parity import QUANTITIES
+    from jax_baseline.sides import Setup, run
 
     with user_errors():
         setup = Setup.preset(
@@ -92,11 +111,14 @@ def parity(
     rows = [
         (
             quantity,
-            *map(numbers.error_size, (found.largest(quantity), found.control_largest(quantity), found.bound(quantity))),
+            *map(
+                numbers.error_size,
+                (found.largest(quantity), found.control_largest(quantity), found.bounds(quantity)[-1]),
+            ),
         )
         for quantity in QUANTITIES
     ]
-    print(markdown_table(["largest deviation of", "JAX", "torch, other attention", "bound"], rows))
+    print(markdown_table(["largest deviation of", "JAX", "torch in other bases", "bound"], rows))
     divergence = found.divergence()
     what = f"{preset}, {steps} steps, seed {seed}, {dtype}"
     if divergence is None:
@@ -171,6 +193,8 @@ def _peak_share(model: GPTConfig, device: Device, dtype: Precision) -> float | N
 
 def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float | None, kernels: int) -> None:
     """One engine of a sweep: a line, and its largest kernels below."""
+    from jax_baseline.kernel_times import alike
+
     if isinstance(trial, str):
         print(f"{name:28} failed: {trial.splitlines()[-1]}", flush=True)
         return
@@ -186,8 +210,27 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float 
     )
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
-    for kernel in trial.kernels[:kernels]:
-        print(f"    {numbers.with_unit(kernel.seconds, 's'):>8} {kernel.calls:>5.0f} × {kernel.name[:110]}", flush=True)
+    for kernel in alike(trial.kernels)[:kernels]:
+        print(f"    {numbers.with_unit(kernel.seconds, 's'):>8} {kernel.calls:>5.0f} × {kernel.name[:125]}", flush=True)
 
 
-COMMANDS = (train, parity, bench)
+def sample(
+    run: Annotated[Path, typer.Argument(help="folder of a training run, or a checkpoint of torch_baseline (.pt)")],
+    prompt: Annotated[str, typer.Option(help="text to go on from")] = "The ",
+    count: Annotated[int, typer.Option("--bytes", min=1, help="bytes to write")] = 300,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest byte")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="of the draws")] = 0,
+) -> None:
+    """Write with the best model of a run, every byte from a cache of keys and values."""
+    from jax_baseline.loop import load_best
+    from jax_baseline.sampling import sample_bytes
+    from jax_baseline.transfer import open_torch_checkpoint
+
+    if not prompt:
+        raise UserError("--prompt must hold at least one byte")
+    model, params = open_torch_checkpoint(run) if run.suffix == ".pt" else load_best(run)
+    written = bytes(sample_bytes(params, model, prompt.encode(), count, temperature=temperature, seed=seed))
+    print(prompt + written.decode(errors="replace"))
+
+
+COMMANDS = (train, parity, bench, sample)
