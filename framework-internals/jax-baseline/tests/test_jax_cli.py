@@ -48,23 +48,11 @@ def test_bench_compares_the_engines():
     assert [line.split("|")[1].strip() for line in result.output.splitlines()[2:]] == ["torch eager", "jax"]
 
 
-def test_hlo_of_our_step_and_of_a_dump(tmp_path):
-    dump = tmp_path / "step.txt"
-    ours = invoke("hlo", "--batch-size", "2", "--save", str(dump))
-    assert ours.exit_code == 0, ours.output
-    assert "arguments donated; compiled in" in ours.output
-    assert "block*/attention" in ours.output
-    theirs = invoke("hlo", str(dump))
-    assert theirs.output.splitlines()[1:] == ours.output.splitlines()[1:]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["parity", "--dtype", "float16"], "dtype must be float64, float32 or bfloat16, got 'float16'"),
         (["parity", "--preset", "huge"], "unknown preset 'huge'"),
-        (["hlo", "no_such_file.txt"], "cannot read no_such_file.txt"),
-        (["hlo", "--attention", "flash"], "--attention takes xla or cudnn, got 'flash'"),
         (["train", "--dtype", "float16", "--steps", "1", "--device", "cpu"], "no gradient scaler"),
     ],
 )

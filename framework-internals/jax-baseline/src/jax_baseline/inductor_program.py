@@ -307,8 +307,11 @@ def _steps(graphs: Sequence[_Graph], seconds: Mapping[str, float]) -> Iterator[S
 def _step(graph: _Graph, key: str, handle: str, statement: str, seconds: float | None) -> Step:
     ran, name = HOOKS.ran_by_key[key], handle.rsplit(":", 1)[0]
     nodes = [graph.nodes[node] for node in graph.provenance.get(handle, []) if node in graph.nodes]
-    working = [node for node in nodes if node.op not in _VIEWS] or nodes
     kernel = graph.module.kernels.get(name)
+    working = [node for node in nodes if node.op not in _VIEWS] or nodes
+    if kernel is None:
+        # A library call does one operation; what else is named behind it only prepared its arguments.
+        working = [node for node in working if node.op in name] or working
     ops = Counter(node.op for node in working)
     weights: Counter[Scopes] = Counter()
     for node in working:
