@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -122,18 +124,10 @@ def test_the_labelled_model_computes_the_same(tied):
         torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
 
 
-USER_FILE = """
-import jax
-import jax.numpy as jnp
-import numpy as np
-import torch
-from torch.fx.traceback import annotate
-
-
-def inputs():
-    generator = np.random.default_rng(0)
-    return generator.standard_normal((64, 256), np.float32), generator.standard_normal((256, 128), np.float32)
-
+# The example of the README, and inputs that cannot be.
+README = (Path(__file__).parents[1] / "README.md").read_text()
+EXAMPLE = textwrap.dedent(README.split("```python\n", 1)[1].split("```")[0])
+USER_FILE = f"""{EXAMPLE}
 
 def wide_inputs():
     return (np.zeros(3),)
@@ -141,20 +135,6 @@ def wide_inputs():
 
 def no_arrays():
     return [1.0]
-
-
-def torch_fn(x, w):
-    with annotate({"region": "hidden"}):
-        h = torch.relu(x @ w)
-    with annotate({"region": "softmax"}):
-        return torch.log_softmax(h, -1)[:, 0].sum()
-
-
-def jax_fn(x, w):
-    with jax.named_scope("hidden"):
-        h = jax.nn.relu(x @ w)
-    with jax.named_scope("softmax"):
-        return jax.nn.log_softmax(h)[:, 0].sum()
 """
 
 

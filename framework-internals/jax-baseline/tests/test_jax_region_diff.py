@@ -110,6 +110,28 @@ def test_labels_first_then_values():
     assert matches.only["Inductor"] == ()
 
 
+def test_without_any_label_common_tensors_cut_the_programs():
+    def bare(name, array):
+        return step(name, [], tensor(name, array))
+
+    one = Program(
+        "XLA",
+        (bare("a", SCORES), bare("b", HIDDEN), bare("c", np.exp(SUM)), bare("d", SUM), bare("e", SUM**2)),
+        None,
+        0.0,
+    )
+    other = Program("Inductor", (bare("f", HIDDEN.T), bare("g", SUM)), None, 0.0)
+    found = compare_programs(one, other)
+    assert [
+        (region.name, region.sides["XLA"].kernels, region.sides["Inductor"].kernels) for region in found.regions
+    ] == [
+        ("1: to float32[16,8]", 2, 1),
+        ("2: to float32[8,16]", 2, 1),
+        ("", 1, 0),
+    ]
+    assert found.placed["XLA"] == {"value": 4, "nothing": 1}
+
+
 def test_without_values_nothing_is_said_to_be_only_one_sides():
     xla, inductor = programs()
     found = compare_programs(xla.with_values({}), inductor)

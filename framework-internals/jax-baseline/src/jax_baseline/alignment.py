@@ -120,7 +120,8 @@ def align(one: Program, other: Program, matches: Matches) -> dict[str, tuple[Ali
     """Give every step of both programs its part of the model.
 
     A label is shortened to the longest beginning that the other side knows too. A step without one takes the part of
-    the step on the other side that leaves the same values in memory.
+    the step on the other side that leaves the same values in memory. Where neither has a label, tensors that both leave
+    in memory cut both programs into stretches, and each stretch is a part, named for the tensor it leads to.
 
     Returns:
         The steps in order, by compiler.
@@ -140,7 +141,42 @@ def align(one: Program, other: Program, matches: Matches) -> dict[str, tuple[Ali
             source = found[there.compiler][places[there.compiler][theirs[0].name]]
             if not found[here.compiler][index].part and source.by == "label":
                 found[here.compiler][index] = Aligned(mine[0], source.part, (source.part,), source.phase, "value")
+    _cut_into_stretches(
+        found[one.compiler], found[other.compiler], matches, places[one.compiler], places[other.compiler]
+    )
     return {compiler: tuple(steps) for compiler, steps in found.items()}
+
+
+def _cut_into_stretches(
+    left: list[Aligned],
+    right: list[Aligned],
+    matches: Matches,
+    left_places: Mapping[str, int],
+    right_places: Mapping[str, int],
+) -> None:
+    """Place what has neither label nor value, between tensors that both programs make in the same order."""
+    cuts = sorted(
+        (left_places[mine[0].name], right_places[theirs[0].name], str(theirs[1]))
+        for mine, theirs in matches.pairs
+        if not left[left_places[mine[0].name]].part and not right[right_places[theirs[0].name]].part
+    )
+    starts = (0, 0)
+    for number, (here, there, tensor) in enumerate(_longest_in_order(cuts), 1):
+        part = (f"{number}: to {tensor}",)
+        for steps, start, end in ((left, starts[0], here), (right, starts[1], there)):
+            for index in range(start, end + 1):
+                if not steps[index].part:
+                    steps[index] = Aligned(steps[index].step, part, (part,), right[there].phase, "value")
+        starts = here + 1, there + 1
+
+
+def _longest_in_order(cuts: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
+    """The longest run of cuts that advances in both programs."""
+    best: list[list[tuple[int, int, str]]] = []
+    for cut in cuts:
+        before = [chain for chain in best if chain[-1][0] < cut[0] and chain[-1][1] < cut[1]]
+        best.append([*max(before, key=len, default=[]), cut])
+    return max(best, key=len, default=[])
 
 
 def region_of(part: Scopes) -> str:
