@@ -79,6 +79,12 @@ def test_a_user_error_is_one_line_and_status_2():
     ("module", "absent"),
     [
         ("jax_baseline.hlo", {"jax", "torch", "numpy"}),
+        ("jax_baseline.hlo.lock", {"jax", "torch", "numpy"}),
+        ("jax_baseline.inductor_source", {"jax", "torch", "numpy"}),
+        ("jax_baseline.region_diff", {"jax", "torch"}),
+        ("jax_baseline.hlo_findings", {"jax", "torch"}),
+        ("jax_baseline.compiled_sides", {"jax", "torch"}),
+        ("jax_baseline.gpu_target", {"jax", "torch"}),
         ("jax_baseline.lens", {"jax", "torch"}),
         ("jax_baseline.cli", {"jax", "torch"}),
         ("jax_baseline.worker", {"jax", "torch"}),

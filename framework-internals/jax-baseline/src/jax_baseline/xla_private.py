@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jaxtyping import Array, Shaped
 
 
 def complete_text(compiled: Any) -> str:
@@ -40,7 +41,7 @@ def kept_arguments(compiled: Any) -> list[int]:
         raise RuntimeError(_moved(error)) from error
 
 
-def run_text(text: str, arguments: Sequence[jax.Array]) -> list[jax.Array]:
+def run_text(text: str, arguments: Sequence[Shaped[Array, ...]]) -> list[Shaped[Array, ...]]:
     """Compile the text of an HLO module, run it, and return its results in order.
 
     Args:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
 
 from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
 from jax_baseline.hlo.kernels import quote
@@ -18,6 +19,8 @@ from jax_baseline.profile import kernel_seconds
 from jax_baseline.programs import Program, Step, Tensor, short_place
 from jax_baseline.step_reading import COMMAND_BUFFERS_OFF
 from jax_baseline.xla_private import complete_text, kept_arguments, run_text
+
+AnyArray = Shaped[Array, "..."]
 
 _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
@@ -71,7 +74,7 @@ class CompiledFunction:
         return {name: moments(array) for name, array in zip(names, results, strict=True)}
 
 
-def moments(array: jax.Array) -> tuple[float, ...] | None:
+def moments(array: AnyArray) -> tuple[float, ...] | None:
     """Sums over an array that no permutation changes, in float64: see :func:`jax_baseline.alignment.same_values`."""
     if array.size == 0 or jnp.issubdtype(array.dtype, jnp.complexfloating):
         return None
@@ -80,7 +83,7 @@ def moments(array: jax.Array) -> tuple[float, ...] | None:
 
 
 @jax.jit
-def _sums(array: jax.Array) -> tuple[jax.Array, ...]:
+def _sums(array: AnyArray) -> tuple[Float[Array, ""], ...]:
     wide = array.astype(jnp.float64).ravel()
     return wide.sum(), jnp.abs(wide).sum(), (wide**2).sum(), (wide**3).sum(), wide.max(), wide.min()
 
@@ -114,7 +117,7 @@ def _dtype(shape: Shape) -> str:
     )
 
 
-def _result(index: int, array: jax.Array) -> Tensor:
+def _result(index: int, array: AnyArray) -> Tensor:
     return Tensor(f"result {index}", str(array.dtype), array.shape, array.nbytes, moments(array))
 
 
