@@ -183,13 +183,13 @@ def test_programs_survive_json():
 
 def test_the_report_is_made_of_the_record():
     record = Record(
-        "region diff", {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32"}, *diff_record(*programs())
+        "region diff", {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"}, *diff_record(*programs())
     )
     results = Results("jax-baseline", environment=None, configuration={}, records=(record,))
     assert hlo_findings.clauses(results) == [
         "for the same gradients of `tiny` XLA runs 5 kernels that move 3.99 KiB, Inductor 2 that move 1.20 KiB"
     ]
-    told = hlo_findings.context(results)["diff"]
+    told = hlo_findings.context(results)["diffs"][0]
     assert told["explained"][0].startswith("#### `block*/attention`, forward")
     assert [row[0] for row in told["rows"]] == ["block*/attention", "block*/mlp"]
     drawn = [figure.draw() for figure in hlo_findings.figures(results)]

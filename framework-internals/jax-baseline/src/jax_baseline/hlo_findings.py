@@ -30,18 +30,17 @@ def clauses(results: Results) -> list[str]:
         f"for the same gradients of `{record.labels['preset']}` XLA runs {numbers.count(record['XLA kernels'].value)} "
         f"kernels that move {numbers.quantity(record['XLA bytes'])}, Inductor "
         f"{numbers.count(record['Inductor kernels'].value)} that move {numbers.quantity(record['Inductor bytes'])}"
-        for record in results.select("region diff")
+        for record in results.select("region diff")[:1]
     ]
 
 
 def context(results: Results) -> dict[str, Any]:
     """The template's variables."""
     step = next(iter(results.select("hlo step")), None)
-    diff = next(iter(results.select("region diff")), None)
     targets = results.select("hlo target")
     return {
         "step": _step(step) if step else None,
-        "diff": _diff(diff) if diff else None,
+        "diffs": [_diff(record) for record in results.select("region diff")],
         "target": _target(targets) if targets else None,
     }
 
@@ -60,12 +59,12 @@ def figures(results: Results) -> Sequence[Figure]:
     for record in results.select("region diff"):
         found += [
             Figure(
-                f"regions_{key}",
+                _figure_name(key, record),
                 f"{what} in both compilers, part by part: the same loss and gradients of the same weights and tokens.",
                 partial(_draw_regions, record, key, unit, title),
             )
             for key, unit, what, title in _PANELS
-            if any(side[key] for region in record.data["regions"] for side in region["sides"].values())
+            if _is_drawn(key, record)
         ]
     return found
 
@@ -121,6 +120,15 @@ def _kernel_row(kernel: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _figure_name(key: str, record: Record) -> str:
+    return f"regions_{key}_{record.labels['attention']}"
+
+
+def _is_drawn(key: str, record: Record) -> bool:
+    """Whether there is anything to draw: times are there only where they were measured."""
+    return any(side[key] for region in record.data["regions"] for side in region["sides"].values())
+
+
 def _diff(record: Record) -> dict[str, Any]:
     regions = {(region["name"], region["phase"]): region for region in record.data["regions"]}
     return {
@@ -129,6 +137,8 @@ def _diff(record: Record) -> dict[str, Any]:
         "difference": numbers.error_size(record["difference of results"].value)
         if "difference of results" in record.values
         else None,
+        "has_values": bool(record["in both"].value),
+        "figures": [_figure_name(key, record) for key, *_ in _PANELS if _is_drawn(key, record)],
         "rows": [_diff_row(region) for region in regions.values()],
         "explained": [explain(regions[name, phase], quotes=True) for name, phase in record.data["explained"]],
         "notes": [f"{compiler}: {note}" for compiler, notes in record.data["notes"].items() for note in notes],

@@ -101,6 +101,8 @@ _INDEXES = frozenset(
     ]
 )
 
+_READ: Role = "read"
+
 
 @dataclass(frozen=True)
 class _Node:
@@ -135,12 +137,17 @@ class Hooks:
 
     Attributes:
         mode: what to take down: nothing, the tensors, or the times by a clock or a profiler's range.
+        ran_by_key: the tensors.
+        seconds_by_key: the times by a clock.
+        roles_by_key: of the pointers of generated kernels.
+        notes: what was not understood.
     """
 
     mode: str = "off"
     ran_by_key: dict[str, _Ran] = field(default_factory=dict)
     seconds_by_key: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     roles_by_key: dict[str, tuple[Role, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def launch(self, key: str) -> Any:
         """A context around the launch."""
@@ -154,12 +161,15 @@ class Hooks:
             return
         given = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         roles = self.roles_by_key.get(key)
-        if roles is not None and len(roles) == len(given):
+        if roles is not None:
+            if len(roles) != len(given):
+                self.notes.append(f"{key} takes {len(given)} tensors where its source names {len(roles)} pointers")
+                roles = tuple(_READ for _ in given)
             reads = [tensor for tensor, role in zip(given, roles, strict=True) if role != "write"]
             writes = [tensor for tensor, role in zip(given, roles, strict=True) if role != "read"]
         else:
             reads, writes = given, [*_tensors(out), *_tensors(result)]
-        if not writes and given:
+        if not writes and given and roles is None:
             writes = given[:1]  # an operator in place writes the first of its arguments
         self.ran_by_key[key] = _Ran(
             sum(one.numel() * one.element_size() for one in _distinct(reads)),
@@ -215,7 +225,9 @@ def compile_program(run: Callable[[], Sequence[torch.Tensor]], *, device: str, r
     values = _take_values(run)
     seconds = _time_launches(run, device, repeats) if repeats else {}
     wall = _time_whole(run, device, repeats) if repeats else None
-    return Program("Inductor", tuple(_steps(graphs, seconds)), wall, compile_seconds, values)
+    missed = [f"no launch was found behind {handle}" for graph in graphs for handle in graph.module.missed]
+    notes = tuple(dict.fromkeys((*HOOKS.notes, *missed)))
+    return Program("Inductor", tuple(_steps(graphs, seconds)), wall, compile_seconds, values, notes)
 
 
 def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]]:
