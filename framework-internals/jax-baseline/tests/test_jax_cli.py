@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from benchkit import UserError
 from jax_baseline.cli import app
-from jax_baseline.parity import Comparison, Deviation
+from jax_baseline.parity import Observation, judge
+from torch_baseline.config import GPTConfig
 
 SMALL = ["--steps", "3", "--batch-size", "2"]
 
@@ -24,28 +27,65 @@ def test_parity_gives_a_verdict():
 
 
 def test_no_parity_is_exit_status_1(monkeypatch):
-    found = Deviation(0.5, 0.0, 0.0, 0.0, "norm.weight", "norm.weight")
-    equal = Deviation(0.0, 0.0, 0.0, 0.0, "norm.weight", "norm.weight")
-    monkeypatch.setattr(
-        "jax_baseline.parity.run",
-        lambda setup: Comparison("float32", (5.0,), (5.5,), (5.0,), (found,), (equal,)),
-    )
+    seen = Observation(5.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
+    judged = judge([seen], [replace(seen, loss=5.5)], controls=[[seen]], dtype="float32")
+    monkeypatch.setattr("jax_baseline.sides.run", lambda setup: judged)
     result = invoke("parity", "--steps", "1", "--device", "cpu")
     assert result.exit_code == 1
     assert "NO PARITY tiny, 1 steps, seed 0, float32: step 0: the loss off by 5.0e-01" in result.output
 
 
-def test_train_prints_losses_and_validation():
-    result = invoke("train", "--preset", "tiny", "--steps", "2", "--device", "cpu")
+def test_train_then_resume_then_sample(tmp_path):
+    run = ["train", "--preset", "tiny", "--steps", "2", "--batch-size", "2", "--device", "cpu", "--out", str(tmp_path)]
+    result = invoke(*run, "--steps-per-dispatch", "2", "--scan", "--remat")
     assert result.exit_code == 0, result.output
     assert "step 2  loss" in result.output
-    assert "bits per held-out byte; unigram entropy" in result.output
+    assert "bits per held-out byte" in result.output
+    again = invoke(*run, "--resume", "--scan", "--remat")
+    assert isinstance(again.exception, UserError)
+    assert "is finished (step 2)" in str(again.exception)
+    written = invoke("sample", str(tmp_path), "--bytes", "5", "--temperature", "0", "--prompt", "abc")
+    assert written.exit_code == 0, written.output
+    assert written.output.startswith("abc")
+
+
+def test_converge_compares_the_ends_of_training(monkeypatch):
+    tiny = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8)
+    monkeypatch.setattr("torch_baseline.config.GPTConfig.preset", lambda name: tiny)
+    result = invoke("converge", "--steps", "2", "--seeds", "2", "--device", "cpu")
+    assert result.exit_code == 1, result.output  # two steps learn nothing
+    assert "NOT ALIKE tiny, 2 steps: JAX less torch" in result.output
+
+
+def test_a_sweep_goes_on_without_what_fails():
+    result = invoke(
+        *(
+            "bench",
+            "--batch-size",
+            "2",
+            "--steps",
+            "4",
+            "--rounds",
+            "1",
+            "--device",
+            "cpu",
+            "--sweep",
+            "--kernels",
+            "2",
+        ),
+        *("--engines", "jit-4-steps,cudnn", "--together", "2"),
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert any(line.startswith("cudnn ") and "failed: " in line for line in lines)
+    assert any(line.startswith("jit-4-steps ") and "tokens/s" in line for line in lines)
+    assert sum(" × " in line for line in lines) == 2
 
 
 def test_bench_compares_the_engines():
     result = invoke("bench", "--batch-size", "1", "--rounds", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert [line.split("|")[1].strip() for line in result.output.splitlines()[2:]] == ["torch eager", "jax"]
+    assert [line.split("|")[1].strip() for line in result.output.splitlines()[2:]] == ["torch-eager", "jit-donated"]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +93,10 @@ def test_bench_compares_the_engines():
     [
         (["parity", "--dtype", "float16"], "dtype must be float64, float32 or bfloat16, got 'float16'"),
         (["parity", "--preset", "huge"], "unknown preset 'huge'"),
+        (["bench", "--engines", "warp"], "there is no engine 'warp'; there are torch-eager"),
+        (["train", "--attention", "flash", "--steps", "1", "--device", "cpu"], "attention must be one of xla, cudnn"),
+        (["train", "--data-parallel", "64", "--steps", "1", "--device", "cpu"], "a mesh of 64 × 1 needs 64 devices"),
+        (["sample", "no_such_run", "--bytes", "1"], "there is no checkpoint in no_such_run"),
         (["train", "--dtype", "float16", "--steps", "1", "--device", "cpu"], "no gradient scaler"),
     ],
 )

@@ -183,7 +183,9 @@ def test_programs_survive_json():
 
 def test_the_report_is_made_of_the_record():
     record = Record(
-        "region diff", {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"}, *diff_record(*programs())
+        "region diff",
+        {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"},
+        *diff_record(*programs()),
     )
     results = Results("jax-baseline", environment=None, configuration={}, records=(record,))
     assert hlo_findings.clauses(results) == [

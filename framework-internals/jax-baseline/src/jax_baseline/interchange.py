@@ -1,4 +1,4 @@
-"""A run begun in one framework and gone on with in the other: whole training states through torch_baseline's checkpoints."""
+"""A run begun in one framework and gone on with in the other: whole states through torch_baseline's checkpoints."""
 
 from __future__ import annotations
 

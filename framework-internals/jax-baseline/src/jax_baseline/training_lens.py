@@ -1,54 +1,71 @@
-"""Half of the main job: parity per dtype, and throughput side by side."""
+"""Half of the main job: parity, planted mistakes, throughput, meshes, and training to the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from benchkit import Quantity, limits
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
-from jax_baseline.engines import EngineSpec, bench_config
+from jax_baseline.engines import EngineSpec, bench_config, named_engines
 from torch_baseline.config import GPTConfig, TrainConfig
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """Return what this half does on a device."""
+    bench: dict[str, Json]
     if device == "cuda":
-        dtypes = {
-            dtype: {"steps": 10 if quick else 50, "batch_size": 16} for dtype in ("float64", "float32", "bfloat16")
-        }
-    elif quick:
-        dtypes = {dtype: {"steps": 8, "batch_size": 4} for dtype in ("float64", "float32")}
-    else:
-        # On a CPU a step in float64 or bfloat16 costs several in float32: they get fewer and smaller ones.
-        short = {"steps": 20, "batch_size": 4}
-        dtypes = {"float64": short, "float32": {"steps": 50, "batch_size": 8}, "bfloat16": short}
-    parity = {"preset": "tiny", "seed": 0, "lr": 1e-3, "dtypes": dtypes}
-    eager = EngineSpec("torch", compiled=False)
-    if device == "cuda":
-        engines = {
-            "torch eager": eager,
-            "torch.compile": EngineSpec("torch"),
-            "jax, cuDNN attention": EngineSpec("jax", attention="cudnn"),
-            "jax, XLA attention": EngineSpec("jax"),
-        }
-        bench = {"preset": "gpt2-124m", "batch_size": 16, "dtype": "bfloat16", "rounds": 5 if quick else 10, "steps": 8}
-    else:
-        engines = {"torch eager": eager, "jax": EngineSpec("jax")}
+        size = {"steps": 10 if quick else 50, "batch_size": 16}
+        dtypes = dict.fromkeys(("float64", "float32", "bfloat16"), size)
+        names = [
+            "torch-eager",
+            "torch-compile",
+            "cudnn",
+            "jit-donated",
+            "cudnn-bf16-residual",
+            "torch-compile-bf16-residual",
+        ]
         if not quick:
-            engines |= {"torch.compile": EngineSpec("torch"), "jax, not donated": EngineSpec("jax", donate=False)}
-        bench = {"preset": "tiny", "batch_size": 16, "dtype": "float32", "rounds": 8 if quick else 10, "steps": 1}
-    named = {name: asdict(spec) for name, spec in engines.items()}
-    return {"parity": parity, "bench": {**bench, "engines": named, "reference": "torch eager"}}
+            names += ["cudnn-scan", "cudnn-4-steps"]
+        bench = {"preset": "gpt2-124m", "batch_size": 32, "dtype": "bfloat16", "rounds": 5 if quick else 10, "steps": 8}
+    else:
+        # On a CPU a step in float64 or bfloat16 costs several in float32, and there are five sides to each.
+        small: dict[str, Json] = {"steps": 6 if quick else 16, "batch_size": 2 if quick else 4}
+        dtypes = {"float64": small, "float32": small if quick else {"steps": 40, "batch_size": 4}}
+        names = ["torch-eager", "jit", "jit-donated"]
+        if not quick:
+            dtypes["bfloat16"] = small
+            names += ["torch-compile", "jit-scan", "jit-scan-remat", "jit-4-steps"]
+        bench = {"preset": "tiny", "batch_size": 4, "dtype": "float32", "rounds": 6 if quick else 8, "steps": 4}
+    engines = {name: asdict(spec) for name, spec in named_engines(names).items()}
+    learned = {"preset": "tiny", "steps": 200 if quick else 1000, "seeds": [0, 1, 2]} if device == "cuda" else None
+    return {
+        "parity": {"preset": "tiny", "seed": 0, "lr": 1e-3, "controls": 3, "dtypes": dtypes},
+        "mutations": {
+            "model": {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "tie_embeddings": False},
+            "training": {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4, "clip": 0.5},
+        },
+        "bench": {**bench, "engines": engines, "reference": "torch-eager"},
+        "meshes": {
+            "model": {"n_layer": 2, "n_embd": 64, "block_size": 32},
+            "training": {"steps": 8, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4},
+            "shapes": [[2, 2]] if quick else [[4, 1], [1, 4], [2, 2]],
+            "orders": 1 if quick else 3,
+        },
+        "convergence": learned,
+    }
 
 
 def collect(run: Run) -> None:
     """Measure and keep this half."""
     _collect_parity(run)
+    _collect_mutations(run)
     _collect_bench(run)
+    _collect_meshes(run)
+    _collect_convergence(run)
     if run.device == "cpu":
         run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
         run.absent("cuDNN's attention", "it needs a CUDA GPU")
@@ -62,7 +79,13 @@ def _collect_parity(run: Run) -> None:
     for dtype, size in asked["dtypes"].items():
         with run.working(f"parity in {dtype}"):
             setup = sides.Setup.preset(
-                asked["preset"], seed=asked["seed"], dtype=dtype, device=run.device, lr=asked["lr"], **size
+                asked["preset"],
+                seed=asked["seed"],
+                dtype=dtype,
+                device=run.device,
+                lr=asked["lr"],
+                controls=asked["controls"],
+                **size,
             )
             found = sides.run(setup)
         divergence = found.divergence()
@@ -70,12 +93,12 @@ def _collect_parity(run: Run) -> None:
             "parity",
             {"dtype": dtype, **size},
             {
-                f"{quantity}, {of}": Quantity(value, "nats" if quantity == "loss" else "")
+                f"{quantity}, {of}": Quantity(value, unit)
                 for quantity in parity.QUANTITIES
-                for of, value in (
-                    ("jax", found.largest(quantity)),
-                    ("control", found.control_largest(quantity)),
-                    ("bound", found.bounds(quantity)[-1]),
+                for of, value, unit in (
+                    ("jax", found.largest(quantity), "nats" if quantity == "loss" else ""),
+                    ("control", found.control_largest(quantity), "nats" if quantity == "loss" else ""),
+                    ("ratio", found.worst_ratio(quantity), ""),
                 )
             }
             | {"times control": Quantity(parity.TIMES_CONTROL[dtype], "")},
@@ -87,6 +110,82 @@ def _collect_parity(run: Run) -> None:
                 "divergence": None if divergence is None else str(divergence),
             },
         )
+
+
+def _collect_mutations(run: Run) -> None:
+    from jax_baseline import mutations, sides
+
+    asked = run.configuration["mutations"]
+    setup = sides.Setup(GPTConfig(**asked["model"]), TrainConfig(**asked["training"], dtype="float32"))
+    with run.working("planted mistakes"):
+        verdicts = mutations.trial(setup)
+    for verdict in verdicts:
+        run.record(
+            "mutation",
+            {"mistake": verdict.name},
+            {"times": Quantity(verdict.times, "")},
+            {"step": verdict.step, "where": verdict.where},
+        )
+
+
+def _collect_meshes(run: Run) -> None:
+    from jax_baseline.worker import Worker
+
+    asked = run.configuration["meshes"]
+    devices = max(data * fsdp for data, fsdp in asked["shapes"])
+    # Always on the CPU: it can pretend to be any number of devices, a GPU cannot.
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    arguments = {"model": asked["model"], "training": asked["training"]}
+    rows = asked["training"]["batch_size"]
+    with (
+        run.working("meshes"),
+        Worker("jax_baseline.mesh_trial:MeshTrial", arguments, environment=environment) as worker,
+    ):
+        orders = [[(row * step) % rows for row in range(rows)] for step in (3, 5, 7)][: asked["orders"]]
+        alone = worker.call("run", data=1, fsdp=1)
+        controls = [worker.call("run", data=1, fsdp=1, rows=order)["losses"] for order in orders]
+        for data, fsdp in [[1, 1], *asked["shapes"]]:
+            found = alone if (data, fsdp) == (1, 1) else worker.call("run", data=data, fsdp=fsdp)
+            run.record(
+                "mesh",
+                {"data": data, "fsdp": fsdp},
+                {"state": Quantity(found["state_bytes"], "B"), "difference": Quantity(_apart(found, alone), "nats")},
+                {"collectives": found["collectives"], "losses": found["losses"], "controls": controls},
+            )
+
+
+def _apart(found: Mapping[str, Any], alone: Mapping[str, Any]) -> float:
+    return max(abs(one - other) for one, other in zip(found["losses"], alone["losses"], strict=True))
+
+
+def _collect_convergence(run: Run) -> None:
+    from jax_baseline import convergence
+
+    asked = run.configuration["convergence"]
+    if asked is None:
+        run.absent(
+            "Training to the end in both frameworks",
+            "it takes half an hour on two cores: `jax-baseline converge --steps 1000`",
+        )
+        return
+    with run.working("training to the end"):
+        found = convergence.run(
+            GPTConfig.preset(asked["preset"]),
+            replace(TrainConfig.preset(asked["preset"]), steps=asked["steps"]),
+            seeds=asked["seeds"],
+            device=run.device,
+        )
+    for seed, theirs, ours in zip(found.seeds, found.torch, found.jax, strict=True):
+        run.record("converged", {"seed": seed}, {"torch": Quantity(theirs, "bits"), "jax": Quantity(ours, "bits")})
+    run.record(
+        "convergence",
+        values={
+            "difference": Quantity(found.difference, "bits"),
+            "seed noise": Quantity(found.seed_noise, "bits"),
+            "unigram": Quantity(found.unigram_bits, "bits"),
+        },
+        data={"alike": found.alike},
+    )
 
 
 def _collect_bench(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""``train``, ``parity``, ``bench`` and ``sample``."""
+"""``train``, ``parity``, ``bench``, ``converge`` and ``sample``."""
 
 from __future__ import annotations
 
@@ -214,6 +214,32 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float 
         print(f"    {numbers.with_unit(kernel.seconds, 's'):>8} {kernel.calls:>5.0f} × {kernel.name[:125]}", flush=True)
 
 
+def converge(
+    preset: Preset = "tiny",
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 1000,
+    seeds: Annotated[int, typer.Option(min=2, help="how many")] = 3,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train both frameworks to the end from several seeds; exit status 1 if they do not arrive at the same loss."""
+    from jax_baseline.convergence import run
+
+    with user_errors():
+        model, config = GPTConfig.preset(preset), replace(TrainConfig.preset(preset), steps=steps)
+        found = run(model, config, seeds=range(seeds), device=resolve_device(device))
+    rows = [
+        (seed, f"{theirs:.4f}", f"{ours:.4f}")
+        for seed, theirs, ours in zip(found.seeds, found.torch, found.jax, strict=True)
+    ]
+    print(markdown_table(["seed", "torch, bits per held-out byte", "JAX"], rows))
+    verdict = "ALIKE" if found.alike else "NOT ALIKE"
+    print(
+        f"{verdict} {preset}, {steps} steps: JAX less torch {found.difference:+.4f} bits, "
+        f"seed noise {found.seed_noise:.4f}, unigram entropy {found.unigram_bits:.3f}"
+    )
+    if not found.alike:
+        raise typer.Exit(1)
+
+
 def sample(
     run: Annotated[Path, typer.Argument(help="folder of a training run, or a checkpoint of torch_baseline (.pt)")],
     prompt: Annotated[str, typer.Option(help="text to go on from")] = "The ",
@@ -233,4 +259,4 @@ def sample(
     print(prompt + written.decode(errors="replace"))
 
 
-COMMANDS = (train, parity, bench, sample)
+COMMANDS = (train, parity, bench, converge, sample)

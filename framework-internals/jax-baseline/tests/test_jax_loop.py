@@ -1,0 +1,287 @@
+"""The loop: what it reaches, what it leaves behind, and that nothing of a run is lost or different after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchkit import UserError
+from jax_baseline import interchange, loop, per_example, sampling
+from jax_baseline.checkpoints import BEST, LAST, Checkpoints
+from jax_baseline.model import forward, loss
+from jax_baseline.transfer import from_torch, to_torch
+from torch_baseline import checkpoint as torch_checkpoints
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.data import batch, load_corpus
+from torch_baseline.model import GPT, init_numpy
+from torch_baseline.records import StepLog, ValidationLog
+from torch_baseline.sample import sample_bytes as torch_sample_bytes
+from torch_baseline.train import NonFiniteError
+from torch_baseline.train import train as torch_train
+
+MODEL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12)
+CONFIG = TrainConfig(
+    steps=6, batch_size=4, warmup=2, eval_batches=2, eval_interval=3, checkpoint_interval=2, ema_decay=0.9
+)
+
+
+def losses(logs):
+    return [log.loss for log in logs if isinstance(log, StepLog)]
+
+
+def weights(state):
+    return {**to_torch(state.params, MODEL), **{f"ema {k}": v for k, v in to_torch(state.ema, MODEL).items()}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupts, with its folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    logs = []
+    return loop.train(MODEL, replace(CONFIG, out=folder), report=logs.append), logs, folder
+
+
+def test_a_run_learns_validates_and_describes_itself(whole):
+    outcome, logs, folder = whole
+    assert [log.step for log in logs if isinstance(log, StepLog)] == [1, 2, 3, 4, 5, 6]
+    assert [log.step for log in logs if isinstance(log, ValidationLog)] == [3, 6]
+    assert losses(logs)[-1] < losses(logs)[0]
+    assert outcome.summary.ema_bits > outcome.summary.bits  # the average lags behind
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 8
+    described = json.loads((folder / "run.json").read_text())
+    assert described["framework"].startswith("jax ")
+    assert described["execution"]["attention"] == "xla"
+    assert described["summary"]["steps"] == 6
+
+
+def test_the_loop_is_torchs_loop():
+    config = replace(CONFIG, accumulation=2, dtype="float64")
+    theirs, ours = [], []
+    summary = torch_train(MODEL, config, report=theirs.append)
+    outcome = loop.train(MODEL, config, report=ours.append)
+    for one, other in zip(theirs[1:], ours[1:], strict=True):
+        assert type(one) is type(other)
+        if isinstance(one, StepLog):
+            assert (other.step, other.lr) == (one.step, one.lr)
+            assert (other.loss, other.gradient_norm) == pytest.approx((one.loss, one.gradient_norm), rel=1e-12)
+        else:
+            assert (other.step, other.best) == (one.step, one.best)
+            assert (other.bits, other.ema_bits) == pytest.approx((one.bits, one.ema_bits), rel=1e-12)
+    assert outcome.summary.best_bits == pytest.approx(summary.best_bits, rel=1e-12)
+
+
+@pytest.mark.parametrize("execution", [loop.Execution(steps_per_dispatch=2), loop.Execution(scan=True, remat=True)])
+def test_execution_changes_rounding_alone(whole, execution):
+    logs = []
+    loop.train(MODEL, CONFIG, execution=execution, report=logs.append)
+    assert losses(logs) == pytest.approx(losses(whole[1]), rel=1e-5)
+
+
+CHILD = """
+import sys, threading, os, signal, time
+from pathlib import Path
+from dataclasses import replace
+sys.path[:0] = sys.argv[2].split(os.pathsep)
+from test_jax_loop import MODEL, CONFIG
+from jax_baseline import loop
+folder = Path(sys.argv[1])
+
+def kill_while_step_four_is_written():
+    while not list((folder / "last").glob("4.*tmp*")):
+        time.sleep(0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=kill_while_step_four_is_written, daemon=True).start()
+loop.train(MODEL, replace(CONFIG, out=folder))
+"""
+
+
+def test_a_kill_during_a_checkpoint_loses_nothing_that_was_whole(whole, tmp_path):
+    outcome, logs, _ = whole
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    killed = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path), path], check=False, capture_output=True, text=True
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert list((tmp_path / "last").glob("4.*tmp*"))  # cut off in the middle
+    assert not (tmp_path / "last" / "4").exists()
+    resumed = []
+    again = loop.train(MODEL, replace(CONFIG, out=tmp_path), resume=True, report=resumed.append)
+    assert resumed[0].step == 2
+    assert losses(resumed) == losses(logs)[2:]
+    for name, array in weights(again.state).items():
+        np.testing.assert_array_equal(array, weights(outcome.state)[name], err_msg=name)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+def damage(folder):
+    """Change a byte in the middle of the largest file of a checkpoint."""
+    largest = max((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(bytes(content))
+
+
+def test_a_damaged_checkpoint_is_named_and_refused(tmp_path):
+    config = replace(CONFIG, steps=4, out=tmp_path)
+    loop.train(MODEL, config)
+    damage(tmp_path / "last" / "4" / "state")
+    with pytest.raises(UserError, match=r"the checkpoint .*last/4 (is damaged \(checksum of|cannot be read).*step 2"):
+        loop.train(MODEL, replace(config, steps=4), resume=True)
+
+
+def test_a_wrong_array_in_a_whole_checkpoint_is_noticed(tmp_path, monkeypatch):
+    config = replace(CONFIG, steps=4, out=tmp_path)
+    monkeypatch.setattr("jax_baseline.checkpoints.checksums", lambda state: {".params.norm": 7})
+    loop.train(MODEL, config)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"is damaged \(checksum of \.step\)|is damaged \(checksum of"):
+        loop.train(MODEL, config, resume=True)
+
+
+def test_other_runs_and_missing_ones_are_refused(whole, tmp_path):
+    config = replace(CONFIG, out=whole[2])
+    with pytest.raises(UserError, match="holds a run already"):
+        loop.train(MODEL, config)
+    with pytest.raises(UserError, match=r"made with lr=0.003 \(training\), this run asks for lr=0.001"):
+        loop.train(MODEL, replace(config, lr=1e-3), resume=True)
+    with pytest.raises(UserError, match="is finished"):
+        loop.train(MODEL, config, resume=True)
+    with pytest.raises(UserError, match="there is no checkpoint in"):
+        loop.train(MODEL, replace(config, out=tmp_path), resume=True)
+    with pytest.raises(UserError, match="--resume needs the folder"):
+        loop.train(MODEL, replace(config, out=None), resume=True)
+
+
+def test_patience_ends_a_run_early():
+    config = replace(CONFIG, steps=40, lr=1e-9, min_lr=1e-9, eval_interval=2, patience=2, weight_decay=0.0)
+    summary = loop.train(MODEL, replace(config, lr=0.5, min_lr=0.5)).summary
+    assert summary.stopped_early
+    assert summary.steps < 40
+
+
+@pytest.mark.parametrize("execution", [loop.Execution(), loop.Execution(steps_per_dispatch=3)])
+def test_a_number_that_is_not_finite_is_named(execution):
+    config = replace(CONFIG, lr=1e30, min_lr=1e30, warmup=0, clip=0.0)
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss is .*(finite|is not).*those before this step"):
+        loop.train(MODEL, config, execution=execution)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "float16"}, "no gradient scaler"),
+        ({"parallel": "ddp"}, "give JAX a mesh"),
+        ({"deterministic": True}, "xla_gpu_deterministic_ops"),
+    ],
+)
+def test_what_the_loop_does_not_have_it_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        loop.train(MODEL, replace(CONFIG, **change))
+
+
+def test_a_run_goes_on_in_the_other_framework(tmp_path):
+    config = replace(CONFIG, dtype="float64", steps=8, eval_interval=0, checkpoint_interval=4, out=tmp_path / "torch")
+    everything = []
+    torch_train(MODEL, config, report=everything.append)
+    # Stop torch after four steps, by a checkpoint in the middle of the run.
+    half = replace(config, out=tmp_path / "half")
+    stop = []
+
+    class Stop(Exception):
+        pass
+
+    def report(event):
+        stop.append(event)
+        if isinstance(event, StepLog) and event.step == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        torch_train(MODEL, half, report=report)
+    with jax.enable_x64(True):
+        model, settings, state = interchange.open_torch_run(half.out / "last.pt")
+        assert int(state.step) == 4
+        step = loop.make_train_step(model, settings)
+        corpus = load_corpus()
+        found = []
+        for index in range(4, 6):
+            tokens = batch(corpus.train, settings.seed, index, settings.batch_size, model.block_size)
+            state, metrics = step(state, *tokens)
+            found.append(float(metrics.loss))
+        assert found == pytest.approx(losses(everything)[4:6], rel=1e-12)
+        interchange.save_torch_run(half.out / "last.pt", state, model, settings, data_sha256=corpus.sha256)
+    rest = []
+    torch_train(MODEL, half, resume=True, report=rest.append)
+    assert losses(rest) == pytest.approx(losses(everything)[6:], rel=1e-12)
+    assert torch_checkpoints.load(half.out / "last.pt").step == 8
+
+
+def test_sampling_from_the_cache_writes_what_torch_writes():
+    config = GPTConfig(vocab_size=300, n_layer=2, n_head=3, n_embd=30, block_size=10, tie_embeddings=False)
+    drawn = {name: array * (4 if array.ndim == 2 else 1) for name, array in init_numpy(config, 3).items()}
+    model = GPT(config)
+    model.load_numpy(drawn)
+    params = from_torch(drawn, config)
+    theirs = list(torch_sample_bytes(model, b"hello", 20, temperature=0, seed=0))  # past the end of the window
+    assert list(sampling.sample_bytes(params, config, b"hello", 20, temperature=0, seed=0)) == theirs
+    warm = list(sampling.sample_bytes(params, config, b"hello", 8, temperature=1.0, seed=1))
+    assert warm == list(sampling.sample_bytes(params, config, b"hello", 8, temperature=1.0, seed=1))
+    assert warm != list(sampling.sample_bytes(params, config, b"hello", 8, temperature=1.0, seed=2))
+    with pytest.raises(ValueError, match="at least one byte"):
+        next(sampling.sample_bytes(params, config, b"", 1, temperature=0, seed=0))
+    with pytest.raises(ValueError, match="must not be negative"):
+        next(sampling.sample_bytes(params, config, b"a", 1, temperature=-1, seed=0))
+
+
+def test_every_examples_own_loss_and_gradient():
+    params = from_torch(init_numpy(MODEL, 0), MODEL)
+    x, y = (part.astype(np.int32) for part in batch(load_corpus().train, 0, 0, 3, MODEL.block_size))
+    each, norms = jax.jit(per_example.gradient_norms, static_argnums=3)(params, x, y, MODEL)
+    np.testing.assert_allclose(per_example.losses(params, x, y, MODEL), each, rtol=1e-5)
+    assert float(each.mean()) == pytest.approx(float(loss(params, x, y, MODEL)), rel=1e-6)
+    for index in range(3):
+        gradient = jax.grad(loss)(params, x[index : index + 1], y[index : index + 1], MODEL)
+        own = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradient)))
+        assert float(norms[index]) == pytest.approx(own, rel=1e-5)
+
+
+def test_noise_scale_of_gradients_that_are_signal_and_noise():
+    generator = np.random.default_rng(0)
+    signal, gradients = np.full(400, 0.5), generator.standard_normal((200, 400))
+    gradients = signal + 2.0 * gradients
+    norms = np.linalg.norm(gradients, axis=1)
+    found = per_example.noise_scale(norms, np.linalg.norm(gradients.mean(0)))
+    assert float(found) == pytest.approx(4.0 * 400 / (0.25 * 400), rel=0.1)
+
+
+def test_the_nnx_view_is_the_function():
+    nnx = pytest.importorskip("flax.nnx")
+    from jax_baseline.nnx_view import GPT as View
+
+    view = View(MODEL, seed=2)
+    x = np.zeros((1, 5), np.int32)
+    params = from_torch(init_numpy(MODEL, 2), MODEL)
+    np.testing.assert_array_equal(view(x), forward(params, x, MODEL))
+    gradient = nnx.grad(lambda model: model(x).sum())(view)
+    expected = jax.tree.leaves(jax.grad(lambda params: forward(params, x, MODEL).sum())(params))
+    for found, leaf in zip(jax.tree.leaves(gradient), expected, strict=True):
+        np.testing.assert_allclose(found, leaf, rtol=1e-5, atol=1e-6)
+
+
+def test_best_weights_are_the_averaged_ones(whole):
+    config, params = loop.load_best(whole[2])
+    assert config == MODEL
+    checkpoints = Checkpoints(whole[2])
+    assert checkpoints.exists(BEST)
+    assert checkpoints.exists(LAST)
+    np.testing.assert_array_equal(params.norm, whole[0].state.ema.norm)  # the last validation was the best
+    checkpoints.close()

@@ -1,0 +1,184 @@
+"""The comparison itself: bounds, controls in other bases, what is named, and what planted mistakes it catches."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from jax_baseline import mutations, parity, sides
+from jax_baseline.symmetry import Symmetry
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.model import GPT, init_numpy
+
+SMALL = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=12)
+SHAPES = {
+    "two blocks": replace(SMALL, n_layer=2),
+    "odd heads, untied": GPTConfig(
+        vocab_size=300, n_layer=1, n_head=3, n_embd=30, block_size=12, tie_embeddings=False, rope_base=500.0
+    ),
+    "one head, large eps": replace(SMALL, n_head=1, norm_eps=1e-2),
+}
+TRAINING = TrainConfig(steps=6, batch_size=4, warmup=2, lr=1e-3, min_lr=1e-4, dtype="float64")
+EPS64 = float(np.finfo(np.float64).eps)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_another_basis_computes_the_same_in_another_order(name):
+    config = SHAPES[name]
+    symmetry = Symmetry.draw(config, 4, seed=1)
+    weights = {key: array.astype(np.float64) for key, array in init_numpy(config, 0).items()}
+    tokens = np.random.default_rng(0).integers(0, 256, (4, config.block_size))
+    logits = {}
+    for name, changed in (("own", weights), ("other", symmetry.weights(weights))):
+        model = GPT(config).double()
+        model.load_numpy(changed)
+        batch = tokens if name == "own" else symmetry.batch(tokens)
+        logits[name] = model(torch.from_numpy(batch)).detach().numpy()
+    found = symmetry.original_activations({"logits": logits["other"]})["logits"]
+    assert not np.array_equal(found, logits["own"])  # the order of the sums did change
+    np.testing.assert_allclose(found, logits["own"], rtol=0, atol=300 * EPS64 * np.abs(logits["own"]).max())
+    for key, array in symmetry.original_weights(symmetry.weights(weights)).items():
+        np.testing.assert_array_equal(array, weights[key])
+
+
+@pytest.mark.parametrize(("dtype", "ceiling"), [("float64", 1e-13), ("float32", 1e-5)])
+@pytest.mark.parametrize("low_precision_residual", [False, True])
+def test_parity_holds(dtype, ceiling, low_precision_residual):
+    model = replace(SHAPES["odd heads, untied"], low_precision_residual=low_precision_residual)
+    found = sides.run(sides.Setup(model, replace(TRAINING, dtype=dtype, steps=8)))
+    assert found.divergence() is None
+    assert found.largest("loss") < ceiling
+
+
+@pytest.mark.parametrize("low_precision_residual", [False, True])
+def test_parity_in_bfloat16_is_that_of_torch_with_itself(low_precision_residual):
+    model = replace(SMALL, low_precision_residual=low_precision_residual)
+    found = sides.run(sides.Setup(model, replace(TRAINING, dtype="bfloat16")))
+    assert found.divergence() is None
+    assert found.control_largest("loss") < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "quantity", "layer"),
+    [
+        ({"model": {"norm_eps": 1e-3}}, "loss", "blocks.0.attention"),
+        ({"training": {"beta2": 0.999}}, "optimizer state", ""),
+        ({"training": {"weight_decay": 0.0}}, "weights", ""),
+    ],
+)
+def test_what_parts_first_is_named(wrong, quantity, layer):
+    setup = sides.Setup(SHAPES["two blocks"], TRAINING)
+    port = replace(
+        setup,
+        model=replace(setup.model, **wrong.get("model", {})),
+        training=replace(setup.training, **wrong.get("training", {})),
+    )
+    with jax.enable_x64(True):
+        found = parity.compare(
+            setup.batches(),
+            reference=sides.TorchSide(setup),
+            candidate=sides.JaxSide(port),
+            controls=sides.control_sides(setup),
+            dtype="float64",
+        )
+    divergence = found.divergence()
+    assert (divergence.step, divergence.quantity, divergence.layer) == (0, quantity, layer)
+    assert divergence.deviation > divergence.bound
+    if quantity != "loss":
+        assert divergence.parameter.removeprefix("exp_avg_sq of ") in init_numpy(setup.model, 0)
+    assert str(divergence).startswith(f"step 0: the {quantity} off by")
+
+
+class Line:
+    """Gradient descent on (w·x − 1)² with w a number: the smallest pair of steps of one's own."""
+
+    def __init__(self, rate, dtype=np.float64):
+        self.rate, self.weight = rate, dtype(0.5)
+
+    def step(self, tokens_BT, targets_BT):
+        error = self.weight * 2 - 1
+        gradient = 4 * error + 1
+        self.weight = self.weight - self.rate * gradient
+        return parity.Observation(
+            float(error**2), abs(float(gradient)), {"w": np.array(gradient)}, {"w": np.array(self.weight)}
+        )
+
+
+def test_any_pair_of_steps_can_be_compared():
+    batches = [(np.zeros((1, 1), np.int64),) * 2] * 5
+    same = parity.compare(batches, reference=Line(0.1), candidate=Line(0.1), controls=[Line(0.1)], dtype="float64")
+    assert same.divergence() is None
+    other = parity.compare(batches, reference=Line(0.1), candidate=Line(0.11), controls=[Line(0.1)], dtype="float64")
+    assert (other.divergence().step, other.divergence().quantity, other.divergence().parameter) == (0, "weights", "w")
+    with pytest.raises(ValueError, match="needs at least one control"):
+        parity.compare(batches, reference=Line(0.1), candidate=Line(0.1), controls=[], dtype="float64")
+    with pytest.raises(ValueError, match="dtype must be one of float64, float32, bfloat16, got 'int8'"):
+        parity.compare(batches, reference=Line(0.1), candidate=Line(0.1), controls=[Line(0.1)], dtype="int8")
+
+
+def test_not_a_number_is_a_divergence():
+    good = parity.Observation(1.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
+    bad = replace(good, gradients={"w": np.array([1.0, np.nan])})
+    found = parity.judge([good, good], [good, bad], controls=[[good, good]], dtype="float64")
+    assert (found.divergence().step, found.divergence().quantity) == (1, "gradients")
+
+
+def test_sides_must_hold_the_same_parameters():
+    one = parity.Observation(1.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
+    other = replace(one, weights={"v": np.ones(2)})
+    with pytest.raises(ValueError, match=r"the sides differ in \['v', 'w'\]"):
+        parity.deviation(one, other)
+
+
+def test_bounds_follow_what_the_controls_have_reached_and_never_fall():
+    reference = [parity.Observation(1.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})] * 10
+    control = [replace(seen, loss=1.0 + (1e-3 if step == 8 else 0.0)) for step, seen in enumerate(reference)]
+    found = parity.judge(reference, reference, controls=[control], dtype="float32")
+    bounds = found.bounds("loss")
+    floor = 8 * float(np.finfo(np.float32).eps)
+    assert bounds[:8] == [floor] * 8
+    assert bounds[8:] == pytest.approx([4e-3, 4e-3])
+
+
+MODEL = GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=32, tie_embeddings=False)
+CAUGHT = (
+    "norm eps 1e-6 (Flax's default)",
+    "q and k exchanged",
+    "beta2 0.999 (optax's default)",
+    "schedule a step late",
+)
+
+
+def test_planted_mistakes_are_caught_and_the_faithful_step_is_not():
+    training = TrainConfig(steps=4, batch_size=8, warmup=2, lr=1e-3, min_lr=1e-4, clip=0.5)
+    chosen = [mutation for mutation in mutations.MUTATIONS if mutation.name in CAUGHT]
+    assert len(chosen) == len(CAUGHT)
+    faithful, *others = mutations.trial(sides.Setup(MODEL, training), chosen)
+    assert (faithful.name, faithful.step) == ("", None)
+    assert [verdict.step is not None and verdict.times > 1 for verdict in others] == [True] * len(CAUGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_nearly_all_planted_mistakes_are_caught_within_four_steps(seed):
+    training = TrainConfig(steps=4, batch_size=8, warmup=2, lr=1e-3, min_lr=1e-4, clip=0.5, seed=seed)
+    faithful, *others = mutations.trial(sides.Setup(MODEL, training))
+    assert faithful.step is None
+    missed = [verdict.name for verdict in others if verdict.step is None]
+    assert len(others) >= 25
+    assert len(others) - len(missed) >= 0.92 * len(others), missed  # 23 of 25
+
+
+def test_names_of_mistakes_are_unique():
+    assert len({mutation.name for mutation in mutations.MUTATIONS}) == len(mutations.MUTATIONS) >= 25
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_parity_on_the_gpu(dtype):
+    if not torch.cuda.is_available() or jax.default_backend() != "gpu":
+        pytest.skip("needs a CUDA GPU that both torch and JAX see")
+    found = sides.run(sides.Setup.preset("tiny", steps=10, seed=0, dtype=dtype, device="cuda"))
+    assert found.divergence() is None
