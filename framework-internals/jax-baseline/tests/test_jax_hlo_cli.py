@@ -31,6 +31,8 @@ def test_hlo_of_our_step_measured(tmp_path):
     assert "train step of tiny, 1 blocks, 2 sequences, float32, xla attention, on cpu" in ours.output
     assert "XLA's own count, loop bodies once" in ours.output
     assert "a step takes" in ours.output
+    donated, arguments = re.search(r"(\d+) of (\d+) arguments donated", ours.output).groups()
+    assert int(donated) == int(arguments) - 2  # all but tokens and targets
     assert re.search(r"\| block\*/attention \| backward \|.* (µs|ms) \|", ours.output)
     kernel_rows = ours.output.split("| kernel |")[1].splitlines()[2:]
     assert len(kernel_rows) == 3

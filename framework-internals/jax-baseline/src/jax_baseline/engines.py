@@ -125,7 +125,6 @@ class Preparation:
         compile_seconds: by stage, where the framework has stages one can time.
         flops: of a step by XLA's count.
         temporaries: bytes of scratch memory by XLA's count.
-        hlo: numbers of :class:`jax_baseline.hlo.Summary`.
     """
 
     first_step_seconds: float
@@ -133,7 +132,6 @@ class Preparation:
     compile_seconds: dict[str, float]
     flops: float | None = None
     temporaries: int | None = None
-    hlo: dict[str, Any] | None = None
 
 
 class KernelTime(NamedTuple):
@@ -287,7 +285,6 @@ class JaxEngine:
     def prepare(self) -> dict[str, Any]:
         """Compile, stage by stage, and take the first step."""
         from jax_baseline.compilation import compile_step
-        from jax_baseline.hlo import summarise
 
         self._jax.block_until_ready(self._state)
         start = time.perf_counter()
@@ -300,8 +297,7 @@ class JaxEngine:
             "lower": compiled.lower_seconds,
             "compile": compiled.compile_seconds,
         }
-        summary = summarise(compiled.text).as_plain()
-        return asdict(Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries, summary))
+        return asdict(Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries))
 
     def run(self, steps: int) -> None:
         """Take so many steps and wait for the last."""
