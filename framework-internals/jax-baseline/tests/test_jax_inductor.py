@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from benchkit import UserError
+from jax_baseline import compiled_sides
 from jax_baseline.compiled_sides import FunctionSide, compile_both, load_function, load_inputs
 from jax_baseline.inductor_program import compile_program, kernel_seconds_from_trace
 from jax_baseline.inductor_source import hook_launches
@@ -182,6 +184,14 @@ def test_functions_that_are_not_there(user_file, reference, message):
 def test_inputs_that_cannot_be_shared(user_file, name, message):
     with pytest.raises(UserError, match=message):
         load_inputs(f"{user_file}:{name}")
+
+
+@pytest.mark.parametrize(("side", "name"), [("JaxSide", "torch_fn"), ("TorchSide", "jax_fn")])
+def test_a_function_that_fails_is_blamed(user_file, side, name):
+    """Each framework's function given to the other: what it raises is one line that names it."""
+    spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
+    with pytest.raises(UserError, match=rf"{name} raised \w+: "):
+        getattr(compiled_sides, side)("function", spec).program()
 
 
 def test_a_file_that_fails_is_named(tmp_path):

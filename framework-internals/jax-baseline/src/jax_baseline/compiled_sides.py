@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -111,17 +111,14 @@ def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | Fun
     Raises:
         UserError: for what the user can mend.
     """
-    with ExitStack() as stack:
-        programs = []
-        for side, spec in (("JaxSide", jax_side), ("TorchSide", torch_side)):
-            kind = "model" if isinstance(spec, ModelSide) else "function"
-            environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            if spec.device == "cpu" or side == "TorchSide":
-                environment["JAX_PLATFORMS"] = "cpu"
-            arguments = {"kind": kind, "spec": asdict(spec)}
-            worker = stack.enter_context(
-                Worker(f"jax_baseline.compiled_sides:{side}", arguments, environment=environment)
-            )
+    programs = []
+    for side, spec in (("JaxSide", jax_side), ("TorchSide", torch_side)):
+        kind = "model" if isinstance(spec, ModelSide) else "function"
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if spec.device == "cpu" or side == "TorchSide":
+            environment["JAX_PLATFORMS"] = "cpu"
+        arguments = {"kind": kind, "spec": asdict(spec)}
+        with Worker(f"jax_baseline.compiled_sides:{side}", arguments, environment=environment) as worker:
             program = Program.from_plain(worker.call("program"))
             programs.append(_with_values(program, worker) if side == "JaxSide" else program)
     return programs[0], programs[1]
@@ -163,13 +160,31 @@ def load_function(reference: str, *, what: str) -> Callable[..., Any]:
     return function
 
 
+@contextmanager
+def blame(reference: str) -> Iterator[None]:
+    """Let what a user's function raises be said of that function, in one line.
+
+    Raises:
+        UserError: in the place of anything else.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or "no message").splitlines()[0][:300]
+        raise UserError(f"{reference} raised {type(error).__name__}: {text}") from error
+
+
 def load_inputs(reference: str) -> tuple[NDArray, ...]:
     """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can hold as they are.
 
     Raises:
         UserError: if not.
     """
-    made = load_function(reference, what="the inputs")()
+    function = load_function(reference, what="the inputs")
+    with blame(reference):
+        made = function()
     arrays = made if isinstance(made, tuple) else (made,)
     for index, array in enumerate(arrays):
         if not isinstance(array, np.ndarray):
@@ -274,6 +289,8 @@ def _torch_function(plain: Mapping[str, Any]) -> Program:
     spec = FunctionSide(**plain)
     function = load_function(spec.function, what="the torch function")
     arguments = [torch.from_numpy(array).to(spec.device) for array in load_inputs(spec.inputs)]
+    with blame(spec.function):
+        function(*arguments)
     wanted = [one for one in arguments if spec.gradients and one.is_floating_point()]
     for one in wanted:
         one.requires_grad_()
@@ -304,9 +321,10 @@ def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
     function = load_function(spec.function, what="the JAX function")
     arrays = load_inputs(spec.inputs)
     arguments = [jnp.asarray(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
+    with blame(spec.function):
+        result = jax.eval_shape(function, *arguments)
     if spec.gradients:
         floating = tuple(index for index, array in enumerate(arrays) if np.issubdtype(array.dtype, np.floating))
-        result = jax.eval_shape(function, *arguments)
         if getattr(result, "shape", None) != ():
             raise UserError(f"{spec.function}: with --gradients the function must return one scalar, got {result}")
         function = jax.value_and_grad(function, argnums=floating)
@@ -317,5 +335,6 @@ def _leaves(value: Any, kind: type) -> list[Any]:
     """What a function returned, flat."""
     if isinstance(value, kind):
         return [value]
-    parts: Sequence[Any] = tuple(value.values()) if isinstance(value, dict) else value
+    # In the order in which JAX flattens a dictionary.
+    parts: Sequence[Any] = [value[key] for key in sorted(value)] if isinstance(value, dict) else value
     return [leaf for part in parts for leaf in _leaves(part, kind)]

@@ -25,6 +25,9 @@ Target = Annotated[
     str, typer.Option(help="h200: compile for that GPU on a machine without one (optional extra) [default: --device]")
 ]
 
+# Sums over results of two functions that are the same agree better than this in any dtype.
+_SAME = 1e-2
+
 
 @dataclass(frozen=True)
 class _Program:
@@ -178,11 +181,18 @@ def diff(
             f"not at all {placed.get('nothing', 0)}; leaves {numbers.with_unit(found.only[program.compiler], 'B')} in "
             "memory that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
-    if found.largest_difference is not None:
-        print(f"results differ by at most {numbers.error_size(found.largest_difference)} (relative, of their sums)")
+    print(_agreement(found.largest_difference))
     for region in instructive(found.regions, show):
         print()
         print(explain(region.as_plain(), quotes=True))
+
+
+def _agreement(difference: float | None) -> str:
+    """Whether the two functions computed the same, in a line."""
+    if difference is None:
+        return "NOT COMPARABLE: the two functions return different numbers of arrays"
+    text = f"results differ by at most {numbers.error_size(difference)} (relative, of their sums)"
+    return f"NOT THE SAME FUNCTION: {text}" if difference > _SAME else text
 
 
 def _side_cells(side: Any) -> tuple[str, str, str]:
