@@ -163,8 +163,8 @@ def test_other_runs_and_missing_ones_are_refused(whole, tmp_path):
 
 
 def test_patience_ends_a_run_early():
-    config = replace(CONFIG, steps=40, lr=1e-9, min_lr=1e-9, eval_interval=2, patience=2, weight_decay=0.0)
-    summary = loop.train(MODEL, replace(config, lr=0.5, min_lr=0.5)).summary
+    config = replace(CONFIG, steps=40, lr=0.5, min_lr=0.5, eval_interval=2, patience=2)
+    summary = loop.train(MODEL, config).summary
     assert summary.stopped_early
     assert summary.steps < 40
 

@@ -58,9 +58,9 @@ def test_logits_equal_torchs_in_float64(name):
 def test_every_gradient_and_weight_equals_torchs_in_float64(name):
     setup = sides.Setup(SHAPES[name], replace(TRAINING, steps=3))
     with jax.enable_x64(True):
-        sides = sides.TorchSide(setup), sides.JaxSide(setup)
+        pair = sides.TorchSide(setup), sides.JaxSide(setup)
         for batch in setup.batches():
-            expected, found = (side.step(*batch) for side in sides)
+            expected, found = (side.step(*batch) for side in pair)
             for one, other in ((expected.gradients, found.gradients), (expected.weights, found.weights)):
                 assert one.keys() == other.keys()
                 for key, array in one.items():
@@ -179,6 +179,10 @@ def test_a_step_that_is_not_finite_changes_nothing():
 def test_written_out_derivatives_are_the_derivatives(kind):
     generator = np.random.default_rng(0)
     cos, sin = (jnp.asarray(table) for table in rotary_tables(SMALL))
+
+    def turned(x):
+        return sum((part**2 * (1 + index)).sum() for index, part in enumerate(gpt.rotated_heads(x, cos, sin)))
+
     arguments = {
         "bias_gelu": (generator.standard_normal((2, 12, 8)), generator.standard_normal(8)),
         "cross_entropy": (generator.standard_normal((2, 12, 9)),),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
@@ -33,6 +33,9 @@ class EngineSpec:
         remat: let JAX compute each block again in the backward.
         steps_per_dispatch: that one call of JAX's compiled function does.
         low_precision_residual: keep the residual stream in the compute dtype: the one field that changes the numbers.
+        data: devices of JAX with a copy of the weights, see :mod:`jax_baseline.sharding`. The configuration's batch is
+            that of each device.
+        fsdp: devices that share a copy.
         options: of the compiler. For torch, options of ``torch.compile`` separated by commas, switched on; for JAX,
             ``XLA_FLAGS``.
     """
@@ -45,6 +48,8 @@ class EngineSpec:
     remat: bool = False
     steps_per_dispatch: int = 1
     low_precision_residual: bool = False
+    data: int = 1
+    fsdp: int = 1
     options: str = ""
 
     def __post_init__(self) -> None:
@@ -52,6 +57,11 @@ class EngineSpec:
             raise ValueError(f"framework must be torch or jax, got {self.framework!r}")
         if not self.attention:
             object.__setattr__(self, "attention", "auto" if self.framework == "torch" else "xla")
+
+    @property
+    def devices(self) -> int:
+        """Of the mesh."""
+        return self.data * self.fsdp
 
     @property
     def environment(self) -> dict[str, str]:
@@ -77,6 +87,10 @@ ENGINES: Mapping[str, EngineSpec] = {
     "cudnn": EngineSpec("jax", attention="cudnn"),
     "cudnn-scan": EngineSpec("jax", attention="cudnn", scan=True),
     "cudnn-4-steps": EngineSpec("jax", attention="cudnn", steps_per_dispatch=4),
+    "cudnn-data-2": EngineSpec("jax", attention="cudnn", data=2),
+    "cudnn-fsdp-2": EngineSpec("jax", attention="cudnn", fsdp=2),
+    "jit-data-2": EngineSpec("jax", data=2),
+    "jit-fsdp-2": EngineSpec("jax", fsdp=2),
     "torch-compile-bf16-residual": EngineSpec("torch", low_precision_residual=True),
     "cudnn-bf16-residual": EngineSpec("jax", attention="cudnn", low_precision_residual=True),
     "cudnn-bf16-residual-4-steps": EngineSpec(
@@ -125,6 +139,7 @@ class Preparation:
         compile_seconds: by stage, where the framework has stages one can time.
         flops: of a step by XLA's count.
         temporaries: bytes of scratch memory by XLA's count.
+        collectives: instructions of the compiled step by kind.
     """
 
     first_step_seconds: float
@@ -132,6 +147,7 @@ class Preparation:
     compile_seconds: dict[str, float]
     flops: float | None = None
     temporaries: int | None = None
+    collectives: dict[str, int] = field(default_factory=dict)
 
 
 class KernelTime(NamedTuple):
@@ -251,6 +267,7 @@ class JaxEngine:
         import numpy as np
 
         from jax_baseline.model import ATTENTIONS
+        from jax_baseline.sharding import make_mesh, spread, state_sharding, to_mesh
         from jax_baseline.train import initial_state, make_train_step, require_jax_device
 
         if spec.attention not in ATTENTIONS:
@@ -259,8 +276,12 @@ class JaxEngine:
         self._jax = jax
         if config.dtype == "float64":
             jax.config.update("jax_enable_x64", True)  # for the whole process, which is this engine's alone
-        self._device = jax.devices(device)[0]
-        self._state = jax.device_put(initial_state(model, config, scan=spec.scan), self._device)
+        config = replace(config, batch_size=config.batch_size * spec.devices)
+        mesh = make_mesh(spec.data, spec.fsdp, jax.devices(device))
+        self._device = mesh.devices.flat[0]
+        state = initial_state(model, config, scan=spec.scan)
+        shardings = state_sharding(state, mesh)
+        self._state = spread(state, shardings)
         self._step: Any = make_train_step(
             model,
             config,
@@ -268,6 +289,7 @@ class JaxEngine:
             remat=spec.remat,
             donate=spec.donate,
             steps_per_dispatch=spec.steps_per_dispatch,
+            shardings=shardings,
         )
         self._per_call = spec.steps_per_dispatch
         batches = [tuple(part.astype(np.int32) for part in tokens) for tokens in _batches(model, config)]
@@ -279,12 +301,13 @@ class JaxEngine:
                 )
                 for call in range(calls)
             ]
-        self._batches = jax.device_put(batches, self._device)
+        self._batches = [to_mesh(tokens, mesh) for tokens in batches]
         self._done = 0
 
     def prepare(self) -> dict[str, Any]:
         """Compile, stage by stage, and take the first step."""
         from jax_baseline.compilation import compile_step
+        from jax_baseline.sharding import count_collectives
 
         self._jax.block_until_ready(self._state)
         start = time.perf_counter()
@@ -297,7 +320,8 @@ class JaxEngine:
             "lower": compiled.lower_seconds,
             "compile": compiled.compile_seconds,
         }
-        return asdict(Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries))
+        collectives = count_collectives(compiled.text)
+        return asdict(Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries, collectives))
 
     def run(self, steps: int) -> None:
         """Take so many steps and wait for the last."""

@@ -26,12 +26,11 @@ from jax_baseline.interchange import train_config
 from jax_baseline.model import ATTENTIONS, Params, loss, unstack_blocks
 from jax_baseline.optim import compute_dtype
 from jax_baseline.sharding import (
-    batch_sharding,
     make_mesh,
     require_divisible,
     spread,
-    spread_array,
     state_sharding,
+    to_mesh,
 )
 from jax_baseline.train import (
     Step,
@@ -272,11 +271,6 @@ class _Stepper:
             state, metrics = self._several(state, *to_mesh(stacked, self._mesh))
         losses, norms = (np.atleast_1d(np.asarray(part, np.float64)) for part in (metrics.loss, metrics.gradient_norm))
         return state, list(zip(losses.tolist(), norms.tolist(), strict=True))
-
-
-def to_mesh(tokens: tuple[Tokens, ...], mesh: Mesh) -> tuple[jax.Array, ...]:
-    """Return a batch, or several stacked along a first axis, with its rows divided over the devices of a mesh."""
-    return tuple(spread_array(part.astype(np.int32), batch_sharding(mesh, stacked=part.ndim == 3)) for part in tokens)
 
 
 def _first_non_finite(

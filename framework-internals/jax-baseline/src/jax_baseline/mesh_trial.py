@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_baseline.loop import to_mesh
-from jax_baseline.sharding import make_mesh, spread, state_sharding
+from jax_baseline.sharding import count_collectives, make_mesh, spread, state_sharding, to_mesh
 from jax_baseline.train import initial_state, make_train_step
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus
-
-_COLLECTIVES = re.compile(
-    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
-)
 
 
 @dataclass(frozen=True)
@@ -28,8 +21,7 @@ class MeshRun:
 
     Attributes:
         losses: by step.
-        collectives: instructions of the compiled step by kind; one may be run several times (a loop's body), and one
-            may carry many arrays.
+        collectives: instructions of the compiled step by kind.
         state_bytes: of weights, moments and counters on the first device.
     """
 
@@ -75,7 +67,7 @@ class MeshTrial:
         for tokens in batches:
             state, metrics = compiled(state, *tokens)
             losses.append(float(metrics.loss))
-        return vars(MeshRun(losses, dict(collections.Counter(_COLLECTIVES.findall(compiled.as_text()))), held))
+        return vars(MeshRun(losses, count_collectives(compiled.as_text()), held))
 
     @staticmethod
     def _ordered(tokens: tuple[Tokens, Tokens], rows: Sequence[int] | None) -> tuple[Tokens, ...]:

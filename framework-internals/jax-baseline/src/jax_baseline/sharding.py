@@ -6,7 +6,9 @@ optimizer's state with it (ZeRO, Rajbhandari et al. 2020), gathered where a laye
 
 from __future__ import annotations
 
+import collections
 import math
+import re
 from collections.abc import Sequence
 
 import jax
@@ -19,6 +21,10 @@ from jax_baseline.model import Block
 from jax_baseline.train import TrainState
 
 DATA, FSDP = "data", "fsdp"
+
+_COLLECTIVES = re.compile(
+    r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(?:-start)?\("
+)
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -74,6 +80,19 @@ def spread(state: TrainState, shardings: TrainState) -> TrainState:
 def spread_array(array: NDArray, sharding: NamedSharding) -> jax.Array:
     """Return one array, each process giving the part that its devices hold."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def to_mesh(tokens: tuple[NDArray, ...], mesh: Mesh) -> tuple[jax.Array, ...]:
+    """Return a batch, or several stacked along a first axis, with its rows divided over the devices of a mesh."""
+    return tuple(spread_array(part.astype(np.int32), batch_sharding(mesh, stacked=part.ndim == 3)) for part in tokens)
+
+
+def count_collectives(text: str) -> dict[str, int]:
+    """Return the collective instructions of optimised HLO by kind.
+
+    One may be run several times (in a loop's body), and one may carry many arrays.
+    """
+    return dict(collections.Counter(_COLLECTIVES.findall(text)))
 
 
 def require_divisible(batch_size: int, accumulation: int, mesh: Mesh) -> None:

@@ -158,8 +158,8 @@ def figures(results: Results) -> Sequence[Figure]:
         Figure(
             f"differences-{record.labels['dtype']}",
             f"In {record.labels['dtype']}: how far JAX's loss is from torch's at each step (filled), and how far torch "
-            "in other bases is from itself (hollow); dashed: the bound for JAX, which follows what the hollow ones have "
-            "reached. Steps at which the losses are equal to the last bit have no marker.",
+            "in other bases is from itself (hollow); dashed: the bound for JAX, which follows what the hollow ones "
+            "reach. Steps at which the losses are equal to the last bit have no marker.",
             functools.partial(_draw_differences, record),
         )
         for record in results.select("parity")

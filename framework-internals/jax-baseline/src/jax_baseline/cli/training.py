@@ -132,7 +132,7 @@ def parity(
 
 def bench(
     preset: Preset = "tiny",
-    batch_size: Annotated[int, typer.Option(min=1, help="sequences a step")] = 16,
+    batch_size: Annotated[int, typer.Option(min=1, help="sequences a step and device")] = 16,
     dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
     engines: Annotated[
         str, typer.Option(help="names separated by commas; `list` prints them")
@@ -161,23 +161,30 @@ def bench(
         trials = benchmark.sweep(
             chosen, model, training, device=where, rounds=rounds, steps=steps, together=together, kernels=kernels > 0
         )
+        share = _peak_share(model, where, training.dtype)
         for name, trial in trials:
-            _print_trial(name, trial, tokens, _peak_share(model, where, training.dtype), kernels)
+            _print_trial(name, trial, tokens * chosen[name].devices, share, kernels)
         return
     with user_errors():
         measured = benchmark.measure_engines(chosen, model, training, device=where, rounds=rounds, steps=steps)
     first = next(iter(chosen))
-    rows = [
-        (
-            name,
-            numbers.count(tokens * steps / timing.median),
-            numbers.with_unit(timing.median / steps, "s"),
-            numbers.quantity(measured.comparison.speedup(name, over=first)),
-            numbers.with_unit(measured.preparations[name].first_step_seconds, "s"),
+    rows = []
+    for name, timing in measured.comparison.timings.items():
+        spec, preparation = chosen[name], measured.preparations[name]
+        each = tokens * steps / timing.median
+        rows.append(
+            (
+                name,
+                numbers.count(each * spec.devices),
+                numbers.count(each),
+                numbers.with_unit(timing.median / steps, "s"),
+                numbers.quantity(measured.comparison.speedup(name, over=first)),
+                numbers.with_unit(preparation.first_step_seconds, "s"),
+                ", ".join(f"{count} {kind}" for kind, count in sorted(preparation.collectives.items())) or "–",
+            )
         )
-        for name, timing in measured.comparison.timings.items()
-    ]
-    print(markdown_table(["engine", "tokens/s", "step", f"speed over {first}", "first step"], rows))
+    header = ["engine", "tokens/s", "a device", "step", f"speed over {first}, a device", "first step", "collectives"]
+    print(markdown_table(header, rows))
 
 
 def _peak_share(model: GPTConfig, device: Device, dtype: Precision) -> float | None:
