@@ -102,28 +102,22 @@ class Target:
         """Compile; the fields of a :class:`GpuStep`."""
         import jax
         import jax.numpy as jnp
-        import numpy as np
         from jax.experimental import topologies
-        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+        from jax.sharding import NamedSharding, PartitionSpec
 
         from jax_baseline.model import ATTENTIONS
+        from jax_baseline.sharding import batch_sharding, make_mesh, state_sharding
         from jax_baseline.train import initial_state, make_train_step
 
         description = (files("jax_baseline") / "targets" / "nvidia_h200.txtpb").read_text()
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=description, topology=f"1x1x{self._devices}"
         )
-        mesh = Mesh(np.array(topology.devices), ("data",))
-        whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
-
-        def shard(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-            axis = next((i for i, size in enumerate(leaf.shape) if size and size % self._devices == 0), None)
-            if self._layout != "FSDP" or axis is None:
-                return whole
-            return NamedSharding(mesh, PartitionSpec(*[None] * axis, "data"))
-
+        shares = self._devices if self._layout == "FSDP" else 1
+        mesh = make_mesh(self._devices // shares, shares, topology.devices)
         state = jax.eval_shape(lambda: initial_state(self._model, self._training))
-        shardings = jax.tree.map(shard, state)
+        shardings, rows = state_sharding(state, mesh), batch_sharding(mesh)
+        whole = NamedSharding(mesh, PartitionSpec())
         step: Any = make_train_step(self._model, self._training, attention=ATTENTIONS[self._attention])
         tokens = jax.ShapeDtypeStruct((self._training.batch_size, self._model.block_size), jnp.int32)
         start = time.perf_counter()
