@@ -68,6 +68,8 @@ def test_a_lock_passes_and_fails(tmp_path):
         (["hlo", str(GOLDEN / "cpu_step.hlo"), "--check", "no.lock"], "make it with jax-baseline lock"),
         (["hlo", "--attention", "flash", *SMALL], "--attention takes xla or cudnn, got 'flash'"),
         (["hlo", "--target", "mi300", *SMALL], "--target takes h200, got 'mi300'"),
+        (["hlo", "--target", "h200", "--attention", "cudnn", *SMALL], "without a GPU only XLA's own attention"),
+        (["diff", "--attention", "flash", *SMALL], "the attention must be one of xla, cudnn, got 'flash'"),
         (["diff", "mine.py:f"], "diff takes two functions"),
         (["diff", "mine.py:f", "mine.py:g", "--device", "cpu"], "there is no file mine.py"),
     ],

@@ -271,11 +271,16 @@ def _jax_model(plain: Mapping[str, Any]) -> JaxCall:
 
     spec = ModelSide(**plain)
     require_jax_device(spec.device)
+    if spec.attention not in ATTENTIONS:
+        raise UserError(f"the attention must be one of {', '.join(ATTENTIONS)}, got {spec.attention!r}")
     if spec.dtype == "float64":
         jax.config.update("jax_enable_x64", True)  # in this process, which is the comparison's alone
     config, weights, tokens = _weights_and_batch(spec)
     training = TrainConfig(dtype=spec.dtype)
-    function = make_gradient(config, training, attention=ATTENTIONS[spec.attention])
+    try:
+        function = make_gradient(config, training, attention=ATTENTIONS[spec.attention])
+    except ValueError as error:  # a dtype that this loop does not have
+        raise UserError(str(error)) from error
     params = from_torch(weights, config, master_dtype(training))
     batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
     return function, (params, *batch), True

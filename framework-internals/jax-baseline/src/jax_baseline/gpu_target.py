@@ -69,13 +69,17 @@ def compile_step_for_h200(
     Args:
         model: the shape.
         training: batch over all devices, dtype, optimizer.
-        attention: of :data:`jax_baseline.model.ATTENTIONS`.
+        attention: ``xla``.
         devices: how many GPUs of one host.
         layout: of weights and optimizer state over them: whole on every device, or sharded (FSDP).
 
     Raises:
-        UserError: if the compiler for GPUs is not installed.
+        UserError: if the compiler for GPUs is not installed, or for an attention that it cannot compile.
     """
+    if attention != "xla":
+        raise UserError(
+            f"without a GPU only XLA's own attention can be compiled, got {attention!r} (JAX asks cuDNN for its version)"
+        )
     require_gpu_target()
     arguments = {
         "model": asdict(model),

@@ -13,6 +13,7 @@ from benchkit import UserError, numbers
 from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, user_errors
+from jax_baseline.programs import Program
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 Dump = Annotated[Path | None, typer.Argument(help="text of an optimised module, yours [default: our step's]")]
@@ -139,8 +140,6 @@ def diff(
 ) -> None:
     """Put what XLA and Inductor made of the same function side by side, region by region."""
     from jax_baseline.compiled_sides import FunctionSide, ModelSide, compile_both
-    from jax_baseline.explanation import explain
-    from jax_baseline.region_diff import compare_programs, instructive
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):
@@ -157,6 +156,14 @@ def diff(
             torch_side = ModelSide(asdict(model), batch_size, cast(Precision, dtype), attention, where, repeats)
             jax_side = torch_side
         programs = compile_both(jax_side, torch_side)
+    _print_diff(programs, show)
+
+
+def _print_diff(programs: tuple[Program, Program], show: int) -> None:
+    """Print two programs side by side, and explain the regions that tell most."""
+    from jax_baseline.explanation import explain
+    from jax_baseline.region_diff import compare_programs, instructive
+
     found = compare_programs(*programs)
     rows = [
         (
