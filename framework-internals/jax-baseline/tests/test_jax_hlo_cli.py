@@ -67,6 +67,7 @@ def test_a_lock_passes_and_fails(tmp_path):
         (["hlo", str(GOLDEN / "regenerate.py")], "expected the text of an HLO module"),
         (["hlo", str(GOLDEN / "cpu_step.hlo"), "--check", "no.lock"], "make it with jax-baseline lock"),
         (["hlo", "--attention", "flash", *SMALL], "--attention takes xla or cudnn, got 'flash'"),
+        (["hlo", "--dtype", "float16", *SMALL], "float16"),
         (["hlo", "--target", "mi300", *SMALL], "--target takes h200, got 'mi300'"),
         (["hlo", "--target", "h200", "--attention", "cudnn", *SMALL], "without a GPU only XLA's own attention"),
         (["diff", "--attention", "flash", *SMALL], "the attention must be one of xla, cudnn, got 'flash'"),

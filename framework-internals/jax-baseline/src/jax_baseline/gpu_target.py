@@ -78,7 +78,7 @@ def compile_step_for_h200(
     """
     if attention != "xla":
         raise UserError(
-            f"without a GPU only XLA's own attention can be compiled, got {attention!r} (JAX asks cuDNN for its version)"
+            f"without a GPU only XLA's own attention compiles (JAX asks cuDNN for its version), got {attention!r}"
         )
     require_gpu_target()
     arguments = {

@@ -73,31 +73,34 @@ class StepReader:
         import jax
 
         from jax_baseline.model import ATTENTIONS
-        from jax_baseline.train import require_jax_device
+        from jax_baseline.train import make_train_step, require_jax_device
 
         if attention not in ATTENTIONS:
             raise UserError(f"--attention takes {' or '.join(ATTENTIONS)}, got {attention!r}")
         require_jax_device(device)
-        self._jax, self._attention = jax, ATTENTIONS[attention]
+        self._jax = jax
         self._model, self._training = GPTConfig(**model), TrainConfig(**training)
         self._device = jax.devices(device)[0]
         if self._training.dtype == "float64":
             jax.config.update("jax_enable_x64", True)  # in this process, which does nothing else
+        try:
+            self._step: Any = make_train_step(self._model, self._training, attention=ATTENTIONS[attention])
+        except ValueError as error:  # a dtype that this loop does not have
+            raise UserError(str(error)) from error
 
     def read(self, repeats: int) -> dict[str, Any]:
         """Compile and measure; the fields of a :class:`StepReading`."""
         import numpy as np
 
-        from jax_baseline.train import initial_state, make_train_step
+        from jax_baseline.train import initial_state
 
         jax = self._jax
         state = jax.device_put(initial_state(self._model, self._training), self._device)
         generator = np.random.default_rng(self._training.seed)
         shape = (self._training.batch_size, self._model.block_size)
         tokens = jax.device_put(generator.integers(0, 256, shape, np.int32), self._device)
-        step: Any = make_train_step(self._model, self._training, attention=self._attention)
         start = time.perf_counter()
-        lowered = step.lower(state, tokens, tokens)
+        lowered = self._step.lower(state, tokens, tokens)
         # Kernels that are replayed as a CUDA graph have no names in a profile.
         compiled = lowered.compile(compiler_options=COMMAND_BUFFERS_OFF if self._device.platform != "cpu" else None)
         seconds = time.perf_counter() - start
