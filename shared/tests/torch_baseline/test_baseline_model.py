@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from torch_baseline.config import GPTConfig
-from torch_baseline.model import GPT, bias_gelu, causal_attention, init_numpy, rms_norm
+from torch_baseline.model import (
+    GPT,
+    bias_gelu,
+    causal_attention,
+    causal_attention_by,
+    cross_entropy,
+    init_numpy,
+    rms_norm,
+)
 
 
 def reference_logits(weights, config, tokens):
@@ -219,3 +227,47 @@ def test_bias_and_gelu_stay_in_the_dtype_of_the_computation():
     x = torch.randn(4, 8, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     assert bias_gelu(x, torch.zeros(8)).dtype == torch.bfloat16
     assert isinstance(rms_norm(8, 1e-5), nn.RMSNorm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [97, 504])  # summed whole, and in twelve pieces
+def test_cross_entropy_and_its_gradient(dtype, vocab_size):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, vocab_size, generator=generator).mul(4).to(dtype).requires_grad_()
+    targets = torch.randint(0, vocab_size, (40,), generator=generator)
+    found = cross_entropy(logits, targets)
+    found.backward()
+    exact = logits.detach().double().requires_grad_()
+    expected = nn.functional.cross_entropy(exact, targets)
+    expected.backward()
+    # Sums in float32 at least; the gradient is rounded once more, to the dtype of the logits (at most 1/40 of it).
+    sums = vocab_size * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    assert abs(found.item() - expected.item()) <= sums * abs(expected.item())
+    assert logits.grad.dtype == dtype
+    assert (logits.grad.double() - exact.grad).abs().max() <= (sums + torch.finfo(dtype).eps) / 40
+
+
+def test_the_residual_stream_may_have_the_dtype_of_the_products(small):
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 16)))
+    streams = {}
+    for low in (False, True):
+        model = GPT(dataclasses.replace(small, low_precision_residual=low))
+        model.blocks[0].register_forward_hook(lambda module, inputs, output, low=low: streams.update({low: output}))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, tokens)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert {low: stream.dtype for low, stream in streams.items()} == {False: torch.float32, True: torch.bfloat16}
+    # The stream is rounded once, at 2⁻⁹ of itself, at each of a block's two additions and at the embedding.
+    error = (streams[True].float() - streams[False]).norm() / streams[False].norm()
+    assert error <= 4 * 2**-9
+
+
+def test_attention_can_be_held_to_one_kernel(small):
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 16)))
+    losses = [GPT(small, attention=causal_attention_by(kernel))(tokens, tokens).item() for kernel in ("math", "flash")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(ValueError, match="the kernel must be one of cudnn, flash, efficient, math, got 'fast'"):
+        causal_attention_by("fast")

@@ -77,6 +77,9 @@ class Checkpoints:
         meta = {**asdict(standing), "best_loss": standing.best_loss.hex(), "checksums": checksums(state)}
         try:
             manager = self._manager(kind)
+            # A run that was killed and resumed comes by the same step again, in the same state.
+            if step in manager.all_steps():
+                return
             manager.save(
                 step,
                 args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)),

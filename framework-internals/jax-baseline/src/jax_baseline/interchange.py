@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -45,7 +46,8 @@ def open_torch_run(path: Path) -> tuple[GPTConfig, TrainConfig, TrainState]:
     step = jnp.asarray(saved.step, jnp.int32)
     optimizer = optax.tree_utils.tree_set(make_optimizer(config).init(params), **moments, count=step)
     ema = from_torch(_arrays(saved.ema), model, dtype) if saved.ema else None
-    return model, config, TrainState(jnp.copy(step), params, optimizer, ema)
+    # optax keeps the count in several places; a step that overwrites its state needs each to be a buffer of its own.
+    return model, config, TrainState(step, params, jax.tree.map(jnp.copy, optimizer), ema)
 
 
 def save_torch_run(
