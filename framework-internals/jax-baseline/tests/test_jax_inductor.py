@@ -125,7 +125,9 @@ def test_the_labelled_model_computes_the_same(tied):
 
 # The example of the README, and inputs that cannot be.
 README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLE = textwrap.dedent(README.split("```python\n", 1)[1].split("```")[0])
+EXAMPLE = next(
+    textwrap.dedent(block.split("```")[0]) for block in README.split("```python\n")[1:] if "def torch_fn" in block
+)
 USER_FILE = f"""{EXAMPLE}
 
 def wide_inputs():
