@@ -67,10 +67,6 @@ def test_engines_agree_and_are_timed():
     assert prepared["jax"].loss == pytest.approx(prepared["torch eager"].loss, abs=1e-5)
     assert set(prepared["jax"].compile_seconds) == {"trace", "lower", "compile"}
     assert sum(prepared["jax"].compile_seconds.values()) < prepared["jax"].first_step_seconds
-    # Step counter, weights, both moments and their two counters: all of the state, and none of the batch.
-    arrays = 1 + 7 + 2
-    assert prepared["jax"].hlo["donated"] == prepared["jax"].hlo["arguments"] - 2
-    assert prepared["jax"].hlo["donated"] >= 3 * (arrays - 1)
     assert len(measured.comparison["jax"].samples) == 3
 
 

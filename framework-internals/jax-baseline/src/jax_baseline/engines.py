@@ -139,7 +139,6 @@ class Preparation:
         compile_seconds: by stage, where the framework has stages one can time.
         flops: of a step by XLA's count.
         temporaries: bytes of scratch memory by XLA's count.
-        hlo: numbers of :class:`jax_baseline.hlo.Summary`.
         collectives: instructions of the compiled step by kind.
     """
 
@@ -148,7 +147,6 @@ class Preparation:
     compile_seconds: dict[str, float]
     flops: float | None = None
     temporaries: int | None = None
-    hlo: dict[str, Any] | None = None
     collectives: dict[str, int] = field(default_factory=dict)
 
 
@@ -309,7 +307,6 @@ class JaxEngine:
     def prepare(self) -> dict[str, Any]:
         """Compile, stage by stage, and take the first step."""
         from jax_baseline.compilation import compile_step
-        from jax_baseline.hlo import summarise
         from jax_baseline.sharding import count_collectives
 
         self._jax.block_until_ready(self._state)
@@ -323,12 +320,8 @@ class JaxEngine:
             "lower": compiled.lower_seconds,
             "compile": compiled.compile_seconds,
         }
-        summary = summarise(compiled.text).as_plain()
-        return asdict(
-            Preparation(
-                seconds, loss, stages, compiled.flops, compiled.temporaries, summary, count_collectives(compiled.text)
-            )
-        )
+        collectives = count_collectives(compiled.text)
+        return asdict(Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries, collectives))
 
     def run(self, steps: int) -> None:
         """Take so many steps and wait for the last."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from benchkit import UserError
 from benchkit.device import Device
@@ -48,20 +46,13 @@ def jax_kernel_times(run: Callable[[], None], steps: int, text: str) -> list[Ker
     Raises:
         UserError: if the profiler kept nothing, as it does where it may not read the GPU's counters.
     """
-    import jax
+    from jax_baseline.profile import kernel_events
 
     times: dict[str, float] = collections.defaultdict(float)
     calls: dict[str, int] = collections.Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        for trace in Path(folder).glob("**/*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(trace)).planes:
-                for line in plane.lines:
-                    for event in line.events:
-                        if (operation := dict(event.stats).get("hlo_op")) is not None:
-                            times[str(operation)] += event.duration_ns / 1e9 / steps
-                            calls[str(operation)] += 1
+    for operation, seconds in kernel_events(run):
+        times[operation] += seconds / steps
+        calls[operation] += 1
     if not times:
         raise UserError("JAX's profiler recorded no kernel; it needs permission to read the GPU's activity (CUPTI)")
     made = _results(text)

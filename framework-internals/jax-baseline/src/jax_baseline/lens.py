@@ -9,7 +9,7 @@ from benchkit.device import Device
 from benchkit.report import ReportSpec
 from benchkit.results import Json
 from benchkit.run import Lens, Run
-from jax_baseline import findings, training_lens
+from jax_baseline import findings, hlo_lens, training_lens
 
 
 def build_lens(root: Path) -> Lens:
@@ -24,9 +24,10 @@ def build_lens(root: Path) -> Lens:
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """Return what a run does on a device."""
-    return training_lens.configure(device, quick)
+    return {**training_lens.configure(device, quick), "hlo": hlo_lens.configure(device, quick)}
 
 
 def collect(run: Run) -> None:
     """Measure and keep everything."""
     training_lens.collect(run)
+    hlo_lens.collect(run)

@@ -145,6 +145,7 @@ def _bias_gelu_backward(saved: tuple[Array, Array], gradient_BTF: Array) -> tupl
 bias_gelu.defvjp(_bias_gelu_forward, _bias_gelu_backward)
 
 
+@jax.named_scope("norm")
 def rms_norm(x_BTC: HiddenBTC, weight_C: Array, eps: float) -> HiddenBTC:
     """X / √(mean(x²) + eps) · weight, in the dtype of the weight whatever the residual stream is kept in."""
     x_BTC = x_BTC.astype(weight_C.dtype)
@@ -369,7 +370,9 @@ def _attend(
     """What attention adds to the residual stream."""
     h_BTC = parts.norm(x_BTC, block.attention_norm, config.norm_eps)
     qkv_BT3HD = _linear(h_BTC, block.qkv, compute).reshape(*x_BTC.shape[:2], 3, config.n_head, config.head_size)
-    y_BTHD = attention(*parts.heads(qkv_BT3HD, cos_TD, sin_TD))
+    q_BTHD, k_BTHD, v_BTHD = parts.heads(qkv_BT3HD, cos_TD, sin_TD)
+    with jax.named_scope("core"):
+        y_BTHD = attention(q_BTHD, k_BTHD, v_BTHD)
     return _linear(y_BTHD.reshape(x_BTC.shape), block.out, compute)
 
 
@@ -377,7 +380,9 @@ def _mlp(block: Block, x_BTC: HiddenBTC, config: GPTConfig, compute: DTypeLike, 
     """What the MLP adds to the residual stream."""
     h_BTC = parts.norm(x_BTC, block.mlp_norm, config.norm_eps)
     h_BTF = _linear(h_BTC, block.up, compute)
-    return _linear(parts.activation(h_BTF, block.bias), block.down, compute)
+    with jax.named_scope("activation"):
+        h_BTF = parts.activation(h_BTF, block.bias)
+    return _linear(h_BTF, block.down, compute)
 
 
 def _linear(x: Array, kernel: Array, compute: DTypeLike) -> Array:

@@ -221,7 +221,7 @@ def _collect_bench(run: Run) -> None:
             "MFU": (None if peak is None else rate.value * flops_per_token(model) / peak, "share"),
         }
         values |= {key: Quantity(value, unit) for key, (value, unit) in optional.items() if value is not None}
-        run.record("engine", {"engine": name, **asked["engines"][name]}, values, preparation.hlo)
+        run.record("engine", {"engine": name, **asked["engines"][name]}, values)
     run.record(
         "model", values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")}, data=_plain(model, training)
     )

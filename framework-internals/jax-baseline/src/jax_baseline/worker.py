@@ -20,7 +20,7 @@ from typing import Any
 
 from benchkit import UserError
 
-_LAST_LINES = 15
+_LAST_LINES = 60
 
 
 class WorkerError(RuntimeError):

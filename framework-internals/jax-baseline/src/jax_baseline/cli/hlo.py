@@ -1,74 +1,336 @@
-"""``hlo``: what XLA made."""
+"""``hlo``, ``lock`` and ``diff``: what XLA made, kept from drifting, and put beside what Inductor made."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from benchkit import UserError, numbers
+from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
-from jax_baseline.cli.options import DTYPES, Preset, user_errors
-from torch_baseline.config import Precision
+from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, user_errors
+from jax_baseline.programs import Program
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
+
+Dump = Annotated[Path | None, typer.Argument(help="text of an optimised module, yours [default: our step's]")]
+BatchSize = Annotated[int, typer.Option(min=1, help="sequences a step")]
+Layers = Annotated[int | None, typer.Option(min=1, help="blocks [default: the preset's]")]
+Dtype = Annotated[str, typer.Option(help=DTYPES)]
+AttentionOption = Annotated[str, typer.Option(help="of JAX: xla or cudnn")]
+Measure = Annotated[bool, typer.Option("--measure", help="run it, and time every kernel with the profiler")]
+Target = Annotated[
+    str, typer.Option(help="h200: compile for that GPU on a machine without one (optional extra) [default: --device]")
+]
+
+# Sums over results of two functions that are the same agree better than this in any dtype.
+_SAME = 1e-2
+
+
+@dataclass(frozen=True)
+class _Program:
+    """An optimised module and what is known of it."""
+
+    text: str
+    subject: str
+    versions: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    stablehlo: str = ""
+    seconds: Mapping[str, float] | None = None
 
 
 def hlo(
-    dump: Annotated[
-        Path | None, typer.Argument(help="text of an optimised module, yours [default: our step's]")
-    ] = None,
+    dump: Dump = None,
     preset: Preset = "tiny",
-    batch_size: Annotated[int, typer.Option(min=1, help="sequences a step")] = 16,
-    dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
-    attention: Annotated[str, typer.Option(help="xla or cudnn")] = "xla",
+    layers: Layers = None,
+    batch_size: BatchSize = 16,
+    dtype: Dtype = "float32",
+    attention: AttentionOption = "xla",
+    device: DeviceOption = "auto",
+    target: Target = "",
+    measure: Measure = False,
+    kernels: Annotated[int, typer.Option(min=0, help="list so many, the longest or largest first")] = 0,
     save: Annotated[Path | None, typer.Option(help="write the module's text here")] = None,
+    save_stablehlo: Annotated[Path | None, typer.Option(help="write here what JAX handed to XLA")] = None,
+    check: Annotated[Path | None, typer.Option(help="a fusion lock; exit status 1 if the program drifted")] = None,
 ) -> None:
-    """Count what XLA made: kernels by kind and by part of the model, donated buffers, FLOPs."""
+    """Read what XLA made: kernels by kind and part of the model, FLOPs, bytes, buffers, and, measured, their time."""
     from jax_baseline.hlo import summarise
 
     with user_errors():
-        if dump is not None:
-            try:
-                text = dump.read_text()
-            except OSError as error:
-                raise UserError(f"cannot read {dump}: {error.strerror}") from error
-            notes = ""
-        else:
-            text, notes = _compile_step(preset, batch_size, dtype, attention)
-        summary = summarise(text)
-    if save is not None:
-        save.write_text(text)
+        program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure)
+        summary = summarise(program.text, program.seconds)
+        if check is not None:
+            _check(program, check)
+    for path, text in ((save, program.text), (save_stablehlo, program.stablehlo)):
+        if path is not None:
+            path.write_text(text)
+    print(program.subject)
     print(
-        f"{summary.kernels} kernels, {summary.dots} products; "
-        f"{summary.donated} of {summary.arguments} arguments donated{notes}"
+        f"{summary.kernels} kernels, {summary.dots} products; {numbers.with_unit(summary.flops, 'FLOP')}, "
+        f"{numbers.with_unit(summary.bytes, 'B')} read and written; "
+        f"{summary.donated} of {summary.arguments} arguments donated "
+        f"({numbers.with_unit(summary.donated_bytes, 'B')} of {numbers.with_unit(summary.argument_bytes, 'B')})"
     )
+    for note in program.notes:
+        print(note)
     print(markdown_table(["kind of kernel", "number"], list(summary.kinds.items())))
-    rows = [(group.region or "(no scope)", group.phase, group.kernels, group.dots) for group in summary.regions]
-    print(markdown_table(["part", "phase", "kernels", "products"], rows, left=2))
+    timed = program.seconds is not None
+    rows = [
+        (
+            group.region or "(no scope)",
+            group.phase,
+            group.kernels,
+            group.dots,
+            numbers.with_unit(group.flops, "FLOP"),
+            numbers.with_unit(group.bytes, "B"),
+            *((numbers.with_unit(group.seconds or 0.0, "s"),) if timed else ()),
+        )
+        for group in summary.regions
+    ]
+    header = ["part", "phase", "kernels", "products", "operations", "bytes", *(["time"] if timed else [])]
+    print(markdown_table(header, rows, left=2))
+    if kernels:
+        print(_kernel_table(program, kernels))
 
 
-def _compile_step(preset: str, batch_size: int, dtype: str, attention: str) -> tuple[str, str]:
-    """The step's optimised HLO, and what XLA says of its cost, in words."""
-    import jax
-    import jax.numpy as jnp
+def lock(
+    file: Annotated[Path, typer.Argument(help="to write")],
+    dump: Dump = None,
+    preset: Preset = "tiny",
+    layers: Layers = None,
+    batch_size: BatchSize = 16,
+    dtype: Dtype = "float32",
+    attention: AttentionOption = "xla",
+    device: DeviceOption = "auto",
+    target: Target = "",
+) -> None:
+    """Keep what a program is fused into, so that `hlo --check FILE` fails when that changes."""
+    from jax_baseline.hlo.lock import make_lock
 
-    from jax_baseline.compilation import compile_step
+    with user_errors():
+        program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure=False)
+        made = make_lock(program.text, subject=program.subject, versions=program.versions)
+    file.write_text(made.dump())
+    print(f"{file}: {sum(made.kernels.values())} kernels of {len(made.kernels)} sorts; {made.subject}")
+
+
+def diff(
+    torch_function: Annotated[
+        str | None, typer.Argument(help="file.py:function of torch tensors [default: the baseline's loss]")
+    ] = None,
+    jax_function: Annotated[str | None, typer.Argument(help="file.py:function of JAX arrays")] = None,
+    inputs: Annotated[
+        str | None, typer.Option(help="file.py:function that returns the arguments [default: inputs in the first file]")
+    ] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="the functions return one scalar; compare its gradients too")
+    ] = False,
+    preset: Preset = "tiny",
+    layers: Layers = 2,
+    batch_size: BatchSize = 16,
+    dtype: Dtype = "float32",
+    attention: AttentionOption = "xla",
+    device: DeviceOption = "auto",
+    repeats: Annotated[int, typer.Option(min=0, help="runs to time; 0 for none")] = 5,
+    show: Annotated[int, typer.Option(min=0, help="regions to explain, with both sources")] = 3,
+) -> None:
+    """Put what XLA and Inductor made of the same function side by side, region by region."""
+    from jax_baseline.compiled_sides import FunctionSide, ModelSide, compile_both
+
+    with user_errors():
+        if (torch_function is None) != (jax_function is None):
+            raise UserError("diff takes two functions, torch's and then JAX's, or none for the baseline's loss")
+        where = resolve_device(device)
+        jax_side: ModelSide | FunctionSide
+        torch_side: ModelSide | FunctionSide
+        if torch_function and jax_function:
+            made = inputs or f"{torch_function.rpartition(':')[0]}:inputs"
+            torch_side = FunctionSide(torch_function, made, gradients, where, repeats)
+            jax_side = replace(torch_side, function=jax_function)
+        else:
+            model = _shape(preset, layers)
+            torch_side = ModelSide(asdict(model), batch_size, cast(Precision, dtype), attention, where, repeats)
+            jax_side = torch_side
+        programs = compile_both(jax_side, torch_side)
+    _print_diff(programs, show)
+
+
+def _print_diff(programs: tuple[Program, Program], show: int) -> None:
+    """Print two programs side by side, and explain the regions that tell most."""
+    from jax_baseline.explanation import explain
+    from jax_baseline.region_diff import compare_programs, instructive
+
+    found = compare_programs(*programs)
+    rows = [
+        (
+            region.name or "(not placed)",
+            region.phase,
+            *(cell for side in region.sides.values() for cell in _side_cells(side)),
+        )
+        for region in found.regions
+    ]
+    header = [
+        "part",
+        "phase",
+        *(f"{name} {what}" for name in ("XLA", "Inductor") for what in ("kernels", "bytes", "time")),
+    ]
+    print(markdown_table(header, rows, left=2))
+    for program in programs:
+        placed = found.placed[program.compiler]
+        print(
+            f"{program.compiler}: compiled in {numbers.with_unit(program.compile_seconds, 's')}"
+            + (f", runs {numbers.with_unit(program.seconds, 's')}" if program.seconds else "")
+            + f"; kernels placed by label {placed.get('label', 0)}, by value {placed.get('value', 0)}, "
+            f"not at all {placed.get('nothing', 0)}; leaves {numbers.with_unit(found.only[program.compiler], 'B')} in "
+            "memory that the other does not" + "".join(f"; {note}" for note in program.notes)
+        )
+    print(_agreement(found.largest_difference))
+    for region in instructive(found.regions, show):
+        print()
+        print(explain(region.as_plain(), quotes=True))
+
+
+def _agreement(difference: float | None) -> str:
+    """Whether the two functions computed the same, in a line."""
+    if difference is None:
+        return "NOT COMPARABLE: the two functions return different numbers of arrays"
+    text = f"results differ by at most {numbers.error_size(difference)} (relative, of their sums)"
+    return f"NOT THE SAME FUNCTION: {text}" if difference > _SAME else text
+
+
+def _side_cells(side: Any) -> tuple[str, str, str]:
+    return (
+        str(side.kernels),
+        numbers.with_unit(side.bytes, "B"),
+        "–" if side.seconds is None else numbers.with_unit(side.seconds, "s"),
+    )
+
+
+def _program(
+    dump: Path | None,
+    preset: str,
+    layers: int | None,
+    batch_size: int,
+    dtype: str,
+    attention: str,
+    device: str,
+    target: str,
+    measure: bool,
+) -> _Program:
+    """The module that a command is about: a file's, or the step's, compiled here or for a GPU that is not here."""
+    if dump is not None:
+        try:
+            return _Program(dump.read_text(), str(dump), {})
+        except OSError as error:
+            raise UserError(f"cannot read {dump}: {error.strerror}") from error
+    model, training = _shapes(preset, layers, batch_size, dtype)
+    subject = f"train step of {preset}, {model.n_layer} blocks, {batch_size} sequences, {dtype}, {attention} attention"
+    if target:
+        return _ahead_of_time(model, training, attention, subject, target, measure)
+    return _compiled_here(model, training, attention, subject, resolve_device(device), measure)
+
+
+def _compiled_here(
+    model: GPTConfig, training: TrainConfig, attention: str, subject: str, device: Device, measure: bool
+) -> _Program:
+    from jax_baseline.hlo.stablehlo import count_operations
+    from jax_baseline.step_reading import read_step
+
+    read = read_step(model, training, attention=attention, device=device, repeats=5 if measure else 0)
+    operations = count_operations(read.stablehlo).total()
+    notes = [
+        f"{operations} StableHLO operations before; compiled in {numbers.with_unit(read.compile_seconds, 's')}; "
+        f"{numbers.with_unit(read.xla_memory['temporaries'], 'B')} of temporaries"
+    ]
+    if read.xla_costs:
+        notes.append(
+            f"XLA's own count, loop bodies once: {numbers.with_unit(read.xla_costs['flops'], 'FLOP')}, "
+            f"{numbers.with_unit(read.xla_costs['bytes accessed'], 'B')}"
+        )
+    if read.step_seconds is not None:
+        notes.append(
+            f"a step takes {numbers.with_unit(read.step_seconds, 's')}; its kernels, seen by the profiler, "
+            f"{numbers.with_unit(sum(read.seconds.values()), 's')}"
+        )
+    seconds = read.seconds if measure else None
+    return _Program(read.text, f"{subject}, on {device}", read.versions, tuple(notes), read.stablehlo, seconds)
+
+
+def _ahead_of_time(
+    model: GPTConfig, training: TrainConfig, attention: str, subject: str, target: str, measure: bool
+) -> _Program:
+    from jax_baseline.gpu_target import compile_step_for_h200
+
+    if target != "h200":
+        raise UserError(f"--target takes h200, got {target!r}")
+    if measure:
+        raise UserError("--measure runs the program, and --target h200 is for a machine without the GPU; take one")
+    made = compile_step_for_h200(model, training, attention=attention)
+    notes = (
+        f"compiled ahead of time in {numbers.with_unit(made.compile_seconds, 's')}, without a GPU: nothing was tuned "
+        f"by trial, nothing is timed; {numbers.with_unit(made.temporaries, 'B')} of temporaries",
+    )
+    return _Program(made.text, f"{subject}, for an H200", made.versions, notes)
+
+
+def _shape(preset: str, layers: int | None) -> GPTConfig:
+    model = GPTConfig.preset(preset)
+    return replace(model, n_layer=layers) if layers else model
+
+
+def _shapes(preset: str, layers: int | None, batch_size: int, dtype: str) -> tuple[GPTConfig, TrainConfig]:
     from jax_baseline.engines import bench_config
-    from jax_baseline.model import ATTENTIONS
-    from jax_baseline.train import initial_state, make_train_step
 
-    if attention not in ATTENTIONS:
-        raise UserError(f"--attention takes {' or '.join(ATTENTIONS)}, got {attention!r}")
-    model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
-    with jax.enable_x64(dtype == "float64"):
-        state = initial_state(model, training)
-        tokens_BT = jax.ShapeDtypeStruct((batch_size, model.block_size), jnp.int32)
-        step = make_train_step(model, training, attention=ATTENTIONS[attention])
-        compiled = compile_step(step, state, tokens_BT, tokens_BT)
-    notes = f"; compiled in {numbers.with_unit(compiled.compile_seconds, 's')}"
-    if compiled.flops is not None:
-        notes += f"; {numbers.with_unit(compiled.flops, 'FLOP')} by XLA's count"
-    return compiled.text, notes
+    _, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
+    return _shape(preset, layers), training
 
 
-COMMANDS = (hlo,)
+def _check(program: _Program, path: Path) -> None:
+    """Hold the program against a lock file; exit status 1 with the differences if it drifted."""
+    from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
+
+    try:
+        then = read_lock(path.read_text())
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; make it with jax-baseline lock") from error
+    drift = compare_locks(then, make_lock(program.text, subject=program.subject, versions=program.versions))
+    if not drift:
+        print(f"LOCKED {path}: {drift.kernels[1]} kernels, as in the lock")
+        return
+    print(f"DRIFT {path}: {drift.kernels[0]} kernels in the lock, {drift.kernels[1]} now; {then.subject}")
+    print("\n".join(drift.lines()))
+    raise typer.Exit(1)
+
+
+def _kernel_table(program: _Program, count: int) -> str:
+    """The kernels that take longest, or, unmeasured, that move most."""
+    from jax_baseline.hlo import kernels, parse
+    from jax_baseline.programs import short_place
+
+    seconds = program.seconds or {}
+    found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))[
+        :count
+    ]
+    rows = [
+        (
+            one.name,
+            one.description,
+            " ".join(f"{op}×{times}" if times > 1 else op for op, times in one.ops.items()),
+            f"{one.region or '–'} ({one.phase})",
+            short_place(one.place.file, one.place.line) if one.place else "–",
+            one.calls,
+            numbers.with_unit(one.total.flops, "FLOP"),
+            numbers.with_unit(one.total.bytes, "B"),
+            *((numbers.with_unit(seconds[one.name], "s") if one.name in seconds else "–",) if seconds else ()),
+        )
+        for one in found
+    ]
+    header = ["kernel", "kind", "operations", "part", "line", "runs", "FLOP", "bytes", *(["time"] if seconds else [])]
+    return markdown_table(header, rows, left=5)
+
+
+COMMANDS = (hlo, lock, diff)

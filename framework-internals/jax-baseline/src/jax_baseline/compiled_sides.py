@@ -1,0 +1,345 @@
+"""The two sides of a comparison, each compiled in a process of its own: of the baseline, or of any two functions."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchkit import UserError
+from benchkit.device import Device
+from jax_baseline.programs import Program
+from jax_baseline.worker import Worker, WorkerError
+from torch_baseline.config import GPTConfig, Precision
+
+JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it takes gradients
+
+# Norms of ones and biases of zeros make many tensors equal; a little noise tells them apart.
+_JITTER = 0.05
+
+
+@dataclass(frozen=True)
+class ModelSide:
+    """The baseline's loss and its gradients.
+
+    Attributes:
+        model: fields of :class:`GPTConfig`.
+        batch_size: sequences.
+        dtype: of the matrix products.
+        attention: of JAX.
+        device: where it runs.
+        repeats: how often it is timed.
+        seed: of weights and tokens.
+    """
+
+    model: Mapping[str, Any]
+    batch_size: int
+    dtype: Precision
+    attention: str
+    device: Device
+    repeats: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class FunctionSide:
+    """A function of the user's.
+
+    Attributes:
+        function: ``path/to/file.py:name``.
+        inputs: ``path/to/file.py:name`` of a function that returns its arguments as NumPy arrays.
+        gradients: whether it returns a scalar whose gradients are taken as well.
+        device: where it runs.
+        repeats: how often it is timed.
+    """
+
+    function: str
+    inputs: str
+    gradients: bool
+    device: Device
+    repeats: int
+
+
+class JaxSide:
+    """What the worker of XLA's side holds."""
+
+    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+        made = _jax_model(spec) if kind == "model" else _jax_function(spec)
+        self._function, self._arguments, self._gradients = made
+        self._repeats = spec["repeats"]
+        self._compiled: Any = None
+
+    def program(self) -> dict[str, Any]:
+        """Compile, run and read it; the fields of a :class:`Program`."""
+        from jax_baseline.xla_program import CompiledFunction
+
+        self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
+        return self._compiled.program(repeats=self._repeats).as_plain()
+
+    def values(self) -> dict[str, tuple[float, ...] | None]:
+        """The moments of what its kernels leave in memory, by name."""
+        return self._compiled.values()
+
+
+class TorchSide:
+    """What the worker of Inductor's side holds."""
+
+    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+        self._program = _torch_model if kind == "model" else _torch_function
+        self._spec = spec
+
+    def program(self) -> dict[str, Any]:
+        """Compile, run and read it; the fields of a :class:`Program`, values included."""
+        return self._program(self._spec).as_plain()
+
+
+def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | FunctionSide) -> tuple[Program, Program]:
+    """Compile, run and read both sides, one after the other, each in a process of its own.
+
+    Returns:
+        XLA's program and Inductor's.
+
+    Raises:
+        UserError: for what the user can mend.
+    """
+    programs = []
+    for side, spec in (("JaxSide", jax_side), ("TorchSide", torch_side)):
+        kind = "model" if isinstance(spec, ModelSide) else "function"
+        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        if spec.device == "cpu" or side == "TorchSide":
+            environment["JAX_PLATFORMS"] = "cpu"
+        arguments = {"kind": kind, "spec": asdict(spec)}
+        with Worker(f"jax_baseline.compiled_sides:{side}", arguments, environment=environment) as worker:
+            program = Program.from_plain(worker.call("program"))
+            programs.append(_with_values(program, worker) if side == "JaxSide" else program)
+    return programs[0], programs[1]
+
+
+def _with_values(program: Program, worker: Worker) -> Program:
+    """Take the values on XLA's side; a note says why where XLA does not take its own text again, or dies of it."""
+    try:
+        return program.with_values(worker.call("values"))
+    except WorkerError as error:
+        lines = [line.strip() for line in str(error).splitlines() if re.search("[Ee]rror|Check failed", line)]
+        why = (lines or [str(error)])[-1][:200]
+        return replace(program, notes=(f"values in memory were not taken, so labels alone align: {why}",))
+
+
+def load_function(reference: str, *, what: str) -> Callable[..., Any]:
+    """Import ``path/to/file.py:name``.
+
+    Args:
+        reference: file and name.
+        what: the function is for, in the error.
+
+    Raises:
+        UserError: if there is no such file or name, or it cannot be imported or called.
+    """
+    path, separator, name = reference.rpartition(":")
+    if not separator or not path.endswith(".py") or not name:
+        raise UserError(f"{what} must be given as file.py:function, got {reference!r}")
+    if not Path(path).is_file():
+        raise UserError(f"{what}: there is no file {path}")
+    try:
+        module = _import(Path(path))
+    except Exception as error:
+        raise UserError(f"{what}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise UserError(f"{what}: {path} has no function {name!r}; it has {', '.join(public) or 'none'}")
+    return function
+
+
+@contextmanager
+def blame(reference: str) -> Iterator[None]:
+    """Let what a user's function raises be said of that function, in one line.
+
+    Raises:
+        UserError: in the place of anything else.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or "no message").splitlines()[0][:300]
+        raise UserError(f"{reference} raised {type(error).__name__}: {text}") from error
+
+
+def load_inputs(reference: str) -> tuple[NDArray, ...]:
+    """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can hold as they are.
+
+    Raises:
+        UserError: if not.
+    """
+    function = load_function(reference, what="the inputs")
+    with blame(reference):
+        made = function()
+    arrays = made if isinstance(made, tuple) else (made,)
+    for index, array in enumerate(arrays):
+        if not isinstance(array, np.ndarray):
+            raise UserError(
+                f"{reference} must return a tuple of NumPy arrays; element {index} is {type(array).__name__}"
+            )
+        if array.dtype not in (np.float32, np.float16, np.int32, np.int64, np.bool_):
+            raise UserError(
+                f"{reference}: element {index} is {array.dtype}; give float32, float16, int32, int64 or bool, which "
+                "both frameworks hold as they are (JAX would make float64 narrower)"
+            )
+    return arrays
+
+
+def _import(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_jax_baseline_user_{path.stem}", path.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+    return module
+
+
+def _weights_and_batch(spec: ModelSide) -> tuple[GPTConfig, dict[str, NDArray], tuple[NDArray, ...]]:
+    from torch_baseline.data import batch, load_corpus
+    from torch_baseline.model import init_numpy
+
+    config = GPTConfig(**spec.model)
+    generator = np.random.default_rng(spec.seed)
+    weights = {
+        name: array + np.float32(_JITTER) * generator.standard_normal(array.shape, np.float32)
+        if array.ndim == 1
+        else array
+        for name, array in init_numpy(config, spec.seed).items()
+    }
+    return config, weights, batch(load_corpus(None).train, spec.seed, 0, spec.batch_size, config.block_size)
+
+
+def _torch_model(plain: Mapping[str, Any]) -> Program:
+    import jax
+    import torch
+
+    from jax_baseline.inductor_program import compile_program
+    from jax_baseline.torch_labels import labelled_loss
+    from jax_baseline.transfer import weight_map
+    from torch_baseline.model import GPT
+
+    spec = ModelSide(**plain)
+    config, weights, tokens = _weights_and_batch(spec)
+    model = GPT(config)
+    model.load_numpy(weights)
+    model.to(spec.device)
+    if spec.dtype == "float64":
+        model.double()
+    parameters = dict(model.named_parameters())
+    order = [source.torch_name for source in jax.tree.leaves(weight_map(config))]
+    batch = [torch.from_numpy(part).to(spec.device) for part in tokens]
+    loss_of = torch.compile(labelled_loss(model, spec.dtype, spec.device))
+
+    def run() -> list[torch.Tensor]:
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss = loss_of(*batch)
+        loss.backward()
+        return [loss.detach(), *(grad for name in order if (grad := parameters[name].grad) is not None)]
+
+    return compile_program(run, device=spec.device, repeats=spec.repeats)
+
+
+def _jax_model(plain: Mapping[str, Any]) -> JaxCall:
+    import jax
+    import jax.numpy as jnp
+
+    from jax_baseline.model import ATTENTIONS
+    from jax_baseline.optim import master_dtype
+    from jax_baseline.train import make_gradient, require_jax_device
+    from jax_baseline.transfer import from_torch
+    from torch_baseline.config import TrainConfig
+
+    spec = ModelSide(**plain)
+    require_jax_device(spec.device)
+    if spec.attention not in ATTENTIONS:
+        raise UserError(f"the attention must be one of {', '.join(ATTENTIONS)}, got {spec.attention!r}")
+    if spec.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)  # in this process, which is the comparison's alone
+    config, weights, tokens = _weights_and_batch(spec)
+    training = TrainConfig(dtype=spec.dtype)
+    try:
+        function = make_gradient(config, training, attention=ATTENTIONS[spec.attention])
+    except ValueError as error:  # a dtype that this loop does not have
+        raise UserError(str(error)) from error
+    params = from_torch(weights, config, master_dtype(training))
+    batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
+    return function, (params, *batch), True
+
+
+def _torch_function(plain: Mapping[str, Any]) -> Program:
+    import torch
+
+    from jax_baseline.inductor_program import compile_program
+
+    spec = FunctionSide(**plain)
+    function = load_function(spec.function, what="the torch function")
+    arguments = [torch.from_numpy(array).to(spec.device) for array in load_inputs(spec.inputs)]
+    with blame(spec.function):
+        function(*arguments)
+    wanted = [one for one in arguments if spec.gradients and one.is_floating_point()]
+    for one in wanted:
+        one.requires_grad_()
+    compiled = torch.compile(function)
+
+    def run() -> list[torch.Tensor]:
+        for one in wanted:
+            one.grad = None
+        result = compiled(*arguments)
+        if not wanted:
+            return _leaves(result, torch.Tensor)
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            raise UserError(f"{spec.function}: with --gradients the function must return one scalar")
+        result.backward()
+        return [result.detach(), *(one.grad for one in wanted if one.grad is not None)]
+
+    return compile_program(run, device=spec.device, repeats=spec.repeats)
+
+
+def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
+    import jax
+    import jax.numpy as jnp
+
+    from jax_baseline.train import require_jax_device
+
+    spec = FunctionSide(**plain)
+    require_jax_device(spec.device)
+    function = load_function(spec.function, what="the JAX function")
+    arrays = load_inputs(spec.inputs)
+    arguments = [jnp.asarray(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
+    with blame(spec.function):
+        result = jax.eval_shape(function, *arguments)
+    if spec.gradients:
+        floating = tuple(index for index, array in enumerate(arrays) if np.issubdtype(array.dtype, np.floating))
+        if getattr(result, "shape", None) != ():
+            raise UserError(f"{spec.function}: with --gradients the function must return one scalar, got {result}")
+        function = jax.value_and_grad(function, argnums=floating)
+    return function, arguments, spec.gradients
+
+
+def _leaves(value: Any, kind: type) -> list[Any]:
+    """What a function returned, flat."""
+    if isinstance(value, kind):
+        return [value]
+    # In the order in which JAX flattens a dictionary.
+    parts: Sequence[Any] = [value[key] for key in sorted(value)] if isinstance(value, dict) else value
+    return [leaf for part in parts for leaf in _leaves(part, kind)]

@@ -1,0 +1,135 @@
+"""``hlo``, ``lock`` and ``diff``, and the GPU's program on a machine without one."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchkit import UserError
+from benchkit.run import Run
+from jax_baseline import gpu_target, hlo_lens
+from jax_baseline.cli import app
+from jax_baseline.hlo import kernels, parse, summarise
+from torch_baseline.config import GPTConfig, TrainConfig
+
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = ["--layers", "1", "--batch-size", "2", "--device", "cpu"]
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [*arguments])
+
+
+def test_hlo_of_our_step_measured(tmp_path):
+    dump, before = tmp_path / "step.txt", tmp_path / "step.stablehlo"
+    ours = invoke(
+        "hlo", *SMALL, "--measure", "--kernels", "3", "--save", str(dump), "--save-stablehlo", str(before)
+    )  # fmt: skip
+    assert ours.exit_code == 0, ours.output
+    assert "train step of tiny, 1 blocks, 2 sequences, float32, xla attention, on cpu" in ours.output
+    assert "XLA's own count, loop bodies once" in ours.output
+    assert "a step takes" in ours.output
+    donated, arguments = re.search(r"(\d+) of (\d+) arguments donated", ours.output).groups()
+    assert int(donated) == int(arguments) - 2  # all but tokens and targets
+    assert re.search(r"\| block\*/attention \| backward \|.* (µs|ms) \|", ours.output)
+    kernel_rows = ours.output.split("| kernel |")[1].splitlines()[2:]
+    assert len(kernel_rows) == 3
+    assert any("jax_baseline/model.py:" in row for row in kernel_rows)
+    assert "stablehlo.dot_general" in before.read_text()
+    # What was counted in this process is what stands in the file.
+    kept = len(kernels(parse(dump.read_text())))
+    assert f"\n{kept} kernels" in ours.output
+    assert f"\n{kept} kernels" in invoke("hlo", str(dump)).output
+
+
+def test_a_lock_passes_and_fails(tmp_path):
+    lock, dump = tmp_path / "step.lock", tmp_path / "step.txt"
+    dump.write_text((GOLDEN / "cpu_step.hlo").read_text())
+    made = invoke("lock", str(lock), str(dump))
+    assert made.exit_code == 0, made.output
+    assert re.search(r"41 kernels of \d+ sorts", made.output)
+    same = invoke("hlo", str(dump), "--check", str(lock))
+    assert same.exit_code == 0
+    assert f"LOCKED {lock}: 41 kernels" in same.output.replace("\n", "")
+    dump.write_text((GOLDEN / "h200_step.hlo").read_text())
+    drifted = invoke("hlo", str(dump), "--check", str(lock))
+    assert drifted.exit_code == 1
+    assert "41 kernels in the lock, 34 now" in drifted.output.replace("\n", " ")
+    assert "stack, backward: + 3 × " in drifted.output or "stack, backward: + 1 × " in drifted.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hlo", "no_such_file.txt"], "cannot read no_such_file.txt"),
+        (["hlo", str(GOLDEN / "regenerate.py")], "expected the text of an HLO module"),
+        (["hlo", str(GOLDEN / "cpu_step.hlo"), "--check", "no.lock"], "make it with jax-baseline lock"),
+        (["hlo", "--attention", "flash", *SMALL], "--attention takes xla or cudnn, got 'flash'"),
+        (["hlo", "--dtype", "float16", *SMALL], "float16"),
+        (["hlo", "--target", "mi300", *SMALL], "--target takes h200, got 'mi300'"),
+        (["hlo", "--target", "h200", "--attention", "cudnn", *SMALL], "without a GPU only XLA's own attention"),
+        (["diff", "--attention", "flash", *SMALL], "the attention must be one of xla, cudnn, got 'flash'"),
+        (["diff", "mine.py:f"], "diff takes two functions"),
+        (["diff", "mine.py:f", "mine.py:g", "--device", "cpu"], "there is no file mine.py"),
+    ],
+)
+def test_mistakes_are_user_errors(arguments, message):
+    result = invoke(*arguments)
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+
+
+def test_diff_prints_both_sides(monkeypatch):
+    from jax_baseline.programs import Program, Step, Tensor
+
+    def program(compiler, kind, name):
+        scores = Tensor("scores", "float32", (4, 4), 64, (16.0, 1.0, 2.0, 3.0, 4.0, 5.0, float(len(name))))
+        step = Step(
+            name, kind, "reduction", {"reduce": 1}, "forward", ("head",), (("head",),), "mine.py:3", 1, 64, 64, 9, 1e-3,
+            "source text", (scores,),
+        )  # fmt: skip
+        return Program(compiler, (step,), 2e-3, 1.0, (), ("a note",) if compiler == "XLA" else ())
+
+    sides = program("XLA", "fusion loop", "fusion"), program("Inductor", "C++ kernel", "0:cpp_fused_sum_0:1")
+    monkeypatch.setattr("jax_baseline.compiled_sides.compile_both", lambda one, other: sides)
+    result = invoke("diff", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "| head | forward | 1 | 128 B | 1.00 ms | 1 | 128 B | 1.00 ms |" in result.output
+    assert "XLA: compiled in 1.00 s, runs 2.00 ms; kernels placed by label 1, by value 0, not at all 0" in result.output
+    assert "; a note" in result.output
+    assert "#### `head`, forward" in result.output
+    assert "XLA, `fusion` (fusion loop):" in result.output
+
+
+def test_without_the_extra_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(gpu_target.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"install the optional extra jax-baseline\[gpu-target\]"):
+        gpu_target.require_gpu_target()
+
+    class Absences:
+        def absent(self, what, why):
+            self.found = (what, why)
+
+    recorder = Absences()
+    asked = hlo_lens.configure("cpu", quick=False)
+    hlo_lens._collect_target(Run("cpu", {}, recorder), asked["target"], asked["layouts"])
+    assert recorder.found[0] == "The GPU's program"
+    assert "gpu-target" in recorder.found[1]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="the optional extra gpu-target is not installed"
+)
+def test_the_step_compiles_for_sharded_h200s():
+    config = GPTConfig(vocab_size=256, block_size=32, n_layer=1, n_head=2, n_embd=64)
+    training = TrainConfig(batch_size=8, dtype="bfloat16")
+    whole = gpu_target.compile_step_for_h200(config, training)
+    sharded = gpu_target.compile_step_for_h200(config, training, devices=4, layout="FSDP")
+    found = summarise(sharded.text)
+    assert not summarise(whole.text).collectives
+    assert {"all-gather-start", "reduce-scatter-start"} & found.collectives.keys()
+    assert found.donated == found.arguments - 2
+    assert sharded.arguments < whole.arguments / 3
+    assert any("triton" in kind or "cublas" in kind for kind in found.kinds)

@@ -1,0 +1,251 @@
+"""Parsed totals against XLA's own counts, where those are right; and where they are not."""
+
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_baseline.hlo import kernels, parse, summarise
+from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
+from jax_baseline.hlo.stablehlo import count_operations
+from jax_baseline.hlo.taps import return_everything
+from jax_baseline.model import loss
+from jax_baseline.profile import kernel_seconds
+from jax_baseline.transfer import from_torch
+from jax_baseline.xla_private import complete_text, run_text
+from torch_baseline.config import GPTConfig
+from torch_baseline.model import init_numpy
+
+GOLDEN = Path(__file__).parent / "golden"
+CONFIG = GPTConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=32)
+
+
+@pytest.fixture(scope="module")
+def model_gradients():
+    """The loss and gradients of a one-block model: compiled, and its arguments."""
+    params = from_torch(init_numpy(CONFIG, 0), CONFIG)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 16)), jnp.int32)
+    arguments = (params, tokens, tokens)
+    function = jax.jit(lambda params, x, y: jax.value_and_grad(loss)(params, x, y, CONFIG))
+    return function.lower(*arguments).compile(), arguments
+
+
+def test_totals_of_the_model_agree_with_xla(model_gradients):
+    compiled, _ = model_gradients
+    summary, costs, memory = summarise(compiled.as_text()), compiled.cost_analysis(), compiled.memory_analysis()
+    # Scalars of index arithmetic are counted a little differently: parts in a million of a model's work.
+    assert summary.flops == pytest.approx(costs["flops"], rel=1e-3)
+    assert summary.transcendentals == costs["transcendentals"]
+    if jax.default_backend() == "cpu":
+        # XLA's CPU analysis takes every operand whole; only so do the two agree.
+        assert summary.whole_bytes == pytest.approx(costs["bytes accessed"], rel=1e-3)
+    assert summary.bytes < summary.whole_bytes
+    assert summary.argument_bytes == memory.argument_size_in_bytes
+    # The result is a tuple, whose table of pointers XLA counts too.
+    assert 0 <= memory.output_size_in_bytes - summary.output_bytes <= 8 * 64
+
+
+def test_xla_counts_the_body_of_a_loop_once_and_the_parser_as_often_as_it_runs():
+    trips, size = 5, 32
+
+    def f(x, w):
+        return jax.lax.scan(lambda x, _: (x @ w, None), x, None, length=trips)[0]
+
+    x = jnp.ones((size, size))
+    compiled = jax.jit(f).lower(x, x).compile()
+    product = 2 * size**3
+    # Less one index addition a trip, and one comparison more than trips.
+    assert compiled.cost_analysis()["flops"] == pytest.approx(product, abs=10)
+    assert summarise(compiled.as_text()).flops == pytest.approx(trips * product, abs=10 * trips)
+    dots = [kernel for kernel in kernels(parse(compiled.as_text())) if kernel.category == "product"]
+    assert [kernel.calls for kernel in dots] == [trips]
+
+
+def test_only_what_a_gather_or_an_update_touches_is_counted():
+    table, rows, width = 4096, 8, 64
+
+    def f(table, index, row):
+        return table[index], jax.lax.dynamic_update_slice(table, row, (3, 0))
+
+    arguments = (jnp.ones((table, width)), jnp.arange(rows), jnp.ones((1, width)))
+    compiled = jax.jit(f, donate_argnums=0).lower(*arguments).compile()
+    summary = summarise(compiled.as_text())
+    whole = 4 * table * width
+    copies = sum(kernel.kind == "copy" for kernel in kernels(parse(compiled.as_text())))
+    assert compiled.cost_analysis()["bytes accessed"] > 2 * whole
+    assert summary.bytes < (2 * copies + 0.1) * whole + 100 * rows * width
+
+
+def test_donation_agrees_with_xla():
+    def f(a, b):
+        return a + b, b.sum()
+
+    a = jnp.ones((64, 64))
+    compiled = jax.jit(f, donate_argnums=0).lower(a, a).compile()
+    summary = summarise(compiled.as_text())
+    assert (summary.donated, summary.arguments) == (1, 2)
+    assert summary.donated_bytes == compiled.memory_analysis().alias_size_in_bytes == 4 * 64 * 64
+
+
+def test_everything_in_memory_can_be_taken_out(model_gradients):
+    """The rewritten module returns, for what the program returns too, the very same values."""
+    compiled, arguments = model_gradients
+    module = parse(compiled.as_text())
+    names = {kernel.name for kernel in kernels(module)}
+    text, taken = return_everything(complete_text(compiled), names)
+    assert len(taken) == sum(len(kernel.writes) for kernel in kernels(module))
+    values = dict(zip(taken, run_text(text, jax.tree.leaves(arguments)), strict=True))
+    expected = jax.tree.leaves(compiled(*arguments))
+    compared = 0
+    for name, want in zip(module.result.operands, expected, strict=True):
+        if name in values:
+            compared += 1
+            np.testing.assert_allclose(np.asarray(values[name]).reshape(want.shape), want, rtol=1e-4, atol=1e-6)
+    assert compared >= 4
+
+
+def test_a_bitcast_that_transposes_keeps_its_values():
+    text = """HloModule m
+
+ENTRY %main (x: f32[2,3]) -> f32[3,2] {
+  %x = f32[2,3]{1,0} parameter(0)
+  %turned = f32[3,2]{0,1} bitcast(%x)
+  ROOT %twice = f32[3,2]{0,1} add(%turned, %turned)
+}
+"""
+    x = jnp.arange(6.0).reshape(2, 3)
+    rewritten, names = return_everything(text, {"twice"})
+    assert names == ["twice"]
+    np.testing.assert_array_equal(run_text(rewritten, [x])[0], 2 * np.asarray(x).T)
+
+
+def test_a_gpu_program_with_library_products_gives_its_values_on_a_cpu():
+    """What an H200 would leave in memory, calls of cuBLAS and cuts of tuples included, computed here."""
+    text = (GOLDEN / "h200_cublas_step.hlo").read_text()
+    module = parse(text)
+    found = kernels(module)
+    assert sum(kernel.target == "__cublas$lt$matmul" for kernel in found) == 5
+    generator = np.random.default_rng(0)
+    weights = [jnp.asarray(generator.standard_normal(shape, np.float32) / 8) for shape in ((32, 128), (3, 128, 128))]
+    x = jnp.asarray(generator.standard_normal((64, 32), np.float32))
+    rewritten, names = return_everything(text, {kernel.name for kernel in found})
+    values = dict(zip(names, run_text(rewritten, [*weights, x]), strict=True))
+    expected = runpy.run_path(str(GOLDEN / "regenerate.py"))["step"](tuple(weights), x)
+    compared = 0
+    for name, want in zip(module.result.operands, jax.tree.leaves(expected), strict=True):
+        if name in values:
+            compared += 1
+            np.testing.assert_allclose(np.asarray(values[name]).reshape(want.shape), want, rtol=1e-4, atol=1e-5)
+    assert compared == 3
+
+
+def test_a_library_call_that_is_no_plain_product_is_named():
+    text = (GOLDEN / "h200_cublas_step.hlo").read_text().replace('"epilogue":"DEFAULT"', '"epilogue":"GELU"')
+    with pytest.raises(ValueError, match=r"calls __cublas\$lt\$matmul, which is not a plain product"):
+        return_everything(text, set())
+
+
+def test_the_profiler_sees_every_kernel(model_gradients):
+    compiled, arguments = model_gradients
+    names = [kernel.name for kernel in kernels(parse(compiled.as_text()))]
+    seconds = kernel_seconds(lambda: compiled(*arguments), names, repeats=2)
+    assert set(seconds) == set(names)
+    assert all(value > 0 for value in seconds.values())
+
+
+@pytest.mark.parametrize("name", ["cpu_step.hlo", "h200_step.hlo"])
+def test_golden_modules_agree_with_the_arithmetic_of_their_source(name):
+    """golden/regenerate.py: x (64, 32) through a matrix (32, 128) and three scanned ones (128, 128), and back."""
+    summary = summarise((GOLDEN / name).read_text())
+    rows = 64 if name.startswith("cpu") else 32  # of two devices each has half the batch
+    products = 2 * rows * 32 * 128 + 3 * 2 * rows * 128 * 128
+    # Forward, and backward for weights and inputs; the first layer's input has no gradient.
+    expected = 3 * products - 2 * rows * 32 * 128
+    assert expected < summary.flops < 1.1 * expected
+    assert (summary.donated, summary.dots) == (2, 5)
+    scopes = {(group.region, group.phase) for group in summary.regions}
+    assert {("first", "forward"), ("first", "backward"), ("stack", "forward"), ("stack", "backward")} <= scopes
+    assert {("loss", "forward"), ("update", "other")} <= scopes
+
+
+def test_golden_module_of_two_h200s():
+    text = (GOLDEN / "h200_step.hlo").read_text()
+    summary = summarise(text)
+    # One for the scanned stack (it runs three times), one for the first matrix, one for the loss.
+    assert summary.collectives == {"all-reduce-start": 3}
+    assert summary.kinds["fusion custom: __triton_nested_gemm_fusion"] == 5
+    found = {kernel.name: kernel for kernel in kernels(parse(text))}
+    reduce_in_loop = found["all-reduce-start"]
+    assert (reduce_in_loop.calls, reduce_in_loop.category, reduce_in_loop.region) == (3, "collective", "stack")
+    assert reduce_in_loop.cost.bytes_read == 128 * 128 * 2
+    place = found["gemm_fusion_dot.5"].place
+    assert place is not None
+    assert (place.file, place.function) == ("regenerate.py", "step.<locals>.loss")
+    source = (GOLDEN / "regenerate.py").read_text().splitlines()[place.line - 1]
+    assert "gelu(x @ first)" in source
+
+
+def test_golden_module_of_a_cpu():
+    found = kernels(parse((GOLDEN / "cpu_step.hlo").read_text()))
+    loops = [kernel for kernel in found if kernel.category == "product" and kernel.region == "stack"]
+    assert [(kernel.phase, kernel.calls) for kernel in loops] == [("forward", 3), ("backward", 3), ("backward", 3)]
+    slices = [kernel for kernel in found if kernel.name.startswith("dynamic-slice_bitcast_fusion")]
+    # The stack is (3, 128, 128) and an activation's (3, 64, 128): what is read is one layer's, and a number.
+    assert {kernel.cost.bytes_read for kernel in slices} == {128 * 128 * 4 + 4, 64 * 128 * 4 + 4}
+    assert {kernel.category for kernel in slices} == {"data movement"}
+
+
+def test_stablehlo_before():
+    counted = count_operations((GOLDEN / "step.stablehlo").read_text())
+    assert counted["dot_general"] == 5
+    assert counted["while"] == 2
+    assert counted.total() > len(kernels(parse((GOLDEN / "cpu_step.hlo").read_text())))
+    with pytest.raises(ValueError, match="expected the text of a StableHLO module"):
+        count_operations("HloModule m")
+
+
+def test_a_lock_holds_until_a_fusion_changes():
+    text = (GOLDEN / "cpu_step.hlo").read_text()
+    versions = {"jax": "0.10.2", "backend": "cpu"}
+    lock = make_lock(text, subject="a step", versions=versions)
+    assert read_lock(lock.dump()) == lock
+    assert not compare_locks(lock, make_lock(text, subject="a step", versions=versions))
+
+    broken = text.replace("kind=kCustom, calls=%fused_computation.4,", "kind=kLoop, calls=%fused_computation.4,")
+    assert broken != text
+    drift = compare_locks(lock, make_lock(broken, subject="a step", versions={**versions, "jax": "0.11.2"}))
+    assert drift
+    assert sum(drift.gone.values()) == sum(drift.new.values()) == 1
+    lines = drift.lines()
+    assert any("− 1 × fusion custom: __ynn_fusion" in line for line in lines)
+    assert "jax: 0.10.2 made the lock, this is 0.11.2" in lines
+    undonated = make_lock(
+        text.replace("may-alias", "x", 0).replace("input_output_alias", "no"), subject="", versions={}
+    )
+    assert any("donated arguments: 2 in the lock, 0 now" in line for line in compare_locks(lock, undonated).lines())
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", '{"format": 99}'])
+def test_other_files_are_no_locks(text):
+    with pytest.raises(ValueError, match="expected a fusion lock"):
+        read_lock(text)
+
+
+@pytest.mark.gpu
+def test_the_profiler_sees_the_kernels_of_a_gpu():
+    x = jax.device_put(jnp.ones((1024, 1024), jnp.bfloat16), jax.devices("gpu")[0])
+
+    def f(x):
+        with jax.named_scope("product"):
+            y = x @ x
+        with jax.named_scope("sum"):
+            return jax.nn.relu(y).sum()
+
+    compiled = jax.jit(f).lower(x).compile(compiler_options={"xla_gpu_enable_command_buffer": ""})
+    found = kernels(parse(compiled.as_text()))
+    seconds = kernel_seconds(lambda: compiled(x), [kernel.name for kernel in found], repeats=3)
+    assert {kernel.name for kernel in found if kernel.category in ("product", "reduction")} <= set(seconds)
+    assert sum(kernel.total.flops for kernel in found) == pytest.approx(2 * 1024**3, rel=0.01)

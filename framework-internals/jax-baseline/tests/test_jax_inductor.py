@@ -1,0 +1,231 @@
+"""Inductor's side: generated modules as text, times from a trace, the labelled model, and a real compilation."""
+
+import json
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchkit import UserError
+from jax_baseline import compiled_sides
+from jax_baseline.compiled_sides import FunctionSide, compile_both, load_function, load_inputs
+from jax_baseline.inductor_program import compile_program, kernel_seconds_from_trace
+from jax_baseline.inductor_source import hook_launches
+from jax_baseline.torch_labels import labelled, labelled_loss
+from torch_baseline.config import GPTConfig
+from torch_baseline.model import GPT
+
+# What Inductor generates, shortened: a Triton kernel, a C++ kernel, a product, a library call, two statements a line.
+GENERATED = """# AOT ID: ['3_backward']
+import torch
+from torch._inductor.async_compile import AsyncCompile
+async_compile = AsyncCompile()
+
+triton_poi_fused_add_0 = async_compile.triton('triton_poi_fused_add_0', '''
+import triton
+@triton.jit
+def triton_poi_fused_add_0(in_out_ptr0, in_ptr0, out_ptr0, xnumel, XBLOCK : tl.constexpr):
+    pass
+''', device_str='cuda')
+
+cpp_fused_mul_1 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''
+extern "C"  void  kernel(const float* in_ptr0,
+                       float* out_ptr0)
+{
+}
+''')
+
+def call(args):
+    x, = args
+    with torch.cuda._DeviceGuard(0):
+        # Topologically Sorted Source Nodes: [add]
+        # [Provenance debug handles] triton_poi_fused_add_0:1
+        stream0 = get_raw_stream(0)
+        triton_poi_fused_add_0.run(buf0, x, buf1, 128, stream=stream0)
+        # [Provenance debug handles] extern_kernels.mm:2
+        extern_kernels.mm(reinterpret_tensor(x, (4, 2), (1, 4), 0), buf1, out=buf2)
+        # [Provenance debug handles] cpp_fused_mul_1:3
+        cpp_fused_mul_1(buf2, buf3); del buf2  # reuse
+        # [Provenance debug handles] torch.ops.aten.flash.default:4
+        buf4 = torch.ops.aten.flash.default(buf3, True)
+        # [Provenance debug handles] never_called:5
+        del buf3
+    return (buf4, )
+"""
+
+
+def test_hooks_go_around_every_launch():
+    module = hook_launches(GENERATED, graph=7, hooks="package.module:HOOKS")
+    assert module.phase == "backward"
+    assert [handle for handle, _ in module.launches] == [
+        "triton_poi_fused_add_0:1",
+        "extern_kernels.mm:2",
+        "cpp_fused_mul_1:3",
+        "torch.ops.aten.flash.default:4",
+    ]
+    assert module.missed == ("never_called:5",)
+    assert module.kernels["triton_poi_fused_add_0"].roles == ("update", "read", "write")
+    assert module.kernels["cpp_fused_mul_1"].roles == ("read", "write")
+    compile(module.source, "generated", "exec")
+    lines = [line.strip() for line in module.source.splitlines()]
+    assert lines[0] == "from package.module import HOOKS as HOOKS"
+    assert "with HOOKS.launch('7:extern_kernels.mm:2'):" in lines
+    assert "HOOKS.ran('7:extern_kernels.mm:2', (reinterpret_tensor(x, (4, 2), (1, 4), 0), buf1, ), buf2, None)" in lines
+    assert "HOOKS.ran('7:torch.ops.aten.flash.default:4', (buf3, True, ), None, buf4)" in lines
+    after = lines.index("HOOKS.ran('7:cpp_fused_mul_1:3', (buf2, buf3, ), None, None)")
+    assert lines[after + 1] == "del buf2"
+
+
+def test_times_from_a_trace():
+    """A kernel belongs to the range in which its launch was called, wherever on the timeline it ran."""
+
+    def event(category, name, start, duration, **arguments):
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "args": arguments}
+
+    trace = {
+        "traceEvents": [
+            event("user_annotation", "launch 0:a:1", 0, 10),
+            event("user_annotation", "launch 0:b:2", 20, 10),
+            event("user_annotation", "launch 0:a:1", 40, 10),
+            event("user_annotation", "ProfilerStep#1", 0, 60),
+            event("cuda_runtime", "cudaLaunchKernel", 2, 1, correlation=1),
+            event("cuda_driver", "cuLaunchKernelEx", 22, 1, correlation=2),
+            event("cuda_runtime", "cudaLaunchKernel", 24, 1, correlation=3),
+            event("cuda_runtime", "cudaLaunchKernel", 42, 1, correlation=4),
+            event("kernel", "k1", 100, 5, correlation=1),
+            event("kernel", "k2", 110, 7, correlation=2),
+            event("gpu_memset", "Memset", 120, 2, correlation=3),
+            event("kernel", "k1", 130, 6, correlation=4),
+            event("kernel", "from elsewhere", 140, 50, correlation=99),
+            {"ph": "M", "name": "process_name"},
+        ]
+    }
+    found = kernel_seconds_from_trace(json.loads(json.dumps(trace)))
+    assert found == {"0:a:1": [pytest.approx(5e-6), pytest.approx(6e-6)], "0:b:2": [pytest.approx(9e-6)]}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_labelled_model_computes_the_same(tied):
+    config = GPTConfig(vocab_size=64, block_size=16, n_layer=2, n_head=2, n_embd=32, tie_embeddings=tied)
+    plain, labels = GPT(config, seed=3), GPT(config, seed=3)
+    tokens = torch.arange(32).reshape(2, 16)
+    targets = (tokens * 7) % 64
+    expected = plain(tokens, targets)
+    expected.backward()
+    loss = labelled_loss(labels, "float32", "cpu")(tokens, targets)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
+    for (name, want), (other, got) in zip(plain.named_parameters(), labels.named_parameters(), strict=True):
+        assert name == other
+        torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
+
+
+# The example of the README, and inputs that cannot be.
+README = (Path(__file__).parents[1] / "README.md").read_text()
+EXAMPLE = next(
+    textwrap.dedent(block.split("```")[0]) for block in README.split("```python\n")[1:] if "def torch_fn" in block
+)
+USER_FILE = f"""{EXAMPLE}
+
+def wide_inputs():
+    return (np.zeros(3),)
+
+
+def no_arrays():
+    return [1.0]
+"""
+
+
+@pytest.fixture
+def user_file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(USER_FILE)
+    return str(path)
+
+
+@pytest.mark.slow
+def test_two_functions_of_a_user(user_file):
+    torch_side = FunctionSide(f"{user_file}:torch_fn", f"{user_file}:inputs", True, "cpu", 1)
+    xla, inductor = compile_both(FunctionSide(f"{user_file}:jax_fn", f"{user_file}:inputs", True, "cpu", 1), torch_side)
+    assert {step.label[0] for step in xla.steps} == {step.label[0] for step in inductor.steps} == {"hidden", "softmax"}
+    products = [step for step in inductor.steps if step.category == "product"]
+    # x·w forward; backward its two gradients.
+    assert [step.phase for step in products] == ["forward", "backward", "backward"]
+    # Two matrices read and one written, float32.
+    assert products[0].bytes_read == 4 * (64 * 256 + 256 * 128)
+    assert products[0].bytes_written == 4 * 64 * 128
+    assert all(step.seconds is not None for step in (*xla.steps, *inductor.steps))
+    assert all(tensor.moments for step in (*xla.steps, *inductor.steps) for tensor in step.writes if tensor.bytes)
+    # The scalar and both gradients come out the same.
+    for ours, theirs in zip(xla.values, inductor.values, strict=True):
+        np.testing.assert_allclose(ours.moments, theirs.moments, rtol=1e-4, atol=1e-3)
+    generated = next(step for step in inductor.steps if step.kind == "C++ kernel")
+    assert 'extern "C"' in generated.source
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("mine.py", "must be given as file.py:function"),
+        ("nowhere.py:f", "there is no file nowhere.py"),
+        ("{file}:absent", "has no function 'absent'; it has annotate, inputs, jax_fn"),
+    ],
+)
+def test_functions_that_are_not_there(user_file, reference, message):
+    with pytest.raises(UserError, match=message):
+        load_function(reference.replace("{file}", user_file), what="the torch function")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("wide_inputs", "element 0 is float64; give float32"), ("no_arrays", "element 0 is list")],
+)
+def test_inputs_that_cannot_be_shared(user_file, name, message):
+    with pytest.raises(UserError, match=message):
+        load_inputs(f"{user_file}:{name}")
+
+
+@pytest.mark.parametrize(("side", "name"), [("JaxSide", "torch_fn"), ("TorchSide", "jax_fn")])
+def test_a_function_that_fails_is_blamed(user_file, side, name):
+    """Each framework's function given to the other: what it raises is one line that names it."""
+    spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
+    with pytest.raises(UserError, match=rf"{name} raised \w+: "):
+        getattr(compiled_sides, side)("function", spec).program()
+
+
+def test_a_file_that_fails_is_named(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text("1 / 0\n")
+    with pytest.raises(UserError, match=r"broken\.py cannot be imported: ZeroDivisionError"):
+        load_function(f"{path}:f", what="the JAX function")
+
+
+def test_a_moved_private_part_is_named(monkeypatch):
+    from torch._inductor.codecache import PyCodeCache
+
+    from jax_baseline.torch_private import observe_inductor
+
+    monkeypatch.delattr(PyCodeCache, "write")
+    with (
+        pytest.raises(RuntimeError, match=r"has no write where jax_baseline\.torch_private looks for it"),
+        observe_inductor(lambda graph: None, lambda source, provenance: source),
+    ):
+        pass
+
+
+@pytest.mark.gpu
+def test_kernels_of_a_gpu_are_timed_and_seen():
+    x = torch.randn(512, 512, device="cuda", dtype=torch.bfloat16)
+
+    def f(x):
+        return labelled(torch.matmul, "product")(x, x).relu().sum()
+
+    compiled = torch.compile(f)
+    program = compile_program(lambda: [compiled(x)], device="cuda", repeats=3)
+    assert any(step.kind == "Triton kernel" and "@triton.jit" in step.source for step in program.steps)
+    product = next(step for step in program.steps if step.category == "product")
+    assert product.label == ("product",)
+    assert all(step.seconds and step.seconds > 0 for step in program.steps)

@@ -1,0 +1,208 @@
+"""Two programs side by side: labels, values where labels fail, and what is told of the differences."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchkit import Record, Results
+from jax_baseline import hlo_findings
+from jax_baseline.alignment import align, match_values, region_of, same_values
+from jax_baseline.explanation import explain
+from jax_baseline.hlo_lens import diff_record
+from jax_baseline.programs import Program, Step, Tensor, star_blocks
+from jax_baseline.region_diff import compare_programs, instructive
+
+GENERATOR = np.random.default_rng(0)
+SCORES, HIDDEN, SUM = (GENERATOR.standard_normal(shape) for shape in ((4, 8, 8), (8, 16), (8, 16)))
+
+
+def moments(array):
+    wide = np.asarray(array, np.float64).ravel()
+    sums = wide.sum(), np.abs(wide).sum(), (wide**2).sum(), (wide**3).sum(), wide.max(), wide.min()
+    return (float(wide.size), *map(float, sums))
+
+
+def tensor(name, array, dtype="float32"):
+    return Tensor(name, dtype, np.shape(array), 4 * np.size(array), moments(array))
+
+
+def step(name, labels, *writes, kind="fusion loop", phase="forward", seconds=1e-3, read=100, source=""):
+    labels = tuple(tuple(label.split("/")) for label in labels)
+    return Step(
+        name=name,
+        kind=kind,
+        category="element-wise",
+        ops={"add": 1},
+        phase=phase,
+        label=labels[0] if labels else (),
+        labels=labels,
+        place="model.py:7",
+        calls=1,
+        bytes_read=read,
+        bytes_written=sum(one.bytes for one in writes),
+        flops=10,
+        seconds=seconds,
+        source=source,
+        writes=writes,
+    )
+
+
+def programs():
+    """XLA writes the scores that Inductor keeps inside one library call, and lost the label of its last kernel."""
+    xla = Program(
+        "XLA",
+        (
+            step("scores", ["block0/attention/core/formula"], tensor("scores", SCORES), source="%scores = …"),
+            step("softmax", ["block0/attention/core"], tensor("softmax", np.exp(SCORES))),
+            step("hidden", ["block0/attention/core"], tensor("hidden", HIDDEN)),
+            step("copied", ["block0/mlp"], tensor("copied", HIDDEN.T)),
+            step("nameless", [], tensor("nameless", SUM.reshape(-1))),
+        ),
+        5e-3,
+        1.0,
+        (tensor("result 0", [1.0, 2.0]),),
+    )
+    inductor = Program(
+        "Inductor",
+        (
+            step("0:aten.flash:1", ["block0/attention/core"], tensor("a", HIDDEN * (1 + 1e-6)), kind="aten.flash"),
+            step("0:cpp_fused_add_0:2", ["block0/mlp", "head"], tensor("b", SUM.T), kind="C++ kernel"),
+        ),
+        2e-3,
+        9.0,
+        (tensor("result 0", [1.0, 2.0]),),
+    )
+    return xla, inductor
+
+
+def test_values_are_the_same_in_any_order_and_shape():
+    assert same_values(tensor("a", HIDDEN), tensor("b", HIDDEN.T.reshape(2, -1)))
+    assert same_values(tensor("a", HIDDEN), tensor("b", HIDDEN * (1 + 1e-6)))
+    assert same_values(tensor("a", HIDDEN), tensor("b", HIDDEN * 1.01, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [HIDDEN[:4], -HIDDEN, HIDDEN * 1.01, np.abs(HIDDEN), SUM, np.where(HIDDEN.max() == HIDDEN, 9, HIDDEN)],
+    ids=["part", "negated", "scaled", "absolute", "another", "one element"],
+)
+def test_other_values_are_not(other):
+    assert not same_values(tensor("a", HIDDEN), tensor("b", other))
+
+
+def test_constants_are_equal_to_nothing():
+    assert not same_values(tensor("a", np.ones(8)), tensor("b", np.ones(8)))
+    assert not same_values(tensor("a", HIDDEN), Tensor("b", "float32", (8, 16), 512, None))
+
+
+def test_labels_first_then_values():
+    xla, inductor = programs()
+    matches = match_values(xla, inductor)
+    aligned = {item.step.name: item for item in align(xla, inductor, matches)["XLA"]}
+    assert aligned["scores"].part == ("block*", "attention", "core")  # the formula is XLA's alone
+    assert (aligned["scores"].by, aligned["nameless"].by) == ("label", "value")
+    assert aligned["nameless"].part == ("block*", "mlp")
+    pairs = {(left[1].name, right[1].name) for left, right in matches.pairs}
+    assert pairs == {("hidden", "a"), ("nameless", "b")}
+    assert [one.name for _, one in matches.repeated["XLA"]] == ["copied"]
+    assert {one.name for _, one in matches.only["XLA"]} == {"scores", "softmax"}
+    assert matches.only["Inductor"] == ()
+
+
+def test_without_any_label_common_tensors_cut_the_programs():
+    def bare(name, array):
+        return step(name, [], tensor(name, array))
+
+    one = Program(
+        "XLA",
+        (bare("a", SCORES), bare("b", HIDDEN), bare("c", np.exp(SUM)), bare("d", SUM), bare("e", SUM**2)),
+        None,
+        0.0,
+    )
+    other = Program("Inductor", (bare("f", HIDDEN.T), bare("g", SUM)), None, 0.0)
+    found = compare_programs(one, other)
+    assert [
+        (region.name, region.sides["XLA"].kernels, region.sides["Inductor"].kernels) for region in found.regions
+    ] == [
+        ("1: to float32[16,8]", 2, 1),
+        ("2: to float32[8,16]", 2, 1),
+        ("", 1, 0),
+    ]
+    assert found.placed["XLA"] == {"value": 4, "nothing": 1}
+
+
+def test_without_values_nothing_is_said_to_be_only_one_sides():
+    xla, inductor = programs()
+    found = compare_programs(xla.with_values({}), inductor)
+    assert found.only == {"XLA": 0, "Inductor": 0}
+    assert found.placed["XLA"] == {"label": 4, "nothing": 1}
+
+
+def test_regions_say_who_fuses_and_who_writes_what():
+    found = compare_programs(*programs())
+    regions = {(region.name, region.phase): region for region in found.regions}
+    attention, mlp = regions["block*/attention", "forward"], regions["block*/mlp", "forward"]
+    assert (attention.sides["XLA"].kernels, attention.sides["Inductor"].kernels) == (3, 1)
+    assert attention.sides["Inductor"].libraries == {"aten.flash": 1}
+    assert {one.kernel for one in attention.only["XLA"]} == {"scores"}  # two of one shape and line are one entry
+    assert attention.only["XLA"][0].count == 2
+    assert [one.kernel for one in mlp.again["XLA"]] == ["copied"]
+    assert [region.name for region in instructive(found.regions, 1)] == ["block*/attention"]
+    assert found.largest_difference == 0
+    assert attention.sides["XLA"].seconds == pytest.approx(3e-3)
+
+
+def test_a_fusion_of_two_parts_is_found_only_where_the_other_has_none():
+    known = step("both", ["block0/mlp", "head"], tensor("x", HIDDEN))
+    apart = [step("m", ["block0/mlp"], tensor("y", HIDDEN)), step("h", ["head"], tensor("z", SUM))]
+    one, other = Program("XLA", tuple(apart), None, 0.0), Program("Inductor", (known,), None, 0.0)
+    regions = {region.name: region for region in compare_programs(one, other).regions}
+    (fusion,) = regions["block*/mlp"].fusions["Inductor"]
+    assert fusion.parts == ("block*/mlp", "head")
+    assert regions["head"].hosts["Inductor"] == ("both",)
+    text = explain(regions["head"].as_plain(), quotes=False)
+    assert "Inductor has no kernel of its own for it: the work is inside `both`." in text
+    same = compare_programs(Program("XLA", (known,), None, 0.0), other)
+    assert all(not fusions for region in same.regions for fusions in region.fusions.values())
+
+
+def test_the_explanation_is_made_of_the_numbers():
+    (region,) = instructive(compare_programs(*programs()).regions, 1)
+    text = explain(region.as_plain(), quotes=True)
+    assert "XLA runs 3 kernels, moving 2.79 KiB in 3.00 ms; Inductor runs 1 kernel, moving 612 B in 1.00 ms" in text
+    assert "- Only XLA writes 2 × `float32[4,8,8]` (2.00 KiB, by `scores` for `model.py:7`) to memory" in text
+    assert "Inductor calls `aten.flash` 1 ×." in text
+    assert "```text\n%scores = …\n```" in text
+
+
+def test_programs_survive_json():
+    for program in programs():
+        assert Program.from_plain(json.loads(json.dumps(program.as_plain()))) == program
+
+
+def test_the_report_is_made_of_the_record():
+    record = Record(
+        "region diff",
+        {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"},
+        *diff_record(*programs()),
+    )
+    results = Results("jax-baseline", environment=None, configuration={}, records=(record,))
+    assert hlo_findings.clauses(results) == [
+        "for the same gradients of `tiny` XLA runs 5 kernels that move 3.99 KiB, Inductor 2 that move 1.20 KiB"
+    ]
+    told = hlo_findings.context(results)["diffs"][0]
+    assert told["explained"][0].startswith("#### `block*/attention`, forward")
+    assert [row[0] for row in told["rows"]] == ["block*/attention", "block*/mlp"]
+    drawn = [figure.draw() for figure in hlo_findings.figures(results)]
+    assert [figure.axes[0].get_xlabel() for figure in drawn] == [
+        "memory traffic of the kernels (MiB)",
+        "time of the kernels (ms)",
+    ]
+
+
+def test_names():
+    assert star_blocks(("block12", "mlp", "h2o", "2")) == ("block*", "mlp", "h2o", "2")
+    assert region_of(("block*", "mlp", "norm")) == "block*/mlp"
+    assert region_of(("head", "norm")) == "head"
+    assert region_of(()) == ""
