@@ -327,6 +327,18 @@ inline void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress ba
   barrier_settle(barrier);
 }
 
+inline void bulk_copy(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier) {
+  if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) emulator::fail("a bulk copy is not aligned");
+  emulator::check_shared(to, bytes);
+  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  mbarriers()[barrier].second -= bytes;
+  barrier_settle(barrier);
+}
+inline float2 load_shared_pair(SharedAddress from) {
+  emulator::check_shared(from, 8);
+  return *reinterpret_cast<const float2*>(from);
+}
+
 template <int kCount>
 void registers_release() {}
 template <int kCount>

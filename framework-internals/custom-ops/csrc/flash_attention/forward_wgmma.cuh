@@ -16,16 +16,11 @@
 // tile's P V starts from zero and is added to O by ordinary rounded arithmetic: accumulated in place over a long row, the
 // truncations, all towards zero, would add up.
 //
-// Shared memory: blocks of 64 columns (128 bytes) by all rows of the tile, 128-byte swizzled, as TMA writes and wgmma reads
-// them. K-major operands (Q, K) step 32 bytes for 16 columns; V is read with its rows as the summed dimension, 2048 bytes
-// for 16 rows, its 64-column blocks the leading offset.
-//
 // Floor: 4 * seq_q * seq_kv * head_size operations a head (three times as many for fp32, half when causal) over the tensor
 // cores' rate.
 #pragma once
 
-#include "platform.cuh"
-#include "softmax.cuh"
+#include "wgmma.cuh"
 
 namespace custom_ops::flash_attention {
 
@@ -47,8 +42,6 @@ struct WgmmaShape {
   static constexpr int kParts = kParts_, kD = kD_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kRowBytes = 128;  // of a block of 64 columns
-  static constexpr int kColumnBlocks = kD / 64;
   static constexpr int kQPart = kBlockM * kD * 2, kTilePart = kBlockN * kD * 2;
   static constexpr int kQBytes = kParts * kQPart, kTileBytes = kParts * kTilePart;
   static constexpr int kBarriers = 2 + 4 * kStages;
@@ -99,35 +92,6 @@ struct WgmmaMemory {
   FLASH_DEVICE SharedAddress v_empty(int stage) const { return k_full(stage + 3 * Shape::kStages); }
 };
 
-// A place in a ring: which stage, and how often the ring has been round.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t turn = 0;
-  FLASH_DEVICE void advance() {
-    if (++stage == kStages) stage = 0, turn ^= 1;
-  }
-};
-
-FLASH_DEVICE uint64_t matrix_descriptor(SharedAddress start, int leading_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kEightRows | uint64_t((leading_bytes >> 4) & 0x3fff) << 16 | uint64_t((start >> 4) & 0x3fff);
-}
-
-template <typename Shape>
-FLASH_DEVICE void copy_rows(SharedAddress to, const TensorMap (&maps)[2], SharedAddress barrier, int rows, int row, int head,
-                            int batch) {
-#pragma unroll
-  for (int part = 0; part < Shape::kParts; ++part) {
-#pragma unroll
-    for (int block = 0; block < Shape::kColumnBlocks; ++block) {
-      tensor_copy(to, maps[part], barrier, block * 64, row, head, batch);
-      to += rows * Shape::kRowBytes;
-    }
-  }
-}
-
 template <typename Shape>
 FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& memory, int blocks) {
   RingPlace<Shape::kStages> k_place, v_place;
@@ -138,54 +102,27 @@ FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& me
     auto copy_k = [&](int tile) {
       barrier_wait(memory.k_empty(k_place.stage), k_place.turn ^ 1);
       barrier_arrive_expect(memory.k_full(k_place.stage), Shape::kTileBytes);
-      copy_rows<Shape>(memory.k + k_place.stage * Shape::kTileBytes, args.k, memory.k_full(k_place.stage), Shape::kBlockN,
-                       tile * Shape::kBlockN, head_kv, block.batch);
+      copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(memory.k + k_place.stage * Shape::kTileBytes, args.k,
+                                                          memory.k_full(k_place.stage), tile * Shape::kBlockN, head_kv, block.batch);
       k_place.advance();
     };
     auto copy_v = [&](int tile) {
       barrier_wait(memory.v_empty(v_place.stage), v_place.turn ^ 1);
       barrier_arrive_expect(memory.v_full(v_place.stage), Shape::kTileBytes);
-      copy_rows<Shape>(memory.v + v_place.stage * Shape::kTileBytes, args.v, memory.v_full(v_place.stage), Shape::kBlockN,
-                       tile * Shape::kBlockN, head_kv, block.batch);
+      copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(memory.v + v_place.stage * Shape::kTileBytes, args.v,
+                                                          memory.v_full(v_place.stage), tile * Shape::kBlockN, head_kv, block.batch);
       v_place.advance();
     };
     copy_k(0);  // before Q: the ring has room while the last block's consumers still read their Q
     barrier_wait(memory.q_empty(), q_turn ^ 1);
     barrier_arrive_expect(memory.q_full(), Shape::kQBytes);
-    copy_rows<Shape>(memory.q, args.q, memory.q_full(), Shape::kBlockM, block.row, block.head, block.batch);
+    copy_rows<Shape::kParts, Shape::kBlockM, Shape::kD>(memory.q, args.q, memory.q_full(), block.row, block.head, block.batch);
     q_turn ^= 1;
     for (int tile = 1; tile < block.tiles; ++tile) {
       copy_k(tile);
       copy_v(tile - 1);
     }
     copy_v(block.tiles - 1);
-  }
-}
-
-// score (+)= (part of Q's 64 rows) (part of a K tile)^T
-template <typename Shape, int kCount>
-FLASH_DEVICE void multiply_qk(float (&score)[kCount], SharedAddress q, SharedAddress k, bool accumulate) {
-#pragma unroll
-  for (int step = 0; step < Shape::kD / 16; ++step) {
-    const int block = step / 4, within = step % 4 * 32;
-    wgmma<false>(static_cast<typename Shape::Element*>(nullptr), score,
-                 matrix_descriptor(q + block * Shape::kBlockM * Shape::kRowBytes + within, 16),
-                 matrix_descriptor(k + block * Shape::kBlockN * Shape::kRowBytes + within, 16), accumulate || step != 0);
-  }
-}
-
-// out (+)= P (part of a V tile)
-template <typename Shape, int kOutTiles, int kCount>
-FLASH_DEVICE void multiply_pv(float (&out)[kOutTiles][kCount], const uint32_t (&p)[Shape::kBlockN / 16][4], SharedAddress v,
-                              bool accumulate) {
-#pragma unroll
-  for (int tile = 0; tile < kOutTiles; ++tile) {
-#pragma unroll
-    for (int step = 0; step < Shape::kBlockN / 16; ++step) {
-      const SharedAddress start = v + tile * (kCount / 32) * Shape::kBlockN * Shape::kRowBytes + step * 16 * Shape::kRowBytes;
-      wgmma<true>(static_cast<typename Shape::Element*>(nullptr), out[tile], p[step],
-                  matrix_descriptor(start, Shape::kBlockN * Shape::kRowBytes), accumulate || step != 0);
-    }
   }
 }
 
@@ -215,23 +152,13 @@ struct Consumer {
   }
 
   FLASH_DEVICE void issue_scores(float (&score)[kScores]) {
-    const SharedAddress q = memory.q + group * 64 * Shape::kRowBytes;
-    const SharedAddress k = memory.k + k_place.stage * Shape::kTileBytes;
-    if constexpr (kParts == 2) {
-      multiply_qk<Shape>(score, q + Shape::kQPart, k, false);
-      multiply_qk<Shape>(score, q, k + Shape::kTilePart, true);
-    }
-    multiply_qk<Shape>(score, q, k, kParts == 2);
+    multiply_parts<T, kParts, Shape::kD, Shape::kBlockM, kBlockN>(score, memory.q + group * 64 * kTileRowBytes,
+                                                                  memory.k + k_place.stage * Shape::kTileBytes);
     wgmma_commit();
   }
 
   FLASH_DEVICE void issue_output(float (&out)[kOutTiles][kOuts], const uint32_t (&p)[kParts][kBlockN / 16][4]) {
-    const SharedAddress v = memory.v + v_place.stage * Shape::kTileBytes;
-    if constexpr (kParts == 2) {
-      multiply_pv<Shape>(out, p[1], v, false);
-      multiply_pv<Shape>(out, p[0], v + Shape::kTilePart, true);
-    }
-    multiply_pv<Shape>(out, p[0], v, true);
+    weigh_parts<T, kParts, Shape::kD, kBlockN>(out, p, memory.v + v_place.stage * Shape::kTileBytes);
     wgmma_commit();
   }
 
@@ -250,18 +177,6 @@ struct Consumer {
     online_softmax(score, state, correction, scale, kParts == 2 ? kSplitProbabilityExponent : 0.f);
   }
 
-  FLASH_DEVICE void convert(uint32_t (&p)[kParts][kBlockN / 16][4], const float (&score)[kScores]) {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      const uint32_t high = pack<T>(score[2 * i], score[2 * i + 1]);
-      p[0][i / 4][i % 4] = high;
-      if constexpr (kParts == 2) {
-        const float2 taken = unpack_half(high);
-        p[1][i / 4][i % 4] = pack<T>(score[2 * i] - taken.x, score[2 * i + 1] - taken.y);
-      }
-    }
-  }
-
   FLASH_DEVICE void scale_output(float (&out)[kOutTiles][kOuts], const float (&correction)[2]) {
 #pragma unroll
     for (int tile = 0; tile < kOutTiles; ++tile)
@@ -275,11 +190,6 @@ struct Consumer {
     for (int tile = 0; tile < kOutTiles; ++tile)
 #pragma unroll
       for (int i = 0; i < kOuts; ++i) out[tile][i] = fmaf(out[tile][i], correction[i / 2 % 2], product[tile][i]);
-  }
-
-  FLASH_DEVICE void keep(float (&out)[kOutTiles][kOuts]) {
-#pragma unroll
-    for (int tile = 0; tile < kOutTiles; ++tile) wgmma_keep(out[tile]);
   }
 
   FLASH_DEVICE void write(const float (&out)[kOutTiles][kOuts], const RowState& state, const BlockOfRows& block, float unit) {
@@ -343,7 +253,7 @@ struct Consumer {
     release(memory.k_empty(k_place.stage));
     k_place.advance();
     softmax(score, state, correction, scale, block.row, 0);
-    convert(p, score);
+    to_weights<T, kParts>(p, score);
 
     for (int tile = 1; tile < block.tiles; ++tile) {
       float next_correction[2];
@@ -362,16 +272,16 @@ struct Consumer {
       softmax(score, state, next_correction, scale, block.row, tile);
       wgmma_wait<0>();
       if constexpr (kParts == 2) {
-        keep(product);
+        wgmma_keep(product);
         release(memory.v_empty(v_place.stage));
         add_output(out, product, correction);
       } else {
-        keep(out);
+        wgmma_keep(out);
         release(memory.v_empty(v_place.stage));
         scale_output(out, next_correction);
       }
       v_place.advance();
-      convert(p, score);
+      to_weights<T, kParts>(p, score);
       correction[0] = next_correction[0];
       correction[1] = next_correction[1];
     }
@@ -383,10 +293,10 @@ struct Consumer {
     else issue_output(out, p);
     wgmma_wait<0>();
     if constexpr (kParts == 2) {
-      keep(product);
+      wgmma_keep(product);
       add_output(out, product, correction);
     } else {
-      keep(out);
+      wgmma_keep(out);
     }
     release(memory.v_empty(v_place.stage));
     v_place.advance();

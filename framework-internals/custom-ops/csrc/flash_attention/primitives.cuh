@@ -109,6 +109,17 @@ FLASH_DEVICE void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddr
       ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
 }
 
+// Bytes that lie together, a multiple of 16, both sides aligned to 16.
+FLASH_DEVICE void bulk_copy(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier) : "memory");
+}
+FLASH_DEVICE float2 load_shared_pair(SharedAddress from) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from) : "memory");
+  return pair;
+}
+
 template <int kCount>
 FLASH_DEVICE void registers_release() {
 #if FLASH_HOPPER
