@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "launch.cuh"
+#include "row_statistics.cuh"
 #include "split.cuh"
 
 namespace custom_ops::flash_attention {
@@ -19,7 +20,7 @@ bool empty(const Problem& problem) { return problem.batch == 0 || problem.seq_q 
 const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool backward, Algorithm& algorithm) {
   algorithm = problem.algorithm;
   const char* mma = refuse_mma(problem, tensors, count);
-  const char* wgmma = backward ? "flash_attention: the backward has no wgmma kernel" : refuse_wgmma(problem, tensors, count);
+  const char* wgmma = refuse_wgmma(problem, tensors, count, backward);
   if (algorithm == Algorithm::kMma) return mma;
   if (algorithm == Algorithm::kWgmma) return wgmma;
   if (algorithm == Algorithm::kAuto) {
@@ -47,10 +48,13 @@ const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int
   return nullptr;
 }
 
-const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count) {
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward) {
   FLASH_TRY(refuse_mma(problem, tensors, count));
   if (device().capability != 90) return "flash_attention: the wgmma kernels need a GPU of compute capability 9.0";
-  if (is_split(problem)) return problem.head_size <= 128 ? nullptr : "flash_attention: the wgmma kernel of float32 takes head sizes up to 128";
+  if ((is_split(problem) || backward) && problem.head_size > 128) {
+    return "flash_attention: the wgmma kernels of float32 and of the backward take head sizes up to 128";
+  }
+  if (is_split(problem)) return nullptr;
   for (int i = 0; i < count; ++i) {  // a tensor map has no stride of zero
     if (tensors[i]->seq_stride == 0 || tensors[i]->head_stride == 0 || (problem.batch > 1 && tensors[i]->batch_stride == 0)) {
       return "flash_attention: the wgmma kernels of 16-bit types do not take expanded tensors";
@@ -82,6 +86,38 @@ const char* split_tensors(const Problem& problem, const Tensor* const* tensors, 
   return launch(write_parts, grid, kSplitThreads, 0, stream, args);
 }
 
+namespace {
+
+template <typename T>
+const char* launch_statistics(const Backward& args, const RowStatistics& to, void* stream) {
+  const Problem& problem = args.problem;
+  const int64_t rows = problem.batch * problem.heads_q * to.stride;
+  const StatisticsArgs kernel{args.out, args.grad_out, static_cast<const float*>(args.lse), static_cast<const float*>(args.grad_lse), to,
+                              rows, static_cast<int>(problem.heads_q), static_cast<int>(problem.seq_q), static_cast<int>(problem.head_size)};
+  const int64_t blocks = (rows + kStatisticsThreads / 32 - 1) / (kStatisticsThreads / 32);
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^34 rows";
+  if (blocks == 0) return nullptr;
+  return launch(row_statistics<T>, dim3(static_cast<unsigned>(blocks)), kStatisticsThreads, 0, stream, kernel);
+}
+
+}  // namespace
+
+const char* prepare_backward(const Backward& args, BackwardWorkspace& workspace, void* stream) {
+  Pieces pieces(args.workspace);
+  workspace = {};
+  if (is_split(args.problem)) {
+    const Tensor* tensors[4] = {&args.q, &args.k, &args.v, &args.grad_out};
+    workspace.split = take_parts(pieces, args.problem, 4);
+    FLASH_TRY(split_tensors(args.problem, tensors, 4, workspace.split, stream));
+  }
+  workspace.statistics = take_statistics(pieces, args.problem);
+  switch (args.problem.dtype) {
+    case ScalarType::kFloat16: return launch_statistics<__half>(args, workspace.statistics, stream);
+    case ScalarType::kBFloat16: return launch_statistics<__nv_bfloat16>(args, workspace.statistics, stream);
+    default: return launch_statistics<float>(args, workspace.statistics, stream);
+  }
+}
+
 int64_t forward_workspace_bytes(const Problem& problem) {
   Pieces pieces(nullptr);
   if (is_split(problem)) take_parts(pieces, problem, 3);
@@ -91,7 +127,7 @@ int64_t forward_workspace_bytes(const Problem& problem) {
 int64_t backward_workspace_bytes(const Problem& problem) {
   Pieces pieces(nullptr);
   if (is_split(problem)) take_parts(pieces, problem, 4);
-  pieces.take<float>(2 * align_up(problem.batch * problem.heads_q * problem.seq_q));
+  take_statistics(pieces, problem);
   return std::max(pieces.used(), naive_workspace_bytes(problem, true));
 }
 
@@ -111,7 +147,8 @@ const char* backward_cuda(const Backward& args, void* stream) {
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.grad_out, &args.out, &args.dq, &args.dk, &args.dv};
   Algorithm algorithm;
   FLASH_TRY(resolve(args.problem, tensors, 8, true, algorithm));
-  return algorithm == Algorithm::kNaive ? backward_naive(args, stream) : backward_mma(args, stream);
+  if (algorithm == Algorithm::kWgmma) return backward_wgmma(args, stream);
+  return algorithm == Algorithm::kMma ? backward_mma(args, stream) : backward_naive(args, stream);
 }
 
 }  // namespace custom_ops::flash_attention

@@ -15,10 +15,11 @@ const char* forward_mma(const Forward& args, void* stream);
 const char* forward_wgmma(const Forward& args, void* stream);
 const char* backward_naive(const Backward& args, void* stream);
 const char* backward_mma(const Backward& args, void* stream);
+const char* backward_wgmma(const Backward& args, void* stream);
 
 // What is wrong with the problem for the kernels of an algorithm; null where they serve it.
 const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int count);
-const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count);
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward);
 
 inline bool is_split(const Problem& problem) { return problem.dtype == ScalarType::kFloat32; }
 // The head sizes that the tensor-core kernels are compiled for; others are filled up with zeros.
@@ -72,6 +73,26 @@ inline SplitWorkspace take_parts(Pieces& pieces, const Problem& problem, int ten
   }
   return workspace;
 }
+
+// See row_statistics.cuh; `stride` elements a head.
+struct RowStatistics {
+  float *lse, *delta;
+  int64_t stride;
+};
+
+inline RowStatistics take_statistics(Pieces& pieces, const Problem& problem) {
+  const int64_t stride = (problem.seq_q + 127) / 128 * 128, count = problem.batch * problem.heads_q * stride;
+  float* const lse = pieces.take<float>(count);
+  return {lse, pieces.take<float>(count), stride};
+}
+
+struct BackwardWorkspace {
+  SplitWorkspace split;  // float32: of q, k, v, grad_out
+  RowStatistics statistics;
+};
+
+// Fills the workspace: what every tensor-core backward begins with.
+const char* prepare_backward(const Backward& args, BackwardWorkspace& workspace, void* stream);
 
 int64_t naive_workspace_bytes(const Problem& problem, bool backward);
 

@@ -1,4 +1,4 @@
-// What the forward kernels share: the online softmax of a warp's score fragment, and fp32 numbers as two fp16 numbers.
+// What the kernels do with the fragment of a warp: the online softmax, packing, fp32 numbers as two fp16 numbers, writing.
 //
 // Fragment layout (of mma.sync and wgmma alike): score[4 t + 2 e + i] of lane L is row 8 e + L / 4 of the warp's 16 rows
 // and key 8 t + 2 (L % 4) + i, so that a row lies in four neighbouring lanes.
@@ -95,6 +95,18 @@ FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float 
 FLASH_DEVICE float quad_sum(float value) {
   value += shuffle_xor(value, 1);
   return value + shuffle_xor(value, 2);
+}
+
+// Two neighbouring elements of an output row, unless they lie past the head size.
+template <typename T, typename Out>
+FLASH_DEVICE void write_pair(Out* row, int column, int head_size, float x, float y) {
+  if (column >= head_size) return;
+  if constexpr (__is_same(Out, float)) {
+    row[column] = x;
+    row[column + 1] = y;
+  } else {
+    *reinterpret_cast<uint32_t*>(row + column) = pack<T>(x, y);
+  }
 }
 
 }  // namespace custom_ops::flash_attention
