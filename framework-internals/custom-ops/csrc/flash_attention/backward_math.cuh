@@ -26,11 +26,8 @@ struct SplitUnits {
   float score = 1.f, product = 1.f, first = 1.f, second = 1.f;
   static constexpr float kFromScaled = 1.f / (1 << kBackwardProbabilityExponent);  // of what is made of scaled probabilities
   FLASH_DEVICE SplitUnits() {}
-  FLASH_DEVICE explicit SplitUnits(const int (&exponent)[4])
-      : score(power_of_two(-exponent[0]) * power_of_two(-exponent[2])),
-        product(power_of_two(-exponent[1]) * power_of_two(-exponent[3])),
-        first(power_of_two(-exponent[2])),
-        second(power_of_two(-exponent[3]) * power_of_two(-kBackwardProbabilityExponent)) {}
+  FLASH_DEVICE explicit SplitUnits(const float (&unit)[4])
+      : score(unit[0] * unit[2]), product(unit[1] * unit[3]), first(unit[2]), second(unit[3] * kFromScaled) {}
 };
 
 // Multiplies the two rows of a fragment by powers of two that bring their largest magnitude into [2^9, 2^10); `undo` are the
@@ -44,9 +41,7 @@ FLASH_DEVICE void scale_rows(float (&value)[kCount], float (&undo)[2]) {
     for (int i = 2 * e; i < kCount; i += 4) largest = fmaxf(largest, fmaxf(fabsf(value[i]), fabsf(value[i + 1])));
     largest = fmaxf(largest, shuffle_xor(largest, 1));
     largest = fmaxf(largest, shuffle_xor(largest, 2));
-    uint32_t bits;
-    memcpy(&bits, &largest, 4);
-    const int exponent = split_exponent(bits);
+    const int exponent = split_exponent(largest);
     const float factor = power_of_two(exponent);
     undo[e] = power_of_two(-exponent);
 #pragma unroll

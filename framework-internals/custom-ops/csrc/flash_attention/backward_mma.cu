@@ -17,7 +17,7 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
     const int which = Shape::kKeys ? kKeys[i] : kQueries[i];
     kernel.operand[i] =
         mma_operand(problem, *tensors[which], Shape::kParts == 2 ? &workspace.split.parts[which] : nullptr, which == 1 || which == 2);
-    kernel.largest[i] = workspace.split.parts[which].largest;
+    kernel.exponent[i] = workspace.split.parts[which].exponent;
   }
   const Tensor& first = Shape::kKeys ? args.dk : args.dq;
   kernel.first = first.data;

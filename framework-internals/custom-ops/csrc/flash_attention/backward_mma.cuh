@@ -24,7 +24,7 @@ struct MmaBackward {
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
   const float *lse, *delta;    // see row_statistics.cuh
   int64_t statistics_stride;   // a head
-  const uint32_t* largest[4];  // kParts = 2: a head of each operand
+  const int* exponent[4];      // kParts = 2: of each operand, as split.cuh writes them
   int head_size, out_head_size;  // of the operands, which may be filled up already, and of the gradients
   float scale;                 // that of the scores, not times log2(e)
   bool causal;
@@ -99,12 +99,13 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     const int column = (first_tile + step % tiles) * kTile, other_head = tile_head(step);
     SplitUnits unit;
     if constexpr (kParts == 2) {
-      int exponent[4];
+      float units[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        exponent[i] = split_exponent(args.largest[i][batch * args.operand[i].heads + (i < 2 ? head : other_head)]);
+        const MmaOperand& operand = args.operand[i];
+        units[i] = split_unit(args.exponent[i], operand.seq, batch * operand.heads + (i < 2 ? head : other_head), i < 2 ? row : column);
       }
-      unit = SplitUnits(exponent);
+      unit = SplitUnits(units);
     }
 
     float score[kTile / 8][4], product[kFirst ? kTile / 8 : 1][4];

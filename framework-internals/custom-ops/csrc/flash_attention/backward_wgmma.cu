@@ -17,7 +17,7 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
     const int which = Shape::kKeys ? kOfKeys[i] : kOfQueries[i];
     FLASH_TRY(tensor_maps(kernel.operand[i], problem, *tensors[which], Shape::kParts == 2 ? &workspace.split.parts[which] : nullptr,
                           which == 1 || which == 2, i < 2 ? Shape::kRows : Shape::kTile));
-    kernel.largest[i] = workspace.split.parts[which].largest;
+    kernel.exponent[i] = workspace.split.parts[which].exponent;
   }
   const Tensor &first = Shape::kKeys ? args.dk : args.dq, &second = args.dv;
   kernel.first = first.data;

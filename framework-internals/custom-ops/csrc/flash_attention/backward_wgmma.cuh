@@ -26,7 +26,7 @@ struct WgmmaBackward {
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
   const float *lse, *delta;    // see row_statistics.cuh
   int64_t statistics_stride;   // a head
-  const uint32_t* largest[4];  // kParts = 2: a head of each operand
+  const int* exponent[4];      // kParts = 2: of each operand, as split.cuh writes them
   int heads_rows, heads_tiles, seq_rows, seq_tiles, head_size;
   float scale;
   bool causal;
@@ -219,13 +219,15 @@ struct BackwardConsumer {
   FLASH_DEVICE SplitUnits units(int step) const {
     SplitUnits units;
     if constexpr (kParts == 2) {
-      int exponent[4];
+      float unit[4];
+      const int row = min(block.row + group * 64, args.seq_rows - 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int heads = i < 2 ? args.heads_rows : args.heads_tiles;
-        exponent[i] = split_exponent(args.largest[i][block.batch * heads + (i < 2 ? block.head : block.tile_head(step))]);
+        const int heads = i < 2 ? args.heads_rows : args.heads_tiles, head = i < 2 ? block.head : block.tile_head(step);
+        unit[i] = split_unit(args.exponent[i], i < 2 ? args.seq_rows : args.seq_tiles, block.batch * heads + head,
+                             i < 2 ? row : block.tile_row(step));
       }
-      units = SplitUnits(exponent);
+      units = SplitUnits(unit);
     }
     return units;
   }

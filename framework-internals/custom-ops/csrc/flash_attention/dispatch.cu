@@ -67,23 +67,23 @@ const char* split_tensors(const Problem& problem, const Tensor* const* tensors, 
                           void* stream) {
   Split args{};
   args.head_size = static_cast<int>(problem.head_size);
-  args.width = head_width(problem.head_size);
+  int64_t blocks = 0;
   for (int i = 0; i < count; ++i) {
     const bool keys = i == 1 || i == 2;
+    const int64_t heads = keys ? problem.heads_kv : problem.heads_q, seq = keys ? problem.seq_kv : problem.seq_q;
     args.tensor[i] = {static_cast<const float*>(tensors[i]->data), tensors[i]->batch_stride, tensors[i]->head_stride,
-                      tensors[i]->seq_stride, workspace.parts[i].high, workspace.parts[i].low, workspace.parts[i].largest,
-                      static_cast<int>(problem.batch), static_cast<int>(keys ? problem.heads_kv : problem.heads_q),
-                      static_cast<int>(keys ? problem.seq_kv : problem.seq_q)};
+                      tensors[i]->seq_stride, workspace.parts[i].high, workspace.parts[i].low, workspace.parts[i].exponent,
+                      static_cast<int>(problem.batch), static_cast<int>(heads), static_cast<int>(seq)};
+    blocks = std::max(blocks, problem.batch * heads * ((seq + kSplitRows - 1) / kSplitRows));
   }
-  FLASH_TRY(zero_memory(workspace.largest, workspace.largest_count * 4, stream));
-  constexpr int64_t kQuadsAThread = 8;
-  const int64_t quads = std::max(problem.seq_q, problem.seq_kv) * args.width / 4;
-  const int64_t blocks = std::min<int64_t>((quads + kSplitThreads * kQuadsAThread - 1) / (kSplitThreads * kQuadsAThread), 4096);
-  // A grid has at most 65,535 blocks along y: the heads beyond that come in further launches.
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(problem.batch * problem.heads_q), static_cast<unsigned>(count));
-  if (grid.y > 65535) return "flash_attention: float32 takes at most 65,535 heads (batch times heads) at once";
-  FLASH_TRY(launch(find_largest, grid, kSplitThreads, 0, stream, args));
-  return launch(write_parts, grid, kSplitThreads, 0, stream, args);
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^38 rows";
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(count));
+  constexpr int kSharedBytes = kSplitThreads / 32 * sizeof(float);
+  switch (head_width(problem.head_size)) {
+    case 64: return launch(split_rows<64>, grid, kSplitThreads, kSharedBytes, stream, args);
+    case 128: return launch(split_rows<128>, grid, kSplitThreads, kSharedBytes, stream, args);
+    default: return launch(split_rows<256>, grid, kSplitThreads, kSharedBytes, stream, args);
+  }
 }
 
 namespace {

@@ -33,7 +33,7 @@ const char* launch_shape(const Forward& args, void* stream) {
   kernel.out_head_stride = args.out.head_stride;
   kernel.out_seq_stride = args.out.seq_stride;
   kernel.lse = static_cast<float*>(args.lse);
-  kernel.largest = workspace.largest;
+  for (int i = 0; i < 3; ++i) kernel.exponent[i] = workspace.parts[i].exponent;
   kernel.batch = static_cast<int>(problem.batch);
   kernel.heads_q = static_cast<int>(problem.heads_q);
   kernel.heads_kv = static_cast<int>(problem.heads_kv);

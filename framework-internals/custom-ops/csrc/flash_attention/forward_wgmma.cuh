@@ -29,7 +29,7 @@ struct WgmmaForward {
   void* out;                   // T, or float where kParts is 2
   int64_t out_batch_stride, out_head_stride, out_seq_stride;
   float* lse;                  // may be null
-  const uint32_t* largest;     // kParts = 2: largest magnitudes of q, k and v a head, each heads_q * batch apart
+  const int* exponent[3];      // kParts = 2: of q, k and v, as split.cuh writes them
   int batch, heads_q, heads_kv, seq_q, seq_kv, head_size;
   int group;                   // heads that are worked on together, so that their K and V stay in the L2 cache
   float scale;                 // times log2(e)
@@ -76,6 +76,12 @@ FLASH_DEVICE BlockOfRows block_of_rows(const WgmmaForward& args, int index) {
   return {row, head % args.heads_q, head / args.heads_q, (keys + Shape::kBlockN - 1) / Shape::kBlockN};
 }
 
+// Rounds go forth and back over the multiprocessors: where the work of a round shrinks from its first block to its last, who
+// had the longest gets the shortest next.
+FLASH_DEVICE int block_of_round(int round) {
+  return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+}
+
 template <typename Shape>
 struct WgmmaMemory {
   SharedAddress q, k, v, barriers;
@@ -96,7 +102,9 @@ template <typename Shape>
 FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& memory, int blocks) {
   RingPlace<Shape::kStages> k_place, v_place;
   uint32_t q_turn = 0;
-  for (int index = blockIdx.x; index < blocks; index += gridDim.x) {
+  for (int round = 0; round * gridDim.x < blocks; ++round) {
+    const int index = block_of_round(round);
+    if (index >= blocks) break;
     const BlockOfRows block = block_of_rows<Shape>(args, index);
     const int head_kv = block.head / (args.heads_q / args.heads_kv);
     auto copy_k = [&](int tile) {
@@ -185,21 +193,21 @@ struct Consumer {
   }
 
   FLASH_DEVICE void add_output(float (&out)[kOutTiles][kOuts], const float (&product)[kOutTiles][kOuts],
-                               const float (&correction)[2]) {
+                               const float (&correction)[2], float unit) {
 #pragma unroll
     for (int tile = 0; tile < kOutTiles; ++tile)
 #pragma unroll
-      for (int i = 0; i < kOuts; ++i) out[tile][i] = fmaf(out[tile][i], correction[i / 2 % 2], product[tile][i]);
+      for (int i = 0; i < kOuts; ++i) out[tile][i] = fmaf(out[tile][i], correction[i / 2 % 2], product[tile][i] * unit);
   }
 
-  FLASH_DEVICE void write(const float (&out)[kOutTiles][kOuts], const RowState& state, const BlockOfRows& block, float unit) {
+  FLASH_DEVICE void write(const float (&out)[kOutTiles][kOuts], const RowState& state, const BlockOfRows& block) {
     constexpr float kShift = kParts == 2 ? kSplitProbabilityExponent : 0.f;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float sum = quad_sum(state.sum[e]);
       const int row = block.row + warp_row + lane / 4 + e * 8;
       if (row >= args.seq_q) continue;
-      const float factor = unit / sum;
+      const float factor = 1.f / sum;
       const int64_t start = block.batch * args.out_batch_stride + block.head * args.out_head_stride + row * args.out_seq_stride;
 #pragma unroll
       for (int tile = 0; tile < kOutTiles; ++tile) {
@@ -224,14 +232,15 @@ struct Consumer {
   }
 
   FLASH_DEVICE void consume(const BlockOfRows& block) {
-    float scale = args.scale, unit = 1.f;
-    if constexpr (kParts == 2) {
-      const int heads = args.batch * args.heads_q, head = block.batch * args.heads_q + block.head;
-      const int head_kv = block.batch * args.heads_kv + block.head / (args.heads_q / args.heads_kv);
-      scale *= power_of_two(-split_exponent(args.largest[head]));
-      scale *= power_of_two(-split_exponent(args.largest[heads + head_kv]));
-      unit = power_of_two(-split_exponent(args.largest[2 * heads + head_kv]));
-    }
+    const int head = block.batch * args.heads_q + block.head;
+    const int head_kv = block.batch * args.heads_kv + block.head / (args.heads_q / args.heads_kv);
+    // 1 / (the powers of two by which the rows of a tile were scaled); loads that return under the products issued next.
+    auto unit_of = [&](int which, int tile) {
+      return kParts == 2 ? split_unit(args.exponent[which], args.seq_kv, head_kv, tile * kBlockN) : 1.f;
+    };
+    float scale = args.scale;
+    if constexpr (kParts == 2) scale *= split_unit(args.exponent[0], args.seq_q, head, min(block.row + group * 64, args.seq_q - 1));
+    float k_unit = unit_of(1, 0), v_unit = unit_of(2, 0);
     RowState state;
     float score[kScores], correction[2], out[kOutTiles][kOuts];
     float product[kParts == 2 ? kOutTiles : 1][kParts == 2 ? kOuts : 1];
@@ -252,11 +261,13 @@ struct Consumer {
     wgmma_keep(score);
     release(memory.k_empty(k_place.stage));
     k_place.advance();
-    softmax(score, state, correction, scale, block.row, 0);
+    softmax(score, state, correction, scale * k_unit, block.row, 0);
     to_weights<T, kParts>(p, score);
 
     for (int tile = 1; tile < block.tiles; ++tile) {
       float next_correction[2];
+      k_unit = unit_of(1, tile);
+      const float next_v_unit = unit_of(2, tile);
       barrier_wait(memory.k_full(k_place.stage), k_place.turn);
       take_tensor_cores();
       wgmma_begin();
@@ -269,12 +280,12 @@ struct Consumer {
       wgmma_keep(score);
       release(memory.k_empty(k_place.stage));
       k_place.advance();
-      softmax(score, state, next_correction, scale, block.row, tile);
+      softmax(score, state, next_correction, scale * k_unit, block.row, tile);
       wgmma_wait<0>();
       if constexpr (kParts == 2) {
         wgmma_keep(product);
         release(memory.v_empty(v_place.stage));
-        add_output(out, product, correction);
+        add_output(out, product, correction, v_unit);
       } else {
         wgmma_keep(out);
         release(memory.v_empty(v_place.stage));
@@ -284,6 +295,7 @@ struct Consumer {
       to_weights<T, kParts>(p, score);
       correction[0] = next_correction[0];
       correction[1] = next_correction[1];
+      v_unit = next_v_unit;
     }
     release(memory.q_empty());
 
@@ -294,13 +306,13 @@ struct Consumer {
     wgmma_wait<0>();
     if constexpr (kParts == 2) {
       wgmma_keep(product);
-      add_output(out, product, correction);
+      add_output(out, product, correction, v_unit);
     } else {
       wgmma_keep(out);
     }
     release(memory.v_empty(v_place.stage));
     v_place.advance();
-    write(out, state, block, unit);
+    write(out, state, block);
   }
 };
 
@@ -329,7 +341,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid
     registers_acquire<Shape::kConsumerRegisters>();
     Consumer<Shape> consumer{args, memory};
     if (consumer.group == Shape::kConsumers - 1) consumer.pass_tensor_cores();  // the first may begin
-    for (int index = blockIdx.x; index < blocks; index += gridDim.x) consumer.consume(block_of_rows<Shape>(args, index));
+    for (int round = 0; round * gridDim.x < blocks; ++round) {
+      const int index = block_of_round(round);
+      if (index < blocks) consumer.consume(block_of_rows<Shape>(args, index));
+    }
     if (consumer.group == 0) consumer.take_tensor_cores();  // no arrival is left behind
   }
 #endif

@@ -7,6 +7,7 @@
 
 #include "flash_attention.h"
 #include "platform.cuh"
+#include "softmax.cuh"
 
 namespace custom_ops::flash_attention {
 
@@ -46,30 +47,25 @@ class Pieces {
 
 constexpr int kSplitTensors = 4;  // at most: q, k, v and, backward, grad_out
 
-// The parts of an fp32 operand in the workspace.
+// The parts of an fp32 operand in the workspace, as split.cuh writes them.
 struct Parts {
   __half *high, *low;
-  uint32_t* largest;
+  int* exponent;
 };
 
-// Largest magnitudes first, `batch * heads_q` for every tensor and all in one piece, then the parts of each tensor.
 struct SplitWorkspace {
   Parts parts[kSplitTensors];
-  uint32_t* largest;
-  int64_t largest_count;
 };
 
 inline SplitWorkspace take_parts(Pieces& pieces, const Problem& problem, int tensors) {
   SplitWorkspace workspace{};
-  const int64_t heads = problem.batch * problem.heads_q, width = head_width(problem.head_size);
-  workspace.largest_count = heads * tensors;
-  workspace.largest = pieces.take<uint32_t>(workspace.largest_count);
   for (int i = 0; i < tensors; ++i) {
     const bool keys = i == 1 || i == 2;
-    const int64_t count = width * problem.batch * (keys ? problem.heads_kv * problem.seq_kv : problem.heads_q * problem.seq_q);
-    workspace.parts[i].largest = workspace.largest == nullptr ? nullptr : workspace.largest + i * heads;
+    const int64_t heads = problem.batch * (keys ? problem.heads_kv : problem.heads_q), seq = keys ? problem.seq_kv : problem.seq_q;
+    const int64_t count = heads * seq * head_width(problem.head_size);
     workspace.parts[i].high = pieces.take<__half>(count);
     workspace.parts[i].low = pieces.take<__half>(count);
+    workspace.parts[i].exponent = pieces.take<int>(heads * ((seq + kSplitRows - 1) / kSplitRows));
   }
   return workspace;
 }

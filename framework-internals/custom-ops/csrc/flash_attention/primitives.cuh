@@ -40,7 +40,6 @@ FLASH_DEVICE float exp2_approx(float x) {
 }
 FLASH_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 FLASH_DEVICE double shuffle_xor(double value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
-FLASH_DEVICE void atomic_max(uint32_t* address, uint32_t value) { atomicMax(address, value); }
 
 // --------------------------------------------------------------------------------------------- sm_80: mma.sync, cp.async
 
@@ -201,10 +200,6 @@ const char* launch(void (*kernel)(Args), dim3 blocks, int threads, int shared_by
   return explain(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, dim3(threads), arguments, shared_bytes,
                                   static_cast<cudaStream_t>(stream)));
 }
-inline const char* zero_memory(void* memory, int64_t bytes, void* stream) {
-  return explain(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)));
-}
-
 inline Device device() {
   int id = 0, multiprocessors = 0, major = 0, minor = 0, shared = 0;
   cudaGetDevice(&id);
