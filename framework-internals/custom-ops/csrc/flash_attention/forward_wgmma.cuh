@@ -31,7 +31,6 @@ struct WgmmaForward {
   float* lse;                  // may be null
   const int* exponent[3];      // kParts = 2: of q, k and v, as split.cuh writes them
   int batch, heads_q, heads_kv, seq_q, seq_kv, head_size;
-  int group;                   // heads that are worked on together, so that their K and V stay in the L2 cache
   float scale;                 // times log2(e)
   bool causal;
 };
@@ -55,32 +54,28 @@ struct BlockOfRows {
   int row, head, batch, tiles;
 };
 
-// Blocks of a head follow one another, since they read the same K and V. Causal blocks differ in length: within a group of
-// heads the longest go first, so that the last to finish are short.
+// Blocks of a head follow one another, since they read the same K and V, over the multiprocessors round after round. Causal
+// blocks differ in length: of a head, the longest is followed by the shortest and so on, and two rounds make equal shares.
 template <typename Shape>
-FLASH_DEVICE BlockOfRows block_of_rows(const WgmmaForward& args, int index) {
-  const int blocks = (args.seq_q + Shape::kBlockM - 1) / Shape::kBlockM;
-  int head, block;
-  if (args.causal) {
-    const int first = index / (args.group * blocks) * args.group;
-    const int heads = min(args.group, args.batch * args.heads_q - first);
-    const int rest = index - first * blocks;
-    head = first + rest % heads;
-    block = blocks - 1 - rest / heads;
-  } else {
-    head = index / blocks;
-    block = index % blocks;
-  }
-  const int row = block * Shape::kBlockM;
-  const int keys = args.causal ? min(args.seq_kv, row + Shape::kBlockM) : args.seq_kv;
-  return {row, head % args.heads_q, head / args.heads_q, (keys + Shape::kBlockN - 1) / Shape::kBlockN};
-}
+struct Schedule {
+  const WgmmaForward& args;
+  const int blocks = (args.seq_q + Shape::kBlockM - 1) / Shape::kBlockM;  // of a head
+  const int shares = args.causal ? (blocks + 1) / 2 : blocks;
+  const int rounds_a_share = args.causal ? 2 : 1;
+  const int rounds = (args.batch * args.heads_q * shares + gridDim.x - 1) / gridDim.x * rounds_a_share;
 
-// Rounds go forth and back over the multiprocessors: where the work of a round shrinks from its first block to its last, who
-// had the longest gets the shortest next.
-FLASH_DEVICE int block_of_round(int round) {
-  return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-}
+  // Whether this multiprocessor has a block in a round, and which.
+  FLASH_DEVICE bool find(int round, BlockOfRows& found) const {
+    const int share = round / rounds_a_share * gridDim.x + blockIdx.x, head = share / shares;
+    const int other = blocks - 1 - share % shares;
+    const bool second = round % rounds_a_share == 1;
+    const int block = args.causal && !second ? other : share % shares;
+    if (head >= args.batch * args.heads_q || (second && block == other)) return false;
+    const int row = block * Shape::kBlockM, keys = args.causal ? min(args.seq_kv, row + Shape::kBlockM) : args.seq_kv;
+    found = {row, head % args.heads_q, head / args.heads_q, (keys + Shape::kBlockN - 1) / Shape::kBlockN};
+    return true;
+  }
+};
 
 template <typename Shape>
 struct WgmmaMemory {
@@ -99,13 +94,12 @@ struct WgmmaMemory {
 };
 
 template <typename Shape>
-FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& memory, int blocks) {
+FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& memory, const Schedule<Shape>& schedule) {
   RingPlace<Shape::kStages> k_place, v_place;
   uint32_t q_turn = 0;
-  for (int round = 0; round * gridDim.x < blocks; ++round) {
-    const int index = block_of_round(round);
-    if (index >= blocks) break;
-    const BlockOfRows block = block_of_rows<Shape>(args, index);
+  BlockOfRows block;
+  for (int round = 0; round < schedule.rounds; ++round) {
+    if (!schedule.find(round, block)) continue;
     const int head_kv = block.head / (args.heads_q / args.heads_kv);
     auto copy_k = [&](int tile) {
       barrier_wait(memory.k_empty(k_place.stage), k_place.turn ^ 1);
@@ -333,17 +327,17 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid
     barrier_init_visible();
   }
   __syncthreads();
-  const int blocks = (args.seq_q + Shape::kBlockM - 1) / Shape::kBlockM * args.batch * args.heads_q;
+  const Schedule<Shape> schedule{args};
   if (threadIdx.x < 128) {
     registers_release<Shape::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Shape>(args, memory, blocks);
+    if (threadIdx.x == 0) produce<Shape>(args, memory, schedule);
   } else {
     registers_acquire<Shape::kConsumerRegisters>();
     Consumer<Shape> consumer{args, memory};
     if (consumer.group == Shape::kConsumers - 1) consumer.pass_tensor_cores();  // the first may begin
-    for (int round = 0; round * gridDim.x < blocks; ++round) {
-      const int index = block_of_round(round);
-      if (index < blocks) consumer.consume(block_of_rows<Shape>(args, index));
+    BlockOfRows block;
+    for (int round = 0; round < schedule.rounds; ++round) {
+      if (schedule.find(round, block)) consumer.consume(block);
     }
     if (consumer.group == 0) consumer.take_tensor_cores();  // no arrival is left behind
   }
