@@ -1,8 +1,8 @@
-// Stands in for primitives.cuh and CUDA's built-in names, so that g++ compiles the kernels unchanged and a CPU runs them:
-// every thread is a fiber of its own, and what a warp or a warpgroup does together is done when its last thread arrives.
-// The tensor cores' operands are found as the hardware finds them, through descriptors and swizzled shared memory, the
-// copies write what TMA writes, and sums are truncated as the hardware truncates them. A kernel that would hang, reads past
-// shared memory or copies from an unaligned address is reported.
+// Stands in for primitives.cuh and CUDA's built-in names, so that g++ compiles the kernels unchanged and a CPU runs
+// them: every thread is a fiber of its own, and what a warp or a warpgroup does together is done when its last thread
+// arrives. The tensor cores' operands are found as the hardware finds them, through descriptors and swizzled shared
+// memory, the copies write what TMA writes, and sums are truncated as the hardware truncates them. A kernel that would
+// hang, reads past shared memory or copies from an unaligned address is reported.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -173,8 +173,9 @@ float half_of(uint32_t word, int which) {
   return element<T>(static_cast<uint16_t>(word >> (16 * which)));
 }
 
-// The tensor cores truncate a sum towards zero to the 24 bits of its accumulator (measured on an H200: 1 + 0.94 ulp gives
-// 1, 1 - 0.25 ulp the number below 1). They cut the addends as well, two bits further down, which is left out here.
+// The tensor cores truncate a sum towards zero to the 24 bits of its accumulator (measured on an H200: 1 + 0.94 ulp
+// gives 1, 1 - 0.25 ulp the number below 1). They cut the addends as well, two bits further down, which is left out
+// here.
 inline float truncated(double sum) {
   const float nearest = static_cast<float>(sum);
   return std::abs(nearest) > std::abs(sum) ? std::nextafterf(nearest, 0.f) : nearest;

@@ -14,8 +14,8 @@ namespace custom_ops::flash_attention {
 
 enum class ScalarType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
-// kAuto takes the fastest kernel that serves the problem on the current device. The others are refused where they do not
-// serve:
+// kAuto takes the fastest kernel that serves the problem on the current device. The others are refused where they do
+// not serve:
 //   kNaive  any problem.
 //   kMma    sm_80 on; float32, float16, bfloat16; head sizes that are multiples of 8 up to 256.
 //   kWgmma  sm_90 alone; the same types; head sizes up to 256 in the forward of 16-bit types, else up to 128.

@@ -181,7 +181,8 @@ struct Consumer {
                             int tile) {
     const int last_key = (tile + 1) * kBlockN - 1;
     if (last_key >= args.seq_kv || (args.causal && last_key > row + warp_row)) mask(score, row, tile);
-    online_softmax(score, state, correction, scale, kParts == 2 ? kSplitProbabilityExponent : 0.f);
+    online_softmax(score, state, correction, scale, kParts == 2 ? kSplitProbabilityExponent : 0.f,
+                   fused_scale(args.scale));
   }
 
   FLASH_DEVICE void scale_output(float (&out)[kOutTiles][kOuts], const float (&correction)[2]) {

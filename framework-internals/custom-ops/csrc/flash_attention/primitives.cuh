@@ -173,10 +173,10 @@ FLASH_DEVICE void wgmma_keep(float (&value)[kCount]) {
 #define FLASH_N32                                                                                                      \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30," \
   "%31"
-#define FLASH_N64                                                                                                      \
-  FLASH_N32                                                                                                            \
-      ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%" \
-      "59,%60,%61,%62,%63"
+#define FLASH_N64                                                                                                  \
+  FLASH_N32                                                                                                        \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%" \
+  "59,%60,%61,%62,%63"
 // d (64 x N, one warpgroup's fragment) (+)= a b: a is a descriptor of shared memory or the fragment in registers, b a
 // descriptor. i0 ... i6 are the numbers of the operands behind the accumulator's.
 #define FLASH_WGMMA_FORMS(T, type, count, shape, list, regs, i0, i1, i2, i3, i4, i5, i6)                              \

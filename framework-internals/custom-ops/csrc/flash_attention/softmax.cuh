@@ -59,8 +59,9 @@ FLASH_DEVICE float split_unit(const int* exponents, int seq, int head, int row) 
   return power_of_two(-exponents[head * ((seq + kSplitRows - 1) / kSplitRows) + row / kSplitRows]);
 }
 
-// exp2(scale * s) is what the kernels compute, with scale > 0 and not so large that rounding scale * max(s) would show.
-// Other scales are multiplied in beforehand, on a path that costs the ordinary ones one uniform branch a tile.
+// exp2(scale * s - maximum) is what the kernels compute, fused, with scale > 0 and not so large that the rounding of
+// the maximum would show: a probability could come out at several times one and overflow fp16. Other scales are
+// multiplied in and rounded beforehand, on a path that costs the ordinary ones two uniform branches a tile.
 constexpr float kLargestFusedScale = 16.f;
 FLASH_DEVICE bool fused_scale(float scale) { return scale > 0.f && scale <= kLargestFusedScale; }
 
@@ -72,11 +73,11 @@ struct RowState {
 };
 
 // Turns scores into 2^shift * probabilities relative to the new row maximum, and returns what the old output and sum
-// are to be multiplied by in `correction`. `scale` includes log2(e).
+// are to be multiplied by in `correction`. `scale` includes log2(e); `fused` is fused_scale of the problem's.
 template <int kCount>
 FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float (&correction)[2], float scale,
-                                 float shift) {
-  if (!fused_scale(scale)) {
+                                 float shift, bool fused) {
+  if (!fused) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) score[i] = score[i] == -kInfinity ? score[i] : score[i] * scale;
     scale = 1.f;
@@ -91,7 +92,11 @@ FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float 
     const float maximum = fmaxf(state.maximum[e], largest * scale);
     correction[e] = exp2_approx(state.maximum[e] - maximum);
     state.maximum[e] = maximum;
-    const float offset = shift - maximum;
+    if (!fused) {
+#pragma unroll
+      for (int i = 2 * e; i < kCount; i += 4) score[i] -= maximum, score[i + 1] -= maximum;
+    }
+    const float offset = fused ? shift - maximum : shift;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {

@@ -45,8 +45,9 @@ FLASH_DEVICE void copy_tile(SharedAddress tile, const MmaOperand& from, int batc
   }
 }
 
-// out (16 x kN of this warp) = rows (16 x kD, from row `first`) times keys (kN x kD)^T. With kParts = 2 the small products
-// have a sum of their own: the tensor core truncates each sum to the bits of its accumulator, and a small one has more.
+// out (16 x kN of this warp) = rows (16 x kD, from row `first`) times keys (kN x kD)^T. With kParts = 2 the small
+// products have a sum of their own: the tensor core truncates each sum to the bits of its accumulator, and a small one
+// has more.
 template <typename T, int kParts, int kLeftRows, int kN, int kD>
 FLASH_DEVICE void multiply_rows(float (&out)[kN / 8][4], SharedAddress rows, int first, SharedAddress keys) {
   const int lane = threadIdx.x % 32;
