@@ -8,7 +8,7 @@ from custom_ops.attention_kernels import KERNEL_FILES, SOURCES
 from native_build import compile_cuda, find_nvcc
 
 # What a few kernels of mma.sync spill, in bytes a thread, for all that they hold in registers: at most these.
-SMALL_SPILL = 64
+SMALL_SPILL = 128
 # At a width of 256: 128 sums a thread beside the scores, their fragments and the addresses of what is copied.
 WIDEST_SPILL = 640
 WIDEST = re.compile(r"Li256E")
