@@ -1,50 +1,13 @@
 // CPU kernels: one loop a dtype, left to the compiler's vectoriser, in one version for any CPU and one for AVX2.
-//
-// The second version is chosen at run time, so that a wheel built here runs everywhere. GCC's target_clones does not do:
-// its clone for "arch=haswell" is taken on a Haswell only, not on what came after.
 
 #include "kernels.h"
 
 #include <cmath>
-#include <cstring>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define CUSTOM_OPS_AVX2 __attribute__((target("avx2,fma,f16c")))
-#include <immintrin.h>
-#endif
-
-#define CUSTOM_OPS_INLINE __attribute__((always_inline)) inline
+#include "../common/cpu.h"
 
 namespace custom_ops {
 namespace {
-
-using Half = _Float16;
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-// The type that arithmetic is done in, as in PyTorch: float32 for the 16-bit types.
-CUSTOM_OPS_INLINE double widen(double value) { return value; }
-CUSTOM_OPS_INLINE float widen(float value) { return value; }
-CUSTOM_OPS_INLINE float widen(Half value) { return static_cast<float>(value); }
-CUSTOM_OPS_INLINE float widen(BFloat16 value) {
-  const uint32_t word = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &word, sizeof wide);
-  return wide;
-}
-
-CUSTOM_OPS_INLINE void narrow(double value, double& out) { out = value; }
-CUSTOM_OPS_INLINE void narrow(float value, float& out) { out = value; }
-CUSTOM_OPS_INLINE void narrow(float value, Half& out) { out = static_cast<Half>(value); }
-CUSTOM_OPS_INLINE void narrow(float value, BFloat16& out) {
-  uint32_t word;
-  std::memcpy(&word, &value, sizeof word);
-  // To nearest, ties to even: 0x7fff and the last kept bit carry into it. A NaN would carry into infinity.
-  const uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
-  out.bits = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
-}
 
 struct Add {
   template <typename Wide>
@@ -107,9 +70,7 @@ CUSTOM_OPS_AVX2 void run_avx2(const Operands& operands, Op op, int64_t begin, in
 template <typename Op>
 void run(const Operands& operands, Op op, int64_t begin, int64_t end) {
 #ifdef CUSTOM_OPS_AVX2
-  static const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (has_avx2) return run_avx2(operands, op, begin, end);
+  if (has_avx2()) return run_avx2(operands, op, begin, end);
 #endif
   loop_of_dtype(operands, op, begin, end);
 }

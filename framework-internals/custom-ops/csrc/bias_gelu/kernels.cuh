@@ -1,0 +1,168 @@
+// The CUDA kernels, without a host header, so that NVRTC compiles them as nvcc does.
+//
+// tanh costs more than the memory: at 4 TB/s, one SM of an H200 has 28 instruction slots and 3.5 special-function slots for
+// each 16-bit element of the forward pass, and tanhf takes some thirty. u * sigmoid(2 z) takes an exponential and a
+// reciprocal, two of the special functions, and nine other instructions; tanh.approx would save one special function and
+// lose the digits of the tail, where 1 + tanh cancels and u * sigmoid does not.
+#pragma once
+
+#include "../common/device.cuh"
+
+namespace custom_ops {
+
+constexpr int kGeluThreads = 256;
+
+constexpr double kSqrt2OverPi = 0.79788456080286535588;
+constexpr double kCubic = 0.044715;
+constexpr double kLog2E = 1.44269504088896340736;
+
+// sigmoid(2 z) of u. Both approximations are good to two units in the last place of float32 (CUDA C++ Programming Guide,
+// "Mathematical Functions"), and flush to zero only what is below 2^-126.
+__device__ __forceinline__ float gate(float u) {
+  constexpr float kLinear = static_cast<float>(-2 * kLog2E * kSqrt2OverPi);
+  constexpr float kThird = static_cast<float>(-2 * kLog2E * kSqrt2OverPi * kCubic);
+  float power, gate;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(u * fmaf(kThird, u * u, kLinear)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(gate) : "f"(1.0f + power));
+  return gate;
+}
+__device__ __forceinline__ double gate(double u) {
+  return 1.0 / (1.0 + exp(-2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0)));
+}
+
+template <typename W> __device__ __forceinline__ W gelu(W u) { return u * gate(u); }
+
+template <typename W> __device__ __forceinline__ W gelu_slope(W u) {
+  constexpr W kLinear = static_cast<W>(2 * kSqrt2OverPi);
+  constexpr W kSquare = static_cast<W>(2 * kSqrt2OverPi * 3 * kCubic);
+  constexpr W kFar = W(1e6);  // s - s^2 has long been zero: without it, infinity times zero
+  const W s = gate(u), square = u * u;
+  const W near = square < kFar ? square : kFar;
+  return fma(u * fma(kSquare, near, kLinear), fma(-s, s, s), s);
+}
+
+// y of `count` elements. A block takes kGeluThreads * kVectors vectors, and there is a block for each such tile. kLarge:
+// there may be 2^31 vectors or more, and the column costs a 64-bit division.
+template <typename T, int kWidth, int kVectors, bool kLarge>
+__global__ void __launch_bounds__(kGeluThreads)
+    bias_gelu_forward(const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ out, Index count, FastDivisor columns) {
+  using Lanes = Vector<T, kWidth>;
+  const Lanes* x_lanes = reinterpret_cast<const Lanes*>(x);
+  const Lanes* bias_lanes = reinterpret_cast<const Lanes*>(bias);
+  Lanes* out_lanes = reinterpret_cast<Lanes*>(out);
+  const Index vectors = count / kWidth;
+  constexpr Index kTile = Index{kGeluThreads} * kVectors;
+
+  for (Index tile = blockIdx.x * kTile; tile < vectors; tile += gridDim.x * kTile) {
+    Lanes own[kVectors];
+#pragma unroll
+    for (int step = 0; step < kVectors; ++step) {
+      const Index i = tile + step * kGeluThreads + threadIdx.x;
+      if (i < vectors) own[step] = x_lanes[i];
+    }
+#pragma unroll
+    for (int step = 0; step < kVectors; ++step) {
+      const Index i = tile + step * kGeluThreads + threadIdx.x;
+      if (i < vectors) {
+        const unsigned column = kLarge ? static_cast<unsigned>(i % columns.divisor) : columns.remainder(static_cast<unsigned>(i));
+        const Lanes b = bias_lanes[column];
+        Wide<T> y[kWidth];
+#pragma unroll
+        for (int lane = 0; lane < kWidth; ++lane) y[lane] = gelu(widen(own[step].lane[lane]) + widen(b.lane[lane]));
+        Lanes narrowed;
+        narrow_lanes<kWidth>(y, narrowed);
+        out_lanes[i] = narrowed;
+      }
+    }
+  }
+}
+
+// dx, and the column sums of a group of rows. kAcross threads stand side by side in a row and 256 / kAcross rows are worked
+// on at a time; blockIdx.y chooses the group. A thread keeps its columns' sums in registers from its first row to its last.
+template <typename T, int kWidth, int kAcross>
+__global__ void __launch_bounds__(kGeluThreads)
+    bias_gelu_backward(const T* __restrict__ grad, const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ dx,
+                       Wide<T>* __restrict__ sums, Index rows, Index columns, Index rows_per_group) {
+  using Lanes = Vector<T, kWidth>;
+  constexpr int kDown = kGeluThreads / kAcross;
+  constexpr int kAtOnce = 2;  // rows whose loads a thread has in flight together
+  const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
+  const Index column = (Index{blockIdx.x} * kAcross + across) * kWidth;
+  const bool inside = column < columns;
+  Wide<T> sum[kWidth] = {};
+
+  if (inside) {
+    const Lanes b = *reinterpret_cast<const Lanes*>(bias + column);
+    Wide<T> wide_bias[kWidth];
+#pragma unroll
+    for (int lane = 0; lane < kWidth; ++lane) wide_bias[lane] = widen(b.lane[lane]);
+    const Index first = Index{blockIdx.y} * rows_per_group;
+    const Index end = first + rows_per_group < rows ? first + rows_per_group : rows;
+    Index at = (first + down) * columns + column;  // of the element in memory: one number for all four operands
+    const Index stop = end * columns, stride = kDown * columns;
+    for (; at < stop; at += stride * kAtOnce) {
+      Lanes own_grad[kAtOnce], own_x[kAtOnce];
+#pragma unroll
+      for (int step = 0; step < kAtOnce; ++step) {
+        if (at + step * stride < stop) {
+          own_grad[step] = *reinterpret_cast<const Lanes*>(grad + at + step * stride);
+          own_x[step] = *reinterpret_cast<const Lanes*>(x + at + step * stride);
+        }
+      }
+#pragma unroll
+      for (int step = 0; step < kAtOnce; ++step) {
+        if (at + step * stride < stop) {
+          Wide<T> d[kWidth];
+#pragma unroll
+          for (int lane = 0; lane < kWidth; ++lane) {
+            d[lane] = widen(own_grad[step].lane[lane]) * gelu_slope(widen(own_x[step].lane[lane]) + wide_bias[lane]);
+            sum[lane] += d[lane];
+          }
+          Lanes narrowed;
+          narrow_lanes<kWidth>(d, narrowed);
+          *reinterpret_cast<Lanes*>(dx + at + step * stride) = narrowed;
+        }
+      }
+    }
+  }
+
+  if constexpr (kDown > 1) {
+    __shared__ Wide<T> of_block[kDown][kAcross * kWidth];
+#pragma unroll
+    for (int lane = 0; lane < kWidth; ++lane) of_block[down][across * kWidth + lane] = sum[lane];
+    __syncthreads();
+    for (int i = threadIdx.x; i < kAcross * kWidth; i += kGeluThreads) {
+      const Index c = Index{blockIdx.x} * kAcross * kWidth + i;
+      Wide<T> total = of_block[0][i];
+#pragma unroll
+      for (int other = 1; other < kDown; ++other) total += of_block[other][i];
+      if (c < columns) sums[blockIdx.y * columns + c] = total;
+    }
+  } else if (inside) {
+#pragma unroll
+    for (int lane = 0; lane < kWidth; ++lane) sums[blockIdx.y * columns + column + lane] = sum[lane];
+  }
+}
+
+// dbias: the sum over the groups of bias_gelu_backward, in the order of a tree that depends on their number alone.
+template <typename T>
+__global__ void __launch_bounds__(1024)
+    bias_gelu_dbias(const Wide<T>* __restrict__ sums, T* __restrict__ dbias, Index groups, Index columns) {
+  __shared__ Wide<T> of_block[32][33];  // a column of padding, or a warp's stores would meet in one bank
+  const int across = threadIdx.x % 32, down = threadIdx.x / 32;
+  const Index column = Index{blockIdx.x} * 32 + across;
+  Wide<T> sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (Index group = down; group < groups; group += 32) sum += sums[group * columns + column];
+  }
+  of_block[across][down] = sum;
+  __syncthreads();
+  sum = of_block[down][across];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_down_sync(0xffffffffu, sum, offset);
+  const Index out = Index{blockIdx.x} * 32 + down;
+  if (across == 0 && out < columns) narrow(sum, dbias[out]);
+}
+
+}  // namespace custom_ops

@@ -1,0 +1,93 @@
+"""The one library of all operators: what it is made of, and how it is built."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from native_build import Unit, build_library, build_library_once, cached_library
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+FILE_NAME = "_C.abi3.so"
+
+TORCH_VERSIONS = ("2.10", "2.15")
+
+# Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
+# other GPU since the H100 what its driver translates.
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
+
+RUNGS = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
+
+
+def units(*, cuda: bool) -> list[Unit]:
+    """What the library is compiled from, the longest first.
+
+    Args:
+        cuda: with the CUDA kernels.
+    """
+    headers = ("-isystem", sysconfig.get_paths()["include"])
+    flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
+    folders = [CSRC / rung for rung in RUNGS]
+    device = [path for folder in reversed(folders) for path in sorted(folder.glob("*.cu"))]
+    found = [Unit(path) for path in [*device, CSRC / "stable" / "error.cu"]] if cuda else []
+    found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
+    found += [Unit(path) for folder in reversed(folders) for path in sorted(folder.glob("*cpu*.cpp"))]
+    found.append(Unit(CSRC / "scale" / "module.cpp", headers))
+    if (CSRC / "stable" / "jax.cpp").exists() and (jax_headers := _jax_headers()) is not None:
+        found.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
+    return found
+
+
+def _jax_headers() -> Path | None:
+    try:
+        import jax.ffi
+    except ImportError:
+        return None
+    return Path(jax.ffi.include_dir())
+
+
+def _arguments(architectures: tuple[str, ...]) -> Mapping[str, Any]:
+    return {
+        "torch_versions": TORCH_VERSIONS,
+        "architectures": architectures,
+        "cuda_cflags": ("-compress-mode=size",),
+        "exports": ("PyInit__C", "add_one", "custom_ops_jax_*"),
+    }
+
+
+def build(output: Path, *, architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
+    """Compile the library, for a wheel or to carry elsewhere.
+
+    Args:
+        output: path of the library.
+        architectures: of the CUDA kernels; empty for a library without them, which needs no nvcc.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        BuildError: when a tool is missing, or something does not compile.
+    """
+    build_library("custom_ops", units(cuda=bool(architectures)), output, **_arguments(architectures))
+    return output
+
+
+def build_once(architectures: tuple[str, ...]) -> Path:
+    """The library for this machine from the user's cache, compiled if it is not there; as :func:`build`."""
+    return build_library_once(
+        "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
+    )
+
+
+def cached(architectures: tuple[str, ...]) -> Path | None:
+    """The library for this machine if the user's cache has it."""
+    path = cached_library(
+        "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
+    )
+    return path if path.is_file() else None
+
+
+def _folders() -> list[Path]:
+    return [CSRC / name for name in ("common", *RUNGS)]

@@ -1,0 +1,7 @@
+"""stub"""
+
+
+def missing():
+    return "not yet"
+def define(): ...
+def register(): ...
