@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,23 +22,14 @@ import native_build
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.timing import rotating_inputs
-from custom_ops.accounting import (
-    Traffic,
-    axpb_traffic,
-    axpb_unfused_traffic,
-    count_launches,
-    elementwise,
-    vector_add_traffic,
-)
-from custom_ops.builds import extension
+from custom_ops.accounting import vector_add_traffic
+from custom_ops.contestants import ALPHA
+from custom_ops.operators.elementwise import axpb, vector_add
 from custom_ops.roads import ahead_of_time
 from custom_ops.roads.module import NAME
 from custom_ops.roads.wrappers import AddFunction, wrappers
+from custom_ops.speed import launches, name_of
 from custom_ops.torch_internals import Unsupported
-from custom_ops.vector_add import axpb, vector_add
-
-# Three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
-ALPHA = 1.25
 
 _LOAD = """
 import json, time
@@ -51,11 +42,6 @@ a = torch.arange(5.0)
 assert torch.equal(module.vector_add(a, a), a + a)
 print(json.dumps([seconds, module.__file__]))
 """
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """``torch.float32`` → ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def build_just_in_time() -> Record:
@@ -209,83 +195,6 @@ def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
     return True
 
 
-def bandwidths(
-    device: Device, counts: Sequence[int], dtypes: Sequence[torch.dtype], *, seconds: float
-) -> Iterator[Record]:
-    """Time the sum over sizes: records ``bandwidth``, labels ``form``, ``dtype``, ``count``.
-
-    Args:
-        device: of the tensors.
-        counts: elements.
-        dtypes: of the tensors.
-        seconds: of sampling for each count and dtype.
-
-    Yields:
-        The values ``time``, ``rate`` (3·N·itemsize bytes over it), ``speedup`` over ``torch.add`` and ``over_bare``,
-        the same over the pybind11 function. ``torch.add, out=`` writes into memory that is there already: what is
-        between it and ``torch.add`` is the allocation.
-    """
-    bare = extension().vector_add
-    functions: dict[str, Callable[..., Tensor]] = {
-        "torch.add": lambda a, b, out: torch.add(a, b),
-        "torch.add, out=": lambda a, b, out: torch.add(a, b, out=out),
-        "pybind11 function": lambda a, b, out: bare(a, b),
-        "custom_ops.vector_add": lambda a, b, out: vector_add(a, b),
-    }
-    for dtype in dtypes:
-        for count in counts:
-            inputs = rotating_inputs(partial(_random, 3, count, dtype, device), device=device)
-            moved = elementwise(inputs[0][0], inputs=2).bytes
-            comparison = compare(functions, device=device, inputs=inputs, seconds=seconds)
-            for name in functions:
-                time_of_call = comparison[name].quantity()
-                yield Record(
-                    "bandwidth",
-                    {"form": name, "dtype": name_of(dtype), "count": count, "clock": comparison[name].method},
-                    {
-                        "time": time_of_call,
-                        "rate": time_of_call.per(moved, "B/s"),
-                        "speedup": comparison.speedup(name, over="torch.add"),
-                        "over_bare": comparison.speedup(name, over="pybind11 function"),
-                    },
-                )
-
-
-def fusion(device: Device, count: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
-    """Time α·x + b as two operators and as one: records ``fusion``, label ``form``.
-
-    Args:
-        device: of the tensors.
-        count: elements, more than the caches hold.
-        dtype: of the tensors.
-        seconds: of sampling.
-
-    Yields:
-        The values ``time``, ``speedup`` over the two operators and ``predicted_speedup``, the ratio of the bytes;
-        ``launches`` and ``predicted_launches``; ``bytes``.
-    """
-    functions: dict[str, Callable[..., Tensor]] = {
-        "alpha * x + b": lambda x, b: ALPHA * x + b,
-        "torch.add(b, x, alpha=alpha)": lambda x, b: torch.add(b, x, alpha=ALPHA),
-        "custom_ops.axpb": lambda x, b: axpb(x, b, ALPHA),
-    }
-    inputs = rotating_inputs(partial(_random, 2, count, dtype, device), device=device)
-    x, b = inputs[0]
-    traffic = dict.fromkeys(functions, axpb_traffic(x, b)) | {"alpha * x + b": axpb_unfused_traffic(x)}
-    comparison = compare(functions, device=device, inputs=inputs, seconds=seconds)
-    for name, function in functions.items():
-        yield Record(
-            "fusion",
-            {"form": name, "dtype": name_of(dtype), "count": count},
-            {
-                "time": comparison[name].quantity(),
-                "speedup": comparison.speedup(name, over="alpha * x + b"),
-                "predicted_speedup": Quantity(traffic["alpha * x + b"].bytes / traffic[name].bytes, "×"),
-                **_launches(traffic[name], partial(function, x, b), device),
-            },
-        )
-
-
 def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
     """Time operands that do not lie as the fastest kernel wants them: records ``layout``, labels ``layout``, ``form``.
 
@@ -320,17 +229,9 @@ def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) ->
             {
                 "time": comparison["custom_ops.vector_add"].quantity(),
                 "speedup": comparison.speedup("custom_ops.vector_add", over="torch.add"),
-                **_launches(vector_add_traffic(a, b), partial(vector_add, a, b), device),
+                **launches(vector_add_traffic(a, b), partial(vector_add, a, b), device),
             },
         )
-
-
-def _launches(traffic: Traffic, call: Callable[[], object], device: Device) -> dict[str, Quantity]:
-    return {
-        "launches": Quantity(count_launches(call, device=device), ""),
-        "predicted_launches": Quantity(traffic.launches, ""),
-        "bytes": Quantity(traffic.bytes, "B"),
-    }
 
 
 def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> Iterator[Record]:

@@ -68,7 +68,7 @@ def build_wheel(out: Path) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         # A copy: setuptools leaves build/ and *.egg-info beside setup.py.
-        source = shutil.copytree(SOURCES, Path(folder) / "source")
+        source = shutil.copytree(SOURCES.parent, Path(folder) / "csrc") / SOURCES.name
         wheels = Path(folder) / "wheels"
         command = [
             sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
