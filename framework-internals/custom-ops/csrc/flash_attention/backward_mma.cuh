@@ -1,0 +1,210 @@
+// Backward with mma.sync, for any GPU from sm_80 on.
+//
+//   P = exp(S - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K    dK = scale dS^T Q
+//   delta = sum over head_size of out * dO, minus the gradient of lse
+//
+// One kernel serves both directions. A block keeps 16 rows a warp of two operands (queries: Q and dO; keys: K and V), walks
+// over tiles of the two others and recomputes P and dP in that orientation. What belongs to its rows is summed in registers
+// and written once: no atomics, one order of summation, at the price of computing S and dP twice. Where several query heads
+// share a key head, the block of keys walks over all of them.
+//
+// kParts = 2: fp32 as fp16 parts, as forward_wgmma.cuh says. P is at most one and scaled by 2^15; dS has no such bound,
+// so that each row of a tile is scaled by its own power of two.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace custom_ops::flash_attention {
+
+struct MmaBackward {
+  MmaOperand row[2], tile[2];  // queries: Q, dO and K, V; keys: K, V and Q, dO
+  void* first;                 // dQ or dK
+  void* second;                // dV
+  int64_t first_stride[3], second_stride[3];  // batch, head, sequence
+  const float *lse, *delta;    // (batch, heads_q, seq_q); lse in units of log2
+  const uint32_t* largest[4];  // kParts = 2: a head of row[0], row[1], tile[0], tile[1]
+  int head_size, out_head_size;  // of the operands, which may be filled up already, and of the gradients
+  float scale;                 // that of the scores, not times log2(e)
+  bool causal;
+};
+
+template <typename T, int kParts_, int kD_, int kTile_, int kWarps_, int kStages_, bool kKeys_, bool kFirst_, bool kSecond_>
+struct MmaBackwardShape {
+  using Element = T;
+  using Out = std::conditional_t<kParts_ == 2, float, T>;
+  static constexpr int kParts = kParts_, kD = kD_, kTile = kTile_, kWarps = kWarps_, kStages = kStages_;
+  static constexpr bool kKeys = kKeys_;      // the rows are keys
+  static constexpr bool kFirst = kFirst_;    // writes dQ or dK
+  static constexpr bool kSecond = kSecond_;  // writes dV
+  static constexpr int kThreads = 32 * kWarps, kRows = 16 * kWarps;
+  static constexpr int kRowBytes = kParts * kRows * kD * 2, kTileBytes = kParts * kTile * kD * 2;
+  static constexpr int kSharedBytes = 2 * kRowBytes + 2 * kStages * kTileBytes;
+};
+
+constexpr float kBackwardProbabilityExponent = 15.f;
+
+// Multiplies the rows of a fragment by powers of two that bring their largest magnitude into [2^9, 2^10); returns the
+// factors that undo it.
+template <int kCount>
+FLASH_DEVICE void scale_rows(float (&value)[kCount][4], float (&undo)[2]) {
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    float largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) largest = fmaxf(largest, fmaxf(fabsf(value[n][2 * e]), fabsf(value[n][2 * e + 1])));
+    largest = fmaxf(largest, shuffle_xor(largest, 1));
+    largest = fmaxf(largest, shuffle_xor(largest, 2));
+    uint32_t bits;
+    memcpy(&bits, &largest, 4);
+    const int exponent = split_exponent(bits);
+    const float factor = power_of_two(exponent);
+    undo[e] = power_of_two(-exponent);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) value[n][2 * e] *= factor, value[n][2 * e + 1] *= factor;
+  }
+}
+
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackward args) {
+  using T = typename Shape::Element;
+  constexpr int kParts = Shape::kParts, kD = Shape::kD, kTile = Shape::kTile, kStages = Shape::kStages;
+  constexpr bool kKeys = Shape::kKeys, kFirst = Shape::kFirst, kSecond = Shape::kSecond;
+  FLASH_SHARED_MEMORY(shared);
+  const SharedAddress rows_first = shared_address(shared), rows_second = rows_first + Shape::kRowBytes;
+  const SharedAddress tiles_first = rows_second + Shape::kRowBytes;
+  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  const int seq_rows = args.row[0].seq, seq_tiles = args.tile[0].seq;
+  const int blocks = (seq_rows + Shape::kRows - 1) / Shape::kRows;
+  const int batch = blockIdx.x / blocks / args.row[0].heads, head = blockIdx.x / blocks % args.row[0].heads;
+  // Causal: late queries see many keys and early keys are seen by many queries; the long ones go first.
+  const int block = args.causal && !kKeys ? blocks - 1 - blockIdx.x % blocks : blockIdx.x % blocks;
+  const int row = block * Shape::kRows;
+
+  const int group = kKeys ? args.tile[0].heads / args.row[0].heads : 1;  // heads of the other side to walk over
+  const int first_tile = args.causal && kKeys ? min(row, seq_tiles) / kTile : 0;
+  const int end = args.causal && !kKeys ? min(seq_tiles, row + Shape::kRows) : seq_tiles;
+  const int tiles = (end + kTile - 1) / kTile - first_tile;  // of one head
+  const int steps = tiles > 0 ? tiles * group : 0;
+  auto tile_head = [&](int step) { return kKeys ? head * group + step / tiles : head / (args.row[0].heads / args.tile[0].heads); };
+
+  auto copy_tiles = [&](int step) {
+    if (step < steps) {
+      const SharedAddress to = tiles_first + step % kStages * 2 * Shape::kTileBytes;
+      const int first = (first_tile + step % tiles) * kTile;
+      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to, args.tile[0], batch, tile_head(step), first, args.head_size);
+      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to + Shape::kTileBytes, args.tile[1], batch, tile_head(step), first, args.head_size);
+    }
+    copy_commit();
+  };
+  copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_first, args.row[0], batch, head, row, args.head_size);
+  if (kFirst) copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_second, args.row[1], batch, head, row, args.head_size);
+  for (int stage = 0; stage < kStages; ++stage) copy_tiles(stage);
+
+  float sum_first[kFirst ? kD / 8 : 1][4] = {}, sum_second[kSecond ? kD / 8 : 1][4] = {};
+  float row_lse[2] = {}, row_delta[2] = {};
+  if constexpr (!kKeys) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int query = row + warp_row + lane / 4 + e * 8;
+      const int64_t place = (int64_t{batch} * args.row[0].heads + head) * seq_rows + query;
+      row_lse[e] = query < seq_rows ? args.lse[place] : kInfinity;
+      row_delta[e] = query < seq_rows ? args.delta[place] : 0.f;
+    }
+  }
+
+  for (int step = 0; step < steps; ++step) {
+    copy_wait<kStages - 1>();
+    __syncthreads();
+    const SharedAddress tile_first = tiles_first + step % kStages * 2 * Shape::kTileBytes;
+    const SharedAddress tile_second = tile_first + Shape::kTileBytes;
+    const int column = (first_tile + step % tiles) * kTile, other_head = tile_head(step);
+    float score_unit = 1.f, product_unit = 1.f, first_unit = 1.f, second_unit = 1.f;
+    if constexpr (kParts == 2) {
+      int exponent[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int heads = i < 2 ? args.row[0].heads : args.tile[0].heads;
+        exponent[i] = split_exponent(args.largest[i][batch * heads + (i < 2 ? head : other_head)]);
+      }
+      score_unit = power_of_two(-exponent[0]) * power_of_two(-exponent[2]);
+      product_unit = power_of_two(-exponent[1]) * power_of_two(-exponent[3]);
+      first_unit = power_of_two(-exponent[2]);
+      second_unit = power_of_two(-exponent[3]) * power_of_two(-static_cast<int>(kBackwardProbabilityExponent));
+    }
+
+    float score[kTile / 8][4], product[kFirst ? kTile / 8 : 1][4];
+    multiply_rows<T, kParts, Shape::kRows, kTile, kD>(score, rows_first, warp_row, tile_first);
+    if constexpr (kFirst) multiply_rows<T, kParts, Shape::kRows, kTile, kD>(product, rows_second, warp_row, tile_second);
+
+    const float scale = args.scale * score_unit * kLog2e;
+    const int64_t column_place = (int64_t{batch} * args.tile[0].heads + other_head) * seq_tiles + column;
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) {
+      const int r = row + warp_row + lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const bool inside = c < seq_tiles && r < seq_rows && (!args.causal || (kKeys ? r <= c : c <= r));
+      const float lse = kKeys ? (inside ? args.lse[column_place + c - column] : kInfinity) : row_lse[i / 2 % 2];
+      // Rounding may leave a probability a little over one; far over, where scores are so large that lse is coarse.
+      float& s = score[i / 4][i % 4];
+      s = inside ? exp2_approx(fminf(fmaf(s, scale, -lse), 0.f)) : 0.f;
+      if constexpr (kFirst) {
+        const float delta = kKeys ? (inside ? args.delta[column_place + c - column] : 0.f) : row_delta[i / 2 % 2];
+        float& d = product[i / 4][i % 4];
+        d = s * fmaf(d, product_unit, -delta);
+      }
+    }
+
+    uint32_t weights[kParts][kTile / 16][4];
+    if constexpr (kSecond) {
+      if constexpr (kParts == 2) {
+#pragma unroll
+        for (int i = 0; i < kTile / 2; ++i) score[i / 4][i % 4] *= power_of_two(static_cast<int>(kBackwardProbabilityExponent));
+      }
+      to_weights<T, kParts, kTile>(weights, score);
+      multiply_weights<T, kParts, kTile, kD>(weights, tile_second, [&](int n, const float (&part)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& sum = sum_second[2 * n + i / 4][i % 4];
+          sum = fmaf(part[i / 4][i % 4], second_unit, sum);
+        }
+      });
+    }
+    if constexpr (kFirst) {
+      float undo[2] = {1.f, 1.f};
+      if constexpr (kParts == 2) scale_rows(product, undo);
+      to_weights<T, kParts, kTile>(weights, product);
+      multiply_weights<T, kParts, kTile, kD>(weights, tile_first, [&](int n, const float (&part)[2][4]) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float& sum = sum_first[2 * n + i / 4][i % 4];
+          sum = fmaf(part[i / 4][i % 4] * first_unit, undo[i / 2 % 2], sum);
+        }
+      });
+    }
+    __syncthreads();  // before the tile's memory is written again
+    copy_tiles(step + kStages);
+  }
+  copy_wait<0>();
+
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const int r = row + warp_row + lane / 4 + e * 8;
+    if (r >= seq_rows) continue;
+    using Out = typename Shape::Out;
+    auto start = [&](void* to, const int64_t (&stride)[3]) {
+      return static_cast<Out*>(to) + batch * stride[0] + head * stride[1] + r * stride[2];
+    };
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n) {
+      const int column = n * 8 + lane % 4 * 2;
+      if constexpr (kFirst) {
+        write_pair<T>(start(args.first, args.first_stride), column, args.out_head_size, sum_first[n][2 * e] * args.scale,
+                      sum_first[n][2 * e + 1] * args.scale);
+      }
+      if constexpr (kSecond) {
+        write_pair<T>(start(args.second, args.second_stride), column, args.out_head_size, sum_second[n][2 * e], sum_second[n][2 * e + 1]);
+      }
+    }
+  }
+}
+
+}  // namespace custom_ops::flash_attention

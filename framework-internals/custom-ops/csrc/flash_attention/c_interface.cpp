@@ -1,0 +1,14 @@
+// The launchers under C names, for callers that bind no C++: ctypes in the tests and benchmarks.
+
+#include "flash_attention.h"
+
+using namespace custom_ops::flash_attention;
+
+extern "C" {
+
+int64_t flash_attention_forward_workspace(const Problem* problem) { return forward_workspace_bytes(*problem); }
+int64_t flash_attention_backward_workspace(const Problem* problem) { return backward_workspace_bytes(*problem); }
+const char* flash_attention_forward(const Forward* args, void* stream) { return forward_cuda(*args, stream); }
+const char* flash_attention_backward(const Backward* args, void* stream) { return backward_cuda(*args, stream); }
+
+}  // extern "C"

@@ -1,0 +1,12 @@
+// The device that a launcher plans for.
+#pragma once
+
+namespace custom_ops::flash_attention {
+
+struct Device {
+  int multiprocessors;
+  int capability;    // 90 for sm_90
+  int shared_bytes;  // that a block can have
+};
+
+}  // namespace custom_ops::flash_attention

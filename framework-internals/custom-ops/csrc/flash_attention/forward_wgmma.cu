@@ -1,0 +1,92 @@
+// Launches of the Hopper forward: tensor maps, the order of the blocks, one kernel for each type and head width.
+
+#include "forward_wgmma.cuh"
+
+#include <algorithm>
+
+#include "launch.cuh"
+
+namespace custom_ops::flash_attention {
+namespace {
+
+// K and V of the heads that causal blocks work on together should stay in the L2 cache, 50 MB on Hopper.
+constexpr int64_t kCacheForKeys = 24 << 20;
+
+const char* tensor_map(TensorMap& map, const void* data, int64_t head_size, int64_t seq, int64_t heads, int64_t batch,
+                       int64_t seq_stride, int64_t head_stride, int64_t batch_stride, int box_rows) {
+  const int64_t sizes[4] = {head_size, seq, heads, batch};
+  // The stride of a dimension of size one may be anything, but the driver wants a multiple of 16 bytes.
+  const int64_t strides[4] = {1, seq == 1 ? 8 : seq_stride, heads == 1 ? 8 : head_stride, batch == 1 ? 8 : batch_stride};
+  return make_tensor_map(map, data, sizes, strides, box_rows);
+}
+
+template <typename Shape>
+const char* launch_shape(const Forward& args, void* stream) {
+  const Problem& problem = args.problem;
+  WgmmaForward kernel{};
+  const Tensor* tensors[3] = {&args.q, &args.k, &args.v};
+  TensorMap* maps[3] = {kernel.q, kernel.k, kernel.v};
+  SplitWorkspace workspace{};
+  if constexpr (Shape::kParts == 2) {
+    Pieces pieces(args.workspace);
+    workspace = take_parts(pieces, problem, 3);
+    FLASH_TRY(split_tensors(problem, tensors, 3, workspace, stream));
+  }
+  for (int i = 0; i < 3; ++i) {
+    const int64_t seq = i == 0 ? problem.seq_q : problem.seq_kv, heads = i == 0 ? problem.heads_q : problem.heads_kv;
+    const int rows = i == 0 ? Shape::kBlockM : Shape::kBlockN;
+    if constexpr (Shape::kParts == 2) {
+      const __half* parts[2] = {workspace.parts[i].high, workspace.parts[i].low};
+      for (int part = 0; part < 2; ++part) {
+        FLASH_TRY(tensor_map(maps[i][part], parts[part], Shape::kD, seq, heads, problem.batch, Shape::kD, seq * Shape::kD,
+                             heads * seq * Shape::kD, rows));
+      }
+    } else {
+      FLASH_TRY(tensor_map(maps[i][0], tensors[i]->data, problem.head_size, seq, heads, problem.batch, tensors[i]->seq_stride,
+                           tensors[i]->head_stride, tensors[i]->batch_stride, rows));
+    }
+  }
+  kernel.out = args.out.data;
+  kernel.out_batch_stride = args.out.batch_stride;
+  kernel.out_head_stride = args.out.head_stride;
+  kernel.out_seq_stride = args.out.seq_stride;
+  kernel.lse = static_cast<float*>(args.lse);
+  kernel.largest = workspace.largest;
+  kernel.batch = static_cast<int>(problem.batch);
+  kernel.heads_q = static_cast<int>(problem.heads_q);
+  kernel.heads_kv = static_cast<int>(problem.heads_kv);
+  kernel.seq_q = static_cast<int>(problem.seq_q);
+  kernel.seq_kv = static_cast<int>(problem.seq_kv);
+  kernel.head_size = static_cast<int>(problem.head_size);
+  kernel.scale = static_cast<float>(problem.scale * 1.4426950408889634);
+  kernel.causal = problem.causal;
+  const int64_t head_bytes = 2 * problem.seq_kv * Shape::kD * 2 * Shape::kParts;
+  kernel.group = static_cast<int>(std::max<int64_t>(1, kCacheForKeys / head_bytes) * (problem.heads_q / problem.heads_kv));
+  const int64_t blocks = (problem.seq_q + Shape::kBlockM - 1) / Shape::kBlockM * problem.batch * problem.heads_q;
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
+  const auto persistent = static_cast<unsigned>(std::min<int64_t>(blocks, device().multiprocessors));
+  return launch(forward_wgmma<Shape>, dim3(persistent), Shape::kThreads, Shape::kSharedBytes, stream, kernel);
+}
+
+template <typename T>
+const char* launch_width(const Forward& args, void* stream) {
+  switch (head_width(args.problem.head_size)) {
+    case 64: return launch_shape<WgmmaShape<T, 1, 64, 128, 3, 3>>(args, stream);
+    case 128: return launch_shape<WgmmaShape<T, 1, 128, 128, 2, 2>>(args, stream);
+    default: return launch_shape<WgmmaShape<T, 1, 256, 64, 2, 2>>(args, stream);
+  }
+}
+
+}  // namespace
+
+const char* forward_wgmma(const Forward& args, void* stream) {
+  switch (args.problem.dtype) {
+    case ScalarType::kFloat16: return launch_width<__half>(args, stream);
+    case ScalarType::kBFloat16: return launch_width<__nv_bfloat16>(args, stream);
+    default: break;
+  }
+  if (head_width(args.problem.head_size) == 64) return launch_shape<WgmmaShape<__half, 2, 64, 128, 2, 2>>(args, stream);
+  return launch_shape<WgmmaShape<__half, 2, 128, 64, 2, 2>>(args, stream);
+}
+
+}  // namespace custom_ops::flash_attention

@@ -1,0 +1,85 @@
+// What the launchers share: which kernels serve a problem, and how the workspace is cut.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "flash_attention.h"
+#include "platform.cuh"
+
+namespace custom_ops::flash_attention {
+
+const char* forward_naive(const Forward& args, void* stream);
+const char* forward_mma(const Forward& args, void* stream);
+const char* forward_wgmma(const Forward& args, void* stream);
+const char* backward_naive(const Backward& args, void* stream);
+const char* backward_mma(const Backward& args, void* stream);
+
+// What is wrong with the problem for the kernels of an algorithm; null where they serve it.
+const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int count);
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count);
+
+inline bool is_split(const Problem& problem) { return problem.dtype == ScalarType::kFloat32; }
+// The head sizes that the tensor-core kernels are compiled for; others are filled up with zeros.
+inline int head_width(int64_t head_size) { return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256; }
+
+constexpr int64_t align_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Takes aligned pieces of a workspace, or with a null workspace only counts them.
+class Pieces {
+ public:
+  explicit Pieces(void* memory) : memory_(static_cast<char*>(memory)) {}
+  template <typename T>
+  T* take(int64_t count) {
+    T* piece = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + used_);
+    used_ += align_up(count * static_cast<int64_t>(sizeof(T)));
+    return piece;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  int64_t used_ = 0;
+};
+
+constexpr int kSplitTensors = 4;  // at most: q, k, v and, backward, grad_out
+
+// The parts of an fp32 operand in the workspace.
+struct Parts {
+  __half *high, *low;
+  uint32_t* largest;
+};
+
+// Largest magnitudes first, `batch * heads_q` for every tensor and all in one piece, then the parts of each tensor.
+struct SplitWorkspace {
+  Parts parts[kSplitTensors];
+  uint32_t* largest;
+  int64_t largest_count;
+};
+
+inline SplitWorkspace take_parts(Pieces& pieces, const Problem& problem, int tensors) {
+  SplitWorkspace workspace{};
+  const int64_t heads = problem.batch * problem.heads_q, width = head_width(problem.head_size);
+  workspace.largest_count = heads * tensors;
+  workspace.largest = pieces.take<uint32_t>(workspace.largest_count);
+  for (int i = 0; i < tensors; ++i) {
+    const bool keys = i == 1 || i == 2;
+    const int64_t count = width * problem.batch * (keys ? problem.heads_kv * problem.seq_kv : problem.heads_q * problem.seq_q);
+    workspace.parts[i].largest = workspace.largest == nullptr ? nullptr : workspace.largest + i * heads;
+    workspace.parts[i].high = pieces.take<__half>(count);
+    workspace.parts[i].low = pieces.take<__half>(count);
+  }
+  return workspace;
+}
+
+int64_t naive_workspace_bytes(const Problem& problem, bool backward);
+
+// Splits q, k, v and, where there is a fourth, grad_out.
+const char* split_tensors(const Problem& problem, const Tensor* const* tensors, int count, const SplitWorkspace& workspace,
+                          void* stream);
+
+#define FLASH_TRY(call) \
+  if (const char* error = (call)) return error
+
+}  // namespace custom_ops::flash_attention

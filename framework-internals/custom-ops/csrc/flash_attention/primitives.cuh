@@ -1,0 +1,229 @@
+// The few things that the attention kernels ask of the machine: tensor-core products, copies into shared memory, barriers.
+// Kernels call these and nothing else of CUDA's, so that emulator.h can stand in for this file and run them on a CPU.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device.h"
+
+#define FLASH_DEVICE __device__ __forceinline__
+#define FLASH_SHARED_MEMORY(name) extern __shared__ __align__(1024) unsigned char name[]
+
+// wgmma, setmaxnreg and the tensor copies exist in code for sm_90a alone; other passes compile the kernel to nothing.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define FLASH_HOPPER 1
+#else
+#define FLASH_HOPPER 0
+#endif
+
+namespace custom_ops::flash_attention {
+
+using SharedAddress = uint32_t;
+using TensorMap = CUtensorMap;
+
+FLASH_DEVICE SharedAddress shared_address(const void* pointer) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(pointer));
+}
+
+// ---------------------------------------------------------------------------------------------------------- arithmetic
+
+FLASH_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+FLASH_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+FLASH_DEVICE double shuffle_xor(double value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+FLASH_DEVICE void atomic_max(uint32_t* address, uint32_t value) { atomicMax(address, value); }
+
+// --------------------------------------------------------------------------------------------- sm_80: mma.sync, cp.async
+
+FLASH_DEVICE void copy16(SharedAddress to, const void* from, bool valid) {  // 16 zero bytes where not valid
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+FLASH_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+FLASH_DEVICE void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+FLASH_DEVICE void load_matrices(uint32_t (&out)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(row) : "memory");
+}
+FLASH_DEVICE void load_matrices_transposed(uint32_t (&out)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(row) : "memory");
+}
+
+#define FLASH_MMA(type)                                                                                              \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "     \
+      "{%0, %1, %2, %3};"                                                                                              \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                                 \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// c (16 x 8) += a (16 x 16) b (16 x 8), the fragments of one warp.
+template <typename T>
+FLASH_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (sizeof(T) != 2) return;
+  if constexpr (__is_same(T, __half)) FLASH_MMA("f16");
+  else FLASH_MMA("bf16");
+}
+#undef FLASH_MMA
+
+// ---------------------------------------------------------------------- sm_90a: mbarrier, tensor copies, wgmma, registers
+
+FLASH_DEVICE void barrier_init(SharedAddress barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+FLASH_DEVICE void barrier_init_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+FLASH_DEVICE void barrier_arrive(SharedAddress barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+FLASH_DEVICE void barrier_arrive_expect(SharedAddress barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+FLASH_DEVICE void barrier_wait(SharedAddress barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\n"
+      "bra WAIT;\n"
+      "DONE:\n"
+      "}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// One box of a (d, sequence, head, batch) tensor; the bytes count towards the barrier, rows past the end arrive as zeros.
+FLASH_DEVICE void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                              int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+      ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+
+template <int kCount>
+FLASH_DEVICE void registers_release() {
+#if FLASH_HOPPER
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+template <int kCount>
+FLASH_DEVICE void registers_acquire() {
+#if FLASH_HOPPER
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+FLASH_DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+FLASH_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+FLASH_DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+FLASH_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+FLASH_DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+// The compiler does not know that an asynchronous product still writes these: no use of them may move above this line.
+template <int kCount>
+FLASH_DEVICE void wgmma_keep(float (&value)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(value[i])::"memory");
+}
+template <int kCount>
+FLASH_DEVICE void wgmma_keep(uint32_t (&value)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(value[i])::"memory");
+}
+
+// Operand lists of wgmma: the accumulator's registers, %0 on.
+#define FLASH_F8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FLASH_F32(i) FLASH_F8(i), FLASH_F8(i + 8), FLASH_F8(i + 16), FLASH_F8(i + 24)
+#define FLASH_F64 FLASH_F32(0), FLASH_F32(32)
+#define FLASH_N32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define FLASH_N64 FLASH_N32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+// d (64 x N, one warpgroup's fragment) (+)= a b: a is a descriptor of shared memory or the fragment in registers, b a
+// descriptor. i0 ... i6 are the numbers of the operands behind the accumulator's.
+#define FLASH_WGMMA_FORMS(T, type, count, shape, list, regs, i0, i1, i2, i3, i4, i5, i6)                                \
+  template <bool kTransposeB>                                                                                            \
+  FLASH_DEVICE void wgmma(T*, float (&d)[count], uint64_t a, uint64_t b, int accumulate) {                              \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " i2 ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type   \
+                 " {" list "}, " i0 ", " i1 ", p, 1, 1, 0, " i3 ";}"                                                     \
+                 : regs : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));                                    \
+  }                                                                                                                      \
+  template <bool kTransposeB>                                                                                            \
+  FLASH_DEVICE void wgmma(T*, float (&d)[count], const uint32_t* a, uint64_t b, int accumulate) {                        \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " i5 ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type    \
+                 " {" list "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", p, 1, 1, " i6 ";}"                              \
+                 : regs                                                                                                  \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));       \
+  }
+
+FLASH_WGMMA_FORMS(__half, "f16", 32, "m64n64k16", FLASH_N32, FLASH_F32(0), "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 32, "m64n64k16", FLASH_N32, FLASH_F32(0), "%32", "%33", "%34", "%35", "%36",
+                  "%37", "%38")
+FLASH_WGMMA_FORMS(__half, "f16", 64, "m64n128k16", FLASH_N64, FLASH_F64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 64, "m64n128k16", FLASH_N64, FLASH_F64, "%64", "%65", "%66", "%67", "%68", "%69",
+                  "%70")
+
+// ----------------------------------------------------------------------------------------------------------- host side
+
+inline const char* explain(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+
+template <typename Args>
+const char* launch(void (*kernel)(Args), dim3 blocks, int threads, int shared_bytes, void* stream, const Args& args) {
+  if (shared_bytes > 48 << 10) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return explain(error);
+  }
+  void* arguments[] = {const_cast<Args*>(&args)};
+  return explain(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, dim3(threads), arguments, shared_bytes,
+                                  static_cast<cudaStream_t>(stream)));
+}
+inline const char* zero_memory(void* memory, int64_t bytes, void* stream) {
+  return explain(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)));
+}
+
+inline Device device() {
+  int id = 0, multiprocessors = 0, major = 0, minor = 0, shared = 0;
+  cudaGetDevice(&id);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, id);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
+  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+  return {multiprocessors, 10 * major + minor, shared};
+}
+
+// A tensor map of 16-bit elements: boxes of 64 columns by box_rows, 128-byte swizzled. The driver is asked for the encoder
+// at run time, since a library that links libcuda would not load on a machine without a driver.
+inline const char* make_tensor_map(TensorMap& map, const void* base, const int64_t (&sizes)[4], const int64_t (&strides)[4],
+                                   int box_rows) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<Encode>(function);
+  }();
+  if (encode == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled: it is older than CUDA 12.0";
+  cuuint64_t size[4], stride[3];
+  for (int i = 0; i < 4; ++i) size[i] = static_cast<cuuint64_t>(sizes[i]);
+  for (int i = 0; i < 3; ++i) stride[i] = static_cast<cuuint64_t>(strides[i + 1]) * 2;
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, step[4] = {1, 1, 1, 1};
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, const_cast<void*>(base), size, stride, box, step,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? nullptr : "the driver refuses the tensor's layout (cuTensorMapEncodeTiled)";
+}
+
+}  // namespace custom_ops::flash_attention

@@ -1,0 +1,100 @@
+// What the forward kernels share: the online softmax of a warp's score fragment, and fp32 numbers as two fp16 numbers.
+//
+// Fragment layout (of mma.sync and wgmma alike): score[4 t + 2 e + i] of lane L is row 8 e + L / 4 of the warp's 16 rows
+// and key 8 t + 2 (L % 4) + i, so that a row lies in four neighbouring lanes.
+#pragma once
+
+#include "platform.cuh"
+
+namespace custom_ops::flash_attention {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kInfinity = __builtin_huge_valf();
+
+// Two fp16 numbers hold 22 bits of a float whose magnitude lies well inside fp16's range. Probabilities are therefore kept
+// 2^14 times too large, which keeps the low part of any that matters a normal number, and tensors are scaled to a largest
+// magnitude in [2^9, 2^10).
+constexpr float kSplitProbabilityExponent = 14.f;
+constexpr int kSplitExponent = 9;
+
+template <typename T>
+FLASH_DEVICE uint32_t pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (__is_same(T, __half)) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    memcpy(&packed, &pair, 4);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    memcpy(&packed, &pair, 4);
+  }
+  return packed;
+}
+FLASH_DEVICE float2 unpack_half(uint32_t packed) {
+  __half2 pair;
+  memcpy(&pair, &packed, 4);
+  return __half22float2(pair);
+}
+
+// Where a tensor's largest magnitude is known (as the bits of a float): the power of two to scale by, and a power of two.
+FLASH_DEVICE int split_exponent(uint32_t largest) {
+  const int exponent = static_cast<int>(largest >> 23) - 127;  // largest lies in [2^exponent, 2^(exponent + 1))
+  if (largest == 0 || exponent == 128) return 0;               // nothing to scale; infinities and NaN go through
+  const int by = kSplitExponent - exponent;
+  return by > 100 ? 100 : by;
+}
+FLASH_DEVICE float power_of_two(int exponent) {  // -126 ... 127
+  const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// exp2(scale * s) is what the kernels compute, with scale > 0 and not so large that rounding scale * max(s) would show.
+// Other scales are multiplied in beforehand, on a path that costs the ordinary ones one uniform branch a tile.
+constexpr float kLargestFusedScale = 16.f;
+FLASH_DEVICE bool fused_scale(float scale) { return scale > 0.f && scale <= kLargestFusedScale; }
+
+// The state of the two rows that a lane has a part of. `maximum` is scaled and in units of log2; `sum` is the lane's own.
+struct RowState {
+  float maximum[2] = {-kInfinity, -kInfinity};
+  float sum[2] = {0.f, 0.f};
+};
+
+// Turns scores into 2^shift * probabilities relative to the new row maximum, and returns what the old output and sum are to
+// be multiplied by in `correction`. `scale` includes log2(e).
+template <int kCount>
+FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float (&correction)[2], float scale, float shift) {
+  if (!fused_scale(scale)) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) score[i] = score[i] == -kInfinity ? score[i] : score[i] * scale;
+    scale = 1.f;
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    float largest = score[2 * e];
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) largest = fmaxf(largest, fmaxf(score[i + 2 * e], score[i + 2 * e + 1]));
+    largest = fmaxf(largest, shuffle_xor(largest, 1));
+    largest = fmaxf(largest, shuffle_xor(largest, 2));
+    const float maximum = fmaxf(state.maximum[e], largest * scale);
+    correction[e] = exp2_approx(state.maximum[e] - maximum);
+    state.maximum[e] = maximum;
+    const float offset = shift - maximum;
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      score[i + 2 * e] = exp2_approx(fmaf(score[i + 2 * e], scale, offset));
+      score[i + 2 * e + 1] = exp2_approx(fmaf(score[i + 2 * e + 1], scale, offset));
+      sum += score[i + 2 * e] + score[i + 2 * e + 1];
+    }
+    state.sum[e] = state.sum[e] * correction[e] + sum;
+  }
+}
+
+FLASH_DEVICE float quad_sum(float value) {
+  value += shuffle_xor(value, 1);
+  return value + shuffle_xor(value, 2);
+}
+
+}  // namespace custom_ops::flash_attention
