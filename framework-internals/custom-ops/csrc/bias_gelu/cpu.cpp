@@ -8,12 +8,12 @@
 #include "../common/cpu.h"
 
 namespace custom_ops {
+CUSTOM_OPS_BEGIN_LEVEL
 namespace {
 
 constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kCubic = 0.044715;
 constexpr double kLog2E = 1.44269504088896340736;
-constexpr int64_t kGroups = 64;
 
 // 2^t: t = n + f with n whole and |f| <= 1/2, Taylor's polynomial of 2^f to f^7 (relative error 5e-9, below float32's
 // rounding), and n into the exponent. From 128 on it is infinite, at -127 and below zero.
@@ -55,7 +55,7 @@ template <typename W> CUSTOM_OPS_INLINE W slope(W u) {
   return s + u * (kLinear + kSquare * square) * (s - s * s);
 }
 
-template <typename T> CUSTOM_OPS_INLINE void forward(const BiasGelu& call, int64_t begin, int64_t end) {
+template <typename T> void forward(const BiasGelu& call, int64_t begin, int64_t end) {
   const T* x = static_cast<const T*>(call.x);
   const T* bias = static_cast<const T*>(call.bias);
   T* out = static_cast<T*>(call.out);
@@ -74,13 +74,13 @@ template <typename T> CUSTOM_OPS_INLINE void forward(const BiasGelu& call, int64
   }
 }
 
-template <typename T> CUSTOM_OPS_INLINE void backward_rows(const BiasGeluBackward& call, int64_t begin, int64_t end) {
+template <typename T> void backward_rows(const BiasGeluBackward& call, int64_t begin, int64_t end) {
   using W = Wide<T>;
   const int64_t groups = bias_gelu_backward_groups(call.rows), columns = call.columns;
   const T* bias = static_cast<const T*>(call.bias);
   for (int64_t group = begin; group < end; ++group) {
     W* sums = static_cast<W*>(call.workspace) + group * columns;
-    std::fill_n(sums, columns, W(0));
+    for (int64_t column = 0; column < columns; ++column) sums[column] = 0;
     for (int64_t row = group * call.rows / groups; row < (group + 1) * call.rows / groups; ++row) {
       const T* grad = static_cast<const T*>(call.grad) + row * columns;
       const T* x = static_cast<const T*>(call.x) + row * columns;
@@ -99,50 +99,38 @@ template <typename T> CUSTOM_OPS_INLINE void backward_rows(const BiasGeluBackwar
   }
 }
 
-template <typename T> CUSTOM_OPS_INLINE void backward_columns(const BiasGeluBackward& call, int64_t begin, int64_t end) {
+template <typename T> void backward_columns(const BiasGeluBackward& call, int64_t begin, int64_t end) {
   using W = Wide<T>;
   const int64_t groups = bias_gelu_backward_groups(call.rows);
   const W* sums = static_cast<const W*>(call.workspace);
   T* dbias = static_cast<T*>(call.dbias);
-  for (int64_t column = begin; column < end; ++column) {
-    W sum = 0;
-    for (int64_t group = 0; group < groups; ++group) sum += sums[group * call.columns + column];
-    narrow(sum, dbias[column]);
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t count = std::min(kBlock, end - at);
+    W total[kBlock] = {};
+    for (int64_t group = 0; group < groups; ++group) {
+      for (int64_t i = 0; i < count; ++i) total[i] += sums[group * call.columns + at + i];
+    }
+    store(total, count, dbias + at);
   }
 }
-
-#define CUSTOM_OPS_FOR_DTYPE(name, Call, loop)                                       \
-  CUSTOM_OPS_INLINE void name(const Call& call, int64_t begin, int64_t end) {        \
-    switch (call.dtype) {                                                            \
-      case Dtype::kFloat32: return loop<float>(call, begin, end);                    \
-      case Dtype::kFloat64: return loop<double>(call, begin, end);                   \
-      case Dtype::kFloat16: return loop<Half>(call, begin, end);                     \
-      case Dtype::kBFloat16: return loop<BFloat16>(call, begin, end);                \
-    }                                                                                \
-  }
-CUSTOM_OPS_FOR_DTYPE(forward_of_dtype, BiasGelu, forward)
-CUSTOM_OPS_FOR_DTYPE(rows_of_dtype, BiasGeluBackward, backward_rows)
-CUSTOM_OPS_FOR_DTYPE(columns_of_dtype, BiasGeluBackward, backward_columns)
-
-CUSTOM_OPS_TWO_LEVELS(run_forward, const BiasGelu&, forward_of_dtype)
-CUSTOM_OPS_TWO_LEVELS(run_rows, const BiasGeluBackward&, rows_of_dtype)
-CUSTOM_OPS_TWO_LEVELS(run_columns, const BiasGeluBackward&, columns_of_dtype)
 
 }  // namespace
 
-void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end) { run_forward(call, begin, end); }
+#define CUSTOM_OPS_FOR_DTYPE(loop)                               \
+  switch (call.dtype) {                                          \
+    case Dtype::kFloat32: return loop<float>(call, begin, end);  \
+    case Dtype::kFloat64: return loop<double>(call, begin, end); \
+    case Dtype::kFloat16: return loop<Half>(call, begin, end);   \
+    case Dtype::kBFloat16: return loop<BFloat16>(call, begin, end); \
+  }
 
-int64_t bias_gelu_backward_groups(int64_t rows) { return std::min(kGroups, rows); }
+void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end) { CUSTOM_OPS_FOR_DTYPE(forward) }
 
-int64_t bias_gelu_backward_workspace_cpu(const BiasGeluBackward& call) {
-  const int64_t size = call.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);
-  return bias_gelu_backward_groups(call.rows) * call.columns * size;
-}
-
-void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end) { run_rows(call, begin, end); }
+void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end) { CUSTOM_OPS_FOR_DTYPE(backward_rows) }
 
 void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end) {
-  run_columns(call, begin, end);
+  CUSTOM_OPS_FOR_DTYPE(backward_columns)
 }
 
+CUSTOM_OPS_END_LEVEL
 }  // namespace custom_ops

@@ -53,8 +53,10 @@ int bias_gelu_cuda(const BiasGelu& call, void* stream);  // a cudaStream_t; retu
 
 // On the CPU in two steps, each shared out by ranges: the groups of rows, then the columns of their partial sums. How many
 // groups there are does not depend on the threads, so neither do the sums.
-int64_t bias_gelu_backward_groups(int64_t rows);
-int64_t bias_gelu_backward_workspace_cpu(const BiasGeluBackward& call);
+inline int64_t bias_gelu_backward_groups(int64_t rows) { return rows < 1024 ? (rows + 15) / 16 : 64; }
+inline int64_t bias_gelu_backward_workspace_cpu(const BiasGeluBackward& call) {
+  return bias_gelu_backward_groups(call.rows) * call.columns * (call.dtype == Dtype::kFloat64 ? 8 : 4);
+}
 void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin_group, int64_t end_group);
 void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin_column, int64_t end_column);
 

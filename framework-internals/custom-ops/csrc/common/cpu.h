@@ -1,18 +1,27 @@
-// What the CPU kernels share: 16-bit types, and a second version of each loop for AVX2, chosen at run time.
+// What the CPU kernels share: 16-bit types, and blocks of them in float32.
 //
-// A wheel built on one machine runs on another, so that the instruction set cannot be the builder's. GCC's target_clones
-// does not do: its clone for "arch=haswell" is taken on a Haswell only, not on what came after.
+// A wheel built on one machine runs on another, so that the instruction set cannot be the builder's. The library compiles
+// each cpu.cpp once for every level of stable/cpu_levels.cpp, in a namespace of that name (CUSTOM_OPS_LEVEL), and chooses at
+// run time. GCC's target_clones does not do: its clone for "arch=haswell" is taken on a Haswell only, not on what came after.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define CUSTOM_OPS_AVX2 __attribute__((target("avx2,fma,f16c")))
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
+// Always: a function that the linker may share among the levels would run with the instructions of any of them.
 #define CUSTOM_OPS_INLINE __attribute__((always_inline)) inline
+
+#ifdef CUSTOM_OPS_LEVEL
+#define CUSTOM_OPS_BEGIN_LEVEL namespace CUSTOM_OPS_LEVEL {
+#define CUSTOM_OPS_END_LEVEL }
+#else
+#define CUSTOM_OPS_BEGIN_LEVEL
+#define CUSTOM_OPS_END_LEVEL
+#endif
 
 namespace custom_ops {
 
@@ -58,27 +67,23 @@ template <typename T> CUSTOM_OPS_INLINE void store(const Wide<T>* from, int64_t 
   for (int64_t i = 0; i < count; ++i) narrow(from[i], to[i]);
 }
 
-inline bool has_avx2() {
-#ifdef CUSTOM_OPS_AVX2
-  static const bool found =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  return found;
-#else
-  return false;
-#endif
-}
-
-// Defines `name(call, begin, end)`, which runs `loop(call, begin, end)` compiled for any processor, or for AVX2 where it is.
-#ifdef CUSTOM_OPS_AVX2
-#define CUSTOM_OPS_TWO_LEVELS(name, Call, loop)                                                                   \
-  CUSTOM_OPS_AVX2 void name##_avx2(Call call, int64_t begin, int64_t end) { loop(call, begin, end); }             \
-  void name(Call call, int64_t begin, int64_t end) {                                                              \
-    if (has_avx2()) return name##_avx2(call, begin, end);                                                         \
-    loop(call, begin, end);                                                                                       \
+#ifdef __F16C__
+// GCC 12 converts float16 one element at a time where AVX512-FP16 is not asked for.
+CUSTOM_OPS_INLINE void load(const Half* from, int64_t count, float* to) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
   }
-#else
-#define CUSTOM_OPS_TWO_LEVELS(name, Call, loop) \
-  void name(Call call, int64_t begin, int64_t end) { loop(call, begin, end); }
+  for (; i < count; ++i) to[i] = widen(from[i]);
+}
+CUSTOM_OPS_INLINE void store(const float* from, int64_t count, Half* to) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i narrowed = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), narrowed);
+  }
+  for (; i < count; ++i) narrow(from[i], to[i]);
+}
 #endif
 
 }  // namespace custom_ops

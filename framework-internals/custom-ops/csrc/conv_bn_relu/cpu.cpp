@@ -7,9 +7,10 @@
 #include "../common/cpu.h"
 
 namespace custom_ops {
+CUSTOM_OPS_BEGIN_LEVEL
 namespace {
 
-template <typename T> CUSTOM_OPS_INLINE void loop(const ScaleShiftRelu& call, int64_t begin, int64_t end) {
+template <typename T> void loop(const ScaleShiftRelu& call, int64_t begin, int64_t end) {
   using W = Wide<T>;
   T* x = static_cast<T*>(call.x);
   const W* scale = static_cast<const W*>(call.scale);
@@ -31,7 +32,9 @@ template <typename T> CUSTOM_OPS_INLINE void loop(const ScaleShiftRelu& call, in
   }
 }
 
-CUSTOM_OPS_INLINE void loop_of_dtype(const ScaleShiftRelu& call, int64_t begin, int64_t end) {
+}  // namespace
+
+void scale_shift_relu_cpu(const ScaleShiftRelu& call, int64_t begin, int64_t end) {
   switch (call.dtype) {
     case Dtype::kFloat32: return loop<float>(call, begin, end);
     case Dtype::kFloat64: return loop<double>(call, begin, end);
@@ -40,10 +43,5 @@ CUSTOM_OPS_INLINE void loop_of_dtype(const ScaleShiftRelu& call, int64_t begin, 
   }
 }
 
-CUSTOM_OPS_TWO_LEVELS(run, const ScaleShiftRelu&, loop_of_dtype)
-
-}  // namespace
-
-void scale_shift_relu_cpu(const ScaleShiftRelu& call, int64_t begin, int64_t end) { run(call, begin, end); }
-
+CUSTOM_OPS_END_LEVEL
 }  // namespace custom_ops

@@ -1,10 +1,15 @@
-// CPU kernels: one loop a dtype, left to the compiler's vectoriser, in one version for any CPU and one for AVX2.
+// CPU kernels: one loop a dtype, left to the compiler's vectoriser, in one version for any CPU and one for AVX2, chosen at
+// run time, all in this one file: the rung's builds know nothing of levels (common/cpu.h).
 
 #include "kernels.h"
 
 #include <cmath>
 
 #include "../common/cpu.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define CUSTOM_OPS_AVX2 __attribute__((target("avx2,fma,f16c")))
+#endif
 
 namespace custom_ops {
 namespace {
@@ -70,7 +75,9 @@ CUSTOM_OPS_AVX2 void run_avx2(const Operands& operands, Op op, int64_t begin, in
 template <typename Op>
 void run(const Operands& operands, Op op, int64_t begin, int64_t end) {
 #ifdef CUSTOM_OPS_AVX2
-  if (has_avx2()) return run_avx2(operands, op, begin, end);
+  static const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (has_avx2) return run_avx2(operands, op, begin, end);
 #endif
   loop_of_dtype(operands, op, begin, end);
 }

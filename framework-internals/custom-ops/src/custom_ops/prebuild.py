@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,13 @@ TORCH_VERSIONS = ("2.10", "2.15")
 # other GPU since the H100 what its driver translates.
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
 
+# The levels of csrc/stable/cpu_levels.cpp.
+_LEVELS = {
+    "baseline": (),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+}
+
 RUNGS = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
 
 
@@ -33,7 +41,14 @@ def units(*, cuda: bool) -> list[Unit]:
     device = [path for folder in reversed(folders) for path in sorted(folder.glob("*.cu"))]
     found = [Unit(path) for path in [*device, CSRC / "stable" / "error.cu"]] if cuda else []
     found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
-    found += [Unit(path) for folder in reversed(folders) for path in sorted(folder.glob("*cpu*.cpp"))]
+    found.append(Unit(CSRC / "flash_attention" / "cpu.cpp"))
+    found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
+    levels = _LEVELS if platform.machine() == "x86_64" else {"baseline": ()}
+    for name in ("bias_gelu", "conv_bn_relu", "scale"):
+        for level, instructions in levels.items():
+            # Nobody reads the processor's floating-point flags, and GCC vectorises no comparison while somebody might.
+            options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
+            found.append(Unit(CSRC / name / "cpu.cpp", options))
     found.append(Unit(CSRC / "scale" / "module.cpp", headers))
     if (CSRC / "stable" / "jax.cpp").exists() and (jax_headers := _jax_headers()) is not None:
         found.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
