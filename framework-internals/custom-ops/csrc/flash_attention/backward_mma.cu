@@ -43,7 +43,7 @@ const char* launch_shape(const Backward& args, const SplitWorkspace& workspace, 
   MmaBackward kernel{};
   for (int i = 0; i < 4; ++i) {
     const int which = Shape::kKeys ? kKeys[i] : kQueries[i];
-    (i < 2 ? kernel.row[i] : kernel.tile[i - 2]) =
+    kernel.operand[i] =
         mma_operand(problem, *tensors[which], Shape::kParts == 2 ? &workspace.parts[which] : nullptr, which == 1 || which == 2);
     kernel.largest[i] = workspace.parts[which].largest;
   }

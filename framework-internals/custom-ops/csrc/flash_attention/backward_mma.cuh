@@ -17,12 +17,12 @@
 namespace custom_ops::flash_attention {
 
 struct MmaBackward {
-  MmaOperand row[2], tile[2];  // queries: Q, dO and K, V; keys: K, V and Q, dO
+  MmaOperand operand[4];  // the rows' two, then the tiles': queries Q, dO, K, V; keys K, V, Q, dO
   void* first;                 // dQ or dK
   void* second;                // dV
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
   const float *lse, *delta;    // (batch, heads_q, seq_q); lse in units of log2
-  const uint32_t* largest[4];  // kParts = 2: a head of row[0], row[1], tile[0], tile[1]
+  const uint32_t* largest[4];  // kParts = 2: a head of each operand
   int head_size, out_head_size;  // of the operands, which may be filled up already, and of the gradients
   float scale;                 // that of the scores, not times log2(e)
   bool causal;
@@ -73,31 +73,31 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
   const SharedAddress rows_first = shared_address(shared), rows_second = rows_first + Shape::kRowBytes;
   const SharedAddress tiles_first = rows_second + Shape::kRowBytes;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
-  const int seq_rows = args.row[0].seq, seq_tiles = args.tile[0].seq;
+  const int seq_rows = args.operand[0].seq, seq_tiles = args.operand[2].seq;
   const int blocks = (seq_rows + Shape::kRows - 1) / Shape::kRows;
-  const int batch = blockIdx.x / blocks / args.row[0].heads, head = blockIdx.x / blocks % args.row[0].heads;
+  const int batch = blockIdx.x / blocks / args.operand[0].heads, head = blockIdx.x / blocks % args.operand[0].heads;
   // Causal: late queries see many keys and early keys are seen by many queries; the long ones go first.
   const int block = args.causal && !kKeys ? blocks - 1 - blockIdx.x % blocks : blockIdx.x % blocks;
   const int row = block * Shape::kRows;
 
-  const int group = kKeys ? args.tile[0].heads / args.row[0].heads : 1;  // heads of the other side to walk over
+  const int group = kKeys ? args.operand[2].heads / args.operand[0].heads : 1;  // heads of the other side to walk over
   const int first_tile = args.causal && kKeys ? min(row, seq_tiles) / kTile : 0;
   const int end = args.causal && !kKeys ? min(seq_tiles, row + Shape::kRows) : seq_tiles;
   const int tiles = (end + kTile - 1) / kTile - first_tile;  // of one head
   const int steps = tiles > 0 ? tiles * group : 0;
-  auto tile_head = [&](int step) { return kKeys ? head * group + step / tiles : head / (args.row[0].heads / args.tile[0].heads); };
+  auto tile_head = [&](int step) { return kKeys ? head * group + step / tiles : head / (args.operand[0].heads / args.operand[2].heads); };
 
   auto copy_tiles = [&](int step) {
     if (step < steps) {
       const SharedAddress to = tiles_first + step % kStages * 2 * Shape::kTileBytes;
       const int first = (first_tile + step % tiles) * kTile;
-      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to, args.tile[0], batch, tile_head(step), first, args.head_size);
-      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to + Shape::kTileBytes, args.tile[1], batch, tile_head(step), first, args.head_size);
+      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to, args.operand[2], batch, tile_head(step), first, args.head_size);
+      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to + Shape::kTileBytes, args.operand[3], batch, tile_head(step), first, args.head_size);
     }
     copy_commit();
   };
-  copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_first, args.row[0], batch, head, row, args.head_size);
-  if (kFirst) copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_second, args.row[1], batch, head, row, args.head_size);
+  copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_first, args.operand[0], batch, head, row, args.head_size);
+  if (kFirst) copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_second, args.operand[1], batch, head, row, args.head_size);
   for (int stage = 0; stage < kStages; ++stage) copy_tiles(stage);
 
   float sum_first[kFirst ? kD / 8 : 1][4] = {}, sum_second[kSecond ? kD / 8 : 1][4] = {};
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int query = row + warp_row + lane / 4 + e * 8;
-      const int64_t place = (int64_t{batch} * args.row[0].heads + head) * seq_rows + query;
+      const int64_t place = (int64_t{batch} * args.operand[0].heads + head) * seq_rows + query;
       row_lse[e] = query < seq_rows ? args.lse[place] : kInfinity;
       row_delta[e] = query < seq_rows ? args.delta[place] : 0.f;
     }
@@ -123,8 +123,7 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
       int exponent[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int heads = i < 2 ? args.row[0].heads : args.tile[0].heads;
-        exponent[i] = split_exponent(args.largest[i][batch * heads + (i < 2 ? head : other_head)]);
+        exponent[i] = split_exponent(args.largest[i][batch * args.operand[i].heads + (i < 2 ? head : other_head)]);
       }
       score_unit = power_of_two(-exponent[0]) * power_of_two(-exponent[2]);
       product_unit = power_of_two(-exponent[1]) * power_of_two(-exponent[3]);
@@ -137,7 +136,7 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     if constexpr (kFirst) multiply_rows<T, kParts, Shape::kRows, kTile, kD>(product, rows_second, warp_row, tile_second);
 
     const float scale = args.scale * score_unit * kLog2e;
-    const int64_t column_place = (int64_t{batch} * args.tile[0].heads + other_head) * seq_tiles + column;
+    const int64_t column_place = (int64_t{batch} * args.operand[2].heads + other_head) * seq_tiles + column;
 #pragma unroll
     for (int i = 0; i < kTile / 2; ++i) {
       const int r = row + warp_row + lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;

@@ -1,25 +1,13 @@
 // Which kernel serves a problem; the launches that every tensor-core kernel of fp32 begins with.
 
 #include <algorithm>
-#include <cmath>
 
+#include "check.h"
 #include "launch.cuh"
 #include "split.cuh"
 
 namespace custom_ops::flash_attention {
 namespace {
-
-const char* check(const Problem& problem) {
-  if (problem.batch < 0 || problem.seq_q < 0 || problem.seq_kv < 0) return "flash_attention: a size is negative";
-  if (problem.heads_q < 1 || problem.heads_kv < 1 || problem.heads_q % problem.heads_kv != 0) {
-    return "flash_attention: the number of query heads is not a multiple of the number of key/value heads";
-  }
-  if (problem.head_size < 1) return "flash_attention: the head size is not positive";
-  if (!std::isfinite(problem.scale)) return "flash_attention: the scale is not finite";
-  if (problem.seq_q > INT32_MAX / 2 || problem.seq_kv > INT32_MAX / 2) return "flash_attention: a sequence is longer than 2^30";
-  if (problem.batch * problem.heads_q > INT32_MAX / 2) return "flash_attention: more than 2^30 heads";
-  return nullptr;
-}
 
 bool aligned(const Problem& problem, const Tensor& tensor) {
   const bool strides = (problem.batch == 1 || tensor.batch_stride % 8 == 0) && tensor.head_stride % 8 == 0 && tensor.seq_stride % 8 == 0;

@@ -23,7 +23,6 @@ from native_build import BuildError, find_nvcc
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "flash_attention"
 KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu")
-HOST_FILES = ("cpu.cpp", "c_interface.cpp")
 
 Machine = Literal["cpu", "emulator", "cuda"]
 
@@ -218,8 +217,9 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
         raise BuildError("the attention kernels need nvcc or, for the emulator, CUDA's headers beside it; found neither")
     commands: dict[str, list[str]] = {}
     host = ["g++", "-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    for name in HOST_FILES[: 1 if machine == "cpu" else 2]:
-        commands[name] = [*host, f"-DFLASH_ATTENTION_{machine.upper()}", "-c", str(SOURCES / name)]
+    commands["c_interface.cpp"] = [*host, f"-DFLASH_ATTENTION_{machine.upper()}", "-c", str(SOURCES / "c_interface.cpp")]
+    if machine == "cpu":
+        commands["cpu.cpp"] = [*host, "-c", str(SOURCES / "cpu.cpp")]
     if machine == "emulator" and nvcc is not None:
         # nvcc passes C++ on to g++ and knows where CUDA's headers are.
         flags = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC", "-DFLASH_EMULATED", "-x", "c++"]

@@ -1,0 +1,23 @@
+// What no machine can compute.
+#pragma once
+
+#include <cmath>
+
+#include "flash_attention.h"
+
+namespace custom_ops::flash_attention {
+
+// What is wrong with the problem, or null.
+inline const char* check(const Problem& problem) {
+  if (problem.batch < 0 || problem.seq_q < 0 || problem.seq_kv < 0) return "flash_attention: a size is negative";
+  if (problem.heads_q < 1 || problem.heads_kv < 1 || problem.heads_q % problem.heads_kv != 0) {
+    return "flash_attention: the number of query heads is not a multiple of the number of key/value heads";
+  }
+  if (problem.head_size < 1) return "flash_attention: the head size is not positive";
+  if (!std::isfinite(problem.scale)) return "flash_attention: the scale is not finite";
+  if (problem.seq_q > INT32_MAX / 2 || problem.seq_kv > INT32_MAX / 2) return "flash_attention: a sequence is longer than 2^30";
+  if (problem.batch * problem.heads_q > INT32_MAX / 2) return "flash_attention: more than 2^30 heads";
+  return nullptr;
+}
+
+}  // namespace custom_ops::flash_attention
