@@ -165,7 +165,9 @@ class OnDevice {
   void* stream_ = nullptr;
 };
 
-void check_launch(const char* op, int status);  // throws with CUDA's own words; in stable/error.cu
+// Both in runtime.cu. The first throws with CUDA's own words.
+void check_launch(const char* op, int status);
+void copy_on_device(void* to, const void* from, int64_t bytes, void* stream);
 #endif
 
 }  // namespace custom_ops::stable

@@ -39,7 +39,7 @@ def units(*, cuda: bool) -> list[Unit]:
     flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
     folders = [CSRC / rung for rung in RUNGS]
     device = [path for folder in reversed(folders) for path in sorted(folder.glob("*.cu"))]
-    found = [Unit(path) for path in [*device, CSRC / "stable" / "error.cu"]] if cuda else []
+    found = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
     found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
     found.append(Unit(CSRC / "flash_attention" / "cpu.cpp"))
     found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
@@ -50,7 +50,7 @@ def units(*, cuda: bool) -> list[Unit]:
             options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
             found.append(Unit(CSRC / name / "cpu.cpp", options))
     found.append(Unit(CSRC / "scale" / "module.cpp", headers))
-    if (CSRC / "stable" / "jax.cpp").exists() and (jax_headers := _jax_headers()) is not None:
+    if (jax_headers := _jax_headers()) is not None:
         found.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
     return found
 
