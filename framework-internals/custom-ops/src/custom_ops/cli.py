@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import native_build
 from benchkit import Record, UserError, numbers
 from benchkit.device import resolve_device
 from benchkit.limits import memory_limits
@@ -56,8 +55,7 @@ def info() -> None:
 
 
 def _build_library(out: Path) -> str:
-    architectures = prebuild.ARCHITECTURES if native_build.find_nvcc() else ()
-    library = prebuild.build(out / prebuild.FILE_NAME, architectures=architectures)
+    library = prebuild.build(out / prebuild.FILE_NAME)
     return f"{library}\nuse it with: CUSTOM_OPS_LIBRARY={library}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from native_build import Unit, build_library, build_library_once, cached_library
+from native_build import Unit, build_library, build_library_once, cached_library, find_nvcc
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FILE_NAME = "_C.abi3.so"
@@ -72,12 +72,13 @@ def _arguments(architectures: tuple[str, ...]) -> Mapping[str, Any]:
     }
 
 
-def build(output: Path, *, architectures: tuple[str, ...] = ARCHITECTURES) -> Path:
+def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path:
     """Compile the library, for a wheel or to carry elsewhere.
 
     Args:
         output: path of the library.
-        architectures: of the CUDA kernels; empty for a library without them, which needs no nvcc.
+        architectures: of the CUDA kernels; empty for a library without them, which needs no nvcc; by default
+            :data:`ARCHITECTURES` where there is nvcc, and none elsewhere.
 
     Returns:
         ``output``.
@@ -85,6 +86,8 @@ def build(output: Path, *, architectures: tuple[str, ...] = ARCHITECTURES) -> Pa
     Raises:
         BuildError: when a tool is missing, or something does not compile.
     """
+    if architectures is None:
+        architectures = ARCHITECTURES if find_nvcc() else ()
     build_library("custom_ops", units(cuda=bool(architectures)), output, **_arguments(architectures))
     return output
 
