@@ -30,18 +30,19 @@ def test_bias_gelu_against_float64(dtype: torch.dtype, rows: int, columns: int) 
     y = custom_ops.bias_gelu(x, bias)
     dx, dbias = kernels.bias_gelu_backward(grad, x, bias)
     unit = torch.finfo(dtype).eps
-    wide_unit = max(torch.finfo(torch.float32).eps if dtype != torch.float64 else unit, 0)
+    wide_unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    tiny = torch.finfo(dtype).smallest_normal * unit  # the spacing of subnormal results, of which half may be lost
     assert wide_x.grad is not None
     assert wide_bias.grad is not None
     # One rounding, and the arithmetic's own: eight units of the wide type of the largest term (the sum, its cube's product
     # with the gate), which bounds what the special functions, good to two units, add.
     size = wide_x.detach().abs() + wide_bias.detach().abs() + 1
-    assert ((y.double() - exact).abs() <= unit / 2 * exact.abs() + 8 * wide_unit * size + 1e-30).all()
+    assert ((y.double() - exact).abs() <= unit / 2 * exact.abs() + 8 * wide_unit * size + tiny).all()
     gradient_size = grad.double().abs() * size
-    assert ((dx.double() - wide_x.grad).abs() <= unit / 2 * wide_x.grad.abs() + 16 * wide_unit * gradient_size + 1e-30).all()
+    assert ((dx.double() - wide_x.grad).abs() <= unit / 2 * wide_x.grad.abs() + 16 * wide_unit * gradient_size + tiny).all()
     error = (dbias.double() - wide_bias.grad).abs()
     summed = unit / 2 * wide_bias.grad.abs() + wide_unit * (16 + rows**0.5) * gradient_size.sum(0)
-    assert (error <= summed + 1e-30).all()
+    assert (error <= summed + tiny).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -16,9 +16,9 @@ from custom_ops import nvrtc, prebuild, runtime_compiled
 needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 
 INSTANCES = [
-    "elementwise<float, 4, 2, 2, custom_ops::Add>",
-    "elementwise<__half, 1, 2, 1, custom_ops::Scale>",
-    "bias_gelu_forward<__nv_bfloat16, 8, 2, false>",
+    "elementwise<float, 4, 2, custom_ops::Add>",
+    "elementwise<__half, 1, 1, custom_ops::Scale>",
+    "bias_gelu_forward<__nv_bfloat16, 8, 1, false>",
     "bias_gelu_backward<__nv_bfloat16, 8, 64>",
     "bias_gelu_dbias<double>",
     "scale_shift_relu<float, 4, true, false>",

@@ -56,7 +56,7 @@ Groups groups_of(const BiasGeluBackward& call) {
   for (int wide = 256; across == 0; wide /= 2) {
     if (wide == 32 || ceil_div(across_row, wide) * wide - across_row <= across_row / 8) across = wide;
   }
-  const int64_t blocks = (call.plan.blocks_per_processor ? call.plan.blocks_per_processor : 8) * int64_t{processors};
+  const int64_t blocks = (call.plan.blocks_per_processor ? call.plan.blocks_per_processor : 4) * int64_t{processors};
   const int64_t down = kGeluThreads / across;
   const int64_t wanted = std::max<int64_t>(1, blocks / ceil_div(across_row, across));
   // At least eight steps a thread, or the partial sums would be as much traffic as the operands.
@@ -74,13 +74,13 @@ int bias_gelu_cuda(const BiasGelu& call, void* stream) {
     const auto on = static_cast<cudaStream_t>(stream);
     const bool vectors = aligned(call.x, call.bias, call.out) && call.columns % kWidth == 0;
     if (call.access == Access::kScalar || (call.access == Access::kAuto && !vectors)) {
-      return launch_forward<T, 1, 2>(call, on);
+      return launch_forward<T, 1, 1>(call, on);
     }
     if (!vectors) return cudaErrorMisalignedAddress;
     switch (call.access) {
-      case Access::kVector1: return launch_forward<T, kWidth, 1>(call, on);
+      case Access::kVector2: return launch_forward<T, kWidth, 2>(call, on);
       case Access::kVector4: return launch_forward<T, kWidth, 4>(call, on);
-      default: return launch_forward<T, kWidth, 2>(call, on);
+      default: return launch_forward<T, kWidth, 1>(call, on);
     }
   });
 }

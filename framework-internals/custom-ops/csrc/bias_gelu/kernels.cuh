@@ -77,6 +77,68 @@ __global__ void __launch_bounds__(kGeluThreads)
   }
 }
 
+// 16 bytes from device memory into shared memory, without a register in between, and the wait for all but the latest few.
+__device__ __forceinline__ void copy_16(void* shared, const void* global) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLatest> __device__ __forceinline__ void wait_for_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLatest) : "memory");
+}
+
+// The rows of a thread's column in turn, each loaded well before it is used: 16-byte vectors into slots of shared memory
+// that are the thread's own, so that nobody else has to be waited for. Enough is on the way then whatever the arithmetic
+// does; in registers it would take more of them than leave enough threads.
+template <typename Lanes, bool kAhead> class Rows {
+ public:
+  static constexpr int kStages = 4;
+  static constexpr int kSlots = kAhead ? kStages : 1;
+  using Slots = Lanes[kSlots][2][kGeluThreads];
+
+  // Of the elements at `at`, `at + stride`, ... before `stop`.
+  template <typename T> __device__ Rows(Slots& slots, const T* grad, const T* x, Index at, Index stop, Index stride)
+      : slots_(slots), grad_(reinterpret_cast<const char*>(grad)), x_(reinterpret_cast<const char*>(x)), at_(at * sizeof(T)),
+        stop_(stop * sizeof(T)), stride_(stride * sizeof(T)) {
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage);
+    }
+  }
+
+  __device__ __forceinline__ void next(Lanes& grad, Lanes& x) {
+    if constexpr (kAhead) {
+      fetch((slot_ + kStages - 1) % kStages);
+      wait_for_all_but<kStages - 1>();
+      grad = slots_[slot_][0][threadIdx.x];
+      x = slots_[slot_][1][threadIdx.x];
+      slot_ = (slot_ + 1) % kStages;
+    } else {
+      grad = *reinterpret_cast<const Lanes*>(grad_ + at_);
+      x = *reinterpret_cast<const Lanes*>(x_ + at_);
+      at_ += stride_;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void fetch(int slot) {
+    if (at_ < stop_) {
+      copy_16(&slots_[slot][0][threadIdx.x], grad_ + at_);
+      copy_16(&slots_[slot][1][threadIdx.x], x_ + at_);
+    }
+    end_of_copies();  // of nothing, perhaps: the groups are counted
+    at_ += stride_;
+  }
+
+  Slots& slots_;
+  const char* grad_;
+  const char* x_;
+  Index at_;
+  const Index stop_;
+  const Index stride_;
+  int slot_ = 0;
+};
+
 // dx, and the column sums of a group of rows. kAcross threads stand side by side in a row and 256 / kAcross rows are worked
 // on at a time; blockIdx.y chooses the group. A thread keeps its columns' sums in registers from its first row to its last.
 template <typename T, int kWidth, int kAcross>
@@ -84,8 +146,9 @@ __global__ void __launch_bounds__(kGeluThreads)
     bias_gelu_backward(const T* __restrict__ grad, const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ dx,
                        Wide<T>* __restrict__ sums, Index rows, Index columns, Index rows_per_group) {
   using Lanes = Vector<T, kWidth>;
+  constexpr bool kAhead = sizeof(Lanes) == 16;
   constexpr int kDown = kGeluThreads / kAcross;
-  constexpr int kAtOnce = 2;  // rows whose loads a thread has in flight together
+  __shared__ alignas(16) typename Rows<Lanes, kAhead>::Slots slots;
   const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
   const Index column = (Index{blockIdx.x} * kAcross + across) * kWidth;
   const bool inside = column < columns;
@@ -93,36 +156,22 @@ __global__ void __launch_bounds__(kGeluThreads)
 
   if (inside) {
     const Lanes b = *reinterpret_cast<const Lanes*>(bias + column);
-    Wide<T> wide_bias[kWidth];
-#pragma unroll
-    for (int lane = 0; lane < kWidth; ++lane) wide_bias[lane] = widen(b.lane[lane]);
     const Index first = Index{blockIdx.y} * rows_per_group;
     const Index end = first + rows_per_group < rows ? first + rows_per_group : rows;
-    Index at = (first + down) * columns + column;  // of the element in memory: one number for all four operands
+    Index at = (first + down) * columns + column;
     const Index stop = end * columns, stride = kDown * columns;
-    for (; at < stop; at += stride * kAtOnce) {
-      Lanes own_grad[kAtOnce], own_x[kAtOnce];
+    Rows<Lanes, kAhead> own(slots, grad, x, at, stop, stride);
+    for (; at < stop; at += stride) {
+      Lanes own_grad, own_x;
+      own.next(own_grad, own_x);
+      Wide<T> d[kWidth];
 #pragma unroll
-      for (int step = 0; step < kAtOnce; ++step) {
-        if (at + step * stride < stop) {
-          own_grad[step] = *reinterpret_cast<const Lanes*>(grad + at + step * stride);
-          own_x[step] = *reinterpret_cast<const Lanes*>(x + at + step * stride);
-        }
+      for (int lane = 0; lane < kWidth; ++lane) {
+        d[lane] = widen(own_grad.lane[lane]) * gelu_slope(widen(own_x.lane[lane]) + widen(b.lane[lane]));
+        sum[lane] += d[lane];
       }
-#pragma unroll
-      for (int step = 0; step < kAtOnce; ++step) {
-        if (at + step * stride < stop) {
-          Wide<T> d[kWidth];
-#pragma unroll
-          for (int lane = 0; lane < kWidth; ++lane) {
-            d[lane] = widen(own_grad[step].lane[lane]) * gelu_slope(widen(own_x[step].lane[lane]) + wide_bias[lane]);
-            sum[lane] += d[lane];
-          }
-          Lanes narrowed;
-          narrow_lanes<kWidth>(d, narrowed);
-          *reinterpret_cast<Lanes*>(dx + at + step * stride) = narrowed;
-        }
-      }
+      narrow_lanes<kWidth>(d, own_x);
+      *reinterpret_cast<Lanes*>(dx + at) = own_x;
     }
   }
 

@@ -18,7 +18,7 @@ from benchkit import Record, UserError, numbers
 from benchkit.device import resolve_device
 from benchkit.limits import memory_limits
 from benchkit.progress import working
-from custom_ops import measure, prebuild, speed
+from custom_ops import measure, prebuild, skeleton, speed
 from custom_ops.builds import build_info, load
 from custom_ops.checks import DTYPES
 from custom_ops.contestants import contests
@@ -125,6 +125,18 @@ def bench(
             if resolved == "cuda":
                 found = speed.plans(resolved, count, dtypes, columns=columns, seconds=seconds)
                 _print_table("plan", found, ("across", "blocks", "dtype"))
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Of the package, the operator and its namespace: my_norm.")],
+    folder: Annotated[Path, typer.Option(help="Where the package's folder is made.")] = Path(),
+) -> None:
+    """Write a package of one operator, ready to build and to test, for a formula of one's own."""
+    with _one_line_errors():
+        for path in skeleton.write(name, folder):
+            print(path)
+        print(f"next: cd {folder / name} && python setup.py build_ext --inplace && PYTHONPATH=src python -m pytest")
 
 
 def _dtypes(names: list[str]) -> list[torch.dtype]:

@@ -136,9 +136,9 @@ def _elementwise(functor: str, value: nvrtc.Argument, *operands: Tensor) -> Tens
     out = torch.empty_like(x)
     if x.numel():
         width = _width(*operands, out)
-        expression = f"elementwise<{_TYPES[x.dtype]}, {width}, 2, {len(operands)}, custom_ops::{functor}>"
+        expression = f"elementwise<{_TYPES[x.dtype]}, {width}, {len(operands)}, custom_ops::{functor}>"
         second = operands[1] if len(operands) == 2 else ctypes.c_void_p()
-        grid = _blocks(x.numel(), _THREADS * 2 * width)
+        grid = _blocks(x.numel(), _THREADS * width)
         _launch(expression, x, grid, x, second, out, ctypes.c_longlong(x.numel()), value)
     return out
 
@@ -166,8 +166,8 @@ def _bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
         width = _width(x, bias, out)
         width = width if bias.numel() % width == 0 else 1
         large = "true" if x.numel() // width > 2**31 - 1 else "false"
-        expression = f"bias_gelu_forward<{_TYPES[x.dtype]}, {width}, 2, {large}>"
-        grid = _blocks(x.numel(), _THREADS * 2 * width)
+        expression = f"bias_gelu_forward<{_TYPES[x.dtype]}, {width}, 1, {large}>"
+        grid = _blocks(x.numel(), _THREADS * width)
         _launch(expression, x, grid, x, bias, out, ctypes.c_longlong(x.numel()), _Divisor(bias.numel() // width))
     return out
 

@@ -187,7 +187,7 @@ def plans(device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns:
     """
     operator = torch.ops.custom_ops_kernels.bias_gelu_backward.plan
     contest = contests()["bias_gelu_backward"]
-    choices = [(across, blocks) for across in (32, 64, 128, 256) for blocks in (4, 8, 16, 32)]
+    choices = [(across, blocks) for across in (64, 128, 256) for blocks in (2, 4, 5, 8, 16)]
     forms = {f"{across} {blocks}": partial(_with_plan, operator, across, blocks) for across, blocks in choices}
     for dtype in dtypes:
         inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
