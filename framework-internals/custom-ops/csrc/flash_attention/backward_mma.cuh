@@ -12,6 +12,7 @@
 // so that each row of a tile is scaled by its own power of two.
 #pragma once
 
+#include "backward_math.cuh"
 #include "tiles.cuh"
 
 namespace custom_ops::flash_attention {
@@ -21,8 +22,9 @@ struct MmaBackward {
   void* first;                 // dQ or dK
   void* second;                // dV
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
-  const float *lse, *delta;    // (batch, heads_q, seq_q); lse in units of log2
-  const uint32_t* largest[4];  // kParts = 2: a head of each operand
+  const float *lse, *delta;    // see row_statistics.cuh
+  int64_t statistics_stride;   // a head
+  const int* exponent[4];      // kParts = 2: of each operand, as split.cuh writes them
   int head_size, out_head_size;  // of the operands, which may be filled up already, and of the gradients
   float scale;                 // that of the scores, not times log2(e)
   bool causal;
@@ -40,29 +42,6 @@ struct MmaBackwardShape {
   static constexpr int kRowBytes = kParts * kRows * kD * 2, kTileBytes = kParts * kTile * kD * 2;
   static constexpr int kSharedBytes = 2 * kRowBytes + 2 * kStages * kTileBytes;
 };
-
-constexpr float kBackwardProbabilityExponent = 15.f;
-
-// Multiplies the rows of a fragment by powers of two that bring their largest magnitude into [2^9, 2^10); returns the
-// factors that undo it.
-template <int kCount>
-FLASH_DEVICE void scale_rows(float (&value)[kCount][4], float (&undo)[2]) {
-#pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    float largest = 0.f;
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) largest = fmaxf(largest, fmaxf(fabsf(value[n][2 * e]), fabsf(value[n][2 * e + 1])));
-    largest = fmaxf(largest, shuffle_xor(largest, 1));
-    largest = fmaxf(largest, shuffle_xor(largest, 2));
-    uint32_t bits;
-    memcpy(&bits, &largest, 4);
-    const int exponent = split_exponent(bits);
-    const float factor = power_of_two(exponent);
-    undo[e] = power_of_two(-exponent);
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) value[n][2 * e] *= factor, value[n][2 * e + 1] *= factor;
-  }
-}
 
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackward args) {
@@ -105,10 +84,10 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
   if constexpr (!kKeys) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int query = row + warp_row + lane / 4 + e * 8;
-      const int64_t place = (int64_t{batch} * args.operand[0].heads + head) * seq_rows + query;
-      row_lse[e] = query < seq_rows ? args.lse[place] : kInfinity;
-      row_delta[e] = query < seq_rows ? args.delta[place] : 0.f;
+      const int query = min(row + warp_row + lane / 4 + e * 8, seq_rows - 1);
+      const int64_t place = (int64_t{batch} * args.operand[0].heads + head) * args.statistics_stride + query;
+      row_lse[e] = args.lse[place];
+      row_delta[e] = args.delta[place];
     }
   }
 
@@ -118,64 +97,57 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     const SharedAddress tile_first = tiles_first + step % kStages * 2 * Shape::kTileBytes;
     const SharedAddress tile_second = tile_first + Shape::kTileBytes;
     const int column = (first_tile + step % tiles) * kTile, other_head = tile_head(step);
-    float score_unit = 1.f, product_unit = 1.f, first_unit = 1.f, second_unit = 1.f;
+    SplitUnits unit;
     if constexpr (kParts == 2) {
-      int exponent[4];
+      float units[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        exponent[i] = split_exponent(args.largest[i][batch * args.operand[i].heads + (i < 2 ? head : other_head)]);
+        const MmaOperand& operand = args.operand[i];
+        units[i] = split_unit(args.exponent[i], operand.seq, batch * operand.heads + (i < 2 ? head : other_head), i < 2 ? row : column);
       }
-      score_unit = power_of_two(-exponent[0]) * power_of_two(-exponent[2]);
-      product_unit = power_of_two(-exponent[1]) * power_of_two(-exponent[3]);
-      first_unit = power_of_two(-exponent[2]);
-      second_unit = power_of_two(-exponent[3]) * power_of_two(-static_cast<int>(kBackwardProbabilityExponent));
+      unit = SplitUnits(units);
     }
 
     float score[kTile / 8][4], product[kFirst ? kTile / 8 : 1][4];
     multiply_rows<T, kParts, Shape::kRows, kTile, kD>(score, rows_first, warp_row, tile_first);
     if constexpr (kFirst) multiply_rows<T, kParts, Shape::kRows, kTile, kD>(product, rows_second, warp_row, tile_second);
 
-    const float scale = args.scale * score_unit * kLog2e;
-    const int64_t column_place = (int64_t{batch} * args.operand[2].heads + other_head) * seq_tiles + column;
+    const float scale = args.scale * unit.score * kLog2e;
+    const int64_t column_place = (int64_t{batch} * args.operand[2].heads + other_head) * args.statistics_stride + column;
 #pragma unroll
     for (int i = 0; i < kTile / 2; ++i) {
       const int r = row + warp_row + lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const bool inside = c < seq_tiles && r < seq_rows && (!args.causal || (kKeys ? r <= c : c <= r));
-      const float lse = kKeys ? (inside ? args.lse[column_place + c - column] : kInfinity) : row_lse[i / 2 % 2];
-      // Rounding may leave a probability a little over one; far over, where scores are so large that lse is coarse.
+      const float lse = kKeys ? args.lse[column_place + c - column] : row_lse[i / 2 % 2];
       float& s = score[i / 4][i % 4];
-      s = inside ? exp2_approx(fminf(fmaf(s, scale, -lse), 0.f)) : 0.f;
+      s = args.causal && (kKeys ? r > c : c > r) ? 0.f : probability(s, scale, lse);
       if constexpr (kFirst) {
-        const float delta = kKeys ? (inside ? args.delta[column_place + c - column] : 0.f) : row_delta[i / 2 % 2];
+        const float delta = kKeys ? args.delta[column_place + c - column] : row_delta[i / 2 % 2];
         float& d = product[i / 4][i % 4];
-        d = s * fmaf(d, product_unit, -delta);
+        d = s * fmaf(d, unit.product, -delta);
       }
     }
 
     uint32_t weights[kParts][kTile / 16][4];
     if constexpr (kSecond) {
-      if constexpr (kParts == 2) {
-#pragma unroll
-        for (int i = 0; i < kTile / 2; ++i) score[i / 4][i % 4] *= power_of_two(static_cast<int>(kBackwardProbabilityExponent));
-      }
+      scale_probabilities<kParts>(reinterpret_cast<float(&)[kTile / 2]>(score));
       to_weights<T, kParts, kTile>(weights, score);
       multiply_weights<T, kParts, kTile, kD>(weights, tile_second, [&](int n, const float (&part)[2][4]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float& sum = sum_second[2 * n + i / 4][i % 4];
-          sum = fmaf(part[i / 4][i % 4], second_unit, sum);
+          sum = fmaf(part[i / 4][i % 4], unit.second, sum);
         }
       });
     }
     if constexpr (kFirst) {
       float undo[2] = {1.f, 1.f};
-      if constexpr (kParts == 2) scale_rows(product, undo);
+      if constexpr (kParts == 2) scale_rows(reinterpret_cast<float(&)[kTile / 2]>(product), undo);
       to_weights<T, kParts, kTile>(weights, product);
       multiply_weights<T, kParts, kTile, kD>(weights, tile_first, [&](int n, const float (&part)[2][4]) {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float& sum = sum_first[2 * n + i / 4][i % 4];
-          sum = fmaf(part[i / 4][i % 4] * first_unit, undo[i / 2 % 2], sum);
+          sum = fmaf(part[i / 4][i % 4] * unit.first, undo[i / 2 % 2], sum);
         }
       });
     }

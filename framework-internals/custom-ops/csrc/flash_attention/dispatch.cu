@@ -4,6 +4,7 @@
 
 #include "check.h"
 #include "launch.cuh"
+#include "row_statistics.cuh"
 #include "split.cuh"
 
 namespace custom_ops::flash_attention {
@@ -19,7 +20,7 @@ bool empty(const Problem& problem) { return problem.batch == 0 || problem.seq_q 
 const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool backward, Algorithm& algorithm) {
   algorithm = problem.algorithm;
   const char* mma = refuse_mma(problem, tensors, count);
-  const char* wgmma = backward ? "flash_attention: the backward has no wgmma kernel" : refuse_wgmma(problem, tensors, count);
+  const char* wgmma = refuse_wgmma(problem, tensors, count, backward);
   if (algorithm == Algorithm::kMma) return mma;
   if (algorithm == Algorithm::kWgmma) return wgmma;
   if (algorithm == Algorithm::kAuto) {
@@ -47,10 +48,13 @@ const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int
   return nullptr;
 }
 
-const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count) {
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward) {
   FLASH_TRY(refuse_mma(problem, tensors, count));
   if (device().capability != 90) return "flash_attention: the wgmma kernels need a GPU of compute capability 9.0";
-  if (is_split(problem)) return problem.head_size <= 128 ? nullptr : "flash_attention: the wgmma kernel of float32 takes head sizes up to 128";
+  if ((is_split(problem) || backward) && problem.head_size > 128) {
+    return "flash_attention: the wgmma kernels of float32 and of the backward take head sizes up to 128";
+  }
+  if (is_split(problem)) return nullptr;
   for (int i = 0; i < count; ++i) {  // a tensor map has no stride of zero
     if (tensors[i]->seq_stride == 0 || tensors[i]->head_stride == 0 || (problem.batch > 1 && tensors[i]->batch_stride == 0)) {
       return "flash_attention: the wgmma kernels of 16-bit types do not take expanded tensors";
@@ -63,23 +67,55 @@ const char* split_tensors(const Problem& problem, const Tensor* const* tensors, 
                           void* stream) {
   Split args{};
   args.head_size = static_cast<int>(problem.head_size);
-  args.width = head_width(problem.head_size);
+  int64_t blocks = 0;
   for (int i = 0; i < count; ++i) {
     const bool keys = i == 1 || i == 2;
+    const int64_t heads = keys ? problem.heads_kv : problem.heads_q, seq = keys ? problem.seq_kv : problem.seq_q;
     args.tensor[i] = {static_cast<const float*>(tensors[i]->data), tensors[i]->batch_stride, tensors[i]->head_stride,
-                      tensors[i]->seq_stride, workspace.parts[i].high, workspace.parts[i].low, workspace.parts[i].largest,
-                      static_cast<int>(problem.batch), static_cast<int>(keys ? problem.heads_kv : problem.heads_q),
-                      static_cast<int>(keys ? problem.seq_kv : problem.seq_q)};
+                      tensors[i]->seq_stride, workspace.parts[i].high, workspace.parts[i].low, workspace.parts[i].exponent,
+                      static_cast<int>(problem.batch), static_cast<int>(heads), static_cast<int>(seq)};
+    blocks = std::max(blocks, problem.batch * heads * ((seq + kSplitRows - 1) / kSplitRows));
   }
-  FLASH_TRY(zero_memory(workspace.largest, workspace.largest_count * 4, stream));
-  constexpr int64_t kQuadsAThread = 8;
-  const int64_t quads = std::max(problem.seq_q, problem.seq_kv) * args.width / 4;
-  const int64_t blocks = std::min<int64_t>((quads + kSplitThreads * kQuadsAThread - 1) / (kSplitThreads * kQuadsAThread), 4096);
-  // A grid has at most 65,535 blocks along y: the heads beyond that come in further launches.
-  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(problem.batch * problem.heads_q), static_cast<unsigned>(count));
-  if (grid.y > 65535) return "flash_attention: float32 takes at most 65,535 heads (batch times heads) at once";
-  FLASH_TRY(launch(find_largest, grid, kSplitThreads, 0, stream, args));
-  return launch(write_parts, grid, kSplitThreads, 0, stream, args);
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^38 rows";
+  const dim3 grid(static_cast<unsigned>(blocks), static_cast<unsigned>(count));
+  constexpr int kSharedBytes = kSplitThreads / 32 * sizeof(float);
+  switch (head_width(problem.head_size)) {
+    case 64: return launch(split_rows<64>, grid, kSplitThreads, kSharedBytes, stream, args);
+    case 128: return launch(split_rows<128>, grid, kSplitThreads, kSharedBytes, stream, args);
+    default: return launch(split_rows<256>, grid, kSplitThreads, kSharedBytes, stream, args);
+  }
+}
+
+namespace {
+
+template <typename T>
+const char* launch_statistics(const Backward& args, const RowStatistics& to, void* stream) {
+  const Problem& problem = args.problem;
+  const int64_t rows = problem.batch * problem.heads_q * to.stride;
+  const StatisticsArgs kernel{args.out, args.grad_out, static_cast<const float*>(args.lse), static_cast<const float*>(args.grad_lse), to,
+                              rows, static_cast<int>(problem.heads_q), static_cast<int>(problem.seq_q), static_cast<int>(problem.head_size)};
+  const int64_t blocks = (rows + kStatisticsThreads / 32 - 1) / (kStatisticsThreads / 32);
+  if (blocks > INT32_MAX) return "flash_attention: more than 2^34 rows";
+  if (blocks == 0) return nullptr;
+  return launch(row_statistics<T>, dim3(static_cast<unsigned>(blocks)), kStatisticsThreads, 0, stream, kernel);
+}
+
+}  // namespace
+
+const char* prepare_backward(const Backward& args, BackwardWorkspace& workspace, void* stream) {
+  Pieces pieces(args.workspace);
+  workspace = {};
+  if (is_split(args.problem)) {
+    const Tensor* tensors[4] = {&args.q, &args.k, &args.v, &args.grad_out};
+    workspace.split = take_parts(pieces, args.problem, 4);
+    FLASH_TRY(split_tensors(args.problem, tensors, 4, workspace.split, stream));
+  }
+  workspace.statistics = take_statistics(pieces, args.problem);
+  switch (args.problem.dtype) {
+    case ScalarType::kFloat16: return launch_statistics<__half>(args, workspace.statistics, stream);
+    case ScalarType::kBFloat16: return launch_statistics<__nv_bfloat16>(args, workspace.statistics, stream);
+    default: return launch_statistics<float>(args, workspace.statistics, stream);
+  }
 }
 
 int64_t forward_workspace_bytes(const Problem& problem) {
@@ -91,7 +127,7 @@ int64_t forward_workspace_bytes(const Problem& problem) {
 int64_t backward_workspace_bytes(const Problem& problem) {
   Pieces pieces(nullptr);
   if (is_split(problem)) take_parts(pieces, problem, 4);
-  pieces.take<float>(2 * align_up(problem.batch * problem.heads_q * problem.seq_q));
+  take_statistics(pieces, problem);
   return std::max(pieces.used(), naive_workspace_bytes(problem, true));
 }
 
@@ -111,7 +147,8 @@ const char* backward_cuda(const Backward& args, void* stream) {
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.grad_out, &args.out, &args.dq, &args.dk, &args.dv};
   Algorithm algorithm;
   FLASH_TRY(resolve(args.problem, tensors, 8, true, algorithm));
-  return algorithm == Algorithm::kNaive ? backward_naive(args, stream) : backward_mma(args, stream);
+  if (algorithm == Algorithm::kWgmma) return backward_wgmma(args, stream);
+  return algorithm == Algorithm::kMma ? backward_mma(args, stream) : backward_naive(args, stream);
 }
 
 }  // namespace custom_ops::flash_attention

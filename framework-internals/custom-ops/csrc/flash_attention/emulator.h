@@ -200,7 +200,6 @@ T shuffle_xor(T value, int mask) {
   meet_warp([] {});
   return other;
 }
-inline void atomic_max(uint32_t* address, uint32_t value) { *address = std::max(*address, value); }
 
 // cp.async: a copy lands when a wait covers it, as late as the hardware may let it.
 struct PendingCopy {
@@ -327,6 +326,18 @@ inline void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress ba
   barrier_settle(barrier);
 }
 
+inline void bulk_copy(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier) {
+  if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) emulator::fail("a bulk copy is not aligned");
+  emulator::check_shared(to, bytes);
+  std::memcpy(reinterpret_cast<void*>(to), from, bytes);
+  mbarriers()[barrier].second -= bytes;
+  barrier_settle(barrier);
+}
+inline float2 load_shared_pair(SharedAddress from) {
+  emulator::check_shared(from, 8);
+  return *reinterpret_cast<const float2*>(from);
+}
+
 template <int kCount>
 void registers_release() {}
 template <int kCount>
@@ -399,10 +410,6 @@ void wgmma(T*, float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate
 template <typename Args>
 const char* launch(void (*kernel)(Args), dim3 blocks, int block_threads, int shared_bytes, void*, const Args& args) {
   emulator::launch({blocks.x, blocks.y, blocks.z}, block_threads, shared_bytes, [&] { kernel(args); });
-  return nullptr;
-}
-inline const char* zero_memory(void* memory, int64_t bytes, void*) {
-  std::memset(memory, 0, bytes);
   return nullptr;
 }
 inline Device device() { return {3, 90, 227 << 10}; }  // few multiprocessors: persistent blocks take several tiles

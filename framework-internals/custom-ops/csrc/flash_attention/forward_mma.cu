@@ -27,8 +27,7 @@ const char* launch_shape(const Forward& args, void* stream) {
   kernel.out_head_stride = args.out.head_stride;
   kernel.out_seq_stride = args.out.seq_stride;
   kernel.lse = static_cast<float*>(args.lse);
-  kernel.largest = workspace.largest;
-  kernel.batch = static_cast<int>(problem.batch);
+  for (int i = 0; i < 3; ++i) kernel.exponent[i] = workspace.parts[i].exponent;
   kernel.head_size = static_cast<int>(Shape::kParts == 2 ? Shape::kD : problem.head_size);
   kernel.out_head_size = static_cast<int>(problem.head_size);
   kernel.scale = static_cast<float>(problem.scale * 1.4426950408889634);

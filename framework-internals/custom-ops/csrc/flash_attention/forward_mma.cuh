@@ -13,8 +13,8 @@ struct MmaForward {
   void* out;  // T, or float where kParts is 2
   int64_t out_batch_stride, out_head_stride, out_seq_stride;
   float* lse;
-  const uint32_t* largest;  // kParts = 2: of q, k and v a head, each batch * heads_q apart
-  int batch, head_size, out_head_size;  // of the operands, which may be filled up already, and of the output
+  const int* exponent[3];   // kParts = 2: of q, k and v, as split.cuh writes them
+  int head_size, out_head_size;  // of the operands, which may be filled up already, and of the output
   float scale;              // times log2(e)
   bool causal;
 };
@@ -45,13 +45,9 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
   const int keys = args.causal ? min(args.k.seq, row + Shape::kBlockM) : args.k.seq;
   const int tiles = (keys + kBlockN - 1) / kBlockN;
 
-  float scale = args.scale, unit = 1.f;
-  if constexpr (kParts == 2) {
-    const int heads = args.batch * args.q.heads;
-    scale *= power_of_two(-split_exponent(args.largest[batch * args.q.heads + head]));
-    scale *= power_of_two(-split_exponent(args.largest[heads + batch * args.k.heads + head_kv]));
-    unit = power_of_two(-split_exponent(args.largest[2 * heads + batch * args.k.heads + head_kv]));
-  }
+  const int head_of_keys = batch * args.k.heads + head_kv;
+  float scale = args.scale;
+  if constexpr (kParts == 2) scale *= split_unit(args.exponent[0], args.q.seq, batch * args.q.heads + head, row);
   auto copy_k = [&](int tile) {
     if (tile < tiles) {
       copy_tile<T, kParts, kBlockN, kD, Shape::kThreads>(k + tile % kKStages * Shape::kTileBytes, args.k, batch, head_kv,
@@ -83,8 +79,12 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
         if (key >= args.k.seq || (args.causal && key > query)) score[i / 4][i % 4] = -kInfinity;
       }
     }
-    float correction[2];
-    online_softmax(reinterpret_cast<float(&)[kBlockN / 2]>(score), state, correction, scale, kShift);
+    float correction[2], tile_scale = scale, unit = 1.f;
+    if constexpr (kParts == 2) {
+      tile_scale *= split_unit(args.exponent[1], args.k.seq, head_of_keys, tile * kBlockN);
+      unit = split_unit(args.exponent[2], args.k.seq, head_of_keys, tile * kBlockN);
+    }
+    online_softmax(reinterpret_cast<float(&)[kBlockN / 2]>(score), state, correction, tile_scale, kShift);
     uint32_t weights[kParts][kBlockN / 16][4];
     to_weights<T, kParts, kBlockN>(weights, score);
     copy_wait<1>();
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float& sum = out[2 * n + i / 4][i % 4];
-        sum = fmaf(sum, correction[i / 2 % 2], product[i / 4][i % 4]);
+        sum = fmaf(sum, correction[i / 2 % 2], product[i / 4][i % 4] * unit);
       }
     });
   }
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
     const float sum = quad_sum(state.sum[e]);
     const int query = row + warp_row + lane / 4 + e * 8;
     if (query >= args.q.seq) continue;
-    const float factor = unit / sum;
+    const float factor = 1.f / sum;
     auto* to = static_cast<typename Shape::Out*>(args.out) + batch * args.out_batch_stride + head * args.out_head_stride +
                query * args.out_seq_stride;
 #pragma unroll

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "launch.cuh"
+#include "tensor_maps.cuh"
 
 namespace custom_ops::flash_attention {
 namespace {
@@ -12,20 +12,12 @@ namespace {
 // K and V of the heads that causal blocks work on together should stay in the L2 cache, 50 MB on Hopper.
 constexpr int64_t kCacheForKeys = 24 << 20;
 
-const char* tensor_map(TensorMap& map, const void* data, int64_t head_size, int64_t seq, int64_t heads, int64_t batch,
-                       int64_t seq_stride, int64_t head_stride, int64_t batch_stride, int box_rows) {
-  const int64_t sizes[4] = {head_size, seq, heads, batch};
-  // The stride of a dimension of size one may be anything, but the driver wants a multiple of 16 bytes.
-  const int64_t strides[4] = {1, seq == 1 ? 8 : seq_stride, heads == 1 ? 8 : head_stride, batch == 1 ? 8 : batch_stride};
-  return make_tensor_map(map, data, sizes, strides, box_rows);
-}
-
 template <typename Shape>
 const char* launch_shape(const Forward& args, void* stream) {
   const Problem& problem = args.problem;
   WgmmaForward kernel{};
   const Tensor* tensors[3] = {&args.q, &args.k, &args.v};
-  TensorMap* maps[3] = {kernel.q, kernel.k, kernel.v};
+  TensorMap(*maps[3])[2] = {&kernel.q, &kernel.k, &kernel.v};
   SplitWorkspace workspace{};
   if constexpr (Shape::kParts == 2) {
     Pieces pieces(args.workspace);
@@ -33,25 +25,15 @@ const char* launch_shape(const Forward& args, void* stream) {
     FLASH_TRY(split_tensors(problem, tensors, 3, workspace, stream));
   }
   for (int i = 0; i < 3; ++i) {
-    const int64_t seq = i == 0 ? problem.seq_q : problem.seq_kv, heads = i == 0 ? problem.heads_q : problem.heads_kv;
-    const int rows = i == 0 ? Shape::kBlockM : Shape::kBlockN;
-    if constexpr (Shape::kParts == 2) {
-      const __half* parts[2] = {workspace.parts[i].high, workspace.parts[i].low};
-      for (int part = 0; part < 2; ++part) {
-        FLASH_TRY(tensor_map(maps[i][part], parts[part], Shape::kD, seq, heads, problem.batch, Shape::kD, seq * Shape::kD,
-                             heads * seq * Shape::kD, rows));
-      }
-    } else {
-      FLASH_TRY(tensor_map(maps[i][0], tensors[i]->data, problem.head_size, seq, heads, problem.batch, tensors[i]->seq_stride,
-                           tensors[i]->head_stride, tensors[i]->batch_stride, rows));
-    }
+    FLASH_TRY(tensor_maps(*maps[i], problem, *tensors[i], Shape::kParts == 2 ? &workspace.parts[i] : nullptr, i != 0,
+                          i == 0 ? Shape::kBlockM : Shape::kBlockN));
   }
   kernel.out = args.out.data;
   kernel.out_batch_stride = args.out.batch_stride;
   kernel.out_head_stride = args.out.head_stride;
   kernel.out_seq_stride = args.out.seq_stride;
   kernel.lse = static_cast<float*>(args.lse);
-  kernel.largest = workspace.largest;
+  for (int i = 0; i < 3; ++i) kernel.exponent[i] = workspace.parts[i].exponent;
   kernel.batch = static_cast<int>(problem.batch);
   kernel.heads_q = static_cast<int>(problem.heads_q);
   kernel.heads_kv = static_cast<int>(problem.heads_kv);

@@ -16,16 +16,11 @@
 // tile's P V starts from zero and is added to O by ordinary rounded arithmetic: accumulated in place over a long row, the
 // truncations, all towards zero, would add up.
 //
-// Shared memory: blocks of 64 columns (128 bytes) by all rows of the tile, 128-byte swizzled, as TMA writes and wgmma reads
-// them. K-major operands (Q, K) step 32 bytes for 16 columns; V is read with its rows as the summed dimension, 2048 bytes
-// for 16 rows, its 64-column blocks the leading offset.
-//
 // Floor: 4 * seq_q * seq_kv * head_size operations a head (three times as many for fp32, half when causal) over the tensor
 // cores' rate.
 #pragma once
 
-#include "platform.cuh"
-#include "softmax.cuh"
+#include "wgmma.cuh"
 
 namespace custom_ops::flash_attention {
 
@@ -34,7 +29,7 @@ struct WgmmaForward {
   void* out;                   // T, or float where kParts is 2
   int64_t out_batch_stride, out_head_stride, out_seq_stride;
   float* lse;                  // may be null
-  const uint32_t* largest;     // kParts = 2: largest magnitudes of q, k and v a head, each heads_q * batch apart
+  const int* exponent[3];      // kParts = 2: of q, k and v, as split.cuh writes them
   int batch, heads_q, heads_kv, seq_q, seq_kv, head_size;
   int group;                   // heads that are worked on together, so that their K and V stay in the L2 cache
   float scale;                 // times log2(e)
@@ -47,8 +42,6 @@ struct WgmmaShape {
   static constexpr int kParts = kParts_, kD = kD_, kBlockN = kBlockN_, kConsumers = kConsumers_, kStages = kStages_;
   static constexpr int kBlockM = 64 * kConsumers;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kRowBytes = 128;  // of a block of 64 columns
-  static constexpr int kColumnBlocks = kD / 64;
   static constexpr int kQPart = kBlockM * kD * 2, kTilePart = kBlockN * kD * 2;
   static constexpr int kQBytes = kParts * kQPart, kTileBytes = kParts * kTilePart;
   static constexpr int kBarriers = 2 + 4 * kStages;
@@ -83,6 +76,12 @@ FLASH_DEVICE BlockOfRows block_of_rows(const WgmmaForward& args, int index) {
   return {row, head % args.heads_q, head / args.heads_q, (keys + Shape::kBlockN - 1) / Shape::kBlockN};
 }
 
+// Rounds go forth and back over the multiprocessors: where the work of a round shrinks from its first block to its last, who
+// had the longest gets the shortest next.
+FLASH_DEVICE int block_of_round(int round) {
+  return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
+}
+
 template <typename Shape>
 struct WgmmaMemory {
   SharedAddress q, k, v, barriers;
@@ -99,93 +98,39 @@ struct WgmmaMemory {
   FLASH_DEVICE SharedAddress v_empty(int stage) const { return k_full(stage + 3 * Shape::kStages); }
 };
 
-// A place in a ring: which stage, and how often the ring has been round.
-template <int kStages>
-struct RingPlace {
-  int stage = 0;
-  uint32_t turn = 0;
-  FLASH_DEVICE void advance() {
-    if (++stage == kStages) stage = 0, turn ^= 1;
-  }
-};
-
-FLASH_DEVICE uint64_t matrix_descriptor(SharedAddress start, int leading_bytes) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
-  return kSwizzle128 | kEightRows | uint64_t((leading_bytes >> 4) & 0x3fff) << 16 | uint64_t((start >> 4) & 0x3fff);
-}
-
-template <typename Shape>
-FLASH_DEVICE void copy_rows(SharedAddress to, const TensorMap (&maps)[2], SharedAddress barrier, int rows, int row, int head,
-                            int batch) {
-#pragma unroll
-  for (int part = 0; part < Shape::kParts; ++part) {
-#pragma unroll
-    for (int block = 0; block < Shape::kColumnBlocks; ++block) {
-      tensor_copy(to, maps[part], barrier, block * 64, row, head, batch);
-      to += rows * Shape::kRowBytes;
-    }
-  }
-}
-
 template <typename Shape>
 FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& memory, int blocks) {
   RingPlace<Shape::kStages> k_place, v_place;
   uint32_t q_turn = 0;
-  for (int index = blockIdx.x; index < blocks; index += gridDim.x) {
+  for (int round = 0; round * gridDim.x < blocks; ++round) {
+    const int index = block_of_round(round);
+    if (index >= blocks) break;
     const BlockOfRows block = block_of_rows<Shape>(args, index);
     const int head_kv = block.head / (args.heads_q / args.heads_kv);
     auto copy_k = [&](int tile) {
       barrier_wait(memory.k_empty(k_place.stage), k_place.turn ^ 1);
       barrier_arrive_expect(memory.k_full(k_place.stage), Shape::kTileBytes);
-      copy_rows<Shape>(memory.k + k_place.stage * Shape::kTileBytes, args.k, memory.k_full(k_place.stage), Shape::kBlockN,
-                       tile * Shape::kBlockN, head_kv, block.batch);
+      copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(memory.k + k_place.stage * Shape::kTileBytes, args.k,
+                                                          memory.k_full(k_place.stage), tile * Shape::kBlockN, head_kv, block.batch);
       k_place.advance();
     };
     auto copy_v = [&](int tile) {
       barrier_wait(memory.v_empty(v_place.stage), v_place.turn ^ 1);
       barrier_arrive_expect(memory.v_full(v_place.stage), Shape::kTileBytes);
-      copy_rows<Shape>(memory.v + v_place.stage * Shape::kTileBytes, args.v, memory.v_full(v_place.stage), Shape::kBlockN,
-                       tile * Shape::kBlockN, head_kv, block.batch);
+      copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(memory.v + v_place.stage * Shape::kTileBytes, args.v,
+                                                          memory.v_full(v_place.stage), tile * Shape::kBlockN, head_kv, block.batch);
       v_place.advance();
     };
     copy_k(0);  // before Q: the ring has room while the last block's consumers still read their Q
     barrier_wait(memory.q_empty(), q_turn ^ 1);
     barrier_arrive_expect(memory.q_full(), Shape::kQBytes);
-    copy_rows<Shape>(memory.q, args.q, memory.q_full(), Shape::kBlockM, block.row, block.head, block.batch);
+    copy_rows<Shape::kParts, Shape::kBlockM, Shape::kD>(memory.q, args.q, memory.q_full(), block.row, block.head, block.batch);
     q_turn ^= 1;
     for (int tile = 1; tile < block.tiles; ++tile) {
       copy_k(tile);
       copy_v(tile - 1);
     }
     copy_v(block.tiles - 1);
-  }
-}
-
-// score (+)= (part of Q's 64 rows) (part of a K tile)^T
-template <typename Shape, int kCount>
-FLASH_DEVICE void multiply_qk(float (&score)[kCount], SharedAddress q, SharedAddress k, bool accumulate) {
-#pragma unroll
-  for (int step = 0; step < Shape::kD / 16; ++step) {
-    const int block = step / 4, within = step % 4 * 32;
-    wgmma<false>(static_cast<typename Shape::Element*>(nullptr), score,
-                 matrix_descriptor(q + block * Shape::kBlockM * Shape::kRowBytes + within, 16),
-                 matrix_descriptor(k + block * Shape::kBlockN * Shape::kRowBytes + within, 16), accumulate || step != 0);
-  }
-}
-
-// out (+)= P (part of a V tile)
-template <typename Shape, int kOutTiles, int kCount>
-FLASH_DEVICE void multiply_pv(float (&out)[kOutTiles][kCount], const uint32_t (&p)[Shape::kBlockN / 16][4], SharedAddress v,
-                              bool accumulate) {
-#pragma unroll
-  for (int tile = 0; tile < kOutTiles; ++tile) {
-#pragma unroll
-    for (int step = 0; step < Shape::kBlockN / 16; ++step) {
-      const SharedAddress start = v + tile * (kCount / 32) * Shape::kBlockN * Shape::kRowBytes + step * 16 * Shape::kRowBytes;
-      wgmma<true>(static_cast<typename Shape::Element*>(nullptr), out[tile], p[step],
-                  matrix_descriptor(start, Shape::kBlockN * Shape::kRowBytes), accumulate || step != 0);
-    }
   }
 }
 
@@ -215,23 +160,13 @@ struct Consumer {
   }
 
   FLASH_DEVICE void issue_scores(float (&score)[kScores]) {
-    const SharedAddress q = memory.q + group * 64 * Shape::kRowBytes;
-    const SharedAddress k = memory.k + k_place.stage * Shape::kTileBytes;
-    if constexpr (kParts == 2) {
-      multiply_qk<Shape>(score, q + Shape::kQPart, k, false);
-      multiply_qk<Shape>(score, q, k + Shape::kTilePart, true);
-    }
-    multiply_qk<Shape>(score, q, k, kParts == 2);
+    multiply_parts<T, kParts, Shape::kD, Shape::kBlockM, kBlockN>(score, memory.q + group * 64 * kTileRowBytes,
+                                                                  memory.k + k_place.stage * Shape::kTileBytes);
     wgmma_commit();
   }
 
   FLASH_DEVICE void issue_output(float (&out)[kOutTiles][kOuts], const uint32_t (&p)[kParts][kBlockN / 16][4]) {
-    const SharedAddress v = memory.v + v_place.stage * Shape::kTileBytes;
-    if constexpr (kParts == 2) {
-      multiply_pv<Shape>(out, p[1], v, false);
-      multiply_pv<Shape>(out, p[0], v + Shape::kTilePart, true);
-    }
-    multiply_pv<Shape>(out, p[0], v, true);
+    weigh_parts<T, kParts, Shape::kD, kBlockN>(out, p, memory.v + v_place.stage * Shape::kTileBytes);
     wgmma_commit();
   }
 
@@ -250,18 +185,6 @@ struct Consumer {
     online_softmax(score, state, correction, scale, kParts == 2 ? kSplitProbabilityExponent : 0.f);
   }
 
-  FLASH_DEVICE void convert(uint32_t (&p)[kParts][kBlockN / 16][4], const float (&score)[kScores]) {
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) {
-      const uint32_t high = pack<T>(score[2 * i], score[2 * i + 1]);
-      p[0][i / 4][i % 4] = high;
-      if constexpr (kParts == 2) {
-        const float2 taken = unpack_half(high);
-        p[1][i / 4][i % 4] = pack<T>(score[2 * i] - taken.x, score[2 * i + 1] - taken.y);
-      }
-    }
-  }
-
   FLASH_DEVICE void scale_output(float (&out)[kOutTiles][kOuts], const float (&correction)[2]) {
 #pragma unroll
     for (int tile = 0; tile < kOutTiles; ++tile)
@@ -270,26 +193,21 @@ struct Consumer {
   }
 
   FLASH_DEVICE void add_output(float (&out)[kOutTiles][kOuts], const float (&product)[kOutTiles][kOuts],
-                               const float (&correction)[2]) {
+                               const float (&correction)[2], float unit) {
 #pragma unroll
     for (int tile = 0; tile < kOutTiles; ++tile)
 #pragma unroll
-      for (int i = 0; i < kOuts; ++i) out[tile][i] = fmaf(out[tile][i], correction[i / 2 % 2], product[tile][i]);
+      for (int i = 0; i < kOuts; ++i) out[tile][i] = fmaf(out[tile][i], correction[i / 2 % 2], product[tile][i] * unit);
   }
 
-  FLASH_DEVICE void keep(float (&out)[kOutTiles][kOuts]) {
-#pragma unroll
-    for (int tile = 0; tile < kOutTiles; ++tile) wgmma_keep(out[tile]);
-  }
-
-  FLASH_DEVICE void write(const float (&out)[kOutTiles][kOuts], const RowState& state, const BlockOfRows& block, float unit) {
+  FLASH_DEVICE void write(const float (&out)[kOutTiles][kOuts], const RowState& state, const BlockOfRows& block) {
     constexpr float kShift = kParts == 2 ? kSplitProbabilityExponent : 0.f;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const float sum = quad_sum(state.sum[e]);
       const int row = block.row + warp_row + lane / 4 + e * 8;
       if (row >= args.seq_q) continue;
-      const float factor = unit / sum;
+      const float factor = 1.f / sum;
       const int64_t start = block.batch * args.out_batch_stride + block.head * args.out_head_stride + row * args.out_seq_stride;
 #pragma unroll
       for (int tile = 0; tile < kOutTiles; ++tile) {
@@ -314,14 +232,15 @@ struct Consumer {
   }
 
   FLASH_DEVICE void consume(const BlockOfRows& block) {
-    float scale = args.scale, unit = 1.f;
-    if constexpr (kParts == 2) {
-      const int heads = args.batch * args.heads_q, head = block.batch * args.heads_q + block.head;
-      const int head_kv = block.batch * args.heads_kv + block.head / (args.heads_q / args.heads_kv);
-      scale *= power_of_two(-split_exponent(args.largest[head]));
-      scale *= power_of_two(-split_exponent(args.largest[heads + head_kv]));
-      unit = power_of_two(-split_exponent(args.largest[2 * heads + head_kv]));
-    }
+    const int head = block.batch * args.heads_q + block.head;
+    const int head_kv = block.batch * args.heads_kv + block.head / (args.heads_q / args.heads_kv);
+    // 1 / (the powers of two by which the rows of a tile were scaled); loads that return under the products issued next.
+    auto unit_of = [&](int which, int tile) {
+      return kParts == 2 ? split_unit(args.exponent[which], args.seq_kv, head_kv, tile * kBlockN) : 1.f;
+    };
+    float scale = args.scale;
+    if constexpr (kParts == 2) scale *= split_unit(args.exponent[0], args.seq_q, head, min(block.row + group * 64, args.seq_q - 1));
+    float k_unit = unit_of(1, 0), v_unit = unit_of(2, 0);
     RowState state;
     float score[kScores], correction[2], out[kOutTiles][kOuts];
     float product[kParts == 2 ? kOutTiles : 1][kParts == 2 ? kOuts : 1];
@@ -342,11 +261,13 @@ struct Consumer {
     wgmma_keep(score);
     release(memory.k_empty(k_place.stage));
     k_place.advance();
-    softmax(score, state, correction, scale, block.row, 0);
-    convert(p, score);
+    softmax(score, state, correction, scale * k_unit, block.row, 0);
+    to_weights<T, kParts>(p, score);
 
     for (int tile = 1; tile < block.tiles; ++tile) {
       float next_correction[2];
+      k_unit = unit_of(1, tile);
+      const float next_v_unit = unit_of(2, tile);
       barrier_wait(memory.k_full(k_place.stage), k_place.turn);
       take_tensor_cores();
       wgmma_begin();
@@ -359,21 +280,22 @@ struct Consumer {
       wgmma_keep(score);
       release(memory.k_empty(k_place.stage));
       k_place.advance();
-      softmax(score, state, next_correction, scale, block.row, tile);
+      softmax(score, state, next_correction, scale * k_unit, block.row, tile);
       wgmma_wait<0>();
       if constexpr (kParts == 2) {
-        keep(product);
+        wgmma_keep(product);
         release(memory.v_empty(v_place.stage));
-        add_output(out, product, correction);
+        add_output(out, product, correction, v_unit);
       } else {
-        keep(out);
+        wgmma_keep(out);
         release(memory.v_empty(v_place.stage));
         scale_output(out, next_correction);
       }
       v_place.advance();
-      convert(p, score);
+      to_weights<T, kParts>(p, score);
       correction[0] = next_correction[0];
       correction[1] = next_correction[1];
+      v_unit = next_v_unit;
     }
     release(memory.q_empty());
 
@@ -383,14 +305,14 @@ struct Consumer {
     else issue_output(out, p);
     wgmma_wait<0>();
     if constexpr (kParts == 2) {
-      keep(product);
-      add_output(out, product, correction);
+      wgmma_keep(product);
+      add_output(out, product, correction, v_unit);
     } else {
-      keep(out);
+      wgmma_keep(out);
     }
     release(memory.v_empty(v_place.stage));
     v_place.advance();
-    write(out, state, block, unit);
+    write(out, state, block);
   }
 };
 
@@ -419,7 +341,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid
     registers_acquire<Shape::kConsumerRegisters>();
     Consumer<Shape> consumer{args, memory};
     if (consumer.group == Shape::kConsumers - 1) consumer.pass_tensor_cores();  // the first may begin
-    for (int index = blockIdx.x; index < blocks; index += gridDim.x) consumer.consume(block_of_rows<Shape>(args, index));
+    for (int round = 0; round * gridDim.x < blocks; ++round) {
+      const int index = block_of_round(round);
+      if (index < blocks) consumer.consume(block_of_rows<Shape>(args, index));
+    }
     if (consumer.group == 0) consumer.take_tensor_cores();  // no arrival is left behind
   }
 #endif

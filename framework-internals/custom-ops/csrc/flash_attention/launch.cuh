@@ -7,6 +7,7 @@
 
 #include "flash_attention.h"
 #include "platform.cuh"
+#include "softmax.cuh"
 
 namespace custom_ops::flash_attention {
 
@@ -15,10 +16,11 @@ const char* forward_mma(const Forward& args, void* stream);
 const char* forward_wgmma(const Forward& args, void* stream);
 const char* backward_naive(const Backward& args, void* stream);
 const char* backward_mma(const Backward& args, void* stream);
+const char* backward_wgmma(const Backward& args, void* stream);
 
 // What is wrong with the problem for the kernels of an algorithm; null where they serve it.
 const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int count);
-const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count);
+const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward);
 
 inline bool is_split(const Problem& problem) { return problem.dtype == ScalarType::kFloat32; }
 // The head sizes that the tensor-core kernels are compiled for; others are filled up with zeros.
@@ -45,33 +47,48 @@ class Pieces {
 
 constexpr int kSplitTensors = 4;  // at most: q, k, v and, backward, grad_out
 
-// The parts of an fp32 operand in the workspace.
+// The parts of an fp32 operand in the workspace, as split.cuh writes them.
 struct Parts {
   __half *high, *low;
-  uint32_t* largest;
+  int* exponent;
 };
 
-// Largest magnitudes first, `batch * heads_q` for every tensor and all in one piece, then the parts of each tensor.
 struct SplitWorkspace {
   Parts parts[kSplitTensors];
-  uint32_t* largest;
-  int64_t largest_count;
 };
 
 inline SplitWorkspace take_parts(Pieces& pieces, const Problem& problem, int tensors) {
   SplitWorkspace workspace{};
-  const int64_t heads = problem.batch * problem.heads_q, width = head_width(problem.head_size);
-  workspace.largest_count = heads * tensors;
-  workspace.largest = pieces.take<uint32_t>(workspace.largest_count);
   for (int i = 0; i < tensors; ++i) {
     const bool keys = i == 1 || i == 2;
-    const int64_t count = width * problem.batch * (keys ? problem.heads_kv * problem.seq_kv : problem.heads_q * problem.seq_q);
-    workspace.parts[i].largest = workspace.largest == nullptr ? nullptr : workspace.largest + i * heads;
+    const int64_t heads = problem.batch * (keys ? problem.heads_kv : problem.heads_q), seq = keys ? problem.seq_kv : problem.seq_q;
+    const int64_t count = heads * seq * head_width(problem.head_size);
     workspace.parts[i].high = pieces.take<__half>(count);
     workspace.parts[i].low = pieces.take<__half>(count);
+    workspace.parts[i].exponent = pieces.take<int>(heads * ((seq + kSplitRows - 1) / kSplitRows));
   }
   return workspace;
 }
+
+// See row_statistics.cuh; `stride` elements a head.
+struct RowStatistics {
+  float *lse, *delta;
+  int64_t stride;
+};
+
+inline RowStatistics take_statistics(Pieces& pieces, const Problem& problem) {
+  const int64_t stride = (problem.seq_q + 127) / 128 * 128, count = problem.batch * problem.heads_q * stride;
+  float* const lse = pieces.take<float>(count);
+  return {lse, pieces.take<float>(count), stride};
+}
+
+struct BackwardWorkspace {
+  SplitWorkspace split;  // float32: of q, k, v, grad_out
+  RowStatistics statistics;
+};
+
+// Fills the workspace: what every tensor-core backward begins with.
+const char* prepare_backward(const Backward& args, BackwardWorkspace& workspace, void* stream);
 
 int64_t naive_workspace_bytes(const Problem& problem, bool backward);
 

@@ -40,7 +40,6 @@ FLASH_DEVICE float exp2_approx(float x) {
 }
 FLASH_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 FLASH_DEVICE double shuffle_xor(double value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
-FLASH_DEVICE void atomic_max(uint32_t* address, uint32_t value) { atomicMax(address, value); }
 
 // --------------------------------------------------------------------------------------------- sm_80: mma.sync, cp.async
 
@@ -107,6 +106,17 @@ FLASH_DEVICE void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddr
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
       ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+}
+
+// Bytes that lie together, a multiple of 16, both sides aligned to 16.
+FLASH_DEVICE void bulk_copy(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier) : "memory");
+}
+FLASH_DEVICE float2 load_shared_pair(SharedAddress from) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(from) : "memory");
+  return pair;
 }
 
 template <int kCount>
@@ -190,10 +200,6 @@ const char* launch(void (*kernel)(Args), dim3 blocks, int threads, int shared_by
   return explain(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, dim3(threads), arguments, shared_bytes,
                                   static_cast<cudaStream_t>(stream)));
 }
-inline const char* zero_memory(void* memory, int64_t bytes, void* stream) {
-  return explain(cudaMemsetAsync(memory, 0, bytes, static_cast<cudaStream_t>(stream)));
-}
-
 inline Device device() {
   int id = 0, multiprocessors = 0, major = 0, minor = 0, shared = 0;
   cudaGetDevice(&id);

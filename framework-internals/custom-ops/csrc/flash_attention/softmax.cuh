@@ -1,4 +1,4 @@
-// What the forward kernels share: the online softmax of a warp's score fragment, and fp32 numbers as two fp16 numbers.
+// What the kernels do with the fragment of a warp: the online softmax, packing, fp32 numbers as two fp16 numbers, writing.
 //
 // Fragment layout (of mma.sync and wgmma alike): score[4 t + 2 e + i] of lane L is row 8 e + L / 4 of the warp's 16 rows
 // and key 8 t + 2 (L % 4) + i, so that a row lies in four neighbouring lanes.
@@ -14,7 +14,7 @@ constexpr float kInfinity = __builtin_huge_valf();
 
 // Two fp16 numbers hold 22 bits of a float whose magnitude lies well inside fp16's range. Probabilities are therefore kept
 // 2^14 times too large, which keeps the low part of any that matters a normal number, and tensors are scaled to a largest
-// magnitude in [2^9, 2^10).
+// magnitude in [2^9, 2^10), 128 rows at a time.
 constexpr float kSplitProbabilityExponent = 14.f;
 constexpr int kSplitExponent = 9;
 
@@ -36,18 +36,26 @@ FLASH_DEVICE float2 unpack_half(uint32_t packed) {
   return __half22float2(pair);
 }
 
-// Where a tensor's largest magnitude is known (as the bits of a float): the power of two to scale by, and a power of two.
-FLASH_DEVICE int split_exponent(uint32_t largest) {
-  const int exponent = static_cast<int>(largest >> 23) - 127;  // largest lies in [2^exponent, 2^(exponent + 1))
-  if (largest == 0 || exponent == 128) return 0;               // nothing to scale; infinities and NaN go through
-  const int by = kSplitExponent - exponent;
-  return by > 100 ? 100 : by;
+// The power of two to scale numbers of this largest magnitude by. Infinities go through unscaled; fmaxf drops NaN, which
+// stay NaN in both parts.
+FLASH_DEVICE int split_exponent(float largest) {
+  uint32_t bits;
+  memcpy(&bits, &largest, 4);
+  const int exponent = static_cast<int>(bits >> 23) - 127;  // largest lies in [2^exponent, 2^(exponent + 1))
+  if (bits == 0 || exponent == 128) return 0;
+  return min(kSplitExponent - exponent, 100);
 }
 FLASH_DEVICE float power_of_two(int exponent) {  // -126 ... 127
   const uint32_t bits = static_cast<uint32_t>(exponent + 127) << 23;
   float value;
   memcpy(&value, &bits, 4);
   return value;
+}
+
+// The exponents of a split tensor: one for every kSplitRows rows of a head.
+constexpr int kSplitRows = 128;
+FLASH_DEVICE float split_unit(const int* exponents, int seq, int head, int row) {
+  return power_of_two(-exponents[head * ((seq + kSplitRows - 1) / kSplitRows) + row / kSplitRows]);
 }
 
 // exp2(scale * s) is what the kernels compute, with scale > 0 and not so large that rounding scale * max(s) would show.
@@ -95,6 +103,18 @@ FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float 
 FLASH_DEVICE float quad_sum(float value) {
   value += shuffle_xor(value, 1);
   return value + shuffle_xor(value, 2);
+}
+
+// Two neighbouring elements of an output row, unless they lie past the head size.
+template <typename T, typename Out>
+FLASH_DEVICE void write_pair(Out* row, int column, int head_size, float x, float y) {
+  if (column >= head_size) return;
+  if constexpr (__is_same(Out, float)) {
+    row[column] = x;
+    row[column + 1] = y;
+  } else {
+    *reinterpret_cast<uint32_t*>(row + column) = pack<T>(x, y);
+  }
 }
 
 }  // namespace custom_ops::flash_attention

@@ -114,16 +114,4 @@ FLASH_DEVICE void to_weights(uint32_t (&weights)[kParts][kN / 16][4], const floa
   }
 }
 
-// Two neighbouring elements of an output row, which may be the last one of the head.
-template <typename T, typename Out>
-FLASH_DEVICE void write_pair(Out* row, int column, int head_size, float x, float y) {
-  if (column >= head_size) return;
-  if constexpr (__is_same(Out, float)) {
-    row[column] = x;
-    row[column + 1] = y;
-  } else {
-    *reinterpret_cast<uint32_t*>(row + column) = pack<T>(x, y);
-  }
-}
-
 }  // namespace custom_ops::flash_attention

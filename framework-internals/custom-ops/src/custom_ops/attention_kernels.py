@@ -22,7 +22,7 @@ import torch
 from native_build import BuildError, find_nvcc
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "flash_attention"
-KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu")
+KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu", "backward_wgmma.cu")
 
 Machine = Literal["cpu", "emulator", "cuda"]
 
