@@ -34,8 +34,8 @@ class BuildLibrary(build_ext):
 
 def _load_prebuild():  # type: ignore[no-untyped-def]
     """The module itself: importing its package would look for the library that is being built."""
-    if importlib.util.find_spec("native_build") is None:
-        sys.path.insert(0, str(SHARED))
+    if SHARED.is_dir():
+        sys.path.insert(0, str(SHARED))  # this checkout's, whichever is installed
     spec = importlib.util.spec_from_file_location("custom_ops_prebuild", HERE / "src" / "custom_ops" / "prebuild.py")
     assert spec is not None
     assert spec.loader is not None
