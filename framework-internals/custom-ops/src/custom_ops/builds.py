@@ -61,7 +61,7 @@ def build_info() -> BuildInfo:
     if road is None:
         file, library_cuda = None, "there is no library"
     elif road == "compiled here":
-        file, library_cuda = prebuild.cached(_architectures_here()), native_build.missing_cuda()
+        file, library_cuda = prebuild.cached(architectures_here()), native_build.missing_cuda()
     else:
         file = _library_of(road)
         library_cuda = _without_cuda(file)
@@ -102,7 +102,7 @@ def _load() -> BuildInfo:
     else:
         if info.file is None:
             with working(f"compiling the operators, once for torch {torch.__version__}"):
-                info = BuildInfo(info.road, info.cuda, prebuild.build_once(_architectures_here()), info.not_served)
+                info = BuildInfo(info.road, info.cuda, prebuild.build_once(architectures_here()), info.not_served)
         assert info.file is not None
         native_build.load_library(info.file)
     if info.cuda == "run-time compilation":
@@ -195,8 +195,8 @@ def _without_cuda(library: Path) -> str | None:
 
 
 @functools.cache
-def _architectures_here() -> tuple[str, ...]:
-    """What to compile for on this machine: the GPU's own code, or nothing."""
+def architectures_here() -> tuple[str, ...]:
+    """What to compile CUDA kernels for on this machine: the GPU's own code, or nothing."""
     if native_build.missing_cuda() is not None:
         return ()
     major, minor = torch.cuda.get_device_capability()
