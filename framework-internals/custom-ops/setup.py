@@ -1,8 +1,8 @@
 """What pyproject.toml cannot say: the wheel carries the library of all operators, for any Python from 3.11 on.
 
-Build it without isolation, `pip wheel --no-build-isolation --no-deps framework-internals/custom-ops`: the library is built
-from the headers of the torch that is installed here (and of jax, for the operators under jax.ffi), and fits every torch
-that src/custom_ops/prebuild.py names, whichever of them that was.
+Build it without isolation, `pip wheel --no-build-isolation --no-deps framework-internals/custom-ops`: the library is
+built from the headers of the torch that is installed here (and of jax, for the operators under jax.ffi), and fits
+every torch that src/custom_ops/prebuild.py names, whichever of them that was.
 """
 
 from __future__ import annotations

@@ -54,7 +54,17 @@ def _interpreter(environments: Path, python: str, torch: str) -> Path:
     interpreter = folder / "bin" / "python"
     if not (folder / "ready").exists():
         subprocess.run([f"python{python}", "-m", "venv", str(folder)], check=True)
-        install = [str(interpreter), "-m", "pip", "install", "--quiet", f"torch=={torch}.*", "numpy", "filelock", "rich"]
+        install = [
+            str(interpreter),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            f"torch=={torch}.*",
+            "numpy",
+            "filelock",
+            "rich",
+        ]
         index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
         subprocess.run([*install, *index], check=True)
         (folder / "ready").touch()
@@ -75,10 +85,14 @@ def check(interpreter: Path, library: Path) -> str | None:
 
 def main(
     library: Annotated[Path, typer.Argument(exists=True, help="dist/_C.abi3.so, or one out of a wheel.")],
-    torch: Annotated[list[str] | None, typer.Option(help="2.10, 2.13, …; again for another. Default: all it is for.")] = None,
+    torch: Annotated[
+        list[str] | None, typer.Option(help="2.10, 2.13, …; again for another. Default: all it is for.")
+    ] = None,
     python: Annotated[list[str] | None, typer.Option(help="3.11, 3.12, …; again for another. Default: 3.11.")] = None,
     environments: Annotated[Path, typer.Option(help="Where the environments are kept.")] = Path("build/versions"),
-    interpreter: Annotated[list[Path] | None, typer.Option(help="Of an environment that has torch; in place of making one.")] = None,
+    interpreter: Annotated[
+        list[Path] | None, typer.Option(help="Of an environment that has torch; in place of making one.")
+    ] = None,
 ) -> None:
     """Try one library under other versions of torch and Python."""
     if interpreter:

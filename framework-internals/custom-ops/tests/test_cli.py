@@ -23,7 +23,8 @@ def test_info_names_build_and_torch() -> None:
 
 def test_bench_at_a_size_of_ones_own() -> None:
     result = runner.invoke(
-        app, ["bench", "--op", "scale", "--count", "1000", "--dtype", "bfloat16", "--device", "cpu", "--seconds", "0.05"]
+        app,
+        ["bench", "--op", "scale", "--count", "1000", "--dtype", "bfloat16", "--device", "cpu", "--seconds", "0.05"],
     )
     assert result.exit_code == 0, result.output
     assert "bfloat16" in result.output

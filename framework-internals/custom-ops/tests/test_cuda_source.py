@@ -23,6 +23,6 @@ def test_kernels_do_not_spill(rung: str, architecture: str) -> None:
         # 64 registers let four blocks of 256 threads live on a multiprocessor (of 65,536 registers): enough loads in
         # flight to cover the latency of device memory. The sum over groups is small, and one block of 1,024.
         assert kernel.registers <= 64, kernel
-        # What four of them may have of shared memory on the smallest multiprocessor (100 KiB on sm_120) is not asked: two
-        # blocks of the backward kernel keep a memory of that size busy.
+        # What four of them may have of shared memory on the smallest multiprocessor (100 KiB on sm_120) is not asked:
+        # two blocks of the backward kernel keep a memory of that size busy.
         assert kernel.shared_memory <= 48 * 1024, kernel

@@ -42,7 +42,8 @@ def test_bias_gelu_against_float64(dtype: torch.dtype, shape: tuple[int, ...]) -
     y, dx, dbias = exact_gelu(x, bias, grad)
     ours, (our_dx, our_dbias) = custom_ops.bias_gelu(x, bias), kernels.bias_gelu_backward(grad, x, bias)
     unit, wide_unit, tiny = torch.finfo(dtype).eps, torch.finfo(wide(dtype)).eps, floor_of(dtype)
-    # One rounding to the dtype; in the arithmetic, eight units of the wide type of u for the sum, its cube and the gate.
+    # One rounding to the dtype; in the arithmetic, eight units of the wide type of u for the sum, its cube and the
+    # gate.
     size = x.double().abs() + bias.double().abs() + 1
     assert ((ours.double() - y).abs() <= unit / 2 * y.abs() + 8 * wide_unit * size + tiny).all()
     of_gradient = 16 * wide_unit * grad.double().abs() * size
@@ -123,7 +124,15 @@ def test_conv_bn_relu_against_float64(dtype: torch.dtype, layout: torch.memory_f
 def test_fuse_replaces_what_stands_in_a_row() -> None:
     conv, norm = fold()
     odd = nn.Sequential(nn.Conv2d(8, 8, 3, padding="same"), nn.BatchNorm2d(8), nn.ReLU())
-    model = nn.Sequential(conv, norm, nn.ReLU(), nn.Sequential(nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU()), nn.Conv2d(4, 8, 1), nn.ReLU(), odd)
+    model = nn.Sequential(
+        conv,
+        norm,
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Conv2d(4, 8, 1),
+        nn.ReLU(),
+        odd,
+    )
     with pytest.raises(ValueError, match="expected a model in evaluation mode"):
         custom_ops.fuse(model.train())
     x = torch.randn(2, 3, 9, 9)
@@ -226,7 +235,9 @@ def test_empty_operands(dtype: torch.dtype) -> None:
     assert custom_ops.bias_gelu(torch.empty(3, 0, dtype=dtype), torch.empty(0, dtype=dtype)).shape == (3, 0)
     assert custom_ops.scale(empty).shape == (0, 5)
     assert custom_ops.conv_bn_relu(
-        torch.empty(0, 2, 4, 4, dtype=dtype), torch.ones(3, 2, 2, 2, dtype=dtype), *(torch.ones(3, dtype=wide(dtype)),) * 2
+        torch.empty(0, 2, 4, 4, dtype=dtype),
+        torch.ones(3, 2, 2, 2, dtype=dtype),
+        *(torch.ones(3, dtype=wide(dtype)),) * 2,
     ).shape == (0, 3, 3, 3)
     out, lse = custom_ops.flash_attention(*(torch.empty(1, 2, 0, 8, dtype=dtype),) * 3)
     assert (out.shape, lse.shape) == ((1, 2, 0, 8), (1, 2, 0))
@@ -250,34 +261,72 @@ def test_autocast_takes_its_dtype_or_the_widest() -> None:
     assert x.grad.dtype == torch.float32
 
 
+def conv_of(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Callable[[], Tensor]:
+    return lambda: custom_ops.conv_bn_relu(x, weight, scale, shift)
+
+
+def attention_of(q: Tensor, k: Tensor, scale: float | None = None) -> Callable[[], object]:
+    return lambda: custom_ops.flash_attention(q, k, k, scale=scale)
+
+
+ONE, IMAGE, WEIGHT, Q = torch.ones(1), torch.ones(1, 3, 4, 4), torch.ones(1, 3, 2, 2), torch.ones(1, 3, 4, 8)
 WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "bias": (lambda: custom_ops.bias_gelu(torch.ones(2, 3), torch.ones(4)), ValueError,
-             r"bias_gelu: argument 'bias': expected shape \[3\], an element for each of x's last dimension, got \[4\]"),
-    "no dimension": (lambda: custom_ops.bias_gelu(torch.tensor(1.0), torch.ones(1)), ValueError,
-                     r"bias_gelu: argument 'x': expected one dimension or more, got \[\]"),
-    "dtype": (lambda: custom_ops.scale(torch.ones(2, dtype=torch.int32)), TypeError,
-              "scale: argument 'x': expected dtype torch.float32, .* got torch.int32"),
-    "image": (lambda: custom_ops.conv_bn_relu(torch.ones(3, 4, 4), torch.ones(1, 3, 2, 2), torch.ones(1), torch.ones(1)),
-              ValueError, r"conv_bn_relu: argument 'x': expected four dimensions .* got \[3, 4, 4\]"),
-    "scale dtype": (lambda: custom_ops.conv_bn_relu(torch.ones(1, 3, 4, 4).half(), torch.ones(1, 3, 2, 2).half(),
-                    torch.ones(1).half(), torch.ones(1)), TypeError,
-                    "conv_bn_relu: argument 'scale': expected dtype torch.float32, in which torch.float16 is computed, got"),
-    "shift": (lambda: custom_ops.conv_bn_relu(torch.ones(1, 3, 4, 4), torch.ones(1, 3, 2, 2), torch.ones(1), torch.ones(2)),
-              ValueError, r"conv_bn_relu: argument 'shift': expected shape \[1\], an element for each channel .* got \[2\]"),
-    "heads": (lambda: custom_ops.flash_attention(torch.ones(1, 3, 4, 8), *(torch.ones(1, 2, 4, 8),) * 2), ValueError,
-              "flash_attention: argument 'k': expected a number of heads that divides the 3 of 'q', got 2"),
-    "head size": (lambda: custom_ops.flash_attention(torch.ones(1, 2, 4, 8), *(torch.ones(1, 2, 4, 4),) * 2), ValueError,
-                  r"flash_attention: argument 'k': expected batch 1 and head size 8 like 'q', got shape \[1, 2, 4, 4\]"),
-    "scale": (lambda: custom_ops.flash_attention(*(torch.ones(1, 2, 4, 8),) * 3, scale=float("inf")), ValueError,
-              "flash_attention: argument 'scale': expected a finite number, got inf"),
-}  # fmt: skip
+    "bias": (
+        lambda: custom_ops.bias_gelu(torch.ones(2, 3), torch.ones(4)),
+        ValueError,
+        "bias_gelu: argument 'bias': expected shape [3], an element for each of x's last dimension, got [4]",
+    ),
+    "no dimension": (
+        lambda: custom_ops.bias_gelu(torch.tensor(1.0), ONE),
+        ValueError,
+        "bias_gelu: argument 'x': expected one dimension or more, got []",
+    ),
+    "dtype": (
+        lambda: custom_ops.scale(torch.ones(2, dtype=torch.int32)),
+        TypeError,
+        "scale: argument 'x': expected dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, got "
+        "torch.int32",
+    ),
+    "image": (
+        conv_of(IMAGE[0], WEIGHT, ONE, ONE),
+        ValueError,
+        "conv_bn_relu: argument 'x': expected four dimensions (batch, channels, height, width), got [3, 4, 4]",
+    ),
+    "scale dtype": (
+        conv_of(IMAGE.half(), WEIGHT.half(), ONE.half(), ONE),
+        TypeError,
+        "conv_bn_relu: argument 'scale': expected dtype torch.float32, in which torch.float16 is computed, got "
+        "torch.float16",
+    ),
+    "shift": (
+        conv_of(IMAGE, WEIGHT, ONE, torch.ones(2)),
+        ValueError,
+        "conv_bn_relu: argument 'shift': expected shape [1], an element for each channel of 'weight', got [2]",
+    ),
+    "heads": (
+        attention_of(Q, torch.ones(1, 2, 4, 8)),
+        ValueError,
+        "flash_attention: argument 'k': expected a number of heads that divides the 3 of 'q', got 2",
+    ),
+    "head size": (
+        attention_of(Q, torch.ones(1, 3, 4, 4)),
+        ValueError,
+        "flash_attention: argument 'k': expected batch 1 and head size 8 like 'q', got shape [1, 3, 4, 4]",
+    ),
+    "scale": (
+        attention_of(Q, Q, float("inf")),
+        ValueError,
+        "flash_attention: argument 'scale': expected a finite number, got inf",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_refusals_name_argument_expected_and_received(case: str) -> None:
     call, error, message = WRONG[case]
-    with pytest.raises(error, match=message):
+    with pytest.raises(error) as caught:
         call()
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("level", ["default", "avx2"])
@@ -291,5 +340,7 @@ def test_every_instruction_set_gives_right_numbers(level: str) -> None:
         "    assert torch.equal(custom_ops.scale(x), (x.float() * 1.23).to(dtype))\n"
     )
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": level, "PYTHONPATH": os.pathsep.join(sys.path)}
-    answer = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
     assert answer.returncode == 0, answer.stderr

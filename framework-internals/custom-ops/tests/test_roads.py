@@ -92,7 +92,9 @@ def test_the_library_alone_has_operators_module_and_c_function() -> None:
         "assert function(2**40) == 2**40 + 1\n"
         "assert torch.equal(torch.ops.custom_ops.vector_add(torch.ones(3), torch.ones(3)), torch.full((3,), 2.0))\n"
     )
-    answer = subprocess.run([sys.executable, "-I", "-c", script, str(library)], capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-I", "-c", script, str(library)], capture_output=True, text=True, check=False
+    )
     assert answer.returncode == 0, answer.stderr
 
 
@@ -100,7 +102,9 @@ def test_the_library_keeps_to_the_abis_that_it_claims() -> None:
     """No symbol of torch's C++ classes and of Python's own headers beyond the limited API, none exported but ours."""
     library = custom_ops.load().file
     assert library is not None
-    symbols = subprocess.run(["nm", "-D", "--with-symbol-versions", str(library)], capture_output=True, text=True, check=True).stdout
+    symbols = subprocess.run(
+        ["nm", "-D", "--with-symbol-versions", str(library)], capture_output=True, text=True, check=True
+    ).stdout
     undefined = set(re.findall(r"^ +[Uw] ([^\s@]+)", symbols, re.MULTILINE))
     defined = set(re.findall(r"^[0-9a-f]+ [TDBRV] ([^\s@]+)", symbols, re.MULTILINE))
     assert not [name for name in undefined if re.match(r"_ZNK?(2at|3c10|5torch)", name)]

@@ -25,7 +25,10 @@ def test_a_new_operator_builds_and_passes_its_tests(tmp_path: Path) -> None:
     root = tmp_path / "square"
     path = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
-    for command in (["setup.py", "--quiet", "build_ext", "--inplace"], ["-m", "pytest", "-q", "-p", "no:cacheprovider"]):
+    for command in (
+        ["setup.py", "--quiet", "build_ext", "--inplace"],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider"],
+    ):
         answer = subprocess.run(
             [sys.executable, *command], cwd=root, env=environment, capture_output=True, text=True, check=False
         )

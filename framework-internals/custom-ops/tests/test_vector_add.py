@@ -168,7 +168,7 @@ def test_axpb_names_its_own_arguments() -> None:
 
 
 def test_other_arguments_than_tensors_are_named() -> None:
-    with pytest.raises(TypeError, match="vector_add: argument 'b': expected a torch.Tensor, got float"):
+    with pytest.raises(TypeError, match=r"vector_add: argument 'b': expected a torch\.Tensor, got float"):
         custom_ops.vector_add(torch.ones(2), 3.0)  # type: ignore[arg-type]
 
 

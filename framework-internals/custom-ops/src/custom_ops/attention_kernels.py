@@ -189,7 +189,9 @@ def _lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 def _tensor(x: torch.Tensor) -> _Tensor:
     if x.dim() != 4 or (x.shape[-1] > 1 and x.stride(-1) != 1):
-        raise ValueError(f"expected (batch, heads, sequence, head_size) with unit stride, got {tuple(x.shape)}, {x.stride()}")
+        raise ValueError(
+            f"expected (batch, heads, sequence, head_size) with unit stride, got {tuple(x.shape)}, {x.stride()}"
+        )
     return _Tensor(x.data_ptr(), (ctypes.c_int64 * 3)(*x.stride()[:3]))
 
 
@@ -214,10 +216,17 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
     """
     nvcc = find_nvcc()
     if machine != "cpu" and nvcc is None:
-        raise BuildError("the attention kernels need nvcc or, for the emulator, CUDA's headers beside it; found neither")
+        raise BuildError(
+            "the attention kernels need nvcc or, for the emulator, CUDA's headers beside it; found neither"
+        )
     commands: dict[str, list[str]] = {}
     host = ["g++", "-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-    commands["c_interface.cpp"] = [*host, f"-DFLASH_ATTENTION_{machine.upper()}", "-c", str(SOURCES / "c_interface.cpp")]
+    commands["c_interface.cpp"] = [
+        *host,
+        f"-DFLASH_ATTENTION_{machine.upper()}",
+        "-c",
+        str(SOURCES / "c_interface.cpp"),
+    ]
     if machine == "cpu":
         commands["cpu.cpp"] = [*host, "-c", str(SOURCES / "cpu.cpp")]
     if machine == "emulator" and nvcc is not None:

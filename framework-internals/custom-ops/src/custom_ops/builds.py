@@ -1,7 +1,8 @@
 """Which build of the kernels serves ``torch.ops.custom_ops``, and why not another.
 
 The library that the environment names is taken first, then the wheel's, then one that is compiled here. What was chosen
-is never changed behind the caller's back: a library that is there but does not fit is an error, not a reason to compile.
+is never changed behind the caller's back: a library that is there but does not fit is an error, not a reason to
+compile.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ def build_info() -> BuildInfo:
         native_build.LibraryError: when a library is named or installed that does not fit this torch or this processor.
     """
     road, not_served = _choose()
-    if road is None:
-        file, library_cuda = None, "there is no library"
-    elif road == "compiled here":
+    file: Path | None = None
+    library_cuda: str | None = "there is no library"
+    if road == "compiled here":
         file, library_cuda = prebuild.cached(architectures_here()), native_build.missing_cuda()
-    else:
+    elif road is not None:
         file = _library_of(road)
         library_cuda = _without_cuda(file)
     if library_cuda is None:
@@ -131,7 +132,7 @@ def operators() -> Iterator[Rules]:
 
 
 class Operators:
-    """The operators of a namespace as attributes, each its default overload; the first one asked for loads the build."""
+    """The operators of a namespace as attributes, each its default overload; the first one asked for loads a build."""
 
     def fill(self, packets: Any) -> None:
         """Set the attributes."""
@@ -165,7 +166,9 @@ def _choose() -> tuple[Road | None, dict[str, str]]:
     if _library_of("wheel").is_file():
         _check_fits(_library_of("wheel"))
         return "wheel", not_served
-    not_served["the wheel"] = f"there is no {prebuild.FILE_NAME} beside the package (custom-ops build, then pip install)"
+    not_served["the wheel"] = (
+        f"there is no {prebuild.FILE_NAME} beside the package (custom-ops build, then pip install)"
+    )
     if (reason := _cannot_compile()) is None:
         return "compiled here", not_served
     not_served["compiling here"] = reason
@@ -185,7 +188,9 @@ def _library_of(road: Road) -> Path:
 def _check_fits(library: Path) -> None:
     reason = native_build.read_record(library).refusal(torch.__version__)
     if reason is not None:
-        raise native_build.LibraryError(f"cannot load {library}: {reason}; build it again here, or install what it is for")
+        raise native_build.LibraryError(
+            f"cannot load {library}: {reason}; build it again here, or install what it is for"
+        )
 
 
 def _without_cuda(library: Path) -> str | None:

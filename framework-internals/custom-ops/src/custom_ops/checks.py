@@ -1,7 +1,7 @@
 """What the operators refuse: the same arguments, in the same words, as the C++ checks in ``csrc/stable``.
 
-The fake kernels call these. So do the public functions after the C++ has refused something: through the stable ABI every
-refusal arrives as a RuntimeError, and here it becomes the ValueError or TypeError that it is.
+The fake kernels call these. So do the public functions after the C++ has refused something: through the stable ABI
+every refusal arrives as a RuntimeError, and here it becomes the ValueError or TypeError that it is.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) 
             )
         if tensor.dim() != 1 or tensor.shape[0] != weight.shape[0]:
             raise ValueError(
-                f"{op}: argument '{name}': expected shape {[weight.shape[0]]}, an element for each channel of 'weight', "
+                f"{op}: argument '{name}': expected shape {[weight.shape[0]]}, an element for each channel of "
+                f"'weight', "
                 f"got {list(tensor.shape)}"
             )
 

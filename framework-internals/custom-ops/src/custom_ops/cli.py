@@ -82,7 +82,9 @@ _BUILDS: dict[str, Callable[[Path], str]] = {
 @app.command()
 def build(
     what: Annotated[str, typer.Argument(help=" or ".join(_BUILDS))] = "library",
-    out: Annotated[Path, typer.Option(help="Folder for the library, or the wheel of the ahead-of-time road.")] = Path("dist"),
+    out: Annotated[Path, typer.Option(help="Folder for the library, or the wheel of the ahead-of-time road.")] = Path(
+        "dist"
+    ),
 ) -> None:
     """Build the library of all operators, or rung 1's vector_add by one of its two roads."""
     with _one_line_errors():
@@ -116,12 +118,12 @@ def bench(
         resolved = resolve_device(device)
         load()
         limits = {str(one.labels["traffic"]): one["bandwidth"].value for one in memory_limits(resolved, seconds=0.5)}
-        records = speed.operators(
-            resolved, ops, [count], dtypes, columns=columns, compiled=compiled, seconds=seconds
-        )
+        records = speed.operators(resolved, ops, [count], dtypes, columns=columns, compiled=compiled, seconds=seconds)
         _print_table("operator", records, ("op", "form", "dtype"), limits)
         if choices:
-            _print_table("access", speed.accesses(resolved, count, dtypes, columns=columns, seconds=seconds), ("access", "dtype"))
+            _print_table(
+                "access", speed.accesses(resolved, count, dtypes, columns=columns, seconds=seconds), ("access", "dtype")
+            )
             if resolved == "cuda":
                 found = speed.plans(resolved, count, dtypes, columns=columns, seconds=seconds)
                 _print_table("plan", found, ("across", "blocks", "dtype"))

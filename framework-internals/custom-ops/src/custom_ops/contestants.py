@@ -1,4 +1,4 @@
-"""What is timed against what: each operator of the package beside what torch offers, with the bytes that it must move."""
+"""What is timed against what: each operator beside what torch offers, with the bytes that it must move."""
 
 from __future__ import annotations
 

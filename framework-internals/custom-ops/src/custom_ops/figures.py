@@ -46,7 +46,9 @@ def calls_figure(results: Results) -> Figure:
     figure, axes = new_figure(7.5, 4.2)
     forms = [str(record.labels["form"]) for record in results.select("wrapper")]
     smallest = min(int(record.labels["count"]) for record in results.select("call"))
-    for offset, (grad, label) in enumerate(((False, "no gradient asked for"), (True, "an operand requires a gradient"))):
+    for offset, (grad, label) in enumerate(
+        ((False, "no gradient asked for"), (True, "an operand requires a gradient"))
+    ):
         records: list[Record] = [results.one("call", form=form, count=smallest, grad=grad) for form in forms]
         times = [record["time"] for record in records]
         axes.barh(

@@ -1,7 +1,7 @@
 """The same kernels under JAX, through ``jax.ffi``: jit, grad and vmap, on a CPU and on CUDA GPUs.
 
-They are in the library that torch loads, so that importing this module imports torch. The functions have the names and the
-formulas of :mod:`custom_ops`; they raise TypeError or ValueError for what JAX itself would not notice.
+They are in the library that torch loads, so that importing this module imports torch. The functions have the names and
+the formulas of :mod:`custom_ops`; they raise TypeError or ValueError for what JAX itself would not notice.
 """
 
 from __future__ import annotations
@@ -37,13 +37,17 @@ def register() -> None:
         raise LibraryError("custom_ops under JAX: the build that serves is compiled at run time (build the library)")
     library = ctypes.CDLL(str(info.file))
     if not hasattr(library, "custom_ops_jax_scale_cpu"):
-        raise LibraryError(f"custom_ops under JAX: {info.file} was built where there was no jax (build it again with jax)")
+        raise LibraryError(
+            f"custom_ops under JAX: {info.file} was built where there was no jax (build it again with jax)"
+        )
     for name in _TARGETS:
         for platform in ("cpu", "cuda"):
             symbol = f"custom_ops_jax_{name}_{platform}"
             if hasattr(library, symbol):
                 handler = jax.ffi.pycapsule(getattr(library, symbol))
-                jax.ffi.register_ffi_target(f"custom_ops_{name}", handler, platform="CUDA" if platform == "cuda" else "cpu")
+                jax.ffi.register_ffi_target(
+                    f"custom_ops_{name}", handler, platform="CUDA" if platform == "cuda" else "cpu"
+                )
 
 
 def _call(name: str, results: Any, *arguments: jax.Array, **attributes: Any) -> Any:
@@ -99,7 +103,7 @@ def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
 
 def _bias_gelu_backward(saved: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, bias = saved
-    return tuple(_call("bias_gelu_backward", (_like(x), _like(bias)), gradient, x, bias))  # type: ignore[return-value]
+    return tuple(_call("bias_gelu_backward", (_like(x), _like(bias)), gradient, x, bias))
 
 
 bias_gelu.defvjp(lambda x, bias: (bias_gelu(x, bias), (x, bias)), _bias_gelu_backward)
@@ -108,15 +112,21 @@ bias_gelu.defvjp(lambda x, bias: (bias_gelu(x, bias), (x, bias)), _bias_gelu_bac
 def conv_bn_relu(
     x: jax.Array, weight: jax.Array, scale: jax.Array, shift: jax.Array, stride: int = 1, padding: int = 0
 ) -> jax.Array:
-    """``relu(scale·conv(x, weight) + shift)`` in NCHW, XLA's convolution and one kernel: :func:`custom_ops.conv_bn_relu`."""
+    """``relu(scale·conv(x, weight) + shift)``, XLA's convolution in NCHW: :func:`custom_ops.conv_bn_relu`."""
     _check("conv_bn_relu", "x", x, weight=weight)
     convolved = jax.lax.conv_general_dilated(
-        x, weight, (stride, stride), ((padding, padding), (padding, padding)), dimension_numbers=("NCHW", "OIHW", "NCHW")
+        x,
+        weight,
+        (stride, stride),
+        ((padding, padding), (padding, padding)),
+        dimension_numbers=("NCHW", "OIHW", "NCHW"),
     )
     for name, tensor in (("scale", scale), ("shift", shift)):
         _check_shape("conv_bn_relu", name, tensor, weight.shape[:1])
         if tensor.dtype != (jnp.float64 if x.dtype == jnp.float64 else jnp.float32):
-            raise TypeError(f"conv_bn_relu: argument '{name}': expected float32 (float64 for float64), got {tensor.dtype}")
+            raise TypeError(
+                f"conv_bn_relu: argument '{name}': expected float32 (float64 for float64), got {tensor.dtype}"
+            )
     return _scale_shift_relu(convolved, scale, shift)
 
 
@@ -161,7 +171,9 @@ def _attention_attributes(q: jax.Array, causal: bool, scale: float | None) -> di
     return {"causal": bool(causal), "scale": np.float64(q.shape[-1] ** -0.5 if scale is None else scale)}
 
 
-def _flash_attention_forward(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, scale: float | None) -> tuple[Any, Any]:
+def _flash_attention_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, scale: float | None
+) -> tuple[Any, Any]:
     out, lse = flash_attention(q, k, v, causal, scale)
     return (out, lse), (q, k, v, out, lse)
 

@@ -109,7 +109,13 @@ def _collect_speed(run: Run) -> None:
     compiled = configuration["builds"] and device == "cuda"
     with run.working("sizes"):
         for record in speed.operators(
-            device, list(contests()), configuration["counts"], dtypes, columns=columns, compiled=compiled, seconds=seconds
+            device,
+            list(contests()),
+            configuration["counts"],
+            dtypes,
+            columns=columns,
+            compiled=compiled,
+            seconds=seconds,
         ):
             run.add(record)
     with run.working("fusion, layouts and choices"):

@@ -102,7 +102,12 @@ def _build_wheel(road: str, rung: str, script: str) -> Record:
         wheel = ahead_of_time.build_wheel(Path(folder), rung)
         seconds = time.perf_counter() - start
         loading, size = _load_wheel(wheel, script)
-        values = {"build": Quantity(seconds, "s"), "load": Quantity(loading, "s"), "library": size, "wheel": _size(wheel)}
+        values = {
+            "build": Quantity(seconds, "s"),
+            "load": Quantity(loading, "s"),
+            "library": size,
+            "wheel": _size(wheel),
+        }
     return Record("build", {"road": road}, values, data={"file": wheel.name})
 
 
@@ -355,7 +360,8 @@ def _gelu_results(x: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> Iterator[Record]:
-    """Time convolution, batch-norm and ReLU for inference, as modules and fused: records ``convolution``, label ``form``.
+    """Time convolution, batch-norm and ReLU for inference, as modules and fused: records ``convolution``, label
+    ``form``.
 
     Args:
         device: of the tensors.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from native_build import BuildError
 
-Argument = ctypes.Structure | ctypes._SimpleCData  # type: ignore[type-arg]
+Argument = ctypes.Structure | ctypes._SimpleCData
 
 
 def missing() -> str | None:
@@ -75,7 +75,9 @@ class Compiled:
     names: tuple[bytes, ...]
 
 
-def compile_kernels(source: str, expressions: Sequence[str], architecture: str, include_dirs: Sequence[Path]) -> Compiled:
+def compile_kernels(
+    source: str, expressions: Sequence[str], architecture: str, include_dirs: Sequence[Path]
+) -> Compiled:
     """Compile instances of kernel templates.
 
     Args:
@@ -148,7 +150,9 @@ class Kernel:
         """
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         self._check(
-            self._driver.cuLaunchKernel(self._function, *grid, 1, block, 1, 1, 0, ctypes.c_void_p(stream), pointers, None)
+            self._driver.cuLaunchKernel(
+                self._function, *grid, 1, block, 1, 1, 0, ctypes.c_void_p(stream), pointers, None
+            )
         )
 
     def _check(self, status: int) -> None:

@@ -1,9 +1,9 @@
 """What the operators of the library get from Python: fake kernels, derivatives, rules for autocast.
 
 The library defines every operator twice. ``custom_ops`` is the public namespace, with derivatives. The kernel that
-``torch.library.register_autograd`` puts in for them is written in Python, and every call passes it, whether a gradient is
-wanted or not: 6 µs. ``custom_ops_kernels`` does without; the functions of this package take it for calls that need no
-gradient.
+``torch.library.register_autograd`` puts in for them is written in Python, and every call passes it, whether a gradient
+is wanted or not: 6 µs. ``custom_ops_kernels`` does without; the functions of this package take it for calls that need
+no gradient.
 """
 
 from __future__ import annotations

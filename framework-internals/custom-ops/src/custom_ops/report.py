@@ -21,7 +21,10 @@ _ROADS = {
     ),
     "pybind11, wheel": ("one Python, one torch", "as above, and built again for each torch"),
     "TORCH_LIBRARY, abi3 wheel": ("every Python from 3.11, one torch", "derivatives of its own take more C++"),
-    "stable ABI, all operators": ("every Python from 3.11, torch 2.10 to 2.15", "no autograd nodes: derivatives are Python's"),
+    "stable ABI, all operators": (
+        "every Python from 3.11, torch 2.10 to 2.15",
+        "no autograd nodes: derivatives are Python's",
+    ),
     "NVRTC, one kernel": ("every torch with CUDA; no compiler at all", "no CPU; a launch is Python's"),
 }
 
@@ -65,12 +68,17 @@ def _finding(results: Results) -> str:
     gelu = max(results.select("speed", op="bias_gelu", form=OURS, dtype="float32"), key=_count)
     add = max(results.select("speed", op="vector_add", form=OURS, dtype="float32"), key=_count)
     smallest = min(_count(record) for record in results.select("call"))
-    own, peer = (results.one("call", form=form, count=smallest, grad=False)["time"].value for form in (SHIPPED, "torch.add"))
+    own, peer = (
+        results.one("call", form=form, count=smallest, grad=False)["time"].value for form in (SHIPPED, "torch.add")
+    )
     exact = "bit-equal to torch.add" if _bit_equal(results) else "not bit-equal to torch.add"
     return (
-        f"On {numbers.count(_count(gelu))} float32 elements bias_gelu in one kernel is {numbers.quantity(gelu['speedup'])} as "
-        f"fast as torch's two, at {_share(results, gelu)} of what this machine's memory allows; vector_add, which has nothing "
-        f"to fuse, is {exact} and runs at {numbers.quantity(add['speedup'])} its speed. A call on {smallest} element costs "
+        f"On {numbers.count(_count(gelu))} float32 elements bias_gelu in one kernel is "
+        f"{numbers.quantity(gelu['speedup'])} as "
+        f"fast as torch's two, at {_share(results, gelu)} of what this machine's memory allows; vector_add, "
+        f"which has nothing "
+        f"to fuse, is {exact} and runs at {numbers.quantity(add['speedup'])} its speed. A call on {smallest} "
+        f"element costs "
         f"{numbers.with_unit(own, 's')} from Python, torch.add {numbers.with_unit(peer, 's')}."
     )
 
@@ -95,10 +103,15 @@ def _bit_equal(results: Results) -> bool:
 
 
 def _own_call(results: Results, count: int) -> str:
-    own, peer = (results.one("call", form=form, count=count, grad=False)["time"].value for form in (SHIPPED, "torch.add"))
-    graded, other = (results.one("call", form=form, count=count, grad=True)["time"].value for form in (SHIPPED, "torch.add"))
+    own, peer = (
+        results.one("call", form=form, count=count, grad=False)["time"].value for form in (SHIPPED, "torch.add")
+    )
+    graded, other = (
+        results.one("call", form=form, count=count, grad=True)["time"].value for form in (SHIPPED, "torch.add")
+    )
     return (
-        f"{numbers.with_unit(abs(own - peer), 's')} {'more' if own > peer else 'less'} than torch.add without a gradient, "
+        f"{numbers.with_unit(abs(own - peer), 's')} {'more' if own > peer else 'less'} than torch.add without a "
+        f"gradient, "
         f"{numbers.with_unit(abs(graded - other), 's')} {'more' if graded > other else 'less'} with one"
     )
 
@@ -263,11 +276,15 @@ def _gain(record: Record) -> Quantity:
 
 def _worth(results: Results) -> list[str]:
     """The operators whose gain over torch is certain at the largest size, as clauses."""
-    return [_clause(record) for record in _largest_of_each(results) if (_gain(record).low or _gain(record).value) > 1.05]
+    return [
+        _clause(record) for record in _largest_of_each(results) if (_gain(record).low or _gain(record).value) > 1.05
+    ]
 
 
 def _not_worth(results: Results) -> list[str]:
-    return [_clause(record) for record in _largest_of_each(results) if (_gain(record).high or _gain(record).value) < 1.05]
+    return [
+        _clause(record) for record in _largest_of_each(results) if (_gain(record).high or _gain(record).value) < 1.05
+    ]
 
 
 def _clause(record: Record) -> str:
@@ -280,13 +297,15 @@ def _figures(results: Results) -> Sequence[Figure]:
     return [
         Figure(
             "speed",
-            f"The bytes that an ideal kernel moves, over the time that each form takes ({timed}), float32; small operands "
+            f"The bytes that an ideal kernel moves, over the time that each form takes ({timed}), float32; "
+            f"small operands "
             "lie in a cache and may pass the limit of memory.",
             lambda: speed_figure(results),
         ),
         Figure(
             "calls",
-            "What one call costs Python, by the way the same kernel is reached; bars are medians, lines reach from the 20th "
+            "What one call costs Python, by the way the same kernel is reached; bars are medians, lines reach "
+            "from the 20th "
             "to the 80th percentile.",
             lambda: calls_figure(results),
         ),

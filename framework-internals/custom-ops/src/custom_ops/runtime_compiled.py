@@ -1,7 +1,7 @@
 """The CUDA kernels where there is neither nvcc nor a wheel: the same sources, compiled at their first use by NVRTC.
 
-Each instance of a kernel takes about a second, once a process. The launches are in Python and cost some 20 µs: this road
-is for trying things, and for machines that have nothing else. flash_attention is not on it.
+Each instance of a kernel takes about a second, once a process. The launches are in Python and cost some 20 µs: this
+road is for trying things, and for machines that have nothing else. flash_attention is not on it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from torch import Tensor
 
 import native_build
 from custom_ops import nvrtc
-from custom_ops.checks import check_axpb, check_bias_gelu, check_bias_gelu_backward, check_conv_bn_relu
-from custom_ops.checks import check_scale, check_vector_add, wide
+from custom_ops.checks import (
+    check_axpb,
+    check_bias_gelu,
+    check_bias_gelu_backward,
+    check_conv_bn_relu,
+    check_scale,
+    check_vector_add,
+    wide,
+)
 from custom_ops.prebuild import CSRC
 from custom_ops.registration import NAMESPACES
 
@@ -114,7 +121,9 @@ def _kernel(expression: str, device: int) -> nvrtc.Kernel:
     return nvrtc.Kernel(compile_for(expression, f"sm_{major}{minor}"))
 
 
-def _launch(expression: str, like: Tensor, grid: tuple[int, int], *arguments: Tensor | nvrtc.Argument, threads: int = _THREADS) -> None:
+def _launch(
+    expression: str, like: Tensor, grid: tuple[int, int], *arguments: Tensor | nvrtc.Argument, threads: int = _THREADS
+) -> None:
     with torch.cuda.device(like.device):
         passed = [ctypes.c_void_p(one.data_ptr()) if isinstance(one, Tensor) else one for one in arguments]
         stream = torch.cuda.current_stream().cuda_stream

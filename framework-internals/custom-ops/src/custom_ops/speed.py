@@ -11,9 +11,9 @@ import torch
 
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
+from benchkit.results import Label
 from benchkit.timing import rotating_inputs
 from custom_ops.accounting import Traffic, count_launches
-from custom_ops.builds import kernels
 from custom_ops.contestants import OURS, Contest, contests
 
 ACCESSES = {"chosen": 0, "one element": 1, "one vector": 2, "two vectors": 3, "four vectors": 4}
@@ -135,8 +135,11 @@ def launches(traffic: Traffic, call: Callable[[], object], device: Device, prefi
     }
 
 
-def accesses(device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float) -> Iterator[Record]:
-    """Time bias_gelu's forward kernel by how its threads reach memory: records ``access``, labels ``access``, ``dtype``.
+def accesses(
+    device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
+) -> Iterator[Record]:
+    """Time bias_gelu's forward kernel by how its threads reach memory: records ``access``, labels ``access``,
+    ``dtype``.
 
     Args:
         device: of the tensors.
@@ -172,7 +175,9 @@ def _with_access(operator: Any, access: int, x: torch.Tensor, bias: torch.Tensor
     return operator(x, bias, access)
 
 
-def plans(device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float) -> Iterator[Record]:
+def plans(
+    device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
+) -> Iterator[Record]:
     """Time bias_gelu's backward kernel by the shape of its blocks: records ``plan``, labels ``across``, ``blocks``.
 
     Args:
@@ -195,7 +200,9 @@ def plans(device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns:
         moved = contest.traffic(*inputs[0]).bytes
         for (across, blocks), name in zip(choices, forms, strict=True):
             time = comparison[name].quantity()
-            labels = {"across": across, "blocks": blocks, "dtype": name_of(dtype), "count": count}
+            labels: dict[str, Label] = {
+                "across": across, "blocks": blocks, "dtype": name_of(dtype), "count": count
+            }  # fmt: skip
             yield Record("plan", labels, {"time": time, "rate": time.per(moved, "B/s")})
 
 

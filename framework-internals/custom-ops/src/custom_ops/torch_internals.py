@@ -1,4 +1,4 @@
-"""The private parts of torch that this package and its tests use, in one place; tests/test_traps.py fails where one moves."""
+"""The private parts of torch that this package and its tests use; tests/test_traps.py fails where one moves."""
 
 from torch._dynamo.exc import Unsupported
 from torch.torch_version import TorchVersion

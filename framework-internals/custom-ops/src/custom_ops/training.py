@@ -37,8 +37,8 @@ PARTS = {
 def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[Record]:
     """Time an eager training step with each operator put in: records ``training``, label ``part``.
 
-    All models start from the same weights and see the same batch; the loss of the first step is kept, so that an operator
-    that computes something else shows.
+    All models start from the same weights and see the same batch; the loss of the first step is kept, so that an
+    operator that computes something else shows.
 
     Args:
         device: of the model.

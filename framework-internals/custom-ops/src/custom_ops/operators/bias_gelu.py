@@ -20,7 +20,8 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     u · sigmoid(2z), which keeps its digits where 1 + tanh(z) cancels. float32 arithmetic for the 16-bit dtypes, one
     rounding. ``torch.nn.functional.gelu(x + bias, approximate="tanh")`` reads and writes twice as much.
 
-    Under autocast both operands are taken in its dtype. The gradient of ``bias`` is summed in the same order every time.
+    Under autocast both operands are taken in its dtype. The gradient of ``bias`` is summed in the same order every
+    time.
 
     Args:
         x: (..., N), float32, float64, float16 or bfloat16.

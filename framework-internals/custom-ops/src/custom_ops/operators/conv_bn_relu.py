@@ -132,8 +132,8 @@ class ConvBnRelu2d(nn.Module):
 def fuse(model: nn.Module) -> tuple[nn.Module, int]:
     """A copy of a model for inference, with each ``Conv2d, BatchNorm2d, ReLU`` in a row replaced by one module.
 
-    In a row means: next to one another in an ``nn.Sequential``. A model that calls them from a ``forward`` of its own is
-    not read; use :class:`ConvBnRelu2d` there.
+    In a row means: next to one another in an ``nn.Sequential``. A model that calls them from a ``forward`` of its own
+    is not read; use :class:`ConvBnRelu2d` there.
 
     Args:
         model: in evaluation mode.

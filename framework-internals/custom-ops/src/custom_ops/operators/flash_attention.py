@@ -18,8 +18,8 @@ def flash_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention, softmax(scale·QKᵀ)·V, with the logarithm of each row's sum of exponentials.
 
-    Tiles of the scores stay on the chip and the softmax is carried along (Dao et al., arXiv:2205.14135). float32 runs on
-    tensor cores as three float16 products of split operands. Under autocast the operands are taken in its dtype.
+    Tiles of the scores stay on the chip and the softmax is carried along (Dao et al., arXiv:2205.14135). float32 runs
+    on tensor cores as three float16 products of split operands. Under autocast the operands are taken in its dtype.
 
     Args:
         q: (B, H, S, D), float32, float64, float16 or bfloat16, D up to 256.
