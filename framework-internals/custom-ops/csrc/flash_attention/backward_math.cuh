@@ -9,9 +9,11 @@ namespace custom_ops::flash_attention {
 // A probability of at most one leaves a factor of two below fp16's largest number.
 constexpr int kBackwardProbabilityExponent = 15;
 
-// exp2(scale * s - lse), lse in units of log2. Rounding may leave a probability a little over one, and far over where scores
-// are so large that lse is coarse.
-FLASH_DEVICE float probability(float s, float scale, float lse) { return exp2_approx(fminf(fmaf(s, scale, -lse), 0.f)); }
+// exp2(scale * s - lse), lse in units of log2. Rounding may leave a probability a little over one, and far over where
+// scores are so large that lse is coarse.
+FLASH_DEVICE float probability(float s, float scale, float lse) {
+  return exp2_approx(fminf(fmaf(s, scale, -lse), 0.f));
+}
 
 template <int kParts, int kCount>
 FLASH_DEVICE void scale_probabilities(float (&p)[kCount]) {
@@ -24,14 +26,15 @@ FLASH_DEVICE void scale_probabilities(float (&p)[kCount]) {
 // What undoes the scaling of split operands (rows' two, tiles' two) in each of the products.
 struct SplitUnits {
   float score = 1.f, product = 1.f, first = 1.f, second = 1.f;
-  static constexpr float kFromScaled = 1.f / (1 << kBackwardProbabilityExponent);  // of what is made of scaled probabilities
+  static constexpr float kFromScaled =
+      1.f / (1 << kBackwardProbabilityExponent);  // of what is made of scaled probabilities
   FLASH_DEVICE SplitUnits() {}
   FLASH_DEVICE explicit SplitUnits(const float (&unit)[4])
       : score(unit[0] * unit[2]), product(unit[1] * unit[3]), first(unit[2]), second(unit[3] * kFromScaled) {}
 };
 
-// Multiplies the two rows of a fragment by powers of two that bring their largest magnitude into [2^9, 2^10); `undo` are the
-// factors that take it back.
+// Multiplies the two rows of a fragment by powers of two that bring their largest magnitude into [2^9, 2^10); `undo`
+// are the factors that take it back.
 template <int kCount>
 FLASH_DEVICE void scale_rows(float (&value)[kCount], float (&undo)[2]) {
 #pragma unroll

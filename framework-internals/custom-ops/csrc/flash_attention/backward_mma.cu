@@ -16,7 +16,8 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
   for (int i = 0; i < 4; ++i) {
     const int which = Shape::kKeys ? kKeys[i] : kQueries[i];
     kernel.operand[i] =
-        mma_operand(problem, *tensors[which], Shape::kParts == 2 ? &workspace.split.parts[which] : nullptr, which == 1 || which == 2);
+        mma_operand(problem, *tensors[which], Shape::kParts == 2 ? &workspace.split.parts[which] : nullptr,
+                    which == 1 || which == 2);
     kernel.exponent[i] = workspace.split.parts[which].exponent;
   }
   const Tensor& first = Shape::kKeys ? args.dk : args.dq;
@@ -32,11 +33,13 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
   kernel.out_head_size = static_cast<int>(problem.head_size);
   kernel.scale = static_cast<float>(problem.scale);
   kernel.causal = problem.causal;
-  const int64_t rows = Shape::kKeys ? problem.seq_kv : problem.seq_q, heads = Shape::kKeys ? problem.heads_kv : problem.heads_q;
+  const int64_t rows = Shape::kKeys ? problem.seq_kv : problem.seq_q,
+                heads = Shape::kKeys ? problem.heads_kv : problem.heads_q;
   const int64_t blocks = (rows + Shape::kRows - 1) / Shape::kRows * problem.batch * heads;
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of rows";
   if (blocks == 0) return nullptr;
-  return launch(backward_mma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes, stream, kernel);
+  return launch(backward_mma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes, stream,
+                kernel);
 }
 
 // The widest heads' two sums for a block of keys do not fit the registers together: each has its own launch.
@@ -45,19 +48,24 @@ const char* launch_width(const Backward& args, const BackwardWorkspace& workspac
   switch (head_width(args.problem.head_size)) {
     case 64: {
       constexpr int kTile = kParts == 2 ? 32 : 64;
-      FLASH_TRY((launch_shape<MmaBackwardShape<T, kParts, 64, kTile, 4, 2, true, true, true>>(args, workspace, stream)));
+      FLASH_TRY(
+          (launch_shape<MmaBackwardShape<T, kParts, 64, kTile, 4, 2, true, true, true>>(args, workspace, stream)));
       return launch_shape<MmaBackwardShape<T, kParts, 64, kTile, 4, 2, false, true, false>>(args, workspace, stream);
     }
     case 128: {
       constexpr int kTile = kParts == 2 ? 16 : 32;
-      FLASH_TRY((launch_shape<MmaBackwardShape<T, kParts, 128, kTile, 4, 2, true, true, true>>(args, workspace, stream)));
+      FLASH_TRY(
+          (launch_shape<MmaBackwardShape<T, kParts, 128, kTile, 4, 2, true, true, true>>(args, workspace, stream)));
       return launch_shape<MmaBackwardShape<T, kParts, 128, kTile, 4, 2, false, true, false>>(args, workspace, stream);
     }
     default: {
       constexpr int kWarps = kParts == 2 ? 2 : 4, kStages = kParts == 2 ? 1 : 2;
-      FLASH_TRY((launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, true, true, false>>(args, workspace, stream)));
-      FLASH_TRY((launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, true, false, true>>(args, workspace, stream)));
-      return launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, false, true, false>>(args, workspace, stream);
+      FLASH_TRY((launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, true, true, false>>(args, workspace,
+                                                                                                        stream)));
+      FLASH_TRY((launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, true, false, true>>(args, workspace,
+                                                                                                        stream)));
+      return launch_shape<MmaBackwardShape<T, kParts, 256, 16, kWarps, kStages, false, true, false>>(args, workspace,
+                                                                                                     stream);
     }
   }
 }

@@ -3,10 +3,10 @@
 //   P = exp(S - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K    dK = scale dS^T Q
 //   delta = sum over head_size of out * dO, minus the gradient of lse
 //
-// One kernel serves both directions. A block keeps 16 rows a warp of two operands (queries: Q and dO; keys: K and V), walks
-// over tiles of the two others and recomputes P and dP in that orientation. What belongs to its rows is summed in registers
-// and written once: no atomics, one order of summation, at the price of computing S and dP twice. Where several query heads
-// share a key head, the block of keys walks over all of them.
+// One kernel serves both directions. A block keeps 16 rows a warp of two operands (queries: Q and dO; keys: K and V),
+// walks over tiles of the two others and recomputes P and dP in that orientation. What belongs to its rows is summed in
+// registers and written once: no atomics, one order of summation, at the price of computing S and dP twice. Where
+// several query heads share a key head, the block of keys walks over all of them.
 //
 // kParts = 2: fp32 as fp16 parts, as forward_wgmma.cuh says. P is at most one and scaled by 2^15; dS has no such bound,
 // so that each row of a tile is scaled by its own power of two.
@@ -18,19 +18,20 @@
 namespace custom_ops::flash_attention {
 
 struct MmaBackward {
-  MmaOperand operand[4];  // the rows' two, then the tiles': queries Q, dO, K, V; keys K, V, Q, dO
-  void* first;                 // dQ or dK
-  void* second;                // dV
+  MmaOperand operand[4];                      // the rows' two, then the tiles': queries Q, dO, K, V; keys K, V, Q, dO
+  void* first;                                // dQ or dK
+  void* second;                               // dV
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
-  const float *lse, *delta;    // see row_statistics.cuh
-  int64_t statistics_stride;   // a head
-  const int* exponent[4];      // kParts = 2: of each operand, as split.cuh writes them
-  int head_size, out_head_size;  // of the operands, which may be filled up already, and of the gradients
-  float scale;                 // that of the scores, not times log2(e)
+  const float *lse, *delta;                   // see row_statistics.cuh
+  int64_t statistics_stride;                  // a head
+  const int* exponent[4];                     // kParts = 2: of each operand, as split.cuh writes them
+  int head_size, out_head_size;               // of the operands, which may be filled up already, and of the gradients
+  float scale;                                // that of the scores, not times log2(e)
   bool causal;
 };
 
-template <typename T, int kParts_, int kD_, int kTile_, int kWarps_, int kStages_, bool kKeys_, bool kFirst_, bool kSecond_>
+template <typename T, int kParts_, int kD_, int kTile_, int kWarps_, int kStages_, bool kKeys_, bool kFirst_,
+          bool kSecond_>
 struct MmaBackwardShape {
   using Element = T;
   using Out = std::conditional_t<kParts_ == 2, float, T>;
@@ -64,19 +65,26 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
   const int end = args.causal && !kKeys ? min(seq_tiles, row + Shape::kRows) : seq_tiles;
   const int tiles = (end + kTile - 1) / kTile - first_tile;  // of one head
   const int steps = tiles > 0 ? tiles * group : 0;
-  auto tile_head = [&](int step) { return kKeys ? head * group + step / tiles : head / (args.operand[0].heads / args.operand[2].heads); };
+  auto tile_head = [&](int step) {
+    return kKeys ? head * group + step / tiles : head / (args.operand[0].heads / args.operand[2].heads);
+  };
 
   auto copy_tiles = [&](int step) {
     if (step < steps) {
       const SharedAddress to = tiles_first + step % kStages * 2 * Shape::kTileBytes;
       const int first = (first_tile + step % tiles) * kTile;
-      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to, args.operand[2], batch, tile_head(step), first, args.head_size);
-      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to + Shape::kTileBytes, args.operand[3], batch, tile_head(step), first, args.head_size);
+      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to, args.operand[2], batch, tile_head(step), first,
+                                                       args.head_size);
+      copy_tile<T, kParts, kTile, kD, Shape::kThreads>(to + Shape::kTileBytes, args.operand[3], batch, tile_head(step),
+                                                       first, args.head_size);
     }
     copy_commit();
   };
-  copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_first, args.operand[0], batch, head, row, args.head_size);
-  if (kFirst) copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_second, args.operand[1], batch, head, row, args.head_size);
+  copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_first, args.operand[0], batch, head, row,
+                                                          args.head_size);
+  if (kFirst)
+    copy_tile<T, kParts, Shape::kRows, kD, Shape::kThreads>(rows_second, args.operand[1], batch, head, row,
+                                                            args.head_size);
   for (int stage = 0; stage < kStages; ++stage) copy_tiles(stage);
 
   float sum_first[kFirst ? kD / 8 : 1][4] = {}, sum_second[kSecond ? kD / 8 : 1][4] = {};
@@ -103,17 +111,20 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const MmaOperand& operand = args.operand[i];
-        units[i] = split_unit(args.exponent[i], operand.seq, batch * operand.heads + (i < 2 ? head : other_head), i < 2 ? row : column);
+        units[i] = split_unit(args.exponent[i], operand.seq, batch * operand.heads + (i < 2 ? head : other_head),
+                              i < 2 ? row : column);
       }
       unit = SplitUnits(units);
     }
 
     float score[kTile / 8][4], product[kFirst ? kTile / 8 : 1][4];
     multiply_rows<T, kParts, Shape::kRows, kTile, kD>(score, rows_first, warp_row, tile_first);
-    if constexpr (kFirst) multiply_rows<T, kParts, Shape::kRows, kTile, kD>(product, rows_second, warp_row, tile_second);
+    if constexpr (kFirst)
+      multiply_rows<T, kParts, Shape::kRows, kTile, kD>(product, rows_second, warp_row, tile_second);
 
     const float scale = args.scale * unit.score * kLog2e;
-    const int64_t column_place = (int64_t{batch} * args.operand[2].heads + other_head) * args.statistics_stride + column;
+    const int64_t column_place =
+        (int64_t{batch} * args.operand[2].heads + other_head) * args.statistics_stride + column;
 #pragma unroll
     for (int i = 0; i < kTile / 2; ++i) {
       const int r = row + warp_row + lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
@@ -129,7 +140,7 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
 
     uint32_t weights[kParts][kTile / 16][4];
     if constexpr (kSecond) {
-      scale_probabilities<kParts>(reinterpret_cast<float(&)[kTile / 2]>(score));
+      scale_probabilities<kParts>(reinterpret_cast<float (&)[kTile / 2]>(score));
       to_weights<T, kParts, kTile>(weights, score);
       multiply_weights<T, kParts, kTile, kD>(weights, tile_second, [&](int n, const float (&part)[2][4]) {
 #pragma unroll
@@ -141,7 +152,7 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     }
     if constexpr (kFirst) {
       float undo[2] = {1.f, 1.f};
-      if constexpr (kParts == 2) scale_rows(reinterpret_cast<float(&)[kTile / 2]>(product), undo);
+      if constexpr (kParts == 2) scale_rows(reinterpret_cast<float (&)[kTile / 2]>(product), undo);
       to_weights<T, kParts, kTile>(weights, product);
       multiply_weights<T, kParts, kTile, kD>(weights, tile_first, [&](int n, const float (&part)[2][4]) {
 #pragma unroll
@@ -168,11 +179,12 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
     for (int n = 0; n < kD / 8; ++n) {
       const int column = n * 8 + lane % 4 * 2;
       if constexpr (kFirst) {
-        write_pair<T>(start(args.first, args.first_stride), column, args.out_head_size, sum_first[n][2 * e] * args.scale,
-                      sum_first[n][2 * e + 1] * args.scale);
+        write_pair<T>(start(args.first, args.first_stride), column, args.out_head_size,
+                      sum_first[n][2 * e] * args.scale, sum_first[n][2 * e + 1] * args.scale);
       }
       if constexpr (kSecond) {
-        write_pair<T>(start(args.second, args.second_stride), column, args.out_head_size, sum_second[n][2 * e], sum_second[n][2 * e + 1]);
+        write_pair<T>(start(args.second, args.second_stride), column, args.out_head_size, sum_second[n][2 * e],
+                      sum_second[n][2 * e + 1]);
       }
     }
   }

@@ -15,8 +15,9 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
   WgmmaBackward kernel{};
   for (int i = 0; i < 4; ++i) {
     const int which = Shape::kKeys ? kOfKeys[i] : kOfQueries[i];
-    FLASH_TRY(tensor_maps(kernel.operand[i], problem, *tensors[which], Shape::kParts == 2 ? &workspace.split.parts[which] : nullptr,
-                          which == 1 || which == 2, i < 2 ? Shape::kRows : Shape::kTile));
+    FLASH_TRY(tensor_maps(kernel.operand[i], problem, *tensors[which],
+                          Shape::kParts == 2 ? &workspace.split.parts[which] : nullptr, which == 1 || which == 2,
+                          i < 2 ? Shape::kRows : Shape::kTile));
     kernel.exponent[i] = workspace.split.parts[which].exponent;
   }
   const Tensor &first = Shape::kKeys ? args.dk : args.dq, &second = args.dv;
@@ -38,7 +39,8 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
   const int64_t blocks = int64_t{kernel.seq_rows + Shape::kRows - 1} / Shape::kRows * problem.batch * kernel.heads_rows;
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of rows";
   if (blocks == 0) return nullptr;
-  return launch(backward_wgmma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes, stream, kernel);
+  return launch(backward_wgmma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes,
+                stream, kernel);
 }
 
 template <typename T>

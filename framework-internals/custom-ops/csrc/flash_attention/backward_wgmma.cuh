@@ -1,17 +1,18 @@
 // Backward on Hopper (sm_90a): the mathematics and the two directions of backward_mma.cuh, with wgmma and TMA.
 //
-// A block keeps 128 rows of two operands (queries: Q, dO; keys: K, V), 64 a warpgroup; a producing warp brings tiles of the
-// two others through two rings. P and dS are computed in the orientation in which they are the left operand, from registers,
-// of the products that follow, so that they never pass through shared memory.
+// A block keeps 128 rows of two operands (queries: Q, dO; keys: K, V), 64 a warpgroup; a producing warp brings tiles of
+// the two others through two rings. P and dS are computed in the orientation in which they are the left operand, from
+// registers, of the products that follow, so that they never pass through shared memory.
 //
 //   issue S_j                | products of tile j - 1 end
 //   issue dP_j               | P_j = exp2(S_j - lse) under it
 //   issue dV += P_j dO       | dS_j = P_j (dP_j - delta) under it
 //   issue dK += dS_j Q       | runs on under S_{j+1}
 //
-// Seven products of tiles where a kernel that adds up dQ by atomics needs five: the price of gradients that are the same
-// every time. kParts = 2: fp32 as in forward_wgmma.cuh, each product of a tile summed from zero; dS is scaled row by row.
-// fp32 of head sizes over 64 has no room for the sums of dK and dV together and makes two launches of them: eight products.
+// Seven products of tiles where a kernel that adds up dQ by atomics needs five: the price of gradients that are the
+// same every time. kParts = 2: fp32 as in forward_wgmma.cuh, each product of a tile summed from zero; dS is scaled row
+// by row. fp32 of head sizes over 64 has no room for the sums of dK and dV together and makes two launches of them:
+// eight products.
 #pragma once
 
 #include "backward_math.cuh"
@@ -20,19 +21,20 @@
 namespace custom_ops::flash_attention {
 
 struct WgmmaBackward {
-  TensorMap operand[4][2];     // the rows' two, then the tiles': queries Q, dO, K, V; keys K, V, Q, dO; high and low parts
-  void* first;                 // dQ or dK
-  void* second;                // dV
+  TensorMap operand[4][2];  // the rows' two, then the tiles': queries Q, dO, K, V; keys K, V, Q, dO; high and low parts
+  void* first;              // dQ or dK
+  void* second;             // dV
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
-  const float *lse, *delta;    // see row_statistics.cuh
-  int64_t statistics_stride;   // a head
-  const int* exponent[4];      // kParts = 2: of each operand, as split.cuh writes them
+  const float *lse, *delta;                   // see row_statistics.cuh
+  int64_t statistics_stride;                  // a head
+  const int* exponent[4];                     // kParts = 2: of each operand, as split.cuh writes them
   int heads_rows, heads_tiles, seq_rows, seq_tiles, head_size;
   float scale;
   bool causal;
 };
 
-template <typename T, int kParts_, int kD_, int kTile_, int kFirstSlots_, int kSecondSlots_, bool kKeys_, bool kFirst_, bool kSecond_>
+template <typename T, int kParts_, int kD_, int kTile_, int kFirstSlots_, int kSecondSlots_, bool kKeys_, bool kFirst_,
+          bool kSecond_>
 struct WgmmaBackwardShape {
   using Element = T;
   using Out = std::conditional_t<kParts_ == 2, float, T>;
@@ -91,8 +93,8 @@ FLASH_DEVICE void produce_backward(const WgmmaBackward& args, const WgmmaBackwar
                                    const BackwardBlock<Shape>& block) {
   barrier_arrive_expect(memory.rows_full(), Shape::kRowOperands * Shape::kRowBytes);
   for (int i = 0; i < Shape::kRowOperands; ++i) {
-    copy_rows<Shape::kParts, Shape::kRows, Shape::kD>(memory.rows + i * Shape::kRowBytes, args.operand[i], memory.rows_full(),
-                                                      block.row, block.head, block.batch);
+    copy_rows<Shape::kParts, Shape::kRows, Shape::kD>(memory.rows + i * Shape::kRowBytes, args.operand[i],
+                                                      memory.rows_full(), block.row, block.head, block.batch);
   }
   RingPlace<Shape::kFirstSlots> first;
   RingPlace<Shape::kSecondSlots> second;
@@ -101,8 +103,8 @@ FLASH_DEVICE void produce_backward(const WgmmaBackward& args, const WgmmaBackwar
     const SharedAddress first_full = memory.first_full(first.stage), second_full = memory.second_full(second.stage);
     barrier_wait(memory.first_empty(first.stage), first.turn ^ 1);
     barrier_arrive_expect(first_full, Shape::kTileBytes + Shape::kStatisticsBytes);
-    copy_rows<Shape::kParts, Shape::kTile, Shape::kD>(memory.first + first.stage * Shape::kTileBytes, args.operand[2], first_full,
-                                                      row, head, block.batch);
+    copy_rows<Shape::kParts, Shape::kTile, Shape::kD>(memory.first + first.stage * Shape::kTileBytes, args.operand[2],
+                                                      first_full, row, head, block.batch);
     if constexpr (Shape::kKeys) {
       const SharedAddress to = memory.statistics + first.stage * Shape::kStatisticsBytes;
       const int64_t place = (int64_t{block.batch} * args.heads_tiles + head) * args.statistics_stride + row;
@@ -112,8 +114,8 @@ FLASH_DEVICE void produce_backward(const WgmmaBackward& args, const WgmmaBackwar
     first.advance();
     barrier_wait(memory.second_empty(second.stage), second.turn ^ 1);
     barrier_arrive_expect(second_full, Shape::kTileBytes);
-    copy_rows<Shape::kParts, Shape::kTile, Shape::kD>(memory.second + second.stage * Shape::kTileBytes, args.operand[3], second_full,
-                                                      row, head, block.batch);
+    copy_rows<Shape::kParts, Shape::kTile, Shape::kD>(memory.second + second.stage * Shape::kTileBytes, args.operand[3],
+                                                      second_full, row, head, block.batch);
     second.advance();
   }
 }
@@ -165,7 +167,8 @@ struct BackwardConsumer {
   }
 
   FLASH_DEVICE void probabilities(float (&score)[kScores], SharedAddress statistics, float scale, int tile_row) {
-    const bool diagonal = args.causal && (kKeys ? tile_row < block.row + warp_row + 16 : tile_row + kTile > block.row + warp_row);
+    const bool diagonal =
+        args.causal && (kKeys ? tile_row < block.row + warp_row + 16 : tile_row + kTile > block.row + warp_row);
 #pragma unroll
     for (int n = 0; n < kTile / 8; ++n) {
       const float2 lse = kKeys ? column_pair(statistics, 0, n) : float2{0.f, 0.f};
@@ -180,7 +183,8 @@ struct BackwardConsumer {
   }
 
   // dS into `product`, which holds dP in units of 1 / unit.
-  FLASH_DEVICE void score_gradients(float (&product)[kScores], const float (&p)[kScores], SharedAddress statistics, float unit) {
+  FLASH_DEVICE void score_gradients(float (&product)[kScores], const float (&p)[kScores], SharedAddress statistics,
+                                    float unit) {
 #pragma unroll
     for (int n = 0; n < kTile / 8; ++n) {
       const float2 delta = kKeys ? column_pair(statistics, 1, n) : float2{0.f, 0.f};
@@ -205,7 +209,8 @@ struct BackwardConsumer {
     for (int e = 0; e < 2; ++e) {
       const int row = block.row + warp_row + lane / 4 + e * 8;
       if (row >= args.seq_rows) continue;
-      auto* start = static_cast<typename Shape::Out*>(to) + block.batch * stride[0] + block.head * stride[1] + row * stride[2];
+      auto* start =
+          static_cast<typename Shape::Out*>(to) + block.batch * stride[0] + block.head * stride[1] + row * stride[2];
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece)
 #pragma unroll
@@ -234,7 +239,8 @@ struct BackwardConsumer {
 
   FLASH_DEVICE void consume() {
     constexpr float kOne[2] = {1.f, 1.f};
-    const SharedAddress rows_first = memory.rows + group * 64 * kTileRowBytes, rows_second = rows_first + Shape::kRowBytes;
+    const SharedAddress rows_first = memory.rows + group * 64 * kTileRowBytes,
+                        rows_second = rows_first + Shape::kRowBytes;
     Sums first_sums, second_sums, part;  // `part`: kParts = 2, the product of one tile
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece)

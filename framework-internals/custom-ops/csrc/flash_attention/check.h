@@ -15,7 +15,8 @@ inline const char* check(const Problem& problem) {
   }
   if (problem.head_size < 1) return "flash_attention: the head size is not positive";
   if (!std::isfinite(problem.scale)) return "flash_attention: the scale is not finite";
-  if (problem.seq_q > INT32_MAX / 2 || problem.seq_kv > INT32_MAX / 2) return "flash_attention: a sequence is longer than 2^30";
+  if (problem.seq_q > INT32_MAX / 2 || problem.seq_kv > INT32_MAX / 2)
+    return "flash_attention: a sequence is longer than 2^30";
   if (problem.batch * problem.heads_q > INT32_MAX / 2) return "flash_attention: more than 2^30 heads";
   return nullptr;
 }

@@ -57,10 +57,12 @@ FLASH_INLINE void narrow(float value, BFloat16& out) {
 
 template <typename T>
 FLASH_INLINE T* row_of(const Tensor& tensor, int64_t batch, int64_t head, int64_t row) {
-  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride + row * tensor.seq_stride;
+  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride +
+         row * tensor.seq_stride;
 }
 
-// Rows of one head in the arithmetic's type: as they are, and for the right side of scores with rows and columns exchanged.
+// Rows of one head in the arithmetic's type: as they are, and for the right side of scores with rows and columns
+// exchanged.
 template <typename Wide>
 struct Rows {
   int64_t count = 0;
@@ -69,7 +71,8 @@ struct Rows {
   explicit Rows(int64_t head_size) : plain(kBlock * head_size), turned(kBlock * head_size) {}
 
   template <typename T>
-  FLASH_INLINE void load(const Tensor& tensor, int64_t batch, int64_t head, int64_t first, int64_t end, int64_t head_size) {
+  FLASH_INLINE void load(const Tensor& tensor, int64_t batch, int64_t head, int64_t first, int64_t end,
+                         int64_t head_size) {
     count = std::min(kBlock, end - first);
     std::fill(turned.begin(), turned.end(), Wide{0});
     for (int64_t i = 0; i < count; ++i) {
@@ -97,7 +100,8 @@ FLASH_INLINE void multiply_rows(Wide* scores, const Rows<Wide>& left, const Rows
   }
 }
 
-// sums (rows x head_size) = sums * correction + weights values. A tile's product is summed from zero: long rows lose less.
+// sums (rows x head_size) = sums * correction + weights values. A tile's product is summed from zero: long rows lose
+// less.
 template <typename Wide>
 FLASH_INLINE void add_weighted(std::vector<Wide>& sums, const Wide* weights, int64_t rows, const Rows<Wide>& values,
                                const Wide* correction, int64_t head_size, std::vector<Wide>& product) {
@@ -174,11 +178,12 @@ FLASH_INLINE void forward_block(const Forward& args, int64_t task) {
 
 // log-sum-exp and delta (the sum of out times its gradient, minus the gradient of lse) of some queries.
 template <typename T, typename Wide>
-FLASH_INLINE void load_statistics(const Backward& args, int64_t batch, int64_t head, int64_t first, int64_t count, Wide* lse,
-                                  Wide* delta) {
+FLASH_INLINE void load_statistics(const Backward& args, int64_t batch, int64_t head, int64_t first, int64_t count,
+                                  Wide* lse, Wide* delta) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t index = (batch * args.problem.heads_q + head) * args.problem.seq_q + first + i;
-    const T *out = row_of<const T>(args.out, batch, head, first + i), *grad = row_of<const T>(args.grad_out, batch, head, first + i);
+    const T *out = row_of<const T>(args.out, batch, head, first + i),
+            *grad = row_of<const T>(args.grad_out, batch, head, first + i);
     Wide sum = 0;
     for (int64_t d = 0; d < args.problem.head_size; ++d) sum += widen(out[d]) * widen(grad[d]);
     lse[i] = static_cast<const Wide*>(args.lse)[index];
@@ -187,7 +192,8 @@ FLASH_INLINE void load_statistics(const Backward& args, int64_t batch, int64_t h
 }
 
 template <typename T, typename Wide>
-FLASH_INLINE void write_rows(const Tensor& to, const Place& at, int64_t count, const std::vector<Wide>& sums, Wide factor, int64_t head_size) {
+FLASH_INLINE void write_rows(const Tensor& to, const Place& at, int64_t count, const std::vector<Wide>& sums,
+                             Wide factor, int64_t head_size) {
   for (int64_t i = 0; i < count; ++i) {
     T* row = row_of<T>(to, at.batch, at.head, at.first + i);
     for (int64_t d = 0; d < head_size; ++d) narrow(sums[i * head_size + d] * factor, row[d]);
@@ -214,7 +220,8 @@ FLASH_INLINE void backward_block(const Backward& args, int64_t task) {
 
   const int64_t begin = problem.causal && kKeys ? at.first : 0;
   const int64_t end = problem.causal && !kKeys ? std::min(tiles_end, at.first + first.count) : tiles_end;
-  const int64_t head_begin = kKeys ? at.head * group : at.head / group, head_end = kKeys ? head_begin + group : head_begin + 1;
+  const int64_t head_begin = kKeys ? at.head * group : at.head / group,
+                head_end = kKeys ? head_begin + group : head_begin + 1;
   for (int64_t head = head_begin; head < head_end; ++head) {
     for (int64_t column = begin; column < end; column += kBlock) {
       tile_first.template load<T>(kKeys ? args.q : args.k, at.batch, head, column, end, head_size);
@@ -224,7 +231,8 @@ FLASH_INLINE void backward_block(const Backward& args, int64_t task) {
       multiply_rows(ds.data(), second, tile_second, head_size);
       for (int64_t i = 0; i < first.count; ++i) {
         for (int64_t j = 0; j < tile_first.count; ++j) {
-          const int64_t query = kKeys ? column + j : at.first + i, key = kKeys ? at.first + i : column + j, s = kKeys ? j : i;
+          const int64_t query = kKeys ? column + j : at.first + i, key = kKeys ? at.first + i : column + j,
+                        s = kKeys ? j : i;
           Wide& probability = p[i * kBlock + j];
           probability = problem.causal && key > query ? Wide{0} : std::exp(probability * scale - lse[s]);
           ds[i * kBlock + j] = probability * (ds[i * kBlock + j] - delta[s]);
@@ -279,7 +287,8 @@ FLASH_AVX2 void run_avx2(const Backward& args, int64_t begin, int64_t end) { run
 template <typename Args>
 void run_best(const Args& args, int64_t begin, int64_t end) {
 #ifdef FLASH_AVX2
-  static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  static const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2) return run_avx2(args, begin, end);
 #endif
   run(args, begin, end);

@@ -11,13 +11,15 @@ namespace custom_ops::flash_attention {
 namespace {
 
 bool aligned(const Problem& problem, const Tensor& tensor) {
-  const bool strides = (problem.batch == 1 || tensor.batch_stride % 8 == 0) && tensor.head_stride % 8 == 0 && tensor.seq_stride % 8 == 0;
+  const bool strides =
+      (problem.batch == 1 || tensor.batch_stride % 8 == 0) && tensor.head_stride % 8 == 0 && tensor.seq_stride % 8 == 0;
   return strides && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
 }
 
 bool empty(const Problem& problem) { return problem.batch == 0 || problem.seq_q == 0; }
 
-const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool backward, Algorithm& algorithm) {
+const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool backward,
+                    Algorithm& algorithm) {
   algorithm = problem.algorithm;
   const char* mma = refuse_mma(problem, tensors, count);
   const char* wgmma = refuse_wgmma(problem, tensors, count, backward);
@@ -38,7 +40,8 @@ const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int
   }
   if (problem.seq_kv == 0) return "flash_attention: the tensor-core kernels need at least one key";
   const Device now = device();
-  if (now.capability < 80) return "flash_attention: the tensor-core kernels need a GPU of compute capability 8.0 or more";
+  if (now.capability < 80)
+    return "flash_attention: the tensor-core kernels need a GPU of compute capability 8.0 or more";
   if (is_split(problem)) return nullptr;
   for (int i = 0; i < count; ++i) {
     if (!aligned(problem, *tensors[i])) {
@@ -56,24 +59,32 @@ const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, i
   }
   if (is_split(problem)) return nullptr;
   for (int i = 0; i < count; ++i) {  // a tensor map has no stride of zero
-    if (tensors[i]->seq_stride == 0 || tensors[i]->head_stride == 0 || (problem.batch > 1 && tensors[i]->batch_stride == 0)) {
+    if (tensors[i]->seq_stride == 0 || tensors[i]->head_stride == 0 ||
+        (problem.batch > 1 && tensors[i]->batch_stride == 0)) {
       return "flash_attention: the wgmma kernels of 16-bit types do not take expanded tensors";
     }
   }
   return nullptr;
 }
 
-const char* split_tensors(const Problem& problem, const Tensor* const* tensors, int count, const SplitWorkspace& workspace,
-                          void* stream) {
+const char* split_tensors(const Problem& problem, const Tensor* const* tensors, int count,
+                          const SplitWorkspace& workspace, void* stream) {
   Split args{};
   args.head_size = static_cast<int>(problem.head_size);
   int64_t blocks = 0;
   for (int i = 0; i < count; ++i) {
     const bool keys = i == 1 || i == 2;
     const int64_t heads = keys ? problem.heads_kv : problem.heads_q, seq = keys ? problem.seq_kv : problem.seq_q;
-    args.tensor[i] = {static_cast<const float*>(tensors[i]->data), tensors[i]->batch_stride, tensors[i]->head_stride,
-                      tensors[i]->seq_stride, workspace.parts[i].high, workspace.parts[i].low, workspace.parts[i].exponent,
-                      static_cast<int>(problem.batch), static_cast<int>(heads), static_cast<int>(seq)};
+    args.tensor[i] = {static_cast<const float*>(tensors[i]->data),
+                      tensors[i]->batch_stride,
+                      tensors[i]->head_stride,
+                      tensors[i]->seq_stride,
+                      workspace.parts[i].high,
+                      workspace.parts[i].low,
+                      workspace.parts[i].exponent,
+                      static_cast<int>(problem.batch),
+                      static_cast<int>(heads),
+                      static_cast<int>(seq)};
     blocks = std::max(blocks, problem.batch * heads * ((seq + kSplitRows - 1) / kSplitRows));
   }
   if (blocks > INT32_MAX) return "flash_attention: more than 2^38 rows";
@@ -92,8 +103,15 @@ template <typename T>
 const char* launch_statistics(const Backward& args, const RowStatistics& to, void* stream) {
   const Problem& problem = args.problem;
   const int64_t rows = problem.batch * problem.heads_q * to.stride;
-  const StatisticsArgs kernel{args.out, args.grad_out, static_cast<const float*>(args.lse), static_cast<const float*>(args.grad_lse), to,
-                              rows, static_cast<int>(problem.heads_q), static_cast<int>(problem.seq_q), static_cast<int>(problem.head_size)};
+  const StatisticsArgs kernel{args.out,
+                              args.grad_out,
+                              static_cast<const float*>(args.lse),
+                              static_cast<const float*>(args.grad_lse),
+                              to,
+                              rows,
+                              static_cast<int>(problem.heads_q),
+                              static_cast<int>(problem.seq_q),
+                              static_cast<int>(problem.head_size)};
   const int64_t blocks = (rows + kStatisticsThreads / 32 - 1) / (kStatisticsThreads / 32);
   if (blocks > INT32_MAX) return "flash_attention: more than 2^34 rows";
   if (blocks == 0) return nullptr;

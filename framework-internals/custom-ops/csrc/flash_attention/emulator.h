@@ -1,8 +1,8 @@
-// Stands in for primitives.cuh and CUDA's built-in names, so that g++ compiles the kernels unchanged and a CPU runs them:
-// every thread is a fiber of its own, and what a warp or a warpgroup does together is done when its last thread arrives.
-// The tensor cores' operands are found as the hardware finds them, through descriptors and swizzled shared memory, and the
-// copies write what TMA writes. Products are summed in double and rounded once: the emulator judges a kernel's logic, not
-// the last bit of the hardware. A kernel that would hang is reported.
+// Stands in for primitives.cuh and CUDA's built-in names, so that g++ compiles the kernels unchanged and a CPU runs
+// them: every thread is a fiber of its own, and what a warp or a warpgroup does together is done when its last thread
+// arrives. The tensor cores' operands are found as the hardware finds them, through descriptors and swizzled shared
+// memory, and the copies write what TMA writes. Products are summed in double and rounded once: the emulator judges a
+// kernel's logic, not the last bit of the hardware. A kernel that would hang is reported.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -64,7 +64,8 @@ inline std::function<void()> body;
 inline long progress;  // anything that may let another thread go on
 
 [[noreturn]] inline void fail(const char* what) {
-  std::printf("emulator: %s (thread %d of block %u, %u, %u)\n", what, current, block_index.x, block_index.y, block_index.z);
+  std::printf("emulator: %s (thread %d of block %u, %u, %u)\n", what, current, block_index.x, block_index.y,
+              block_index.z);
   std::exit(2);
 }
 
@@ -95,7 +96,9 @@ void meet(int id, int count, Together together) {
   }
 }
 // Ids: 0 ... 15 named barriers, then the block, its warps, its warpgroups.
-inline void sync_block() { meet(16, threads, [] {}); }
+inline void sync_block() {
+  meet(16, threads, [] {});
+}
 template <typename Together>
 void meet_warp(Together together) {
   meet(100 + current / 32, 32, together);
@@ -210,7 +213,8 @@ struct PendingCopy {
 inline std::vector<std::vector<std::vector<PendingCopy>>> pending_copies(1024);
 
 inline void copy16(SharedAddress to, const void* from, bool valid) {
-  if (to % 16 != 0 || (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0)) emulator::fail("a 16-byte copy is not aligned");
+  if (to % 16 != 0 || (valid && reinterpret_cast<uintptr_t>(from) % 16 != 0))
+    emulator::fail("a 16-byte copy is not aligned");
   emulator::check_shared(to, 16);
   auto& groups = pending_copies[emulator::current];
   if (groups.empty()) groups.emplace_back();
@@ -311,14 +315,18 @@ inline void barrier_wait(SharedAddress barrier, uint32_t parity) {
 // The 128-byte swizzle: bits 4 ... 6 of an address are exchanged with bits 7 ... 9 added to them without carry.
 inline uint64_t swizzled(uint64_t offset) { return offset ^ (offset >> 3 & 0x70); }
 
-inline void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress barrier, int column, int row, int head, int batch) {
+inline void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
+                        int batch) {
   emulator::check_shared(to, map.box_rows * 128);
   const auto base = reinterpret_cast<uint64_t>(emulator::shared());
   for (int r = 0; r < map.box_rows; ++r)
     for (int c = 0; c < 64; ++c) {
       uint16_t value = 0;
       if (row + r < map.sizes[1] && column + c < map.sizes[0]) {
-        std::memcpy(&value, map.base + (column + c) * 2 + (row + r) * map.strides[1] + head * map.strides[2] + batch * map.strides[3], 2);
+        std::memcpy(
+            &value,
+            map.base + (column + c) * 2 + (row + r) * map.strides[1] + head * map.strides[2] + batch * map.strides[3],
+            2);
       }
       std::memcpy(reinterpret_cast<void*>(base + swizzled(to - base + r * 128 + c * 2)), &value, 2);
     }
@@ -327,7 +335,8 @@ inline void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress ba
 }
 
 inline void bulk_copy(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier) {
-  if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) emulator::fail("a bulk copy is not aligned");
+  if (to % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0)
+    emulator::fail("a bulk copy is not aligned");
   emulator::check_shared(to, bytes);
   std::memcpy(reinterpret_cast<void*>(to), from, bytes);
   mbarriers()[barrier].second -= bytes;
@@ -342,7 +351,9 @@ template <int kCount>
 void registers_release() {}
 template <int kCount>
 void registers_acquire() {}
-inline void named_barrier_sync(int id, int count) { emulator::meet(id, count, [] {}); }
+inline void named_barrier_sync(int id, int count) {
+  emulator::meet(id, count, [] {});
+}
 inline void named_barrier_arrive(int id, int count) {
   emulator::Meeting& meeting = emulator::meetings[id];
   ++emulator::progress;
@@ -394,7 +405,8 @@ void wgmma_together(float (&d)[kCount], uint64_t b, int accumulate, Left left) {
 }
 template <bool kTransposeB, typename T, int kCount>
 void wgmma(T*, float (&d)[kCount], uint64_t a, uint64_t b, int accumulate) {
-  wgmma_together<T, kTransposeB>(d, b, accumulate, [=](int, int row, int k) { return matrix_element<T, false>(a, row, k); });
+  wgmma_together<T, kTransposeB>(d, b, accumulate,
+                                 [=](int, int row, int k) { return matrix_element<T, false>(a, row, k); });
 }
 template <bool kTransposeB, typename T, int kCount>
 void wgmma(T*, float (&d)[kCount], const uint32_t* a, uint64_t b, int accumulate) {
@@ -414,7 +426,8 @@ const char* launch(void (*kernel)(Args), dim3 blocks, int block_threads, int sha
 }
 inline Device device() { return {3, 90, 227 << 10}; }  // few multiprocessors: persistent blocks take several tiles
 
-inline const char* make_tensor_map(TensorMap& map, const void* base, const int64_t (&sizes)[4], const int64_t (&strides)[4], int box_rows) {
+inline const char* make_tensor_map(TensorMap& map, const void* base, const int64_t (&sizes)[4],
+                                   const int64_t (&strides)[4], int box_rows) {
   map.base = static_cast<const char*>(base);
   map.box_rows = box_rows;
   for (int i = 0; i < 4; ++i) map.sizes[i] = sizes[i], map.strides[i] = strides[i] * 2;

@@ -1,10 +1,11 @@
-// What a binding knows of the attention kernels: plain structs and functions on raw pointers, no torch and no CUDA header.
+// What a binding knows of the attention kernels: plain structs and functions on raw pointers, no torch and no CUDA
+// header.
 //
 //   S = scale * Q K^T    P = softmax(S) over the keys    out = P V    lse = log(sum(exp(S)))
 //
-// Shapes are q, out (batch, heads_q, seq_q, head_size) and k, v (batch, heads_kv, seq_kv, head_size); query head h reads
-// key/value head h / (heads_q / heads_kv). `causal` is the convention of scaled_dot_product_attention's is_causal, aligned
-// to the top left: query i sees the keys j <= i, whatever the two lengths are.
+// Shapes are q, out (batch, heads_q, seq_q, head_size) and k, v (batch, heads_kv, seq_kv, head_size); query head h
+// reads key/value head h / (heads_q / heads_kv). `causal` is the convention of scaled_dot_product_attention's
+// is_causal, aligned to the top left: query i sees the keys j <= i, whatever the two lengths are.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +15,17 @@ namespace custom_ops::flash_attention {
 enum class ScalarType { kFloat32, kFloat64, kFloat16, kBFloat16 };
 
 // kAuto takes the fastest kernel that serves the problem on the current device. The others are refused where they do not
-// serve: kNaive any problem; kMma float32, float16, bfloat16 with head_size <= 256, a multiple of 8, from sm_80 on;
-// kWgmma the same on sm_90 alone. kMma and kWgmma of float16 and bfloat16 need 16-byte aligned pointers and strides that
-// are multiples of 8 elements; float32 is copied into the workspace as it is split, so any strides will do.
+// serve:
+//   kNaive  any problem.
+//   kMma    sm_80 on; float32, float16, bfloat16; head sizes that are multiples of 8 up to 256.
+//   kWgmma  sm_90 alone; the same types; head sizes up to 256 in the forward of 16-bit types, else up to 128.
+// The tensor-core kernels are compiled for widths of 64, 128 and 256 and fill smaller heads up with zeros. They need
+// 16-byte aligned pointers and strides that are multiples of 8 elements for 16-bit types, and kWgmma strides other than
+// zero; float32 is copied into the workspace as it is split into two fp16 parts, so that any strides will do.
 enum class Algorithm { kAuto, kNaive, kMma, kWgmma };
 
-// A (batch, heads, sequence, head_size) tensor; strides count elements, the last dimension has unit stride. A dimension of
-// size one may have any stride.
+// A (batch, heads, sequence, head_size) tensor; strides count elements, the last dimension has unit stride. A dimension
+// of size one may have any stride.
 struct Tensor {
   void* data;
   int64_t batch_stride;
@@ -41,8 +46,8 @@ struct Problem {
   Algorithm algorithm = Algorithm::kAuto;
 };
 
-// `lse` is (batch, heads_q, seq_q), contiguous, float32 (float64 where the dtype is float64), natural logarithm; -inf, and
-// zeros in `out`, where there is no key at all. It may be null.
+// `lse` is (batch, heads_q, seq_q), contiguous, float32 (float64 where the dtype is float64), natural logarithm; -inf,
+// and zeros in `out`, where there is no key at all. It may be null.
 struct Forward {
   Problem problem;
   Tensor q, k, v, out;
@@ -50,8 +55,9 @@ struct Forward {
   void* workspace;  // forward_workspace_bytes, aligned to 256 bytes; null where that is 0; not used on the CPU
 };
 
-// `out` and `lse` are forward's. `grad_lse` (null: zero) has lse's shape and type: the gradient that arrives at lse. Every
-// element of dq, dk and dv is written; a sum is always added in the same order, so that the gradients are deterministic.
+// `out` and `lse` are forward's. `grad_lse` (null: zero) has lse's shape and type: the gradient that arrives at lse.
+// Every element of dq, dk and dv is written; a sum is always added in the same order, so that the gradients are
+// deterministic.
 struct Backward {
   Problem problem;
   Tensor q, k, v, out, grad_out;
@@ -65,13 +71,14 @@ struct Backward {
 int64_t forward_workspace_bytes(const Problem& problem);
 int64_t backward_workspace_bytes(const Problem& problem);
 
-// Launch on the current device; `stream` is a cudaStream_t. They do not synchronise and can be captured in a graph. They
-// return null, or a static string that says what is wrong.
+// Launch on the current device; `stream` is a cudaStream_t. They do not synchronise and can be captured in a graph.
+// They return null, or a static string that says what is wrong.
 const char* forward_cuda(const Forward& args, void* stream);
 const char* backward_cuda(const Backward& args, void* stream);
 
-// On the CPU the work is cut into tasks 0 ... tasks - 1 that write apart from one another; the caller shares them out among
-// threads by ranges. 16-bit types are computed in float32, float32 and float64 in themselves. `algorithm` is not read.
+// On the CPU the work is cut into tasks 0 ... tasks - 1 that write apart from one another; the caller shares them out
+// among threads by ranges. 16-bit types are computed in float32, float32 and float64 in themselves. `algorithm` is not
+// read.
 int64_t forward_cpu_tasks(const Problem& problem);
 int64_t backward_cpu_tasks(const Problem& problem);
 const char* forward_cpu(const Forward& args, int64_t begin, int64_t end);

@@ -34,7 +34,8 @@ const char* launch_shape(const Forward& args, void* stream) {
   kernel.causal = problem.causal;
   const int64_t blocks = (problem.seq_q + Shape::kBlockM - 1) / Shape::kBlockM * problem.batch * problem.heads_q;
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
-  return launch(forward_mma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes, stream, kernel);
+  return launch(forward_mma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes, stream,
+                kernel);
 }
 
 template <typename T>

@@ -1,7 +1,8 @@
 // Forward with mma.sync and cp.async, for any GPU from sm_80 on: four warps a block, 16 query rows each.
 //
-// Q stays in shared memory, tiles of K arrive one ahead of their use, a tile of V while its scores are computed. kParts = 2
-// is fp32 as two fp16 parts, as forward_wgmma.cuh says; P V of a tile is summed from zero and then added to the output.
+// Q stays in shared memory, tiles of K arrive one ahead of their use, a tile of V while its scores are computed. kParts
+// = 2 is fp32 as two fp16 parts, as forward_wgmma.cuh says; P V of a tile is summed from zero and then added to the
+// output.
 #pragma once
 
 #include "tiles.cuh"
@@ -13,9 +14,9 @@ struct MmaForward {
   void* out;  // T, or float where kParts is 2
   int64_t out_batch_stride, out_head_stride, out_seq_stride;
   float* lse;
-  const int* exponent[3];   // kParts = 2: of q, k and v, as split.cuh writes them
+  const int* exponent[3];        // kParts = 2: of q, k and v, as split.cuh writes them
   int head_size, out_head_size;  // of the operands, which may be filled up already, and of the output
-  float scale;              // times log2(e)
+  float scale;                   // times log2(e)
   bool causal;
 };
 
@@ -50,8 +51,8 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
   if constexpr (kParts == 2) scale *= split_unit(args.exponent[0], args.q.seq, batch * args.q.heads + head, row);
   auto copy_k = [&](int tile) {
     if (tile < tiles) {
-      copy_tile<T, kParts, kBlockN, kD, Shape::kThreads>(k + tile % kKStages * Shape::kTileBytes, args.k, batch, head_kv,
-                                                         tile * kBlockN, args.head_size);
+      copy_tile<T, kParts, kBlockN, kD, Shape::kThreads>(k + tile % kKStages * Shape::kTileBytes, args.k, batch,
+                                                         head_kv, tile * kBlockN, args.head_size);
     }
     copy_commit();
   };
@@ -75,7 +76,8 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
     if (last_key >= args.k.seq || (args.causal && last_key > row + warp_row)) {
 #pragma unroll
       for (int i = 0; i < kBlockN / 2; ++i) {
-        const int key = tile * kBlockN + i / 4 * 8 + lane % 4 * 2 + i % 2, query = row + warp_row + lane / 4 + i / 2 % 2 * 8;
+        const int key = tile * kBlockN + i / 4 * 8 + lane % 4 * 2 + i % 2,
+                  query = row + warp_row + lane / 4 + i / 2 % 2 * 8;
         if (key >= args.k.seq || (args.causal && key > query)) score[i / 4][i % 4] = -kInfinity;
       }
     }
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
       tile_scale *= split_unit(args.exponent[1], args.k.seq, head_of_keys, tile * kBlockN);
       unit = split_unit(args.exponent[2], args.k.seq, head_of_keys, tile * kBlockN);
     }
-    online_softmax(reinterpret_cast<float(&)[kBlockN / 2]>(score), state, correction, tile_scale, kShift);
+    online_softmax(reinterpret_cast<float (&)[kBlockN / 2]>(score), state, correction, tile_scale, kShift);
     uint32_t weights[kParts][kBlockN / 16][4];
     to_weights<T, kParts, kBlockN>(weights, score);
     copy_wait<1>();
@@ -105,14 +107,15 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
     const int query = row + warp_row + lane / 4 + e * 8;
     if (query >= args.q.seq) continue;
     const float factor = 1.f / sum;
-    auto* to = static_cast<typename Shape::Out*>(args.out) + batch * args.out_batch_stride + head * args.out_head_stride +
-               query * args.out_seq_stride;
+    auto* to = static_cast<typename Shape::Out*>(args.out) + batch * args.out_batch_stride +
+               head * args.out_head_stride + query * args.out_seq_stride;
 #pragma unroll
     for (int n = 0; n < kD / 8; ++n) {
       write_pair<T>(to, n * 8 + lane % 4 * 2, args.out_head_size, out[n][2 * e] * factor, out[n][2 * e + 1] * factor);
     }
     if (args.lse != nullptr && lane % 4 == 0) {
-      args.lse[(int64_t{batch} * args.q.heads + head) * args.q.seq + query] = (state.maximum[e] + log2f(sum) - kShift) * kLn2;
+      args.lse[(int64_t{batch} * args.q.heads + head) * args.q.seq + query] =
+          (state.maximum[e] + log2f(sum) - kShift) * kLn2;
     }
   }
 }

@@ -9,9 +9,6 @@
 namespace custom_ops::flash_attention {
 namespace {
 
-// K and V of the heads that causal blocks work on together should stay in the L2 cache, 50 MB on Hopper.
-constexpr int64_t kCacheForKeys = 24 << 20;
-
 template <typename Shape>
 const char* launch_shape(const Forward& args, void* stream) {
   const Problem& problem = args.problem;
@@ -42,8 +39,6 @@ const char* launch_shape(const Forward& args, void* stream) {
   kernel.head_size = static_cast<int>(problem.head_size);
   kernel.scale = static_cast<float>(problem.scale * 1.4426950408889634);
   kernel.causal = problem.causal;
-  const int64_t head_bytes = 2 * problem.seq_kv * Shape::kD * 2 * Shape::kParts;
-  kernel.group = static_cast<int>(std::max<int64_t>(1, kCacheForKeys / head_bytes) * (problem.heads_q / problem.heads_kv));
   const int64_t blocks = (problem.seq_q + Shape::kBlockM - 1) / Shape::kBlockM * problem.batch * problem.heads_q;
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of queries";
   const auto persistent = static_cast<unsigned>(std::min<int64_t>(blocks, device().multiprocessors));

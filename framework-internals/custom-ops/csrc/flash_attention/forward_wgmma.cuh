@@ -1,9 +1,9 @@
 // Forward on Hopper (sm_90a): warp-specialised, one persistent block a multiprocessor.
 //
-// One warp copies tiles of K and V into two rings of shared memory (TMA, mbarriers); two or three warpgroups each own 64
-// query rows, whose output stays in registers. For key tile j a warpgroup issues S_j = Q K_j^T and, behind it, the product
-// of the tile before, O += P_{j-1} V_{j-1}; while the second runs it computes the softmax of S_j. Named barriers hand the
-// tensor cores from warpgroup to warpgroup, so that one's softmax runs under another's products.
+// One warp copies tiles of K and V into two rings of shared memory (TMA, mbarriers); two or three warpgroups each own
+// 64 query rows, whose output stays in registers. For key tile j a warpgroup issues S_j = Q K_j^T and, behind it, the
+// product of the tile before, O += P_{j-1} V_{j-1}; while the second runs it computes the softmax of S_j. Named
+// barriers hand the tensor cores from warpgroup to warpgroup, so that one's softmax runs under another's products.
 //
 //   issue S_0                          | softmax 0
 //   issue S_1, O += P_0 V_0            | softmax 1 (under the product), O *= correction
@@ -13,11 +13,11 @@
 // kParts = 1: 16-bit tensors. kParts = 2: fp32 as fp16 high and low parts, a product being low * high + high * low +
 // high * high (low * low is below fp32's last bit). The small products go first: the tensor core truncates each sum to
 // the bits of its accumulator, so that only the last third of the additions loses anything. For the same reason every
-// tile's P V starts from zero and is added to O by ordinary rounded arithmetic: accumulated in place over a long row, the
-// truncations, all towards zero, would add up.
+// tile's P V starts from zero and is added to O by ordinary rounded arithmetic: accumulated in place over a long row,
+// the truncations, all towards zero, would add up.
 //
-// Floor: 4 * seq_q * seq_kv * head_size operations a head (three times as many for fp32, half when causal) over the tensor
-// cores' rate.
+// Floor: 4 * seq_q * seq_kv * head_size operations a head (three times as many for fp32, half when causal) over the
+// tensor cores' rate.
 #pragma once
 
 #include "wgmma.cuh"
@@ -28,11 +28,10 @@ struct WgmmaForward {
   TensorMap q[2], k[2], v[2];  // (head_size, sequence, heads, batch); [0] the tensor or its high part, [1] the low part
   void* out;                   // T, or float where kParts is 2
   int64_t out_batch_stride, out_head_stride, out_seq_stride;
-  float* lse;                  // may be null
-  const int* exponent[3];      // kParts = 2: of q, k and v, as split.cuh writes them
+  float* lse;              // may be null
+  const int* exponent[3];  // kParts = 2: of q, k and v, as split.cuh writes them
   int batch, heads_q, heads_kv, seq_q, seq_kv, head_size;
-  int group;                   // heads that are worked on together, so that their K and V stay in the L2 cache
-  float scale;                 // times log2(e)
+  float scale;  // times log2(e)
   bool causal;
 };
 
@@ -55,32 +54,29 @@ struct BlockOfRows {
   int row, head, batch, tiles;
 };
 
-// Blocks of a head follow one another, since they read the same K and V. Causal blocks differ in length: within a group of
-// heads the longest go first, so that the last to finish are short.
+// Blocks of a head follow one another, since they read the same K and V, over the multiprocessors round after round.
+// Causal blocks differ in length: of a head, the longest is followed by the shortest and so on, and two rounds make
+// equal shares.
 template <typename Shape>
-FLASH_DEVICE BlockOfRows block_of_rows(const WgmmaForward& args, int index) {
-  const int blocks = (args.seq_q + Shape::kBlockM - 1) / Shape::kBlockM;
-  int head, block;
-  if (args.causal) {
-    const int first = index / (args.group * blocks) * args.group;
-    const int heads = min(args.group, args.batch * args.heads_q - first);
-    const int rest = index - first * blocks;
-    head = first + rest % heads;
-    block = blocks - 1 - rest / heads;
-  } else {
-    head = index / blocks;
-    block = index % blocks;
-  }
-  const int row = block * Shape::kBlockM;
-  const int keys = args.causal ? min(args.seq_kv, row + Shape::kBlockM) : args.seq_kv;
-  return {row, head % args.heads_q, head / args.heads_q, (keys + Shape::kBlockN - 1) / Shape::kBlockN};
-}
+struct Schedule {
+  const WgmmaForward& args;
+  const int blocks = (args.seq_q + Shape::kBlockM - 1) / Shape::kBlockM;  // of a head
+  const int shares = args.causal ? (blocks + 1) / 2 : blocks;
+  const int rounds_a_share = args.causal ? 2 : 1;
+  const int rounds = (args.batch * args.heads_q * shares + gridDim.x - 1) / gridDim.x * rounds_a_share;
 
-// Rounds go forth and back over the multiprocessors: where the work of a round shrinks from its first block to its last, who
-// had the longest gets the shortest next.
-FLASH_DEVICE int block_of_round(int round) {
-  return round * gridDim.x + (round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x);
-}
+  // Whether this multiprocessor has a block in a round, and which.
+  FLASH_DEVICE bool find(int round, BlockOfRows& found) const {
+    const int share = round / rounds_a_share * gridDim.x + blockIdx.x, head = share / shares;
+    const int other = blocks - 1 - share % shares;
+    const bool second = round % rounds_a_share == 1;
+    const int block = args.causal && !second ? other : share % shares;
+    if (head >= args.batch * args.heads_q || (second && block == other)) return false;
+    const int row = block * Shape::kBlockM, keys = args.causal ? min(args.seq_kv, row + Shape::kBlockM) : args.seq_kv;
+    found = {row, head % args.heads_q, head / args.heads_q, (keys + Shape::kBlockN - 1) / Shape::kBlockN};
+    return true;
+  }
+};
 
 template <typename Shape>
 struct WgmmaMemory {
@@ -99,32 +95,34 @@ struct WgmmaMemory {
 };
 
 template <typename Shape>
-FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& memory, int blocks) {
+FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& memory, const Schedule<Shape>& schedule) {
   RingPlace<Shape::kStages> k_place, v_place;
   uint32_t q_turn = 0;
-  for (int round = 0; round * gridDim.x < blocks; ++round) {
-    const int index = block_of_round(round);
-    if (index >= blocks) break;
-    const BlockOfRows block = block_of_rows<Shape>(args, index);
+  BlockOfRows block;
+  for (int round = 0; round < schedule.rounds; ++round) {
+    if (!schedule.find(round, block)) continue;
     const int head_kv = block.head / (args.heads_q / args.heads_kv);
     auto copy_k = [&](int tile) {
       barrier_wait(memory.k_empty(k_place.stage), k_place.turn ^ 1);
       barrier_arrive_expect(memory.k_full(k_place.stage), Shape::kTileBytes);
       copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(memory.k + k_place.stage * Shape::kTileBytes, args.k,
-                                                          memory.k_full(k_place.stage), tile * Shape::kBlockN, head_kv, block.batch);
+                                                          memory.k_full(k_place.stage), tile * Shape::kBlockN, head_kv,
+                                                          block.batch);
       k_place.advance();
     };
     auto copy_v = [&](int tile) {
       barrier_wait(memory.v_empty(v_place.stage), v_place.turn ^ 1);
       barrier_arrive_expect(memory.v_full(v_place.stage), Shape::kTileBytes);
       copy_rows<Shape::kParts, Shape::kBlockN, Shape::kD>(memory.v + v_place.stage * Shape::kTileBytes, args.v,
-                                                          memory.v_full(v_place.stage), tile * Shape::kBlockN, head_kv, block.batch);
+                                                          memory.v_full(v_place.stage), tile * Shape::kBlockN, head_kv,
+                                                          block.batch);
       v_place.advance();
     };
     copy_k(0);  // before Q: the ring has room while the last block's consumers still read their Q
     barrier_wait(memory.q_empty(), q_turn ^ 1);
     barrier_arrive_expect(memory.q_full(), Shape::kQBytes);
-    copy_rows<Shape::kParts, Shape::kBlockM, Shape::kD>(memory.q, args.q, memory.q_full(), block.row, block.head, block.batch);
+    copy_rows<Shape::kParts, Shape::kBlockM, Shape::kD>(memory.q, args.q, memory.q_full(), block.row, block.head,
+                                                        block.batch);
     q_turn ^= 1;
     for (int tile = 1; tile < block.tiles; ++tile) {
       copy_k(tile);
@@ -179,7 +177,8 @@ struct Consumer {
     }
   }
 
-  FLASH_DEVICE void softmax(float (&score)[kScores], RowState& state, float (&correction)[2], float scale, int row, int tile) {
+  FLASH_DEVICE void softmax(float (&score)[kScores], RowState& state, float (&correction)[2], float scale, int row,
+                            int tile) {
     const int last_key = (tile + 1) * kBlockN - 1;
     if (last_key >= args.seq_kv || (args.causal && last_key > row + warp_row)) mask(score, row, tile);
     online_softmax(score, state, correction, scale, kParts == 2 ? kSplitProbabilityExponent : 0.f);
@@ -208,7 +207,8 @@ struct Consumer {
       const int row = block.row + warp_row + lane / 4 + e * 8;
       if (row >= args.seq_q) continue;
       const float factor = 1.f / sum;
-      const int64_t start = block.batch * args.out_batch_stride + block.head * args.out_head_stride + row * args.out_seq_stride;
+      const int64_t start =
+          block.batch * args.out_batch_stride + block.head * args.out_head_stride + row * args.out_seq_stride;
 #pragma unroll
       for (int tile = 0; tile < kOutTiles; ++tile) {
 #pragma unroll
@@ -234,12 +234,14 @@ struct Consumer {
   FLASH_DEVICE void consume(const BlockOfRows& block) {
     const int head = block.batch * args.heads_q + block.head;
     const int head_kv = block.batch * args.heads_kv + block.head / (args.heads_q / args.heads_kv);
-    // 1 / (the powers of two by which the rows of a tile were scaled); loads that return under the products issued next.
+    // 1 / (the powers of two by which the rows of a tile were scaled); loads that return under the products issued
+    // next.
     auto unit_of = [&](int which, int tile) {
       return kParts == 2 ? split_unit(args.exponent[which], args.seq_kv, head_kv, tile * kBlockN) : 1.f;
     };
     float scale = args.scale;
-    if constexpr (kParts == 2) scale *= split_unit(args.exponent[0], args.seq_q, head, min(block.row + group * 64, args.seq_q - 1));
+    if constexpr (kParts == 2)
+      scale *= split_unit(args.exponent[0], args.seq_q, head, min(block.row + group * 64, args.seq_q - 1));
     float k_unit = unit_of(1, 0), v_unit = unit_of(2, 0);
     RowState state;
     float score[kScores], correction[2], out[kOutTiles][kOuts];
@@ -333,17 +335,17 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid
     barrier_init_visible();
   }
   __syncthreads();
-  const int blocks = (args.seq_q + Shape::kBlockM - 1) / Shape::kBlockM * args.batch * args.heads_q;
+  const Schedule<Shape> schedule{args};
   if (threadIdx.x < 128) {
     registers_release<Shape::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Shape>(args, memory, blocks);
+    if (threadIdx.x == 0) produce<Shape>(args, memory, schedule);
   } else {
     registers_acquire<Shape::kConsumerRegisters>();
     Consumer<Shape> consumer{args, memory};
     if (consumer.group == Shape::kConsumers - 1) consumer.pass_tensor_cores();  // the first may begin
-    for (int round = 0; round * gridDim.x < blocks; ++round) {
-      const int index = block_of_round(round);
-      if (index < blocks) consumer.consume(block_of_rows<Shape>(args, index));
+    BlockOfRows block;
+    for (int round = 0; round < schedule.rounds; ++round) {
+      if (schedule.find(round, block)) consumer.consume(block);
     }
     if (consumer.group == 0) consumer.take_tensor_cores();  // no arrival is left behind
   }

@@ -61,7 +61,8 @@ inline SplitWorkspace take_parts(Pieces& pieces, const Problem& problem, int ten
   SplitWorkspace workspace{};
   for (int i = 0; i < tensors; ++i) {
     const bool keys = i == 1 || i == 2;
-    const int64_t heads = problem.batch * (keys ? problem.heads_kv : problem.heads_q), seq = keys ? problem.seq_kv : problem.seq_q;
+    const int64_t heads = problem.batch * (keys ? problem.heads_kv : problem.heads_q),
+                  seq = keys ? problem.seq_kv : problem.seq_q;
     const int64_t count = heads * seq * head_width(problem.head_size);
     workspace.parts[i].high = pieces.take<__half>(count);
     workspace.parts[i].low = pieces.take<__half>(count);
@@ -93,8 +94,8 @@ const char* prepare_backward(const Backward& args, BackwardWorkspace& workspace,
 int64_t naive_workspace_bytes(const Problem& problem, bool backward);
 
 // Splits q, k, v and, where there is a fourth, grad_out.
-const char* split_tensors(const Problem& problem, const Tensor* const* tensors, int count, const SplitWorkspace& workspace,
-                          void* stream);
+const char* split_tensors(const Problem& problem, const Tensor* const* tensors, int count,
+                          const SplitWorkspace& workspace, void* stream);
 
 #define FLASH_TRY(call) \
   if (const char* error = (call)) return error

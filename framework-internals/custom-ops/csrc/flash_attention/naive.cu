@@ -22,8 +22,6 @@ int64_t most_rows(const Problem& problem, bool backward) {
   return backward ? std::max(queries, problem.batch * problem.heads_kv * problem.seq_kv) : queries;
 }
 
-NaiveTensor naive_tensor(const Tensor& tensor) { return {tensor.data, tensor.batch_stride, tensor.head_stride, tensor.seq_stride}; }
-
 Naive naive_args(const Problem& problem, void* workspace, bool backward) {
   Naive kernel{};
   kernel.scratch = workspace;
@@ -42,7 +40,8 @@ Naive naive_args(const Problem& problem, void* workspace, bool backward) {
 const char* launch_rows(void (*kernel)(Naive), const Naive& args, void* stream) {
   if (args.rows == 0) return nullptr;
   constexpr int kSharedBytes = kNaiveThreads / 32 * sizeof(double);
-  return launch(kernel, dim3(static_cast<unsigned>(std::min(args.rows, kMostBlocks))), kNaiveThreads, kSharedBytes, stream, args);
+  return launch(kernel, dim3(static_cast<unsigned>(std::min(args.rows, kMostBlocks))), kNaiveThreads, kSharedBytes,
+                stream, args);
 }
 
 template <typename T>
@@ -61,10 +60,10 @@ int64_t naive_workspace_bytes(const Problem& problem, bool backward) {
 
 const char* forward_naive(const Forward& args, void* stream) {
   Naive kernel = naive_args(args.problem, args.workspace, false);
-  kernel.q = naive_tensor(args.q);
-  kernel.k = naive_tensor(args.k);
-  kernel.v = naive_tensor(args.v);
-  kernel.out = naive_tensor(args.out);
+  kernel.q = args.q;
+  kernel.k = args.k;
+  kernel.v = args.v;
+  kernel.out = args.out;
   kernel.lse = args.lse;
   switch (args.problem.dtype) {
     case ScalarType::kFloat32: return launch_rows(forward_naive<float>, kernel, stream);
@@ -76,14 +75,14 @@ const char* forward_naive(const Forward& args, void* stream) {
 
 const char* backward_naive(const Backward& args, void* stream) {
   Naive kernel = naive_args(args.problem, args.workspace, true);
-  kernel.q = naive_tensor(args.q);
-  kernel.k = naive_tensor(args.k);
-  kernel.v = naive_tensor(args.v);
-  kernel.out = naive_tensor(args.out);
-  kernel.grad_out = naive_tensor(args.grad_out);
-  kernel.dq = naive_tensor(args.dq);
-  kernel.dk = naive_tensor(args.dk);
-  kernel.dv = naive_tensor(args.dv);
+  kernel.q = args.q;
+  kernel.k = args.k;
+  kernel.v = args.v;
+  kernel.out = args.out;
+  kernel.grad_out = args.grad_out;
+  kernel.dq = args.dq;
+  kernel.dk = args.dk;
+  kernel.dv = args.dv;
   kernel.lse = const_cast<void*>(args.lse);
   kernel.grad_lse = args.grad_lse;
   switch (args.problem.dtype) {

@@ -1,21 +1,17 @@
 // Attention without a tensor core and without tiles: one block a row, the row's scores whole in device memory.
 //
-// It is what the course begins with, what the tensor-core kernels are compared with, and what serves float64 and head sizes
-// that they do not take. A row of probabilities is written to the workspace, read again by every product, and each block
-// reads the whole of K and V: about seq_q times the bytes of a tiled kernel, and no use of the tensor cores.
+// It is what the course begins with, what the tensor-core kernels are compared with, and what serves float64 and head
+// sizes that they do not take. A row of probabilities is written to the workspace, read again by every product, and
+// each block reads the whole of K and V: about seq_q times the bytes of a tiled kernel, and no use of the tensor cores.
 #pragma once
 
+#include "flash_attention.h"
 #include "platform.cuh"
 #include "softmax.cuh"
 
 namespace custom_ops::flash_attention {
 
 constexpr int kNaiveThreads = 128;
-
-struct NaiveTensor {
-  void* data;
-  int64_t batch_stride, head_stride, seq_stride;
-};
 
 template <typename T>
 struct NaiveTypes {
@@ -27,12 +23,12 @@ struct NaiveTypes<double> {
 };
 
 struct Naive {
-  NaiveTensor q, k, v, out, grad_out, dq, dk, dv;
+  Tensor q, k, v, out, grad_out, dq, dk, dv;
   const void* grad_lse;
   void* lse;
   void* scratch;  // a row of `Wide` a block
   int64_t row_length;
-  int64_t rows;   // over all heads: the blocks take them in turns
+  int64_t rows;  // over all heads: the blocks take them in turns
   int heads_q, heads_kv, seq_q, seq_kv, head_size;
   double scale;
   bool causal;
@@ -48,8 +44,9 @@ FLASH_DEVICE void narrow(float x, __half& out) { out = __float2half_rn(x); }
 FLASH_DEVICE void narrow(float x, __nv_bfloat16& out) { out = __float2bfloat16_rn(x); }
 
 template <typename T>
-FLASH_DEVICE T* row_of(const NaiveTensor& tensor, int batch, int head, int row) {
-  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride + row * tensor.seq_stride;
+FLASH_DEVICE T* row_of(const Tensor& tensor, int batch, int head, int row) {
+  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride +
+         row * tensor.seq_stride;
 }
 
 template <typename Wide, bool kMaximum>
@@ -95,7 +92,8 @@ __global__ void __launch_bounds__(kNaiveThreads) forward_naive(const Naive args)
     const T* q = row_of<const T>(args.q, at.batch, at.head, at.row);
     Wide maximum = -kInfinity;
     for (int key = threadIdx.x; key < keys; key += kNaiveThreads) {
-      p[key] = dot(q, row_of<const T>(args.k, at.batch, at.head_kv, key), args.head_size) * static_cast<Wide>(args.scale);
+      p[key] =
+          dot(q, row_of<const T>(args.k, at.batch, at.head_kv, key), args.head_size) * static_cast<Wide>(args.scale);
       maximum = p[key] > maximum ? p[key] : maximum;
     }
     maximum = combine_block<Wide, true>(maximum, shared);
@@ -108,10 +106,12 @@ __global__ void __launch_bounds__(kNaiveThreads) forward_naive(const Naive args)
     __syncthreads();
     for (int column = threadIdx.x; column < args.head_size; column += kNaiveThreads) {
       Wide out = 0;
-      for (int key = 0; key < keys; ++key) out += p[key] * widen(row_of<const T>(args.v, at.batch, at.head_kv, key)[column]);
+      for (int key = 0; key < keys; ++key)
+        out += p[key] * widen(row_of<const T>(args.v, at.batch, at.head_kv, key)[column]);
       narrow(keys == 0 ? Wide{0} : out / sum, row_of<T>(args.out, at.batch, at.head, at.row)[column]);
     }
-    if (threadIdx.x == 0 && args.lse != nullptr) static_cast<Wide*>(args.lse)[index] = keys == 0 ? Wide{-kInfinity} : maximum + log(sum);
+    if (threadIdx.x == 0 && args.lse != nullptr)
+      static_cast<Wide*>(args.lse)[index] = keys == 0 ? Wide{-kInfinity} : maximum + log(sum);
     __syncthreads();
   }
 }
@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(kNaiveThreads) backward_naive_queries(const Na
   for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
     const NaivePlace at = naive_place(args, index);
     const int keys = args.causal ? min(args.seq_kv, at.row + 1) : args.seq_kv;
-    const T *q = row_of<const T>(args.q, at.batch, at.head, at.row), *grad = row_of<const T>(args.grad_out, at.batch, at.head, at.row);
+    const T *q = row_of<const T>(args.q, at.batch, at.head, at.row),
+            *grad = row_of<const T>(args.grad_out, at.batch, at.head, at.row);
     const Wide lse = static_cast<const Wide*>(args.lse)[index], scale = args.scale;
     Wide delta = dot(grad, row_of<const T>(args.out, at.batch, at.head, at.row), args.head_size);
     if (args.grad_lse != nullptr) delta -= static_cast<const Wide*>(args.grad_lse)[index];
@@ -135,7 +136,8 @@ __global__ void __launch_bounds__(kNaiveThreads) backward_naive_queries(const Na
     __syncthreads();
     for (int column = threadIdx.x; column < args.head_size; column += kNaiveThreads) {
       Wide sum = 0;
-      for (int key = 0; key < keys; ++key) sum += ds[key] * widen(row_of<const T>(args.k, at.batch, at.head_kv, key)[column]);
+      for (int key = 0; key < keys; ++key)
+        sum += ds[key] * widen(row_of<const T>(args.k, at.batch, at.head_kv, key)[column]);
       narrow(sum * scale, row_of<T>(args.dq, at.batch, at.head, at.row)[column]);
     }
     __syncthreads();
@@ -151,7 +153,8 @@ __global__ void __launch_bounds__(kNaiveThreads) backward_naive_keys(const Naive
   Wide* p = static_cast<Wide*>(args.scratch) + blockIdx.x * args.row_length;
   Wide* ds = p + args.row_length / 2;
   for (int64_t index = blockIdx.x; index < args.rows; index += gridDim.x) {
-    const int key = static_cast<int>(index % args.seq_kv), head_kv = static_cast<int>(index / args.seq_kv % args.heads_kv);
+    const int key = static_cast<int>(index % args.seq_kv),
+              head_kv = static_cast<int>(index / args.seq_kv % args.heads_kv);
     const int batch = static_cast<int>(index / args.seq_kv / args.heads_kv);
     const T *k = row_of<const T>(args.k, batch, head_kv, key), *v = row_of<const T>(args.v, batch, head_kv, key);
     const int first = args.causal ? key : 0;
@@ -160,7 +163,8 @@ __global__ void __launch_bounds__(kNaiveThreads) backward_naive_keys(const Naive
       Wide dk[kColumns] = {}, dv[kColumns] = {};
       for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
         for (int row = first + static_cast<int>(threadIdx.x); row < args.seq_q; row += kNaiveThreads) {
-          const T *q = row_of<const T>(args.q, batch, head, row), *grad = row_of<const T>(args.grad_out, batch, head, row);
+          const T *q = row_of<const T>(args.q, batch, head, row),
+                  *grad = row_of<const T>(args.grad_out, batch, head, row);
           const int64_t place = (int64_t{batch} * args.heads_q + head) * args.seq_q + row;
           Wide delta = dot(grad, row_of<const T>(args.out, batch, head, row), args.head_size);
           if (args.grad_lse != nullptr) delta -= static_cast<const Wide*>(args.grad_lse)[place];

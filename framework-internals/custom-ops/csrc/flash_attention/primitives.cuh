@@ -1,5 +1,6 @@
-// The few things that the attention kernels ask of the machine: tensor-core products, copies into shared memory, barriers.
-// Kernels call these and nothing else of CUDA's, so that emulator.h can stand in for this file and run them on a CPU.
+// The few things that the attention kernels ask of the machine: tensor-core products, copies into shared memory,
+// barriers. Kernels call these and nothing else of CUDA's, so that emulator.h can stand in for this file and run them
+// on a CPU.
 #pragma once
 
 #include <cuda.h>
@@ -41,7 +42,8 @@ FLASH_DEVICE float exp2_approx(float x) {
 FLASH_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 FLASH_DEVICE double shuffle_xor(double value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
-// --------------------------------------------------------------------------------------------- sm_80: mma.sync, cp.async
+// --------------------------------------------------------------------------------------------- sm_80: mma.sync,
+// cp.async
 
 FLASH_DEVICE void copy16(SharedAddress to, const void* from, bool valid) {  // 16 zero bytes where not valid
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
@@ -54,29 +56,34 @@ FLASH_DEVICE void copy_wait() {
 
 FLASH_DEVICE void load_matrices(uint32_t (&out)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(row) : "memory");
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(row)
+               : "memory");
 }
 FLASH_DEVICE void load_matrices_transposed(uint32_t (&out)[4], SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3]) : "r"(row) : "memory");
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(row)
+               : "memory");
 }
 
-#define FLASH_MMA(type)                                                                                              \
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "     \
-      "{%0, %1, %2, %3};"                                                                                              \
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                                 \
+#define FLASH_MMA(type)                                      \
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type \
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "  \
+      "{%0, %1, %2, %3};"                                    \
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])       \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
 // c (16 x 8) += a (16 x 16) b (16 x 8), the fragments of one warp.
 template <typename T>
 FLASH_DEVICE void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(T) != 2) return;
   if constexpr (__is_same(T, __half)) FLASH_MMA("f16");
   else FLASH_MMA("bf16");
 }
 #undef FLASH_MMA
 
-// ---------------------------------------------------------------------- sm_90a: mbarrier, tensor copies, wgmma, registers
+// ---------------------------------------------------------------------- sm_90a: mbarrier, tensor copies, wgmma,
+// registers
 
 FLASH_DEVICE void barrier_init(SharedAddress barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -97,21 +104,27 @@ FLASH_DEVICE void barrier_wait(SharedAddress barrier, uint32_t parity) {
       "@done bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"
-      "}" ::"r"(barrier), "r"(parity) : "memory");
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
 }
 
-// One box of a (d, sequence, head, batch) tensor; the bytes count towards the barrier, rows past the end arrive as zeros.
-FLASH_DEVICE void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
-                              int batch) {
+// One box of a (d, sequence, head, batch) tensor; the bytes count towards the barrier, rows past the end arrive as
+// zeros.
+FLASH_DEVICE void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress barrier, int column, int row,
+                              int head, int batch) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-      ::"r"(to), "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch) : "memory");
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
 }
 
 // Bytes that lie together, a multiple of 16, both sides aligned to 16.
 FLASH_DEVICE void bulk_copy(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 FLASH_DEVICE float2 load_shared_pair(SharedAddress from) {
   float2 pair;
@@ -150,41 +163,46 @@ FLASH_DEVICE void wgmma_keep(float (&value)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(value[i])::"memory");
 }
-template <int kCount>
-FLASH_DEVICE void wgmma_keep(uint32_t (&value)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(value[i])::"memory");
-}
 
 // Operand lists of wgmma: the accumulator's registers, %0 on.
-#define FLASH_F8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FLASH_F8(i)                                                                                           \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define FLASH_F32(i) FLASH_F8(i), FLASH_F8(i + 8), FLASH_F8(i + 16), FLASH_F8(i + 24)
 #define FLASH_F64 FLASH_F32(0), FLASH_F32(32)
-#define FLASH_N32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define FLASH_N64 FLASH_N32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define FLASH_N32                                                                                                      \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30," \
+  "%31"
+#define FLASH_N64                                                                                                      \
+  FLASH_N32                                                                                                            \
+      ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%" \
+      "59,%60,%61,%62,%63"
 // d (64 x N, one warpgroup's fragment) (+)= a b: a is a descriptor of shared memory or the fragment in registers, b a
 // descriptor. i0 ... i6 are the numbers of the operands behind the accumulator's.
-#define FLASH_WGMMA_FORMS(T, type, count, shape, list, regs, i0, i1, i2, i3, i4, i5, i6)                                \
-  template <bool kTransposeB>                                                                                            \
-  FLASH_DEVICE void wgmma(T*, float (&d)[count], uint64_t a, uint64_t b, int accumulate) {                              \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " i2 ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type   \
-                 " {" list "}, " i0 ", " i1 ", p, 1, 1, 0, " i3 ";}"                                                     \
-                 : regs : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));                                    \
-  }                                                                                                                      \
-  template <bool kTransposeB>                                                                                            \
-  FLASH_DEVICE void wgmma(T*, float (&d)[count], const uint32_t* a, uint64_t b, int accumulate) {                        \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " i5 ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type    \
-                 " {" list "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", p, 1, 1, " i6 ";}"                              \
-                 : regs                                                                                                  \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));       \
+#define FLASH_WGMMA_FORMS(T, type, count, shape, list, regs, i0, i1, i2, i3, i4, i5, i6)                              \
+  template <bool kTransposeB>                                                                                         \
+  FLASH_DEVICE void wgmma(T*, float (&d)[count], uint64_t a, uint64_t b, int accumulate) {                            \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " i2 ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type \
+                 " {" list "}, " i0 ", " i1 ", p, 1, 1, 0, " i3 ";}"                                                  \
+                 : regs                                                                                               \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));                                        \
+  }                                                                                                                   \
+  template <bool kTransposeB>                                                                                         \
+  FLASH_DEVICE void wgmma(T*, float (&d)[count], const uint32_t* a, uint64_t b, int accumulate) {                     \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " i5 ", 0; wgmma.mma_async.sync.aligned." shape ".f32." type "." type \
+                 " {" list "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", p, 1, 1, " i6 ";}"                           \
+                 : regs                                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));    \
   }
 
-FLASH_WGMMA_FORMS(__half, "f16", 32, "m64n64k16", FLASH_N32, FLASH_F32(0), "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+FLASH_WGMMA_FORMS(__half, "f16", 32, "m64n64k16", FLASH_N32, FLASH_F32(0), "%32", "%33", "%34", "%35", "%36", "%37",
+                  "%38")
 FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 32, "m64n64k16", FLASH_N32, FLASH_F32(0), "%32", "%33", "%34", "%35", "%36",
                   "%37", "%38")
-FLASH_WGMMA_FORMS(__half, "f16", 64, "m64n128k16", FLASH_N64, FLASH_F64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
-FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 64, "m64n128k16", FLASH_N64, FLASH_F64, "%64", "%65", "%66", "%67", "%68", "%69",
+FLASH_WGMMA_FORMS(__half, "f16", 64, "m64n128k16", FLASH_N64, FLASH_F64, "%64", "%65", "%66", "%67", "%68", "%69",
                   "%70")
+FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 64, "m64n128k16", FLASH_N64, FLASH_F64, "%64", "%65", "%66", "%67", "%68",
+                  "%69", "%70")
 
 // ----------------------------------------------------------------------------------------------------------- host side
 
@@ -210,10 +228,10 @@ inline Device device() {
   return {multiprocessors, 10 * major + minor, shared};
 }
 
-// A tensor map of 16-bit elements: boxes of 64 columns by box_rows, 128-byte swizzled. The driver is asked for the encoder
-// at run time, since a library that links libcuda would not load on a machine without a driver.
-inline const char* make_tensor_map(TensorMap& map, const void* base, const int64_t (&sizes)[4], const int64_t (&strides)[4],
-                                   int box_rows) {
+// A tensor map of 16-bit elements: boxes of 64 columns by box_rows, 128-byte swizzled. The driver is asked for the
+// encoder at run time, since a library that links libcuda would not load on a machine without a driver.
+inline const char* make_tensor_map(TensorMap& map, const void* base, const int64_t (&sizes)[4],
+                                   const int64_t (&strides)[4], int box_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -226,9 +244,9 @@ inline const char* make_tensor_map(TensorMap& map, const void* base, const int64
   for (int i = 0; i < 4; ++i) size[i] = static_cast<cuuint64_t>(sizes[i]);
   for (int i = 0; i < 3; ++i) stride[i] = static_cast<cuuint64_t>(strides[i + 1]) * 2;
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, step[4] = {1, 1, 1, 1};
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, const_cast<void*>(base), size, stride, box, step,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, const_cast<void*>(base), size, stride, box,
+                                 step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? nullptr : "the driver refuses the tensor's layout (cuTensorMapEncodeTiled)";
 }
 

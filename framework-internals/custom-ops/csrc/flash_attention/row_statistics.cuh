@@ -1,6 +1,6 @@
-// What the backward needs of each query besides its tensors: lse in units of log2, and delta, the sum over head_size of out
-// times its gradient, minus the gradient of lse. A head's queries are filled up to a multiple of 128 with an lse of infinity
-// and a delta of zero, which makes the probabilities of queries that do not exist zero.
+// What the backward needs of each query besides its tensors: lse in units of log2, and delta, the sum over head_size of
+// out times its gradient, minus the gradient of lse. A head's queries are filled up to a multiple of 128 with an lse of
+// infinity and a delta of zero, which makes the probabilities of queries that do not exist zero.
 #pragma once
 
 #include "launch.cuh"
@@ -23,7 +23,8 @@ template <typename T>
 __global__ void __launch_bounds__(kStatisticsThreads) row_statistics(const StatisticsArgs args) {
   const int64_t row = int64_t{blockIdx.x} * (kStatisticsThreads / 32) + threadIdx.x / 32;
   if (row >= args.rows) return;
-  const int64_t index = row / args.to.stride, query = row % args.to.stride, batch = index / args.heads, head = index % args.heads;
+  const int64_t index = row / args.to.stride, query = row % args.to.stride, batch = index / args.heads,
+                head = index % args.heads;
   const int lane = threadIdx.x % 32;
   float sum = 0.f;
   if (query < args.seq) {
@@ -31,7 +32,8 @@ __global__ void __launch_bounds__(kStatisticsThreads) row_statistics(const Stati
                    query * args.out.seq_stride;
     const T* grad = static_cast<const T*>(args.grad_out.data) + batch * args.grad_out.batch_stride +
                     head * args.grad_out.head_stride + query * args.grad_out.seq_stride;
-    for (int i = lane; i < args.head_size; i += 32) sum = fmaf(static_cast<float>(out[i]), static_cast<float>(grad[i]), sum);
+    for (int i = lane; i < args.head_size; i += 32)
+      sum = fmaf(static_cast<float>(out[i]), static_cast<float>(grad[i]), sum);
   }
   for (int offset = 16; offset > 0; offset /= 2) sum += shuffle_xor(sum, offset);
   if (lane != 0) return;

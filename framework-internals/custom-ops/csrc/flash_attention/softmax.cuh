@@ -1,7 +1,8 @@
-// What the kernels do with the fragment of a warp: the online softmax, packing, fp32 numbers as two fp16 numbers, writing.
+// What the kernels do with the fragment of a warp: the online softmax, packing, fp32 numbers as two fp16 numbers,
+// writing.
 //
-// Fragment layout (of mma.sync and wgmma alike): score[4 t + 2 e + i] of lane L is row 8 e + L / 4 of the warp's 16 rows
-// and key 8 t + 2 (L % 4) + i, so that a row lies in four neighbouring lanes.
+// Fragment layout (of mma.sync and wgmma alike): score[4 t + 2 e + i] of lane L is row 8 e + L / 4 of the warp's 16
+// rows and key 8 t + 2 (L % 4) + i, so that a row lies in four neighbouring lanes.
 #pragma once
 
 #include "platform.cuh"
@@ -12,9 +13,9 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = __builtin_huge_valf();
 
-// Two fp16 numbers hold 22 bits of a float whose magnitude lies well inside fp16's range. Probabilities are therefore kept
-// 2^14 times too large, which keeps the low part of any that matters a normal number, and tensors are scaled to a largest
-// magnitude in [2^9, 2^10), 128 rows at a time.
+// Two fp16 numbers hold 22 bits of a float whose magnitude lies well inside fp16's range. Probabilities are therefore
+// kept 2^14 times too large, which keeps the low part of any that matters a normal number, and tensors are scaled to a
+// largest magnitude in [2^9, 2^10), 128 rows at a time.
 constexpr float kSplitProbabilityExponent = 14.f;
 constexpr int kSplitExponent = 9;
 
@@ -36,8 +37,8 @@ FLASH_DEVICE float2 unpack_half(uint32_t packed) {
   return __half22float2(pair);
 }
 
-// The power of two to scale numbers of this largest magnitude by. Infinities go through unscaled; fmaxf drops NaN, which
-// stay NaN in both parts.
+// The power of two to scale numbers of this largest magnitude by. Infinities go through unscaled; fmaxf drops NaN,
+// which stay NaN in both parts.
 FLASH_DEVICE int split_exponent(float largest) {
   uint32_t bits;
   memcpy(&bits, &largest, 4);
@@ -63,16 +64,18 @@ FLASH_DEVICE float split_unit(const int* exponents, int seq, int head, int row) 
 constexpr float kLargestFusedScale = 16.f;
 FLASH_DEVICE bool fused_scale(float scale) { return scale > 0.f && scale <= kLargestFusedScale; }
 
-// The state of the two rows that a lane has a part of. `maximum` is scaled and in units of log2; `sum` is the lane's own.
+// The state of the two rows that a lane has a part of. `maximum` is scaled and in units of log2; `sum` is the lane's
+// own.
 struct RowState {
   float maximum[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0.f, 0.f};
 };
 
-// Turns scores into 2^shift * probabilities relative to the new row maximum, and returns what the old output and sum are to
-// be multiplied by in `correction`. `scale` includes log2(e).
+// Turns scores into 2^shift * probabilities relative to the new row maximum, and returns what the old output and sum
+// are to be multiplied by in `correction`. `scale` includes log2(e).
 template <int kCount>
-FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float (&correction)[2], float scale, float shift) {
+FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float (&correction)[2], float scale,
+                                 float shift) {
   if (!fused_scale(scale)) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) score[i] = score[i] == -kInfinity ? score[i] : score[i] * scale;

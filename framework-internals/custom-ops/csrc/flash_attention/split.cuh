@@ -1,7 +1,7 @@
-// fp32 tensors as two fp16 tensors: x * 2^e = high + low, with 2^e the power of two that brings the largest magnitude of 128
-// neighbouring rows of a head into [2^9, 2^10). The parts are written (batch, heads, sequence, width), width being head_size
-// filled up with zeros to what the attention kernel works on. One block holds its rows in registers between finding their
-// largest magnitude and writing the parts: 4 bytes read and 4 written an element.
+// fp32 tensors as two fp16 tensors: x * 2^e = high + low, with 2^e the power of two that brings the largest magnitude
+// of 128 neighbouring rows of a head into [2^9, 2^10). The parts are written (batch, heads, sequence, width), width
+// being head_size filled up with zeros to what the attention kernel works on. One block holds its rows in registers
+// between finding their largest magnitude and writing the parts: 4 bytes read and 4 written an element.
 #pragma once
 
 #include "launch.cuh"
@@ -27,9 +27,10 @@ struct Split {
 // Four neighbouring elements of a row, zeros past the head size; 16 bytes at once where the tensor allows that.
 FLASH_DEVICE float4 load_four(const float* row, int column, int head_size) {
   const float* from = row + column;
-  if (column + 4 <= head_size && reinterpret_cast<uintptr_t>(from) % 16 == 0) return *reinterpret_cast<const float4*>(from);
-  return {column < head_size ? from[0] : 0.f, column + 1 < head_size ? from[1] : 0.f, column + 2 < head_size ? from[2] : 0.f,
-          column + 3 < head_size ? from[3] : 0.f};
+  if (column + 4 <= head_size && reinterpret_cast<uintptr_t>(from) % 16 == 0)
+    return *reinterpret_cast<const float4*>(from);
+  return {column < head_size ? from[0] : 0.f, column + 1 < head_size ? from[1] : 0.f,
+          column + 2 < head_size ? from[2] : 0.f, column + 3 < head_size ? from[3] : 0.f};
 }
 
 FLASH_DEVICE float largest_of(float4 x) { return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))); }
@@ -41,7 +42,8 @@ __global__ void __launch_bounds__(kSplitThreads) split_rows(const Split args) {
   const int chunks = (tensor.seq + kSplitRows - 1) / kSplitRows;
   const int head = blockIdx.x / chunks, first_row = blockIdx.x % chunks * kSplitRows;
   if (head >= tensor.batch * tensor.heads) return;
-  const float* from = tensor.from + head / tensor.heads * tensor.batch_stride + head % tensor.heads * tensor.head_stride;
+  const float* from =
+      tensor.from + head / tensor.heads * tensor.batch_stride + head % tensor.heads * tensor.head_stride;
   const int thread = threadIdx.x;
 
   float4 x[kQuads];
@@ -49,7 +51,8 @@ __global__ void __launch_bounds__(kSplitThreads) split_rows(const Split args) {
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     const int place = i * kSplitThreads + thread, row = first_row + place / kQuadsARow;
-    x[i] = row < tensor.seq ? load_four(from + row * tensor.seq_stride, place % kQuadsARow * 4, args.head_size) : float4{};
+    x[i] =
+        row < tensor.seq ? load_four(from + row * tensor.seq_stride, place % kQuadsARow * 4, args.head_size) : float4{};
   }
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) largest = fmaxf(largest, largest_of(x[i]));
@@ -74,7 +77,8 @@ __global__ void __launch_bounds__(kSplitThreads) split_rows(const Split args) {
     const float2 a = unpack_half(high.x), b = unpack_half(high.y);
     const int64_t to = (int64_t{head} * tensor.seq + first_row) * kQuadsARow + place;
     reinterpret_cast<uint2*>(tensor.high)[to] = high;
-    reinterpret_cast<uint2*>(tensor.low)[to] = uint2{pack<__half>(x[i].x - a.x, x[i].y - a.y), pack<__half>(x[i].z - b.x, x[i].w - b.y)};
+    reinterpret_cast<uint2*>(tensor.low)[to] =
+        uint2{pack<__half>(x[i].x - a.x, x[i].y - a.y), pack<__half>(x[i].z - b.x, x[i].w - b.y)};
   }
 }
 

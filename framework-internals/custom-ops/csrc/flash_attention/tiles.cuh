@@ -1,7 +1,8 @@
 // Tiles in shared memory as ldmatrix reads them, and products of a warp's fragments, for the kernels built on mma.sync.
 //
-// A tile is rows x kD 16-bit elements, 16-byte chunks of a row exchanged among themselves by the row's number, so that the
-// eight rows that one ldmatrix reads lie in eight different groups of banks. kParts = 2: the high part, then the low one.
+// A tile is rows x kD 16-bit elements, 16-byte chunks of a row exchanged among themselves by the row's number, so that
+// the eight rows that one ldmatrix reads lie in eight different groups of banks. kParts = 2: the high part, then the
+// low one.
 #pragma once
 
 #include "platform.cuh"
@@ -9,7 +10,8 @@
 
 namespace custom_ops::flash_attention {
 
-// A head of a (batch, heads, sequence, head_size) operand: one tensor of 16-bit elements, or the two parts of an fp32 one.
+// A head of a (batch, heads, sequence, head_size) operand: one tensor of 16-bit elements, or the two parts of an fp32
+// one.
 struct MmaOperand {
   const void* part[2];
   int64_t batch_stride, head_stride, seq_stride;
@@ -28,7 +30,8 @@ FLASH_DEVICE SharedAddress chunk_address(SharedAddress tile, int row, int chunk)
 
 // Rows first_row ... first_row + kRows - 1, zeros past the sequence's end and past the head size.
 template <typename T, int kParts, int kRows, int kD, int kThreads>
-FLASH_DEVICE void copy_tile(SharedAddress tile, const MmaOperand& from, int batch, int head, int first_row, int head_size) {
+FLASH_DEVICE void copy_tile(SharedAddress tile, const MmaOperand& from, int batch, int head, int first_row,
+                            int head_size) {
   constexpr int kChunks = kD / 8;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
@@ -53,14 +56,16 @@ FLASH_DEVICE void multiply_rows(float (&out)[kN / 8][4], SharedAddress rows, int
     uint32_t left[kParts][4];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      load_matrices(left[part], chunk_address<kD>(rows + part * kLeftRows * kD * 2, first + lane % 16, 2 * k + lane / 16));
+      load_matrices(left[part],
+                    chunk_address<kD>(rows + part * kLeftRows * kD * 2, first + lane % 16, 2 * k + lane / 16));
     }
 #pragma unroll
     for (int n = 0; n < kN / 8; n += 2) {
       uint32_t right[kParts][4];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        load_matrices(right[part], chunk_address<kD>(keys + part * kN * kD * 2, n * 8 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+        load_matrices(right[part], chunk_address<kD>(keys + part * kN * kD * 2, n * 8 + lane / 16 * 8 + lane % 8,
+                                                     2 * k + lane / 8 % 2));
       }
       if constexpr (kParts == 2) {
         mma<T>(out[n], left[1], right[0][0], right[0][1]);

@@ -1,9 +1,9 @@
 // What the Hopper kernels share: rings of shared memory, tiles as TMA writes and wgmma reads them, products of tiles.
 //
-// A tile is kRows x kD 16-bit elements in blocks of 64 columns (128 bytes) by all rows, 128-byte swizzled; kParts = 2: the
-// high part, then the low one. A tile whose rows stay in the product (Q, K in scores) is read K-major: 32 bytes on for 16
-// columns. One whose rows are summed over (V in P V) is read with its rows as the summed dimension: 2048 bytes on for 16
-// rows, its 64-column blocks the leading offset.
+// A tile is kRows x kD 16-bit elements in blocks of 64 columns (128 bytes) by all rows, 128-byte swizzled; kParts = 2:
+// the high part, then the low one. A tile whose rows stay in the product (Q, K in scores) is read K-major: 32 bytes on
+// for 16 columns. One whose rows are summed over (V in P V) is read with its rows as the summed dimension: 2048 bytes
+// on for 16 rows, its 64-column blocks the leading offset.
 #pragma once
 
 #include "platform.cuh"
@@ -31,7 +31,8 @@ FLASH_DEVICE uint64_t matrix_descriptor(SharedAddress start, int leading_bytes) 
 
 // All parts of a tile, which counts kParts * kRows * kD * 2 bytes towards the barrier.
 template <int kParts, int kRows, int kD>
-FLASH_DEVICE void copy_rows(SharedAddress to, const TensorMap (&maps)[2], SharedAddress barrier, int row, int head, int batch) {
+FLASH_DEVICE void copy_rows(SharedAddress to, const TensorMap (&maps)[2], SharedAddress barrier, int row, int head,
+                            int batch) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
@@ -44,11 +45,13 @@ FLASH_DEVICE void copy_rows(SharedAddress to, const TensorMap (&maps)[2], Shared
 
 // out (64 x kRightRows) (+)= left right^T, with left 64 rows of a tile of kLeftRows.
 template <typename T, int kD, int kLeftRows, int kRightRows>
-FLASH_DEVICE void multiply_tiles(float (&out)[kRightRows / 2], SharedAddress left, SharedAddress right, bool accumulate) {
+FLASH_DEVICE void multiply_tiles(float (&out)[kRightRows / 2], SharedAddress left, SharedAddress right,
+                                 bool accumulate) {
 #pragma unroll
   for (int step = 0; step < kD / 16; ++step) {
     const int block = step / 4, within = step % 4 * 32;
-    wgmma<false>(static_cast<T*>(nullptr), out, matrix_descriptor(left + block * kLeftRows * kTileRowBytes + within, 16),
+    wgmma<false>(static_cast<T*>(nullptr), out,
+                 matrix_descriptor(left + block * kLeftRows * kTileRowBytes + within, 16),
                  matrix_descriptor(right + block * kRightRows * kTileRowBytes + within, 16), accumulate || step != 0);
   }
 }
@@ -65,8 +68,8 @@ FLASH_DEVICE void multiply_parts(float (&out)[kRightRows / 2], SharedAddress lef
 
 // out (64 x kD, in pieces of kCount registers) (+)= weights (64 x kRows, fragments) tile (kRows x kD)
 template <typename T, int kRows, int kPieces, int kCount>
-FLASH_DEVICE void weigh_tile(float (&out)[kPieces][kCount], const uint32_t (&weights)[kRows / 16][4], SharedAddress tile,
-                             bool accumulate) {
+FLASH_DEVICE void weigh_tile(float (&out)[kPieces][kCount], const uint32_t (&weights)[kRows / 16][4],
+                             SharedAddress tile, bool accumulate) {
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece) {
 #pragma unroll
@@ -80,7 +83,8 @@ FLASH_DEVICE void weigh_tile(float (&out)[kPieces][kCount], const uint32_t (&wei
 
 // The same of split operands, from zero; or added to `out`, where there is one part.
 template <typename T, int kParts, int kD, int kRows, int kPieces, int kCount>
-FLASH_DEVICE void weigh_parts(float (&out)[kPieces][kCount], const uint32_t (&weights)[kParts][kRows / 16][4], SharedAddress tile) {
+FLASH_DEVICE void weigh_parts(float (&out)[kPieces][kCount], const uint32_t (&weights)[kParts][kRows / 16][4],
+                              SharedAddress tile) {
   if constexpr (kParts == 2) {
     weigh_tile<T, kRows>(out, weights[1], tile, false);
     weigh_tile<T, kRows>(out, weights[0], tile + kRows * kD * 2, true);

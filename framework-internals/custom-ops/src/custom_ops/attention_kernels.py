@@ -96,7 +96,7 @@ class Kernels:
         algorithm: Algorithm = Algorithm.AUTO,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``softmax(scale * q k^T) v`` and the log-sum-exp of each row; ``out`` is filled with NaN where it is made here.
+        """``softmax(scale * q k^T) v`` and the log-sum-exp of each row, in tensors that held NaN before.
 
         Args:
             q: (batch, heads_q, seq_q, head_size), unit stride in the last dimension.

@@ -1,0 +1,282 @@
+"""The attention kernels one by one against float64: on the CPU, on the emulated GPU, and on a GPU."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from custom_ops.attention_kernels import Algorithm, Kernels, build_kernels
+from native_build import find_nvcc
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# Unit roundoffs. A 16-bit kernel rounds the probabilities and the output (backward also the gradients of the scores).
+# fp32 on tensor cores keeps 22 bits of each operand and drops the product of the low parts, which is as large.
+ROUNDOFF = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-22, FP64: 2.0**-53}
+FORWARD_ROUNDINGS = {BF16: 2, FP16: 2, FP32: 4, FP64: 16}
+BACKWARD_ROUNDINGS = {BF16: 3, FP16: 3, FP32: 8, FP64: 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    algorithm: Algorithm
+    dtype: torch.dtype
+    head_size: int
+    heads: tuple[int, int] = (2, 1)  # of queries, of keys
+    lengths: tuple[int, int] = (70, 130)
+    causal: bool = False
+    scale: float | None = None
+    magnitude: float = 1.0
+    batch: int = 1
+
+    @property
+    def factor(self) -> float:
+        return self.head_size**-0.5 if self.scale is None else self.scale
+
+
+def make_inputs(case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, length: int, magnitude: float, *size: int) -> torch.Tensor:
+        x = torch.randn(case.batch, heads, length, *size, generator=generator) * magnitude
+        return x.to(case.dtype).to(device)
+
+    (heads_q, heads_kv), (seq_q, seq_kv) = case.heads, case.lengths
+    q = draw(heads_q, seq_q, case.magnitude, case.head_size)
+    k = draw(heads_kv, seq_kv, 1 / case.magnitude, case.head_size)
+    v = draw(heads_kv, seq_kv, case.magnitude, case.head_size)
+    grad_out = draw(heads_q, seq_q, case.magnitude, case.head_size)
+    grad_lse = torch.randn(case.batch, heads_q, seq_q, generator=generator).to(FP64 if case.dtype == FP64 else FP32)
+    return q, k, v, grad_out, grad_lse.to(device)
+
+
+def reference(
+    case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Output and log-sum-exp in float64, and the leaves that they are differentiable in."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    group = case.heads[0] // case.heads[1]
+    scores = leaves[0] @ leaves[1].repeat_interleave(group, 1).mT * case.factor
+    if case.causal:
+        scores = scores.masked_fill(~torch.ones_like(scores, dtype=torch.bool).tril(), -math.inf)
+    return scores.softmax(-1) @ leaves[2].repeat_interleave(group, 1), scores.logsumexp(-1), leaves
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert not got.isnan().any(), "an element was not written, or is NaN"
+    difference, size = (got.double() - expected).norm().item(), expected.norm().item()
+    return difference / size if size > 0 else difference
+
+
+def check(kernels: Kernels, case: Case, device: str, *, backward: Algorithm | None = None) -> None:
+    """Forward with ``case.algorithm``, then backward with ``backward``, each within its roundings of float64."""
+    q, k, v, grad_out, grad_lse = make_inputs(case, device)
+    out, lse = kernels.forward(q, k, v, causal=case.causal, scale=case.scale, algorithm=case.algorithm)
+    expected, expected_lse, leaves = reference(case, q, k, v)
+    bound = FORWARD_ROUNDINGS[case.dtype] * ROUNDOFF[case.dtype]
+    errors = {"out": relative_error(out, expected), "lse": relative_error(lse, expected_lse)}
+    assert max(errors.values()) < bound, (errors, bound)
+    gradients = kernels.backward(
+        q, k, v, out, lse, grad_out, grad_lse=grad_lse, causal=case.causal, scale=case.scale,
+        algorithm=backward or case.algorithm,
+    )  # fmt: skip
+    exact = torch.autograd.grad([expected, expected_lse], leaves, [grad_out.double(), grad_lse.double()])
+    errors = {name: relative_error(x, y) for name, x, y in zip(("dq", "dk", "dv"), gradients, exact, strict=True)}
+    bound = BACKWARD_ROUNDINGS[case.dtype] * ROUNDOFF[case.dtype]
+    assert max(errors.values()) < bound, (errors, bound)
+
+
+needs_cuda_headers = pytest.mark.skipif(find_nvcc() is None, reason="needs CUDA's headers, which come with nvcc")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("emulator", marks=needs_cuda_headers),
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(
+                    not torch.cuda.is_available() or find_nvcc() is None, reason="needs a CUDA GPU and nvcc"
+                ),
+            ],
+        ),
+    ]
+)
+def tensor_cores(request: pytest.FixtureRequest) -> tuple[Kernels, str]:
+    """The kernels, and the device that their tensors lie on."""
+    if request.param == "cuda":
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("the kernels are built for sm_90a here")
+        return build_kernels("cuda"), "cuda"
+    return build_kernels("emulator"), "cpu"
+
+
+MMA, WGMMA, NAIVE = Algorithm.MMA, Algorithm.WGMMA, Algorithm.NAIVE
+CASES = [
+    Case(MMA, BF16, 64),
+    Case(MMA, FP16, 72, lengths=(70, 90), causal=True),
+    Case(MMA, BF16, 128, heads=(3, 3), lengths=(65, 40), causal=True),
+    Case(MMA, BF16, 200, lengths=(40, 50), causal=True),
+    Case(MMA, FP32, 64, batch=2),
+    Case(MMA, FP32, 40, lengths=(70, 60), causal=True, magnitude=1e3),
+    Case(MMA, FP32, 120, lengths=(70, 40), causal=True),
+    Case(MMA, FP32, 256, heads=(1, 1), lengths=(40, 40)),
+    Case(WGMMA, BF16, 64, lengths=(200, 140)),
+    Case(WGMMA, BF16, 32, heads=(4, 2), lengths=(400, 150), causal=True, batch=2),
+    Case(WGMMA, FP16, 72, lengths=(150, 290), causal=True),
+    Case(WGMMA, FP32, 64, lengths=(130, 260)),
+    Case(WGMMA, FP32, 40, heads=(3, 1), lengths=(300, 140), causal=True, magnitude=1e3),
+    Case(WGMMA, FP32, 120, lengths=(150, 130), causal=True),
+    Case(WGMMA, FP32, 128, heads=(1, 1), lengths=(70, 140)),
+    Case(NAIVE, FP64, 24, heads=(4, 2), lengths=(20, 33), causal=True),
+    Case(NAIVE, FP16, 33, lengths=(20, 33)),
+    Case(NAIVE, FP32, 300, heads=(1, 1), lengths=(10, 12), causal=True),
+    # Scales that do not fit the fused multiply-add of the softmax take a path of their own.
+    Case(WGMMA, FP32, 64, heads=(1, 1), lengths=(40, 40), causal=True, scale=-0.3),
+    Case(WGMMA, BF16, 64, heads=(1, 1), lengths=(40, 40), causal=True, scale=-1.0),
+    Case(MMA, FP32, 64, heads=(1, 1), lengths=(40, 40), causal=True, scale=0.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=repr)
+def test_kernels_agree_with_float64(tensor_cores: tuple[Kernels, str], case: Case) -> None:
+    kernels, device = tensor_cores
+    check(kernels, case, device)
+
+
+def test_widest_heads_forward_on_hopper(tensor_cores: tuple[Kernels, str]) -> None:
+    kernels, device = tensor_cores
+    check(kernels, Case(WGMMA, BF16, 200, lengths=(70, 150), causal=True), device, backward=MMA)
+
+
+@pytest.mark.parametrize("algorithm", [MMA, WGMMA])
+def test_steep_scale_finds_the_largest_score(tensor_cores: tuple[Kernels, str], algorithm: Algorithm) -> None:
+    # Scores of some 10^4: the softmax is one row of V, and a rounded maximum must not make a probability overflow.
+    kernels, device = tensor_cores
+    case = Case(algorithm, FP16, 64, heads=(1, 1), lengths=(40, 60), scale=1e3)
+    q, k, v, *_ = make_inputs(case, device)
+    out, lse = kernels.forward(q, k, v, scale=case.scale, algorithm=algorithm)
+    expected, expected_lse, _ = reference(case, q, k, v)
+    assert relative_error(out, expected) < FORWARD_ROUNDINGS[FP16] * ROUNDOFF[FP16]
+    assert relative_error(lse, expected_lse) < 2.0**-22
+
+
+@pytest.mark.parametrize("algorithm", [MMA, WGMMA])
+def test_long_rows_do_not_drift(tensor_cores: tuple[Kernels, str], algorithm: Algorithm) -> None:
+    # A correction recomputed from an unrounded maximum is not exactly one where the maximum has not changed, and the
+    # weight of the early tiles drifts off by some 2^-23 a tile: 1.3e-6 at this length. See NOTES.md.
+    kernels, device = tensor_cores
+    case = Case(algorithm, FP32, 64, heads=(1, 1), lengths=(16, 4096))
+    q, k, v, *_ = make_inputs(case, device)
+    out, _ = kernels.forward(q, k, v, algorithm=algorithm)
+    assert relative_error(out, reference(case, q, k, v)[0]) < 6e-7
+
+
+@pytest.mark.parametrize(
+    "case", [Case(WGMMA, BF16, 64, causal=True), Case(WGMMA, FP32, 64), Case(MMA, FP32, 64)], ids=repr
+)
+def test_strided_tensors(tensor_cores: tuple[Kernels, str], case: Case) -> None:
+    kernels, device = tensor_cores
+    q, k, v, grad_out, _ = make_inputs(case, device)
+    out, lse = kernels.forward(q, k, v, causal=case.causal, algorithm=case.algorithm)
+    gradients = kernels.backward(q, k, v, out, lse, grad_out, causal=case.causal, algorithm=case.algorithm)
+
+    def strided(x: torch.Tensor) -> torch.Tensor:  # (batch, sequence, heads, head_size) in memory
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+    sides = [strided(x) for x in (q, k, v, out, grad_out)]
+    again, lse_again = kernels.forward(*sides[:3], causal=case.causal, algorithm=case.algorithm, out=strided(out))
+    assert torch.equal(again, out)
+    assert torch.equal(lse_again, lse)
+    from_strided = kernels.backward(*sides[:4], lse, sides[4], causal=case.causal, algorithm=case.algorithm)
+    assert all(torch.equal(x, y) for x, y in zip(from_strided, gradients, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or find_nvcc() is None, reason="needs a CUDA GPU and nvcc")
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_results_are_the_same_every_time(dtype: torch.dtype) -> None:
+    kernels = build_kernels("cuda")
+    case = Case(WGMMA, dtype, 128, heads=(8, 2), lengths=(2000, 1900), causal=True, batch=2)
+    q, k, v, grad_out, _ = make_inputs(case, "cuda")
+    out, lse = kernels.forward(q, k, v, causal=True, algorithm=WGMMA)
+    gradients = kernels.backward(q, k, v, out, lse, grad_out, causal=True, algorithm=WGMMA)
+    for _ in range(5):
+        assert torch.equal(kernels.forward(q, k, v, causal=True, algorithm=WGMMA)[0], out)
+        again = kernels.backward(q, k, v, out, lse, grad_out, causal=True, algorithm=WGMMA)
+        assert all(torch.equal(x, y) for x, y in zip(again, gradients, strict=True))
+
+
+def test_refusals_name_the_reason(tensor_cores: tuple[Kernels, str]) -> None:
+    kernels, device = tensor_cores
+
+    def forward(case: Case, offset: int = 0) -> None:
+        q, k, v, *_ = make_inputs(case, device)
+        q = torch.cat([q.new_zeros(offset), q.flatten()])[offset:].view(q.shape)
+        kernels.forward(q, k, v, scale=case.scale, algorithm=case.algorithm)
+
+    with pytest.raises(ValueError, match="multiples of 8 up to 256"):
+        forward(Case(MMA, BF16, 33))
+    with pytest.raises(ValueError, match="float64 has no tensor-core kernel"):
+        forward(Case(WGMMA, FP64, 64))
+    with pytest.raises(ValueError, match="not a multiple of the number of key/value heads"):
+        forward(Case(NAIVE, FP32, 64, heads=(3, 2)))
+    with pytest.raises(ValueError, match="16-byte aligned"):
+        forward(Case(MMA, BF16, 64), offset=1)
+    with pytest.raises(ValueError, match="head sizes up to 128"):
+        forward(Case(WGMMA, FP32, 256))
+    with pytest.raises(ValueError, match="scale is not finite"):
+        forward(Case(NAIVE, FP32, 64, scale=math.inf))
+
+
+@pytest.mark.parametrize("algorithm", [Algorithm.AUTO, NAIVE])
+def test_auto_serves_what_the_tensor_cores_do_not(tensor_cores: tuple[Kernels, str], algorithm: Algorithm) -> None:
+    kernels, device = tensor_cores
+    check(kernels, Case(algorithm, FP32, 33, lengths=(20, 30)), device)
+    q, k, v, *_ = make_inputs(Case(algorithm, FP32, 16, lengths=(5, 3)), device)
+    out, lse = kernels.forward(q, k[:, :, :0], v[:, :, :0], algorithm=algorithm)
+    assert out.eq(0).all()
+    assert lse.eq(-math.inf).all()
+
+
+CPU_CASES = [
+    Case(Algorithm.AUTO, dtype, head_size, heads, lengths, causal, batch=2)
+    for dtype in (FP64, FP32, BF16, FP16)
+    for head_size, heads, lengths, causal in [(24, (4, 2), (70, 133), True), (65, (2, 2), (133, 70), False)]
+]
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=repr)
+def test_cpu_agrees_with_float64(case: Case) -> None:
+    check(build_kernels("cpu"), case, "cpu")
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_cpu_takes_any_scale(scale: float) -> None:
+    check(build_kernels("cpu"), Case(Algorithm.AUTO, FP64, 16, scale=scale, causal=True), "cpu")
+
+
+def test_cpu_without_keys_and_without_queries() -> None:
+    kernels = build_kernels("cpu")
+    case = Case(Algorithm.AUTO, FP32, 16, lengths=(5, 3))
+    q, k, v, grad_out, _ = make_inputs(case, "cpu")
+    out, lse = kernels.forward(q, k[:, :, :0], v[:, :, :0])
+    assert out.eq(0).all()
+    assert lse.eq(-math.inf).all()
+    none = q[:, :, :0]
+    _, dk, dv = kernels.backward(none, k, v, none, lse[:, :, :0].contiguous(), grad_out[:, :, :0])
+    assert dk.eq(0).all()
+    assert dv.eq(0).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cpu_matches_scaled_dot_product_attention(causal: bool) -> None:
+    # The convention of is_causal for two lengths: aligned to the top left.
+    case = Case(Algorithm.AUTO, FP64, 32, heads=(2, 2), lengths=(20, 35), causal=causal)
+    for lengths in (case.lengths, case.lengths[::-1]):
+        q, k, v, *_ = make_inputs(replace(case, lengths=lengths), "cpu")
+        out, _ = build_kernels("cpu").forward(q, k, v, causal=causal)
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
