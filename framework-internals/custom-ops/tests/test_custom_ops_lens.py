@@ -31,7 +31,7 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert results.complete
     assert all(record["differing"].value == 0 for record in results.select("correctness", op="vector_add"))
     assert "bit-equal to torch.add" in text
-    assert "agree with what the profiler counted" in " ".join(text.split())
+    assert "operators agree with what the profiler counted" in " ".join(text.split())
     losses = {round(record["loss"].value, 4) for record in results.select("training")}
     assert len(losses) == 1
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"speed.svg", "calls.svg"}

@@ -40,19 +40,25 @@ CUSTOM_OPS_INLINE float exp2_of(float t) {
 }
 CUSTOM_OPS_INLINE double exp2_of(double t) { return std::exp2(t); }
 
-// sigmoid(2 z) of u.
-template <typename W> CUSTOM_OPS_INLINE W gate(W u) {
+// exp(-2 z) of u, which is at most 2^`most`.
+template <typename W> CUSTOM_OPS_INLINE W power_of(W u, W most) {
   constexpr W kLinear = static_cast<W>(-2 * kLog2E * kSqrt2OverPi);
   constexpr W kThird = static_cast<W>(-2 * kLog2E * kSqrt2OverPi * kCubic);
-  return W(1) / (W(1) + exp2_of(u * (kLinear + kThird * (u * u))));
+  const W t = u * (kLinear + kThird * (u * u));
+  return exp2_of(t < most ? t : most);
 }
 
+// sigmoid(2 z) of u.
+template <typename W> CUSTOM_OPS_INLINE W gate(W u) { return W(1) / (W(1) + power_of(u, W(1024))); }
+
+// s + u * 2z' * s (1 - s) with s = sigmoid(2 z), and 1 - s as exp(-2 z) s, which does not cancel.
 template <typename W> CUSTOM_OPS_INLINE W slope(W u) {
   constexpr W kLinear = static_cast<W>(2 * kSqrt2OverPi);
   constexpr W kSquare = static_cast<W>(2 * kSqrt2OverPi * 3 * kCubic);
-  constexpr W kFar = W(1e6);  // s - s^2 has long been zero: without it, infinity times zero
-  const W s = gate(u), square = u * u < kFar ? u * u : kFar;
-  return s + u * (kLinear + kSquare * square) * (s - s * s);
+  constexpr W kFar = W(1e6);  // s (1 - s) has long been zero: without it, infinity times zero
+  constexpr W kMost = sizeof(W) == 8 ? 1000 : 126;
+  const W power = power_of(u, kMost), s = W(1) / (W(1) + power), square = u * u < kFar ? u * u : kFar;
+  return s + u * (kLinear + kSquare * square) * (power * s * s);
 }
 
 template <typename T> void forward(const BiasGelu& call, int64_t begin, int64_t end) {

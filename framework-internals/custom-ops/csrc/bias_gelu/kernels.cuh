@@ -16,29 +16,44 @@ constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kCubic = 0.044715;
 constexpr double kLog2E = 1.44269504088896340736;
 
-// sigmoid(2 z) of u. Both approximations are good to two units in the last place of float32 (CUDA C++ Programming Guide,
-// "Mathematical Functions"), and flush to zero only what is below 2^-126.
-__device__ __forceinline__ float gate(float u) {
+// The factor of log2 exp(-2 z) besides u.
+__device__ __forceinline__ float exponent_over(float u) {
   constexpr float kLinear = static_cast<float>(-2 * kLog2E * kSqrt2OverPi);
   constexpr float kThird = static_cast<float>(-2 * kLog2E * kSqrt2OverPi * kCubic);
-  float power, gate;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(u * fmaf(kThird, u * u, kLinear)));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(gate) : "f"(1.0f + power));
-  return gate;
-}
-__device__ __forceinline__ double gate(double u) {
-  return 1.0 / (1.0 + exp(-2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0)));
+  return fmaf(kThird, u * u, kLinear);
 }
 
-template <typename W> __device__ __forceinline__ W gelu(W u) { return u * gate(u); }
+// 2^t and 1/x, good to two units in the last place of float32 (CUDA C++ Programming Guide, "Mathematical Functions"); they
+// flush to zero only what is below 2^-126.
+__device__ __forceinline__ float power_of_two(float t) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
+  return power;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+}
 
-template <typename W> __device__ __forceinline__ W gelu_slope(W u) {
-  constexpr W kLinear = static_cast<W>(2 * kSqrt2OverPi);
-  constexpr W kSquare = static_cast<W>(2 * kSqrt2OverPi * 3 * kCubic);
-  constexpr W kFar = W(1e6);  // s - s^2 has long been zero: without it, infinity times zero
-  const W s = gate(u), square = u * u;
-  const W near = square < kFar ? square : kFar;
-  return fma(u * fma(kSquare, near, kLinear), fma(-s, s, s), s);
+// u * sigmoid(2 z).
+__device__ __forceinline__ float gelu(float u) { return u * reciprocal(1.0f + power_of_two(u * exponent_over(u))); }
+__device__ __forceinline__ double gelu(double u) {
+  return u / (1.0 + exp(-2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0)));
+}
+
+// s + u * 2z' * s (1 - s) with s = sigmoid(2 z), and 1 - s as exp(-2 z) s, which does not cancel. The bounds keep infinity
+// from meeting zero: beyond them s (1 - s) has long been zero.
+__device__ __forceinline__ float gelu_slope(float u) {
+  constexpr float kLinear = static_cast<float>(2 * kSqrt2OverPi);
+  constexpr float kSquare = static_cast<float>(2 * kSqrt2OverPi * 3 * kCubic);
+  const float power = power_of_two(fminf(u * exponent_over(u), 126.0f)), s = reciprocal(1.0f + power);
+  return fmaf(u * fmaf(kSquare, fminf(u * u, 1e6f), kLinear), power * s * s, s);
+}
+__device__ __forceinline__ double gelu_slope(double u) {
+  constexpr double kLinear = 2 * kSqrt2OverPi, kSquare = 2 * kSqrt2OverPi * 3 * kCubic;
+  const double power = exp(fmin(-2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0), 700.0)), s = 1.0 / (1.0 + power);
+  return fma(u * fma(kSquare, fmin(u * u, 1e6), kLinear), power * s * s, s);
 }
 
 // y of `count` elements. A block takes kGeluThreads * kVectors vectors, and there is a block for each such tile. kLarge:

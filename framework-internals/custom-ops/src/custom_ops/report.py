@@ -58,7 +58,7 @@ def _context(results: Results) -> dict[str, Any]:
         "accuracy_rows": [_accuracy_row(record) for record in results.select("accuracy")],
         "bit_equal": _bit_equal(results),
         "training_rows": [_training_row(record) for record in results.select("training")],
-        "preset": results.select("training")[0].labels["preset"],
+        "preset": next((record.labels["preset"] for record in results.select("training")), None),
         "worth": _worth(results),
         "not_worth": _not_worth(results),
     }
@@ -74,11 +74,9 @@ def _finding(results: Results) -> str:
     exact = "bit-equal to torch.add" if _bit_equal(results) else "not bit-equal to torch.add"
     return (
         f"On {numbers.count(_count(gelu))} float32 elements bias_gelu in one kernel is "
-        f"{numbers.quantity(gelu['speedup'])} as "
-        f"fast as torch's two, at {_share(results, gelu)} of what this machine's memory allows; vector_add, "
-        f"which has nothing "
-        f"to fuse, is {exact} and runs at {numbers.quantity(add['speedup'])} its speed. A call on {smallest} "
-        f"element costs "
+        f"{numbers.quantity(gelu['speedup'])} as fast as torch's two, at {_share(results, gelu)} of what this "
+        f"machine's memory allows; vector_add, which has nothing to fuse, is {exact} and runs at "
+        f"{numbers.quantity(add['speedup'])} its speed. A call on {smallest} element costs "
         f"{numbers.with_unit(own, 's')} from Python, torch.add {numbers.with_unit(peer, 's')}."
     )
 
@@ -110,8 +108,8 @@ def _own_call(results: Results, count: int) -> str:
         results.one("call", form=form, count=count, grad=True)["time"].value for form in (SHIPPED, "torch.add")
     )
     return (
-        f"{numbers.with_unit(abs(own - peer), 's')} {'more' if own > peer else 'less'} than torch.add without a "
-        f"gradient, "
+        f"{numbers.with_unit(abs(own - peer), 's')} {'more' if own > peer else 'less'} than torch.add "
+        "without a gradient, "
         f"{numbers.with_unit(abs(graded - other), 's')} {'more' if graded > other else 'less'} with one"
     )
 
@@ -298,15 +296,13 @@ def _figures(results: Results) -> Sequence[Figure]:
         Figure(
             "speed",
             f"The bytes that an ideal kernel moves, over the time that each form takes ({timed}), float32; "
-            f"small operands "
-            "lie in a cache and may pass the limit of memory.",
+            "small operands lie in a cache and may pass the limit of memory.",
             lambda: speed_figure(results),
         ),
         Figure(
             "calls",
             "What one call costs Python, by the way the same kernel is reached; bars are medians, lines reach "
-            "from the 20th "
-            "to the 80th percentile.",
+            "from the 20th to the 80th percentile.",
             lambda: calls_figure(results),
         ),
     ]
