@@ -1,8 +1,8 @@
-// Stands in for primitives.cuh and CUDA's built-in names, so that g++ compiles the kernels unchanged and a CPU runs
-// them: every thread is a fiber of its own, and what a warp or a warpgroup does together is done when its last thread
-// arrives. The tensor cores' operands are found as the hardware finds them, through descriptors and swizzled shared
-// memory, and the copies write what TMA writes. Products are summed in double and rounded once: the emulator judges a
-// kernel's logic, not the last bit of the hardware. A kernel that would hang is reported.
+// Stands in for primitives.cuh and CUDA's built-in names, so that g++ compiles the kernels unchanged and a CPU runs them:
+// every thread is a fiber of its own, and what a warp or a warpgroup does together is done when its last thread arrives.
+// The tensor cores' operands are found as the hardware finds them, through descriptors and swizzled shared memory, the
+// copies write what TMA writes, and sums are truncated as the hardware truncates them. A kernel that would hang, reads past
+// shared memory or copies from an unaligned address is reported.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -173,6 +173,13 @@ float half_of(uint32_t word, int which) {
   return element<T>(static_cast<uint16_t>(word >> (16 * which)));
 }
 
+// The tensor cores truncate a sum towards zero to the 24 bits of its accumulator (measured on an H200: 1 + 0.94 ulp gives
+// 1, 1 - 0.25 ulp the number below 1). They cut the addends as well, two bits further down, which is left out here.
+inline float truncated(double sum) {
+  const float nearest = static_cast<float>(sum);
+  return std::abs(nearest) > std::abs(sum) ? std::nextafterf(nearest, 0.f) : nearest;
+}
+
 }  // namespace emulator
 
 #define threadIdx (emulator::Dim{static_cast<unsigned>(emulator::current), 0, 0})
@@ -276,7 +283,7 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
           const uint32_t right = slots[warp + column * 4 + k % 8 / 2].words[4 + k / 8];
           sum += static_cast<double>(half_of<T>(left, k % 2)) * half_of<T>(right, k % 2);
         }
-        slots[warp + lane].floats[i] = static_cast<float>(sum);
+        slots[warp + lane].floats[i] = truncated(sum);
       }
   });
 }
@@ -399,7 +406,7 @@ void wgmma_together(float (&d)[kCount], uint64_t b, int accumulate, Left left) {
         const int row = thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + thread % 4 * 2 + i % 2;
         double sum = accumulate ? slots[group + thread].floats[i] : 0.0;
         for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[row * 16 + k]) * right[column * 16 + k];
-        slots[group + thread].floats[i] = static_cast<float>(sum);
+        slots[group + thread].floats[i] = truncated(sum);
       }
   });
 }

@@ -45,12 +45,14 @@ FLASH_DEVICE void copy_tile(SharedAddress tile, const MmaOperand& from, int batc
   }
 }
 
-// out (16 x kN of this warp) = rows (16 x kD, from row `first`) times keys (kN x kD)^T
+// out (16 x kN of this warp) = rows (16 x kD, from row `first`) times keys (kN x kD)^T. With kParts = 2 the small products
+// have a sum of their own: the tensor core truncates each sum to the bits of its accumulator, and a small one has more.
 template <typename T, int kParts, int kLeftRows, int kN, int kD>
 FLASH_DEVICE void multiply_rows(float (&out)[kN / 8][4], SharedAddress rows, int first, SharedAddress keys) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < kN / 8; ++n) out[n][0] = out[n][1] = out[n][2] = out[n][3] = 0.f;
+  float small[kParts == 2 ? kN / 8 : 1][4] = {};
 #pragma unroll 4
   for (int k = 0; k < kD / 16; ++k) {
     uint32_t left[kParts][4];
@@ -68,19 +70,25 @@ FLASH_DEVICE void multiply_rows(float (&out)[kN / 8][4], SharedAddress rows, int
                                                      2 * k + lane / 8 % 2));
       }
       if constexpr (kParts == 2) {
-        mma<T>(out[n], left[1], right[0][0], right[0][1]);
-        mma<T>(out[n + 1], left[1], right[0][2], right[0][3]);
-        mma<T>(out[n], left[0], right[1][0], right[1][1]);
-        mma<T>(out[n + 1], left[0], right[1][2], right[1][3]);
+        mma<T>(small[n], left[1], right[0][0], right[0][1]);
+        mma<T>(small[n + 1], left[1], right[0][2], right[0][3]);
+        mma<T>(small[n], left[0], right[1][0], right[1][1]);
+        mma<T>(small[n + 1], left[0], right[1][2], right[1][3]);
       }
       mma<T>(out[n], left[0], right[0][0], right[0][1]);
       mma<T>(out[n + 1], left[0], right[0][2], right[0][3]);
     }
   }
+  if constexpr (kParts == 2) {
+#pragma unroll
+    for (int n = 0; n < kN / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[n][i] += small[n][i];
+  }
 }
 
 // Calls add(n, product) with weights (16 x kN, fragments) times columns 16 n ... 16 n + 15 of values (kN x kD). With
-// kParts = 2 the small products are summed first: the tensor core truncates each sum to the bits of its accumulator.
+// kParts = 2 the small products are summed first.
 template <typename T, int kParts, int kN, int kD, typename Add>
 FLASH_DEVICE void multiply_weights(const uint32_t (&weights)[kParts][kN / 16][4], SharedAddress values, Add add) {
   const int lane = threadIdx.x % 32;
