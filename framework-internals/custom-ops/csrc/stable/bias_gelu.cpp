@@ -96,7 +96,7 @@ Gradients backward_plan_on_gpu(const Tensor& grad, const Tensor& x, const Tensor
     fail("bias_gelu_backward: argument 'threads_across': expected 0, 32, 64, 128 or 256, got ", across);
   }
   if (blocks < 0 || blocks > 1024) fail("bias_gelu_backward: argument 'blocks_per_processor': expected 0 to 1024, got ", blocks);
-  const OnDevice on(x.is_cuda() ? x : grad);
+  const OnDevice on(x.is_cuda() ? x : grad.is_cuda() ? grad : bias);
   Backward backward = backward_of(grad, x, bias);
   backward.call.plan = {static_cast<int>(across), static_cast<int>(blocks), static_cast<int>(bytes)};
   const int64_t bytes_needed = bias_gelu_backward_workspace_cuda(backward.call);

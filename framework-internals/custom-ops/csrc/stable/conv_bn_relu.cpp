@@ -54,11 +54,10 @@ bool channels_last(const Tensor& y) {
   return y.stride(1) == 1 && y.stride(3) == channels && y.stride(2) == width * channels && y.stride(0) == y.size(2) * width * channels;
 }
 
-// `apply` runs the kernel that a call describes.
+// Of checked operands; `apply` runs the kernel that a call describes.
 template <typename Apply>
 Tensor run(const Tensor& x, const Tensor& weight, const Tensor& scale_any, const Tensor& shift_any, const Sizes& stride, const Sizes& padding,
            const Sizes& dilation, int64_t groups, Apply apply) {
-  check(x, weight, scale_any, shift_any);
   const Tensor scale = in_order(scale_any), shift = in_order(shift_any);
   Tensor y = convolution(x, weight, stride, padding, dilation, groups);
   const bool last = !y.is_contiguous() && channels_last(y);
@@ -71,6 +70,7 @@ Tensor run(const Tensor& x, const Tensor& weight, const Tensor& scale_any, const
 
 Tensor conv_bn_relu(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& shift, Sizes stride, Sizes padding,
                     Sizes dilation, int64_t groups) {
+  check(x, weight, scale, shift);
   return run(x, weight, scale, shift, stride, padding, dilation, groups, [](const ScaleShiftRelu& call) {
     torch::stable::parallel_for(0, call.outer * call.channels * call.inner, kGrain,
                                 [&](int64_t begin, int64_t end) { scale_shift_relu_cpu(call, begin, end); });
@@ -80,7 +80,8 @@ Tensor conv_bn_relu(const Tensor& x, const Tensor& weight, const Tensor& scale, 
 #ifdef CUSTOM_OPS_CUDA
 Tensor conv_bn_relu_on_gpu(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& shift, Sizes stride, Sizes padding,
                            Sizes dilation, int64_t groups) {
-  const OnDevice on(x.is_cuda() ? x : weight);
+  check(x, weight, scale, shift);  // that all of them are on one GPU
+  const OnDevice on(x);
   return run(x, weight, scale, shift, stride, padding, dilation, groups,
              [&](const ScaleShiftRelu& call) { check_launch(kOp, scale_shift_relu_cuda(call, on.stream())); });
 }
