@@ -45,7 +45,7 @@ template <typename W> CUSTOM_OPS_INLINE W power_of(W u, W most) {
   constexpr W kLinear = static_cast<W>(-2 * kLog2E * kSqrt2OverPi);
   constexpr W kThird = static_cast<W>(-2 * kLog2E * kSqrt2OverPi * kCubic);
   const W t = u * (kLinear + kThird * (u * u));
-  return exp2_of(t < most ? t : most);
+  return exp2_of(t > most ? most : t);  // a NaN stays one
 }
 
 // sigmoid(2 z) of u.
@@ -55,10 +55,12 @@ template <typename W> CUSTOM_OPS_INLINE W gate(W u) { return W(1) / (W(1) + powe
 template <typename W> CUSTOM_OPS_INLINE W slope(W u) {
   constexpr W kLinear = static_cast<W>(2 * kSqrt2OverPi);
   constexpr W kSquare = static_cast<W>(2 * kSqrt2OverPi * 3 * kCubic);
-  constexpr W kFar = W(1e6);  // s (1 - s) has long been zero: without it, infinity times zero
-  constexpr W kMost = sizeof(W) == 8 ? 1000 : 126;
-  const W power = power_of(u, kMost), s = W(1) / (W(1) + power), square = u * u < kFar ? u * u : kFar;
-  return s + u * (kLinear + kSquare * square) * (power * s * s);
+  // Beyond it the slope is 0 or 1; without a bound, infinity would meet zero.
+  constexpr W kFar = 64, kMost = sizeof(W) == 8 ? 1000 : 126;
+  const W power = power_of(u, kMost), s = W(1) / (W(1) + power);
+  W near = u > kFar ? kFar : u;
+  near = near < -kFar ? -kFar : near;
+  return s + near * (kLinear + kSquare * (near * near)) * (power * s * s);
 }
 
 template <typename T> void forward(const BiasGelu& call, int64_t begin, int64_t end) {

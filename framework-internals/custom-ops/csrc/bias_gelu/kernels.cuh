@@ -42,18 +42,28 @@ __device__ __forceinline__ double gelu(double u) {
   return u / (1.0 + exp(-2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0)));
 }
 
-// s + u * 2z' * s (1 - s) with s = sigmoid(2 z), and 1 - s as exp(-2 z) s, which does not cancel. The bounds keep infinity
-// from meeting zero: beyond them s (1 - s) has long been zero.
+// The smaller of two, and NaN if either is: fminf would drop it.
+__device__ __forceinline__ float smaller(float a, float b) {
+  float result;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+}
+
+// s + u * 2z' * s (1 - s) with s = sigmoid(2 z), and 1 - s as exp(-2 z) s, which does not cancel. Where |u| is beyond 64 the
+// slope is 0 or 1; without the bounds, infinity would meet zero.
 __device__ __forceinline__ float gelu_slope(float u) {
   constexpr float kLinear = static_cast<float>(2 * kSqrt2OverPi);
   constexpr float kSquare = static_cast<float>(2 * kSqrt2OverPi * 3 * kCubic);
-  const float power = power_of_two(fminf(u * exponent_over(u), 126.0f)), s = reciprocal(1.0f + power);
-  return fmaf(u * fmaf(kSquare, fminf(u * u, 1e6f), kLinear), power * s * s, s);
+  const float power = power_of_two(smaller(u * exponent_over(u), 126.0f)), s = reciprocal(1.0f + power);
+  const float near = fmaxf(fminf(u, 64.0f), -64.0f);
+  return fmaf(near * fmaf(kSquare, near * near, kLinear), power * s * s, s);
 }
 __device__ __forceinline__ double gelu_slope(double u) {
   constexpr double kLinear = 2 * kSqrt2OverPi, kSquare = 2 * kSqrt2OverPi * 3 * kCubic;
-  const double power = exp(fmin(-2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0), 700.0)), s = 1.0 / (1.0 + power);
-  return fma(u * fma(kSquare, fmin(u * u, 1e6), kLinear), power * s * s, s);
+  const double exponent = -2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0);
+  const double power = exp(exponent > 700.0 ? 700.0 : exponent), s = 1.0 / (1.0 + power);
+  const double near = fmax(fmin(u, 64.0), -64.0);
+  return fma(near * fma(kSquare, near * near, kLinear), power * s * s, s);
 }
 
 // y of `count` elements. A block takes kGeluThreads * kVectors vectors, and there is a block for each such tile. kLarge:

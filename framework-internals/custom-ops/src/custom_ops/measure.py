@@ -247,6 +247,7 @@ def gradients_flow(function: AddFunction, a: Tensor, b: Tensor) -> bool:
 
 def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
     """Whether ``torch.compile(fullgraph=True)`` takes ``function`` (tracing only: the back end is ``eager``)."""
+    torch.compiler.reset()  # torch traces every operator through one wrapper, which it compiles eight times at most
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer warns of what it then refuses
         try:
