@@ -3,7 +3,16 @@
 import torch
 
 import custom_ops
-from custom_ops.accounting import Traffic, axpb_traffic, axpb_unfused_traffic, count_launches, vector_add_traffic
+from custom_ops.accounting import (
+    Traffic,
+    axpb_traffic,
+    axpb_unfused_traffic,
+    bias_gelu_backward_traffic,
+    bias_gelu_traffic,
+    bias_gelu_unfused_traffic,
+    count_launches,
+    vector_add_traffic,
+)
 
 
 def test_known_figures() -> None:
@@ -11,6 +20,13 @@ def test_known_figures() -> None:
     assert vector_add_traffic(a, a) == Traffic(launches=1, read=800, written=400)
     assert axpb_unfused_traffic(a) == Traffic(launches=2, read=1200, written=800)
     assert axpb_unfused_traffic(a).bytes * 3 == axpb_traffic(a, a).bytes * 5
+
+
+def test_bias_gelu_moves_half_of_what_its_two_operators_do() -> None:
+    x, bias = torch.empty(10, 20), torch.empty(20)
+    assert bias_gelu_traffic(x, bias) == Traffic(launches=1, read=880, written=800)
+    assert bias_gelu_unfused_traffic(x, bias) == Traffic(launches=2, read=1680, written=1600)
+    assert bias_gelu_backward_traffic(x, bias) == Traffic(launches=1, read=1680, written=880)
 
 
 def test_an_operand_not_contiguous_costs_a_copy() -> None:
@@ -27,4 +43,5 @@ def test_profiler_counts_what_was_predicted(device: str) -> None:
     assert count_launches(lambda: custom_ops.vector_add(a, b), device=device) == 1
     assert count_launches(lambda: custom_ops.vector_add(a.t(), b), device=device) == 2
     assert count_launches(lambda: custom_ops.axpb(a, b, 2.0), device=device) == 1
+    assert count_launches(lambda: custom_ops.bias_gelu(a, b[0]), device=device) == 1
     assert count_launches(lambda: 2.0 * a + b, device=device) == axpb_unfused_traffic(a).launches

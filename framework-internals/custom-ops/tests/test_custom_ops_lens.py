@@ -11,10 +11,12 @@ from custom_ops import lens
 SMALL = {
     "builds": False,
     "call_counts": [1, 64],
-    "bandwidth_counts": [256, 1024],
-    "bandwidth_dtypes": ["float32", "bfloat16"],
+    "counts": [256, 1024],
+    "columns": 64,
+    "dtypes": ["float32", "bfloat16"],
     "large_count": 4096,
-    "correctness_count": 1000,
+    "correctness_count": 2000,
+    "preset": "tiny",
     "seconds": 0.01,
 }
 
@@ -29,8 +31,10 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert results.complete
     assert all(record["differing"].value == 0 for record in results.select("correctness", op="vector_add"))
     assert "bit-equal to torch.add" in text
-    assert "What each road's build costs" in text
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"bandwidth.svg", "calls.svg"}
+    assert "operators agree with what the profiler counted" in " ".join(text.split())
+    losses = {round(record["loss"].value, 4) for record in results.select("training")}
+    assert len(losses) == 1
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"speed.svg", "calls.svg"}
 
 
 def limits(device: str) -> list:
@@ -44,5 +48,5 @@ def test_configuration_is_smaller_when_quick() -> None:
     for device in ("cpu", "cuda"):
         full, quick = lens.configure(device, False), lens.configure(device, True)
         assert full.keys() == quick.keys()
-        assert max(quick["bandwidth_counts"]) < max(full["bandwidth_counts"])
+        assert max(quick["counts"]) < max(full["counts"])
         assert quick["seconds"] < full["seconds"]

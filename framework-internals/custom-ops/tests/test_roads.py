@@ -1,7 +1,8 @@
 """Both builds, the ways to wrap them, and which one serves."""
 
+import re
+import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -9,25 +10,11 @@ import torch
 
 import custom_ops
 import native_build
-from custom_ops import builds, measure
-from custom_ops.roads import just_in_time
-from custom_ops.roads.module import NAME
-from custom_ops.roads.wrappers import SHIPPED, wrappers
+from custom_ops import builds, measure, prebuild
+from custom_ops.roads.wrappers import SHIPPED, STABLE, STABLE_AUTOGRAD, wrappers
 
-
-@pytest.fixture
-def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``builds`` choose anew, and forget the choice afterwards."""
-    monkeypatch.setattr(builds, "extension", builds.functools.cache(builds.extension.__wrapped__))
-
-
-def install(monkeypatch: pytest.MonkeyPatch, **attributes: object) -> types.ModuleType:
-    module = types.ModuleType(NAME)
-    module.__file__ = f"{NAME}.so"
-    module.__spec__ = types.SimpleNamespace(name=NAME)  # type: ignore[assignment]
-    vars(module).update(attributes)
-    monkeypatch.setitem(sys.modules, NAME, module)
-    return module
+# What csrc/scale/module.cpp calls of Python, all in the limited API since 3.2.
+LIMITED_API = {"PyErr_Occurred", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyModule_Create2"}
 
 
 def test_every_wrapper_adds(device: str) -> None:
@@ -43,6 +30,9 @@ def test_every_wrapper_adds(device: str) -> None:
         ("pybind11 function", False, False),
         ("autograd.Function", True, False),
         ("torch.library, no autograd", False, True),
+        ("torch.library + register_autograd", True, True),
+        (STABLE, False, True),
+        (STABLE_AUTOGRAD, True, True),
         (SHIPPED, True, True),
         ("custom_op decorator", True, True),
     ],
@@ -53,27 +43,85 @@ def test_what_each_wrapper_can_do(form: str, differentiable: bool, compilable: b
     assert measure.compiles_whole(wrappers()[form], a, b) is compilable
 
 
-def test_extension_that_serves_is_reported() -> None:
-    module = builds.extension()
+def test_the_library_that_serves_is_reported_and_hashed() -> None:
+    custom_ops.load()
     found = custom_ops.build_info()
-    assert found.file == Path(module.__file__)
-    assert found.cuda is module.with_cuda
-    assert module.torch_version == torch.__version__.split("+")[0]
+    assert found.file is not None
+    assert found.file.suffix == ".so"
+    assert len(found.sha256 or "") == 64
+    assert found.road in ("named library", "wheel", "compiled here")
+    assert "a named library" in found.not_served or found.road == "named library"
 
 
-@pytest.mark.usefixtures("fresh_choice")
-def test_installed_wheel_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    version = torch.__version__.split("+")[0]
-    module = install(monkeypatch, torch_version=version, with_cuda=False)
-    assert builds.extension() is module
+def test_a_library_that_is_named_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = custom_ops.load().file
+    monkeypatch.setenv(builds.VARIABLE, str(library))
     found = builds.build_info()
-    assert (found.road, found.cuda, found.file) == ("ahead-of-time", False, Path(module.__file__ or ""))
-    assert set(found.not_served) == {"just-in-time", "CUDA kernels"}
+    assert (found.road, found.file) == ("named library", library)
+    monkeypatch.setenv(builds.VARIABLE, "nowhere.so")
+    with pytest.raises(native_build.LibraryError, match=r"there is no library nowhere\.so"):
+        builds.build_info()
 
 
-@pytest.mark.usefixtures("fresh_choice")
-def test_no_open_road_names_both_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(just_in_time, "missing", lambda: "no compiler (install one)")
-    with pytest.raises(native_build.BuildError, match=r"ahead-of-time: no module .*; just-in-time: no compiler"):
-        builds.extension()
+def test_no_open_road_names_every_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "missing_cxx", lambda: "no compiler (install one)")
+    monkeypatch.setattr(native_build, "missing_gpu", lambda: "no GPU (get one)")
+    monkeypatch.setattr(builds, "_library_of", lambda road: Path("nowhere.so"))
+    monkeypatch.delenv(builds.VARIABLE, raising=False)
     assert builds.build_info().road is None
+    with pytest.raises(
+        native_build.BuildError, match=r"the wheel: there is no .*; compiling here: no compiler .*; run-time .*: no GPU"
+    ):
+        builds._load.__wrapped__()
+
+
+def test_an_operator_that_the_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match="no_such_operator: the build that serves has no kernels for it"):
+        _ = builds.kernels.no_such_operator
+
+
+def test_the_library_alone_has_operators_module_and_c_function() -> None:
+    library = custom_ops.load().file
+    script = (
+        "import ctypes, importlib.util, sys, torch\n"
+        "spec = importlib.util.spec_from_file_location('_C', sys.argv[1])\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "assert module.add_one(41) == 42\n"
+        "function = ctypes.CDLL(sys.argv[1]).add_one\n"
+        "function.argtypes, function.restype = [ctypes.c_longlong], ctypes.c_longlong\n"
+        "assert function(2**40) == 2**40 + 1\n"
+        "assert torch.equal(torch.ops.custom_ops.vector_add(torch.ones(3), torch.ones(3)), torch.full((3,), 2.0))\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-I", "-c", script, str(library)], capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_the_library_keeps_to_the_abis_that_it_claims() -> None:
+    """No symbol of torch's C++ classes and of Python's own headers beyond the limited API, none exported but ours."""
+    library = custom_ops.load().file
+    assert library is not None
+    symbols = subprocess.run(
+        ["nm", "-D", "--with-symbol-versions", str(library)], capture_output=True, text=True, check=True
+    ).stdout
+    undefined = set(re.findall(r"^ +[Uw] ([^\s@]+)", symbols, re.MULTILINE))
+    defined = set(re.findall(r"^[0-9a-f]+ [TDBRV] ([^\s@]+)", symbols, re.MULTILINE))
+    assert not [name for name in undefined if re.match(r"_ZNK?(2at|3c10|5torch)", name)]
+    assert {name for name in undefined if name.startswith(("Py", "_Py"))} <= LIMITED_API
+    assert {name for name in defined if not name.startswith("custom_ops_jax_")} == {
+        "PyInit__C", "add_one", "native_build_library_record"
+    }  # fmt: skip
+
+
+def test_abi3audit_finds_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("abi3audit")
+    library = custom_ops.load().file
+    assert library is not None
+    named = tmp_path / prebuild.FILE_NAME
+    named.write_bytes(library.read_bytes())
+    answer = subprocess.run(
+        [sys.executable, "-m", "abi3audit", "--strict", "--assume-minimum-abi3", "3.11", str(named)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr

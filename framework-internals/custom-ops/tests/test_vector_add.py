@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_ops
-from custom_ops.builds import extension
 from custom_ops.checks import DTYPES
-from custom_ops.measure import ALPHA, differing, hard_operands, largest_error
+from custom_ops.contestants import ALPHA
+from custom_ops.measure import differing, hard_operands, largest_error
+from custom_ops.roads.just_in_time import load as extension
 
 OPERATORS = {"vector_add": custom_ops.vector_add, "axpb": lambda x, b: custom_ops.axpb(x, b, ALPHA)}
 
@@ -154,8 +155,11 @@ def test_every_entrance_refuses_in_the_same_words(case: str) -> None:
     with FakeTensorMode() as mode, pytest.raises(error) as caught:
         custom_ops.vector_add(mode.from_tensor(a), mode.from_tensor(b))
     said.append(str(caught.value))
+    with pytest.raises(RuntimeError) as of_abi:
+        torch.ops.custom_ops.vector_add(a, b)
+    said.append(str(of_abi.value))
     assert said[0].startswith(f"vector_add: {message}")
-    assert said == [said[0]] * 3
+    assert said == [said[0]] * 4
 
 
 def test_axpb_names_its_own_arguments() -> None:
@@ -164,7 +168,7 @@ def test_axpb_names_its_own_arguments() -> None:
 
 
 def test_other_arguments_than_tensors_are_named() -> None:
-    with pytest.raises(RuntimeError, match="Expected a value of type 'Tensor' for argument 'b' but instead found"):
+    with pytest.raises(TypeError, match=r"vector_add: argument 'b': expected a torch\.Tensor, got float"):
         custom_ops.vector_add(torch.ones(2), 3.0)  # type: ignore[arg-type]
 
 

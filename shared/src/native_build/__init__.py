@@ -7,6 +7,8 @@ from native_build.stable_library import (
     LibraryRecord,
     Unit,
     build_library,
+    build_library_once,
+    cached_library,
     load_library,
     read_record,
 )
@@ -19,6 +21,8 @@ __all__ = [
     "LibraryRecord",
     "Unit",
     "build_library",
+    "build_library_once",
+    "cached_library",
     "compile_cuda",
     "find_nvcc",
     "load_extension",

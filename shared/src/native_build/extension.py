@@ -82,8 +82,8 @@ def _load(
     if (reason := missing_cuda() if cuda else missing_cxx()) is not None:
         raise BuildError(f"cannot build {name}: {reason}")
     architectures = _architectures() if cuda else ""
-    digest = _digest(sources, include_dirs, (*cflags, *cuda_cflags, architectures, cxx_compiler()))
-    folder = _build_root(cuda) / f"{name}-{digest}"
+    digest = source_digest(sources, include_dirs, (*cflags, *cuda_cflags, architectures, cxx_compiler()))
+    folder = build_root(cuda) / f"{name}-{digest}"
     if str(folder) in _failures:
         raise _failures[str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,12 @@ def _load(
             raise _failures[str(folder)] from error
 
 
-def _build_root(cuda: bool) -> Path:
+def build_root(cuda: bool) -> Path:
+    """The folder of this Python's and this torch's builds in the user's cache.
+
+    Args:
+        cuda: of builds that need CUDA to be loaded or to run.
+    """
     import torch
 
     base = os.environ.get("FRAMEWORK_INTERNALS_BUILD_DIR")
@@ -123,7 +128,8 @@ def _build_root(cuda: bool) -> Path:
     return cache / f"{interpreter}-torch-{torch.__version__}{'-cuda' if cuda else ''}"
 
 
-def _digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: Iterable[str]) -> str:
+def source_digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: Iterable[str]) -> str:
+    """A name that changes with the sources, the headers beside them and in ``include_dirs``, and the flags."""
     sources = list(sources)
     folders = {source.parent for source in sources} | set(include_dirs)
     headers = {path for folder in folders for path in folder.iterdir() if path.suffix in _HEADER_SUFFIXES}

@@ -20,13 +20,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
 
 from benchkit import UserError
-from native_build.extension import BuildError, first_complaint
+from native_build.extension import BuildError, build_root, first_complaint, source_digest
 from native_build.toolchain import SHARED_STANDARD_LIBRARY, cxx_compiler, find_nvcc, missing_cxx
 
 _MARK = "native_build library record: "
 _SYMBOL = "native_build_library_record"
+_UNDEFINED = re.compile(r"^.*undefined reference to [`'](.+)'.*$", re.MULTILINE)
 
 
 class LibraryError(UserError):
@@ -100,6 +104,7 @@ def build_library(
     architectures: Sequence[str] = (),
     cflags: Sequence[str] = (),
     cuda_cflags: Sequence[str] = (),
+    exports: Sequence[str] = (),
 ) -> LibraryRecord:
     """Compile and link a library; ``output`` is replaced in one step, when everything has worked.
 
@@ -113,6 +118,7 @@ def build_library(
             which needs no nvcc.
         cflags: for the C++ compiler, besides ``-O3 -std=c++17``.
         cuda_cflags: for nvcc, besides ``-O3 -std=c++17``.
+        exports: symbols that others may look up in it, ``"PyInit__C"``; all else but the record is hidden.
 
     Returns:
         What was written into it.
@@ -140,8 +146,41 @@ def build_library(
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_unit, enumerate([*units, Unit(stamp)])))
-        _link(name, objects, output, nvcc, Path(folder))
+        _link(name, objects, output, nvcc, Path(folder), exports)
     return record
+
+
+def build_library_once(
+    name: str, units: Sequence[Unit], *, include_dirs: Sequence[Path] = (), **arguments: Any
+) -> Path:
+    """The library of these sources from the user's cache, built there if it is not.
+
+    Args:
+        name: of the library.
+        units: as for :func:`build_library`.
+        include_dirs: folders whose headers the sources include, besides the sources' own folders.
+        arguments: the others of :func:`build_library`.
+
+    Returns:
+        Its path, which changes with anything that the library depends on.
+
+    Raises:
+        BuildError: as :func:`build_library`.
+    """
+    output = cached_library(name, units, include_dirs=include_dirs, **arguments)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{output}.lock"):
+        if not output.is_file():
+            build_library(name, units, output, **arguments)
+    return output
+
+
+def cached_library(name: str, units: Sequence[Unit], *, include_dirs: Sequence[Path] = (), **arguments: Any) -> Path:
+    """Where :func:`build_library_once` puts a library, whether it is there or not; the arguments are the same."""
+    flags = [flag for unit in units for flag in (*unit.flags, "/")]
+    given = [f"{key}={value}" for key, value in sorted(arguments.items())]
+    digest = source_digest([unit.source for unit in units], include_dirs, [*flags, *given, cxx_compiler()])
+    return build_root(cuda=bool(arguments.get("architectures"))) / f"{name}-{digest}.so"
 
 
 def read_record(library: Path) -> LibraryRecord:
@@ -228,31 +267,39 @@ def _nvcc_command(nvcc: Path | None, record: LibraryRecord, cuda_cflags: Sequenc
     ]  # fmt: skip
 
 
-def _link(name: str, objects: Sequence[str], output: Path, nvcc: Path | None, folder: Path) -> None:
+def _link(
+    name: str, objects: Sequence[str], output: Path, nvcc: Path | None, folder: Path, symbols: Sequence[str]
+) -> None:
     from torch.utils.cpp_extension import library_paths
 
     exports = folder / "exports.map"
-    exports.write_text(f"{{ global: {_SYMBOL}; local: *; }};\n", encoding="utf-8")
+    exports.write_text(f"{{ global: {'; '.join([_SYMBOL, *symbols])}; local: *; }};\n", encoding="utf-8")
     output.parent.mkdir(parents=True, exist_ok=True)
     made = output.with_name(f"{output.stem}.{os.getpid()}{output.suffix}")
     runtime = [] if nvcc is None else [f"-L{_cuda_libraries(nvcc)}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     try:
-        _run(name, [
+        log = _run(name, [
             cxx_compiler(), "-shared", "-s", "-o", str(made), *objects, SHARED_STANDARD_LIBRARY,
-            f"-Wl,--version-script={exports}", "-Wl,--no-undefined",
+            f"-Wl,--version-script={exports}", "-Wl,--no-undefined", "-Wl,--warn-unresolved-symbols",
             *(f"-L{path}" for path in library_paths()),
             # libtorch.so brings torch's CUDA library along where there is one, for the one weak symbol that is in it.
             "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu", *runtime,
         ])  # fmt: skip
+        # Python's own functions are in the program that imports the library, and nowhere to be linked with.
+        missing = [found for found in _UNDEFINED.finditer(log) if not found[1].startswith(("Py", "_Py"))]
+        if missing:
+            raise BuildError(f"cannot build {name}: {missing[0][0].strip()}")
         made.replace(output)
     finally:
         made.unlink(missing_ok=True)
 
 
-def _run(name: str, command: Sequence[str]) -> None:
+def _run(name: str, command: Sequence[str]) -> str:
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    log = answer.stderr + answer.stdout
     if answer.returncode != 0:
-        raise BuildError(f"cannot build {name}: {first_complaint(answer.stderr + answer.stdout)}")
+        raise BuildError(f"cannot build {name}: {first_complaint(log)}")
+    return log
 
 
 def _cuda_version(nvcc: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import platform
 import subprocess
@@ -79,6 +80,41 @@ def test_what_an_older_torch_lacks_does_not_compile(sources, tmp_path):
         native_build.build_library(
             "answers", units(*sources, "native_build_late"), tmp_path / "late.so", torch_versions=("2.10", "2.15")
         )
+
+
+@needs_cxx
+def test_what_is_exported_can_be_looked_up_and_pythons_functions_may_be_missing(sources, tmp_path):
+    module = tmp_path / "module.cpp"
+    module.write_text(
+        'extern "C" void* PyLong_FromLong(long);\n'
+        'extern "C" __attribute__((visibility("default"))) void* found() { return PyLong_FromLong(1); }\n'
+        'extern "C" __attribute__((visibility("default"))) int hidden() { return 2; }\n'
+    )
+    output = tmp_path / "exports.so"
+    arguments = {"torch_versions": ("2.10", "2.15"), "exports": ("found",)}
+    native_build.build_library("exports", [*units(*sources, "native_build_exports"), Unit(module)], output, **arguments)
+    library = ctypes.PyDLL(str(output))
+    library.found.restype = ctypes.py_object
+    assert library.found() == 1
+    assert not hasattr(library, "hidden")
+    module.write_text('extern "C" int nowhere(); extern "C" int found() { return nowhere(); }\n')
+    with pytest.raises(BuildError, match=r"cannot build exports: .*undefined reference to `nowhere'"):
+        native_build.build_library("exports", [Unit(module)], output, **arguments)
+
+
+@needs_cxx
+def test_a_library_is_built_once_until_something_changes(sources, tmp_path, monkeypatch):
+    monkeypatch.setenv("FRAMEWORK_INTERNALS_BUILD_DIR", str(tmp_path / "cache"))
+    arguments = {"torch_versions": ("2.10", "2.15"), "include_dirs": [tmp_path]}
+    parts = [Unit(sources[1])]
+    first = native_build.build_library_once("once", parts, **arguments)
+    assert first == native_build.cached_library("once", parts, **arguments)
+    stamp = first.stat().st_mtime_ns
+    assert native_build.build_library_once("once", parts, **arguments) == first
+    assert first.stat().st_mtime_ns == stamp
+    (tmp_path / "header.h").write_text("// new\n")
+    assert native_build.cached_library("once", parts, **arguments) != first
+    assert native_build.cached_library("once", [Unit(sources[1], ("-DX",))], **arguments) != first
 
 
 def test_missing_tools_are_named(sources, tmp_path, monkeypatch):

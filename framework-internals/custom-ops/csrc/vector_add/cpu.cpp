@@ -1,50 +1,18 @@
-// CPU kernels: one loop a dtype, left to the compiler's vectoriser, in one version for any CPU and one for AVX2.
-//
-// The second version is chosen at run time, so that a wheel built here runs everywhere. GCC's target_clones does not do:
-// its clone for "arch=haswell" is taken on a Haswell only, not on what came after.
+// CPU kernels: one loop a dtype, left to the compiler's vectoriser, in one version for any CPU and one for AVX2, chosen at
+// run time, all in this one file: the rung's builds know nothing of levels (common/cpu.h).
 
 #include "kernels.h"
 
 #include <cmath>
-#include <cstring>
+
+#include "../common/cpu.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define CUSTOM_OPS_AVX2 __attribute__((target("avx2,fma,f16c")))
-#include <immintrin.h>
 #endif
-
-#define CUSTOM_OPS_INLINE __attribute__((always_inline)) inline
 
 namespace custom_ops {
 namespace {
-
-using Half = _Float16;
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-// The type that arithmetic is done in, as in PyTorch: float32 for the 16-bit types.
-CUSTOM_OPS_INLINE double widen(double value) { return value; }
-CUSTOM_OPS_INLINE float widen(float value) { return value; }
-CUSTOM_OPS_INLINE float widen(Half value) { return static_cast<float>(value); }
-CUSTOM_OPS_INLINE float widen(BFloat16 value) {
-  const uint32_t word = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &word, sizeof wide);
-  return wide;
-}
-
-CUSTOM_OPS_INLINE void narrow(double value, double& out) { out = value; }
-CUSTOM_OPS_INLINE void narrow(float value, float& out) { out = value; }
-CUSTOM_OPS_INLINE void narrow(float value, Half& out) { out = static_cast<Half>(value); }
-CUSTOM_OPS_INLINE void narrow(float value, BFloat16& out) {
-  uint32_t word;
-  std::memcpy(&word, &value, sizeof word);
-  // To nearest, ties to even: 0x7fff and the last kept bit carry into it. A NaN would carry into infinity.
-  const uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
-  out.bits = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
-}
 
 struct Add {
   template <typename Wide>

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-namespace custom_ops {
+#include "../common/dtype.h"
 
-enum class Dtype { kFloat32, kFloat64, kFloat16, kBFloat16 };
+namespace custom_ops {
 
 // Two inputs and one output of `count` elements each, contiguous, aligned to one element, the output apart from both.
 struct Operands {

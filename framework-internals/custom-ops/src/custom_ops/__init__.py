@@ -1,9 +1,28 @@
 """Every road from a C++/CUDA kernel to ``torch.ops``: the operators, and which build of them serves.
 
-Importing registers ``torch.ops.custom_ops.*``; nothing is compiled or loaded before an operator's first call.
+Importing registers ``torch.ops.custom_ops.*`` where a library is installed or has been compiled before; else the first
+call of a function, or :func:`load`, compiles it.
 """
 
-from custom_ops.builds import BuildInfo, build_info
-from custom_ops.vector_add import axpb, vector_add
+from custom_ops.builds import BuildInfo, build_info, load, load_if_built
+from custom_ops.operators.bias_gelu import bias_gelu
+from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse
+from custom_ops.operators.elementwise import axpb, scale, vector_add
+from custom_ops.operators.flash_attention import flash_attention
 
-__all__ = ["BuildInfo", "axpb", "build_info", "vector_add"]
+__all__ = [
+    "BuildInfo",
+    "ConvBnRelu2d",
+    "axpb",
+    "bias_gelu",
+    "build_info",
+    "conv_bn_relu",
+    "flash_attention",
+    "fold_batch_norm",
+    "fuse",
+    "load",
+    "scale",
+    "vector_add",
+]
+
+load_if_built()

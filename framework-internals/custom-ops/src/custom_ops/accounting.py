@@ -35,10 +35,20 @@ class Traffic:
         return Traffic(self.launches + other.launches, self.read + other.read, self.written + other.written)
 
 
+def size_of(x: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return x.numel() * x.element_size()
+
+
+def kernel(*, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> Traffic:
+    """One kernel that reads some tensors and writes others; none at all where there is nothing to write."""
+    written = sum(size_of(x) for x in writes)
+    return Traffic(1, sum(size_of(x) for x in reads), written) if written else Traffic()
+
+
 def elementwise(like: Tensor, *, inputs: int) -> Traffic:
-    """One kernel that reads ``inputs`` operands like ``like`` and writes one; none at all for an empty tensor."""
-    size = like.numel() * like.element_size()
-    return Traffic(1, inputs * size, size) if size else Traffic()
+    """One kernel that reads ``inputs`` operands like ``like`` and writes one."""
+    return kernel(reads=(like,) * inputs, writes=(like,))
 
 
 def vector_add_traffic(a: Tensor, b: Tensor) -> Traffic:
@@ -57,8 +67,52 @@ def axpb_unfused_traffic(x: Tensor) -> Traffic:
     return elementwise(x, inputs=1) + elementwise(x, inputs=2)
 
 
+def scale_traffic(x: Tensor) -> Traffic:
+    """One kernel of 2·N·itemsize bytes: nothing to fuse, the floor of a rung."""
+    return elementwise(x, inputs=1)
+
+
+def bias_gelu_traffic(x: Tensor, bias: Tensor) -> Traffic:
+    """One kernel: x and the bias read, y written."""
+    return kernel(reads=(x, bias), writes=(x,))
+
+
+def bias_gelu_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
+    """``x + bias`` written and read again by the GELU: two kernels, twice the bytes."""
+    return kernel(reads=(x, bias), writes=(x,)) + elementwise(x, inputs=1)
+
+
+def bias_gelu_backward_traffic(x: Tensor, bias: Tensor) -> Traffic:
+    """Gradient, x and bias read, dx and dbias written; the partial sums of dbias are not counted.
+
+    Two kernels on a GPU, the second for dbias; on a CPU one operator is all that a profiler sees.
+    """
+    if not x.is_cuda:
+        return kernel(reads=(x, x, bias), writes=(x, bias))
+    return kernel(reads=(x, x, bias), writes=(x,)) + kernel(reads=(), writes=(bias,))
+
+
+def bias_gelu_backward_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
+    """What autograd does for ``gelu(x + bias)``: the derivative from the saved sum, and the sum of its result."""
+    return elementwise(x, inputs=2) + kernel(reads=(x,), writes=(bias,))
+
+
+def scale_shift_relu_traffic(y: Tensor) -> Traffic:
+    """After the convolution: its result read and written once, in place; the channels' numbers are not counted."""
+    return elementwise(y, inputs=1)
+
+
+def batch_norm_relu_traffic(y: Tensor) -> Traffic:
+    """The same as two operators: each reads and writes all of it."""
+    return elementwise(y, inputs=1) + elementwise(y, inputs=1)
+
+
 # On a CPU the profiler sees operators, not kernels: these are the ones of this package's examples that walk the data.
-_CPU_KERNELS = {"aten::add", "aten::mul", "aten::clone", "custom_ops::vector_add", "custom_ops::axpb"}
+_CPU_KERNELS = {
+    "aten::add", "aten::mul", "aten::clone", "aten::gelu", "aten::gelu_backward", "aten::sum", "aten::relu",
+    "aten::native_batch_norm",
+}  # fmt: skip
+_OURS = ("custom_ops::", "custom_ops_kernels::")
 
 
 def count_launches(function: Callable[[], object], *, device: str) -> int:
@@ -82,4 +136,4 @@ def count_launches(function: Callable[[], object], *, device: str) -> int:
     if device == "cuda":
         names = [event.name for event in events if event.device_type.name == "CUDA"]
         return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
-    return sum(event.name in _CPU_KERNELS for event in events)
+    return sum(event.name in _CPU_KERNELS or event.name.startswith(_OURS) for event in events)

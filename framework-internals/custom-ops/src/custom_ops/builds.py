@@ -1,25 +1,33 @@
 """Which build of the kernels serves ``torch.ops.custom_ops``, and why not another.
 
-An installed wheel is taken before a compilation. What was chosen is never changed behind the caller's back: a wheel
-that is installed but does not fit is an error, not a reason to compile.
+The library that the environment names is taken first, then the wheel's, then one that is compiled here. What was chosen
+is never changed behind the caller's back: a library that is there but does not fit is an error, not a reason to
+compile.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import hashlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 import native_build
 from benchkit.progress import working
-from custom_ops.roads import ahead_of_time, just_in_time
-from custom_ops.roads.module import VectorAddModule
+from custom_ops import prebuild, runtime_compiled
+from custom_ops.operators import bias_gelu, conv_bn_relu, elementwise, flash_attention
+from custom_ops.registration import NAMESPACES, Rules, register
 
-Road = Literal["ahead-of-time", "just-in-time"]
+VARIABLE = "CUSTOM_OPS_LIBRARY"
+
+Road = Literal["named library", "wheel", "compiled here"]
+CudaRoad = Literal["library", "run-time compilation"]
 
 
 @dataclass(frozen=True)
@@ -27,60 +35,174 @@ class BuildInfo:
     """The build that serves the operators in this process.
 
     Attributes:
-        road: how it was, or at the first call will be, built; None where no road is open.
-        cuda: whether CUDA kernels are in it.
-        file: the shared library; None before the first call has loaded it.
-        not_served: what this build is without, and why with the remedy: the other road, or CUDA kernels.
+        road: where the library comes from; None where there is none, and only run-time compilation serves.
+        cuda: where the CUDA kernels come from; None where there are none.
+        file: the library; None before the first call has compiled it.
+        not_served: what this build is without, and why with the remedy: another road, or CUDA kernels.
     """
 
     road: Road | None
-    cuda: bool
+    cuda: CudaRoad | None
     file: Path | None
     not_served: Mapping[str, str]
+
+    @property
+    def sha256(self) -> str | None:
+        """The hash of the library's file, by which two machines know that they run the same one."""
+        return hashlib.sha256(self.file.read_bytes()).hexdigest() if self.file else None
 
 
 def build_info() -> BuildInfo:
     """Say which build serves the operators, and why not another; builds nothing.
 
     Raises:
-        native_build.BuildError: when a wheel is installed that does not fit this torch.
+        native_build.LibraryError: when a library is named or installed that does not fit this torch or this processor.
     """
     road, not_served = _choose()
-    file = Path(extension().__file__) if extension.cache_info().currsize else None
-    if road == "ahead-of-time":
-        cuda = ahead_of_time.load().with_cuda
-        if not cuda:
-            not_served["CUDA kernels"] = "the installed wheel was built without them (build it where nvcc is)"
-    else:
-        reason = native_build.missing_cuda()
-        cuda = road is not None and reason is None
-        if reason is not None:
-            not_served["CUDA kernels"] = reason
-    return BuildInfo(road, cuda, file, not_served)
+    file: Path | None = None
+    library_cuda: str | None = "there is no library"
+    if road == "compiled here":
+        file, library_cuda = prebuild.cached(architectures_here()), native_build.missing_cuda()
+    elif road is not None:
+        file = _library_of(road)
+        library_cuda = _without_cuda(file)
+    if library_cuda is None:
+        return BuildInfo(road, "library", file, not_served)
+    not_served["the library's CUDA kernels"] = library_cuda
+    reason = runtime_compiled.missing()
+    if reason is None:
+        return BuildInfo(road, "run-time compilation", file, not_served)
+    not_served["run-time compilation"] = reason
+    return BuildInfo(road, None, file, not_served)
+
+
+def load() -> BuildInfo:
+    """Load the build that serves the operators, compiling it first if need be; the operators are there afterwards.
+
+    Called by the first call of a function, and by the import where there is nothing to compile.
+
+    Raises:
+        native_build.BuildError: when no road is open, or compiling fails.
+        native_build.LibraryError: when a library is named or installed that does not fit.
+    """
+    with _lock:
+        return _load()
+
+
+_lock = threading.RLock()
 
 
 @functools.cache
-def extension() -> VectorAddModule:
-    """Load the build that serves the operators, compiling it first if it has to be.
+def _load() -> BuildInfo:
+    info = build_info()
+    if info.road is None and info.cuda is None:
+        reasons = "; ".join(f"{what}: {why}" for what, why in info.not_served.items())
+        raise native_build.BuildError(f"no build of custom_ops: {reasons}")
+    if info.road is None:
+        runtime_compiled.define()
+    else:
+        if info.file is None:
+            with working(f"compiling the operators, once for torch {torch.__version__}"):
+                info = BuildInfo(info.road, info.cuda, prebuild.build_once(architectures_here()), info.not_served)
+        assert info.file is not None
+        native_build.load_library(info.file)
+    if info.cuda == "run-time compilation":
+        runtime_compiled.register()
+    for rules in operators():
+        register(rules)
+    for namespace, made in zip(NAMESPACES, (public, kernels), strict=True):
+        made.fill(getattr(torch.ops, namespace))
+    return info
 
-    Raises:
-        native_build.BuildError: when no road is open, or the one chosen fails.
-    """
-    road, not_served = _choose()
-    if road == "ahead-of-time":
-        return ahead_of_time.load()
-    if road == "just-in-time":
-        with working(f"loading the kernels (compiled once for torch {torch.__version__})"):
-            return just_in_time.load()
-    raise native_build.BuildError(
-        "no build of custom_ops: " + "; ".join(f"{what}: {why}" for what, why in not_served.items())
-    )
+
+def load_if_built() -> None:
+    """Load the build that serves if nothing has to be compiled for it, so that ``torch.ops.custom_ops`` is there."""
+    try:
+        info = build_info()
+    except native_build.LibraryError:
+        return  # the first call says so: an import is the wrong place to fail
+    if info.file is not None:
+        load()
+
+
+def operators() -> Iterator[Rules]:
+    """What is registered for the operators, in the order of the ladder."""
+    for module in (elementwise, bias_gelu, conv_bn_relu, flash_attention):
+        yield from module.RULES
+
+
+class Operators:
+    """The operators of a namespace as attributes, each its default overload; the first one asked for loads a build."""
+
+    def fill(self, packets: Any) -> None:
+        """Set the attributes."""
+        for rules in operators():
+            # The overload itself: calling the packet would look it up anew each time.
+            if hasattr(packets, rules.name):
+                setattr(self, rules.name, getattr(packets, rules.name).default)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        load()
+        try:
+            return vars(self)[name]
+        except KeyError:
+            raise NotImplementedError(
+                f"{name}: the build that serves has no kernels for it (custom_ops.build_info() says why)"
+            ) from None
+
+
+public = Operators()
+kernels = Operators()
 
 
 def _choose() -> tuple[Road | None, dict[str, str]]:
-    if (no_wheel := ahead_of_time.missing()) is None:
-        return "ahead-of-time", {"just-in-time": "an installed wheel is taken first (pip uninstall it to compile here)"}
-    not_served = {"ahead-of-time": no_wheel}
-    if (no_compiler := just_in_time.missing()) is None:
-        return "just-in-time", not_served
-    return None, {**not_served, "just-in-time": no_compiler}
+    """The road, and why not those before it."""
+    if os.environ.get(VARIABLE):
+        _check_fits(_library_of("named library"))
+        return "named library", {}
+    not_served = {"a named library": f"{VARIABLE} is not set"}
+    if _library_of("wheel").is_file():
+        _check_fits(_library_of("wheel"))
+        return "wheel", not_served
+    not_served["the wheel"] = (
+        f"there is no {prebuild.FILE_NAME} beside the package (custom-ops build, then pip install)"
+    )
+    if (reason := _cannot_compile()) is None:
+        return "compiled here", not_served
+    not_served["compiling here"] = reason
+    return None, not_served
+
+
+def _cannot_compile() -> str | None:
+    if not prebuild.CSRC.is_dir():
+        return f"the sources are not in {prebuild.CSRC} (install the package editable from its checkout)"
+    return native_build.missing_cxx()
+
+
+def _library_of(road: Road) -> Path:
+    return Path(os.environ[VARIABLE]) if road == "named library" else Path(__file__).parent / prebuild.FILE_NAME
+
+
+def _check_fits(library: Path) -> None:
+    reason = native_build.read_record(library).refusal(torch.__version__)
+    if reason is not None:
+        raise native_build.LibraryError(
+            f"cannot load {library}: {reason}; build it again here, or install what it is for"
+        )
+
+
+def _without_cuda(library: Path) -> str | None:
+    if (reason := native_build.missing_gpu()) is not None:
+        return reason
+    return native_build.read_record(library).cuda_refusal(torch.cuda.get_device_capability())
+
+
+@functools.cache
+def architectures_here() -> tuple[str, ...]:
+    """What to compile CUDA kernels for on this machine: the GPU's own code, or nothing."""
+    if native_build.missing_cuda() is not None:
+        return ()
+    major, minor = torch.cuda.get_device_capability()
+    return (f"sm_{major}{minor}{'a' if major == 9 else ''}",)

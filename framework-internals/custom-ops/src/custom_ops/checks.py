@@ -1,11 +1,150 @@
-"""What the fake kernels refuse: the same arguments, in the same words, as the C++ ones in ``binding.cpp``."""
+"""What the operators refuse: the same arguments, in the same words, as the C++ checks in ``csrc/stable``.
+
+The fake kernels call these. So do the public functions after the C++ has refused something: through the stable ABI
+every refusal arrives as a RuntimeError, and here it becomes the ValueError or TypeError that it is.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a dtype is computed in: float32 for the 16-bit ones."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def explain(error: Exception, check: Callable[..., None], *arguments: Any) -> NoReturn:
+    """Raise what ``check`` has against the arguments, or else the error itself."""
+    for name, value in zip(check.__code__.co_varnames, arguments, strict=False):
+        if check.__annotations__.get(name) == "Tensor" and not isinstance(value, Tensor):
+            raise TypeError(
+                f"{_op_of(check)}: argument '{name}': expected a torch.Tensor, got {type(value).__name__}"
+            ) from None
+    try:
+        check(*arguments)
+    except (TypeError, ValueError) as known:
+        raise known from None
+    raise error
+
+
+def _op_of(check: Callable[..., None]) -> str:
+    return check.__name__.removeprefix("check_")
+
+
+def check_vector_add(a: Tensor, b: Tensor) -> None:
+    """Check the arguments of vector_add.
+
+    Raises:
+        ValueError: for different devices or shapes.
+        TypeError: for different dtypes, or one that has no kernel.
+    """
+    check_operands("vector_add", "a", a, b)
+
+
+def check_axpb(x: Tensor, b: Tensor, alpha: float) -> None:
+    """Check the arguments of axpb, as :func:`check_vector_add`."""
+    check_operands("axpb", "x", x, b)
+
+
+def check_scale(x: Tensor, alpha: float) -> None:
+    """Check the arguments of scale.
+
+    Raises:
+        TypeError: for a dtype that has no kernel.
+    """
+    _check_kernel_dtype("scale", "x", x)
+
+
+def check_bias_gelu(x: Tensor, bias: Tensor) -> None:
+    """Check the arguments of bias_gelu.
+
+    Raises:
+        ValueError: for different devices, or a bias that is not one element for each of the last dimension of ``x``.
+        TypeError: for different dtypes, or one that has no kernel.
+    """
+    _check_bias("bias_gelu", x, bias)
+
+
+def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
+    """Check the arguments of bias_gelu_backward, as :func:`check_bias_gelu`."""
+    op = "bias_gelu_backward"
+    _check_bias(op, x, bias, dtype_last=True)
+    _check_device(op, "x", x, "grad", grad)
+    _check_dtype(op, "x", x, "grad", grad)
+    _check_shape(op, "x", x, "grad", grad)
+    _check_kernel_dtype(op, "x", x)
+
+
+def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> None:
+    """Check the arguments of conv_bn_relu but for the convolution's own.
+
+    Raises:
+        ValueError: for different devices, other than four dimensions, or a scale or shift of another shape.
+        TypeError: for a dtype that does not go with that of ``x``, or has no kernel.
+    """
+    op = "conv_bn_relu"
+    for name, tensor, meaning in (
+        ("x", x, "batch, channels, height, width"),
+        ("weight", weight, "channels, channels of a group, height, width"),
+    ):
+        if tensor.dim() != 4:
+            raise ValueError(f"{op}: argument '{name}': expected four dimensions ({meaning}), got {list(tensor.shape)}")
+    _check_device(op, "x", x, "weight", weight)
+    _check_dtype(op, "x", x, "weight", weight)
+    _check_kernel_dtype(op, "x", x)
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        _check_device(op, "x", x, name, tensor)
+        if tensor.dtype != wide(x.dtype):
+            raise TypeError(
+                f"{op}: argument '{name}': expected dtype {wide(x.dtype)}, in which {x.dtype} is computed, "
+                f"got {tensor.dtype}"
+            )
+        if tensor.dim() != 1 or tensor.shape[0] != weight.shape[0]:
+            raise ValueError(
+                f"{op}: argument '{name}': expected shape {[weight.shape[0]]}, an element for each channel of "
+                f"'weight', "
+                f"got {list(tensor.shape)}"
+            )
+
+
+def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
+    """Check the arguments of flash_attention.
+
+    Raises:
+        ValueError: for different devices, shapes that do not go together, or a scale that is not finite.
+        TypeError: for different dtypes, or one that has no kernel.
+    """
+    op = "flash_attention"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{op}: argument '{name}': expected four dimensions (batch, heads, sequence, head size), "
+                f"got {list(tensor.shape)}"
+            )
+    for name, tensor in (("k", k), ("v", v)):
+        _check_device(op, "q", q, name, tensor)
+        _check_dtype(op, "q", q, name, tensor)
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"{op}: argument 'k': expected batch {q.shape[0]} and head size {q.shape[3]} like 'q', "
+            f"got shape {list(k.shape)}"
+        )
+    _check_shape(op, "k", k, "v", v)
+    if (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]) != 0:
+        raise ValueError(
+            f"{op}: argument 'k': expected a number of heads that divides the {q.shape[1]} of 'q', got {k.shape[1]}"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{op}: argument 'scale': expected a finite number, got {scale}")
+    _check_kernel_dtype(op, "q", q)
 
 
 def check_operands(op: str, first: str, x: Tensor, b: Tensor) -> None:
@@ -21,22 +160,57 @@ def check_operands(op: str, first: str, x: Tensor, b: Tensor) -> None:
         ValueError: for different devices or shapes.
         TypeError: for different dtypes, or one that has no kernel.
     """
-    if b.device != x.device:
+    _check_device(op, first, x, "b", b)
+    _check_dtype(op, first, x, "b", b)
+    _check_shape(op, first, x, "b", b)
+    _check_kernel_dtype(op, first, x)
+
+
+def _check_bias(op: str, x: Tensor, bias: Tensor, *, dtype_last: bool = False) -> None:
+    _check_device(op, "x", x, "bias", bias)
+    _check_dtype(op, "x", x, "bias", bias)
+    if x.dim() < 1:
+        raise ValueError(f"{op}: argument 'x': expected one dimension or more, got []")
+    if bias.dim() != 1 or bias.shape[0] != x.shape[-1]:
         raise ValueError(
-            f"{op}: argument 'b': expected device {x.device} like '{first}', got {b.device} (move it there with .to())"
+            f"{op}: argument 'bias': expected shape {[x.shape[-1]]}, an element for each of x's last dimension, "
+            f"got {list(bias.shape)}"
         )
-    if b.dtype != x.dtype:
+    if not dtype_last:
+        _check_kernel_dtype(op, "x", x)
+
+
+def _check_device(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.device != x.device:
+        raise ValueError(
+            f"{op}: argument '{name}': expected device {x.device} like '{first}', got {other.device} "
+            "(move it there with .to())"
+        )
+
+
+def _check_dtype(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.dtype != x.dtype:
         raise TypeError(
-            f"{op}: argument 'b': expected dtype {x.dtype} like '{first}', got {b.dtype} "
+            f"{op}: argument '{name}': expected dtype {x.dtype} like '{first}', got {other.dtype} "
             "(dtypes are not promoted; use .to())"
         )
-    if b.shape != x.shape:
+
+
+def _check_shape(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.shape != x.shape:
         raise ValueError(
-            f"{op}: argument 'b': expected shape {list(x.shape)} like '{first}', got {list(b.shape)} "
+            f"{op}: argument '{name}': expected shape {_sizes(x.shape)} like '{first}', got {_sizes(other.shape)} "
             "(shapes are not broadcast; use .expand())"
         )
+
+
+def _check_kernel_dtype(op: str, name: str, x: Tensor) -> None:
     if x.dtype not in DTYPES:
         raise TypeError(
-            f"{op}: argument '{first}': expected dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, "
+            f"{op}: argument '{name}': expected dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, "
             f"got {x.dtype}"
         )
+
+
+def _sizes(shape: Sequence[Any]) -> list[Any]:
+    return list(shape)

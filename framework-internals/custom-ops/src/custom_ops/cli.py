@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -14,12 +14,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchkit import UserError, numbers
+from benchkit import Record, UserError, numbers
 from benchkit.device import resolve_device
+from benchkit.limits import memory_limits
 from benchkit.progress import working
-from custom_ops import measure
-from custom_ops.builds import build_info, extension
+from custom_ops import measure, prebuild, skeleton, speed
+from custom_ops.builds import build_info, load
 from custom_ops.checks import DTYPES
+from custom_ops.contestants import contests
 from custom_ops.roads import ahead_of_time, just_in_time
 
 app = typer.Typer(
@@ -44,11 +46,17 @@ def info() -> None:
     """Say which build serves the operators in this environment, and why not another; builds nothing."""
     with _one_line_errors():
         found = build_info()
-        print(f"served by      {found.road or 'no build'}")
-        print(f"CUDA kernels   {'yes' if found.cuda else 'no'}")
+        print(f"library        {found.road or 'none'}{f', {found.file}' if found.file else ''}")
+        print(f"CUDA kernels   {found.cuda or 'none'}")
+        print(f"sha256         {found.sha256 or 'not compiled yet'}")
         print(f"torch          {torch.__version__}")
         for what, why in found.not_served.items():
             print(f"without {what}: {why}")
+
+
+def _build_library(out: Path) -> str:
+    library = prebuild.build(out / prebuild.FILE_NAME)
+    return f"{library}\nuse it with: CUSTOM_OPS_LIBRARY={library}"
 
 
 def _build_just_in_time(out: Path) -> str:
@@ -64,7 +72,8 @@ def _build_ahead_of_time(out: Path) -> str:
     return f"{wheel}\ninstall it with: python -m pip install --no-deps --force-reinstall {wheel}"
 
 
-_ROADS: dict[str, Callable[[Path], str]] = {
+_BUILDS: dict[str, Callable[[Path], str]] = {
+    "library": _build_library,
     "ahead-of-time": _build_ahead_of_time,
     "just-in-time": _build_just_in_time,
 }
@@ -72,38 +81,86 @@ _ROADS: dict[str, Callable[[Path], str]] = {
 
 @app.command()
 def build(
-    road: Annotated[str, typer.Argument(help=" or ".join(_ROADS))] = "ahead-of-time",
-    out: Annotated[Path, typer.Option(help="Folder for the wheel of the ahead-of-time road.")] = Path("dist"),
+    what: Annotated[str, typer.Argument(help=" or ".join(_BUILDS))] = "library",
+    out: Annotated[Path, typer.Option(help="Folder for the library, or the wheel of the ahead-of-time road.")] = Path(
+        "dist"
+    ),
 ) -> None:
-    """Build the kernels by one road: a wheel that has been loaded once, or a filled compilation cache."""
+    """Build the library of all operators, or rung 1's vector_add by one of its two roads."""
     with _one_line_errors():
-        if road not in _ROADS:
-            raise UserError(f"expected one of {', '.join(_ROADS)}, got {road!r}")
+        if what not in _BUILDS:
+            raise UserError(f"expected one of {', '.join(_BUILDS)}, got {what!r}")
         start = time.perf_counter()
-        with working(f"building {road}"):
-            built = _ROADS[road](out)
+        with working(f"building: {what}"):
+            built = _BUILDS[what](out)
         print(f"{built}\n{numbers.with_unit(time.perf_counter() - start, 's')}")
 
 
 @app.command()
 def bench(
+    op: Annotated[list[str] | None, typer.Option(help="Operator; again for another. Default: all.")] = None,
     count: Annotated[int, typer.Option(min=1, help="Elements of each operand.")] = 2**20,
-    dtype: Annotated[str, typer.Option(help=", ".join(measure.name_of(one) for one in DTYPES))] = "float32",
+    columns: Annotated[int, typer.Option(min=1, help="Elements of a row, where there are rows.")] = 4096,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(speed.name_of(one) for one in DTYPES)}; again for another.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    seconds: Annotated[float, typer.Option(min=0.01, help="How long to sample.")] = 1.0,
+    compiled: Annotated[bool, typer.Option(help="With what torch.compile makes of torch's operators.")] = False,
+    choices: Annotated[bool, typer.Option(help="Also bias_gelu's kernels by the choices that they make.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.01, help="How long to sample each operator and dtype.")] = 1.0,
 ) -> None:
-    """Time vector_add against torch.add and against the bare pybind11 function, at one size and dtype."""
+    """Time operators beside torch's and the machine's limit, at a size of one's own."""
     with _one_line_errors():
-        dtypes = {measure.name_of(one): one for one in DTYPES}
-        if dtype not in dtypes:
-            raise UserError(f"--dtype: expected one of {', '.join(dtypes)}, got {dtype!r}")
+        dtypes = _dtypes(dtype or ["float32"])
+        ops = op or list(contests())
+        if unknown := set(ops) - set(contests()):
+            raise UserError(f"--op: expected one of {', '.join(contests())}, got {', '.join(sorted(unknown))}")
         resolved = resolve_device(device)
-        extension()
-        records = list(measure.bandwidths(resolved, [count], [dtypes[dtype]], seconds=seconds))
-        table = Table(title=f"{numbers.count(count)} × {dtype} on {resolved}, {records[0].labels['clock']}")
-        for heading in ("", "time", "bandwidth", "over torch.add"):
-            table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-        for record in records:
-            figures = (numbers.quantity(record[name]) for name in ("time", "rate", "speedup"))
-            table.add_row(str(record.labels["form"]), *figures)
-        Console(width=max(Console().width, 110)).print(table)
+        load()
+        limits = {str(one.labels["traffic"]): one["bandwidth"].value for one in memory_limits(resolved, seconds=0.5)}
+        records = speed.operators(resolved, ops, [count], dtypes, columns=columns, compiled=compiled, seconds=seconds)
+        _print_table("operator", records, ("op", "form", "dtype"), limits)
+        if choices:
+            _print_table(
+                "access", speed.accesses(resolved, count, dtypes, columns=columns, seconds=seconds), ("access", "dtype")
+            )
+            if resolved == "cuda":
+                found = speed.plans(resolved, count, dtypes, columns=columns, seconds=seconds)
+                _print_table("plan", found, ("across", "blocks", "dtype"))
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Of the package, the operator and its namespace: my_norm.")],
+    folder: Annotated[Path, typer.Option(help="Where the package's folder is made.")] = Path(),
+) -> None:
+    """Write a package of one operator, ready to build and to test, for a formula of one's own."""
+    with _one_line_errors():
+        for path in skeleton.write(name, folder):
+            print(path)
+        print(f"next: cd {folder / name} && python setup.py build_ext --inplace && PYTHONPATH=src python -m pytest")
+
+
+def _dtypes(names: list[str]) -> list[torch.dtype]:
+    known = {speed.name_of(one): one for one in DTYPES}
+    if unknown := set(names) - set(known):
+        raise UserError(f"--dtype: expected one of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    return [known[name] for name in names]
+
+
+def _print_table(
+    title: str, records: Iterable[Record], labels: tuple[str, ...], limits: Mapping[str, float] | None = None
+) -> None:
+    table = Table(title=title)
+    for heading in (*labels, "time", "bandwidth", "of the limit", "over torch"):
+        table.add_column(heading, justify="left" if heading in labels else "right", no_wrap=True)
+    for record in records:
+        share = limits and record["rate"].value / limits[str(record.labels["limit"])]
+        table.add_row(
+            *(str(record.labels[label]) for label in labels),
+            numbers.quantity(record["time"]),
+            numbers.quantity(record["rate"]),
+            numbers.percent(share) if share else "",
+            numbers.quantity(record["speedup"]) if "speedup" in record.values else "",
+        )
+    Console(width=max(Console().width, 130)).print(table)

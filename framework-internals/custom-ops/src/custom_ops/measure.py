@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,23 +22,17 @@ import native_build
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.timing import rotating_inputs
-from custom_ops.accounting import (
-    Traffic,
-    axpb_traffic,
-    axpb_unfused_traffic,
-    count_launches,
-    elementwise,
-    vector_add_traffic,
-)
-from custom_ops.builds import extension
+from custom_ops import prebuild, runtime_compiled
+from custom_ops.accounting import count_launches, vector_add_traffic
+from custom_ops.builds import VARIABLE, kernels
+from custom_ops.contestants import ALPHA
+from custom_ops.operators.bias_gelu import bias_gelu
+from custom_ops.operators.conv_bn_relu import fuse
+from custom_ops.operators.elementwise import axpb, vector_add
 from custom_ops.roads import ahead_of_time
-from custom_ops.roads.module import NAME
 from custom_ops.roads.wrappers import AddFunction, wrappers
+from custom_ops.speed import launches, name_of
 from custom_ops.torch_internals import Unsupported
-from custom_ops.vector_add import axpb, vector_add
-
-# Three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
-ALPHA = 1.25
 
 _LOAD = """
 import json, time
@@ -52,14 +46,30 @@ assert torch.equal(module.vector_add(a, a), a + a)
 print(json.dumps([seconds, module.__file__]))
 """
 
+_LOAD_SCALE = """
+import json, time, torch
+start = time.perf_counter()
+import custom_ops_scale
+seconds = time.perf_counter() - start
+a = torch.arange(5.0)
+assert custom_ops_scale.add_one(1) == 2
+assert torch.equal(torch.ops.custom_ops_scale.scale(a), 1.23 * a)
+print(json.dumps([seconds, custom_ops_scale._C.__file__]))
+"""
 
-def name_of(dtype: torch.dtype) -> str:
-    """``torch.float32`` → ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
+_LOAD_LIBRARY = """
+import json, os, time, torch
+start = time.perf_counter()
+torch.ops.load_library(os.environ["CUSTOM_OPS_LIBRARY"])
+seconds = time.perf_counter() - start
+a = torch.arange(5.0)
+assert torch.equal(torch.ops.custom_ops.vector_add(a, a), a + a)
+print(json.dumps([seconds, os.environ["CUSTOM_OPS_LIBRARY"]]))
+"""
 
 
 def build_just_in_time() -> Record:
-    """Build by road A into an empty cache, and load from it: a record ``build``, label ``road``.
+    """Build rung 1 just in time into an empty cache, and load from it: a record ``build``, label ``road``.
 
     Returns:
         The values ``build``, ``load`` (in a fresh process that finds the result, without importing torch) and
@@ -70,34 +80,67 @@ def build_just_in_time() -> Record:
     """
     with tempfile.TemporaryDirectory() as folder:
         cache = {"FRAMEWORK_INTERNALS_BUILD_DIR": folder}
-        cold, library = _load_in_fresh_process("just_in_time", cache)
-        cached, _ = _load_in_fresh_process("just_in_time", cache)
+        cold, library = _run_fresh(_LOAD.format(road="just_in_time"), cache)
+        cached, _ = _run_fresh(_LOAD.format(road="just_in_time"), cache)
         values = {"build": Quantity(cold, "s"), "load": Quantity(cached, "s"), "library": _size(library)}
-    return Record("build", {"road": "just-in-time"}, values)
+    return Record("build", {"road": "pybind11, just in time"}, values)
 
 
 def build_ahead_of_time() -> Record:
-    """Build by road B, and load the wheel's module: as :func:`build_just_in_time`, with the wheel's size and name.
+    """Build rung 1 into a wheel and load it: as :func:`build_just_in_time`, with the wheel's size and name."""
+    return _build_wheel("pybind11, wheel", "vector_add", _LOAD.format(road="ahead_of_time"))
 
-    Raises:
-        native_build.BuildError: when a compiler is missing or fails.
-    """
+
+def build_torch_library() -> Record:
+    """Build rung 2, ``TORCH_LIBRARY`` in an abi3 wheel, and load it: as :func:`build_ahead_of_time`."""
+    return _build_wheel("TORCH_LIBRARY, abi3 wheel", "scale", _LOAD_SCALE)
+
+
+def _build_wheel(road: str, rung: str, script: str) -> Record:
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        wheel = ahead_of_time.build_wheel(Path(folder))
+        wheel = ahead_of_time.build_wheel(Path(folder), rung)
         seconds = time.perf_counter() - start
-        loading, size = load_wheel_apart(wheel)
+        loading, size = _load_wheel(wheel, script)
         values = {
             "build": Quantity(seconds, "s"),
             "load": Quantity(loading, "s"),
             "library": size,
             "wheel": _size(wheel),
         }
-    return Record("build", {"road": "ahead-of-time"}, values, data={"wheel": wheel.name})
+    return Record("build", {"road": road}, values, data={"file": wheel.name})
+
+
+def build_stable_library(architectures: tuple[str, ...]) -> Record:
+    """Build rung 6, all operators on the stable ABI, and load it: as :func:`build_just_in_time`.
+
+    Args:
+        architectures: of the CUDA kernels; a wheel to give away has more of them than one machine needs.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / prebuild.FILE_NAME
+        start = time.perf_counter()
+        prebuild.build(library, architectures=architectures)
+        seconds = time.perf_counter() - start
+        loading, _ = _run_fresh(_LOAD_LIBRARY, {VARIABLE: str(library)})
+        values = {"build": Quantity(seconds, "s"), "load": Quantity(loading, "s"), "library": _size(library)}
+    return Record("build", {"road": "stable ABI, all operators"}, values, data={"architectures": list(architectures)})
+
+
+def build_at_run_time() -> Record:
+    """Compile one kernel with NVRTC: a record ``build`` with the value ``build`` alone.
+
+    Raises:
+        native_build.BuildError: when there is no NVRTC.
+    """
+    start = time.perf_counter()
+    compiled = runtime_compiled.compile_for("bias_gelu_forward<float, 4, 1, false>", "sm_90")
+    values = {"build": Quantity(time.perf_counter() - start, "s"), "library": Quantity(len(compiled.cubin), "B")}
+    return Record("build", {"road": "NVRTC, one kernel"}, values)
 
 
 def load_wheel_apart(wheel: Path) -> tuple[float, Quantity]:
-    """Load a wheel's module, unpacked aside, in a fresh process, which adds two tensors with it.
+    """Load rung 1's wheel, unpacked aside, in a fresh process, which adds two tensors with it.
 
     Args:
         wheel: made by :func:`custom_ops.roads.ahead_of_time.build_wheel`.
@@ -108,17 +151,21 @@ def load_wheel_apart(wheel: Path) -> tuple[float, Quantity]:
     Raises:
         native_build.BuildError: when it does not load or adds wrongly.
     """
+    return _load_wheel(wheel, _LOAD.format(road="ahead_of_time"))
+
+
+def _load_wheel(wheel: Path, script: str) -> tuple[float, Quantity]:
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
-        seconds, library = _load_in_fresh_process("ahead_of_time", {}, Path(folder))
+        seconds, library = _run_fresh(script, {}, Path(folder))
         return seconds, _size(library)
 
 
-def _load_in_fresh_process(road: str, environment: dict[str, str], *first_on_path: Path) -> tuple[float, Path]:
+def _run_fresh(script: str, environment: dict[str, str], *first_on_path: Path) -> tuple[float, Path]:
     path = os.pathsep.join([*(str(folder) for folder in first_on_path), *sys.path])
     answer = subprocess.run(
-        [sys.executable, "-c", _LOAD.format(road=road)],
+        [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         check=False,
@@ -126,7 +173,7 @@ def _load_in_fresh_process(road: str, environment: dict[str, str], *first_on_pat
     )
     if answer.returncode != 0:
         last = (answer.stderr.strip() or "no output").splitlines()[-1]
-        raise native_build.BuildError(f"{NAME} does not load in a fresh process: {last}")
+        raise native_build.BuildError(f"what was built does not load in a fresh process: {last}")
     seconds, file = json.loads(answer.stdout.splitlines()[-1])
     return seconds, Path(file)
 
@@ -200,6 +247,7 @@ def gradients_flow(function: AddFunction, a: Tensor, b: Tensor) -> bool:
 
 def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
     """Whether ``torch.compile(fullgraph=True)`` takes ``function`` (tracing only: the back end is ``eager``)."""
+    torch.compiler.reset()  # torch traces every operator through one wrapper, which it compiles eight times at most
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the tracer warns of what it then refuses
         try:
@@ -207,83 +255,6 @@ def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
         except Unsupported:
             return False
     return True
-
-
-def bandwidths(
-    device: Device, counts: Sequence[int], dtypes: Sequence[torch.dtype], *, seconds: float
-) -> Iterator[Record]:
-    """Time the sum over sizes: records ``bandwidth``, labels ``form``, ``dtype``, ``count``.
-
-    Args:
-        device: of the tensors.
-        counts: elements.
-        dtypes: of the tensors.
-        seconds: of sampling for each count and dtype.
-
-    Yields:
-        The values ``time``, ``rate`` (3·N·itemsize bytes over it), ``speedup`` over ``torch.add`` and ``over_bare``,
-        the same over the pybind11 function. ``torch.add, out=`` writes into memory that is there already: what is
-        between it and ``torch.add`` is the allocation.
-    """
-    bare = extension().vector_add
-    functions: dict[str, Callable[..., Tensor]] = {
-        "torch.add": lambda a, b, out: torch.add(a, b),
-        "torch.add, out=": lambda a, b, out: torch.add(a, b, out=out),
-        "pybind11 function": lambda a, b, out: bare(a, b),
-        "custom_ops.vector_add": lambda a, b, out: vector_add(a, b),
-    }
-    for dtype in dtypes:
-        for count in counts:
-            inputs = rotating_inputs(partial(_random, 3, count, dtype, device), device=device)
-            moved = elementwise(inputs[0][0], inputs=2).bytes
-            comparison = compare(functions, device=device, inputs=inputs, seconds=seconds)
-            for name in functions:
-                time_of_call = comparison[name].quantity()
-                yield Record(
-                    "bandwidth",
-                    {"form": name, "dtype": name_of(dtype), "count": count, "clock": comparison[name].method},
-                    {
-                        "time": time_of_call,
-                        "rate": time_of_call.per(moved, "B/s"),
-                        "speedup": comparison.speedup(name, over="torch.add"),
-                        "over_bare": comparison.speedup(name, over="pybind11 function"),
-                    },
-                )
-
-
-def fusion(device: Device, count: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
-    """Time α·x + b as two operators and as one: records ``fusion``, label ``form``.
-
-    Args:
-        device: of the tensors.
-        count: elements, more than the caches hold.
-        dtype: of the tensors.
-        seconds: of sampling.
-
-    Yields:
-        The values ``time``, ``speedup`` over the two operators and ``predicted_speedup``, the ratio of the bytes;
-        ``launches`` and ``predicted_launches``; ``bytes``.
-    """
-    functions: dict[str, Callable[..., Tensor]] = {
-        "alpha * x + b": lambda x, b: ALPHA * x + b,
-        "torch.add(b, x, alpha=alpha)": lambda x, b: torch.add(b, x, alpha=ALPHA),
-        "custom_ops.axpb": lambda x, b: axpb(x, b, ALPHA),
-    }
-    inputs = rotating_inputs(partial(_random, 2, count, dtype, device), device=device)
-    x, b = inputs[0]
-    traffic = dict.fromkeys(functions, axpb_traffic(x, b)) | {"alpha * x + b": axpb_unfused_traffic(x)}
-    comparison = compare(functions, device=device, inputs=inputs, seconds=seconds)
-    for name, function in functions.items():
-        yield Record(
-            "fusion",
-            {"form": name, "dtype": name_of(dtype), "count": count},
-            {
-                "time": comparison[name].quantity(),
-                "speedup": comparison.speedup(name, over="alpha * x + b"),
-                "predicted_speedup": Quantity(traffic["alpha * x + b"].bytes / traffic[name].bytes, "×"),
-                **_launches(traffic[name], partial(function, x, b), device),
-            },
-        )
 
 
 def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
@@ -320,17 +291,9 @@ def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) ->
             {
                 "time": comparison["custom_ops.vector_add"].quantity(),
                 "speedup": comparison.speedup("custom_ops.vector_add", over="torch.add"),
-                **_launches(vector_add_traffic(a, b), partial(vector_add, a, b), device),
+                **launches(vector_add_traffic(a, b), partial(vector_add, a, b), device),
             },
         )
-
-
-def _launches(traffic: Traffic, call: Callable[[], object], device: Device) -> dict[str, Quantity]:
-    return {
-        "launches": Quantity(count_launches(call, device=device), ""),
-        "predicted_launches": Quantity(traffic.launches, ""),
-        "bytes": Quantity(traffic.bytes, "B"),
-    }
 
 
 def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> Iterator[Record]:
@@ -361,6 +324,73 @@ def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> It
                     "torch_error": Quantity(largest_error(theirs, a, b, alpha), "ulp"),
                 },
             )
+
+
+def accuracy(device: Device, dtypes: Sequence[torch.dtype], *, rows: int, columns: int) -> Iterator[Record]:
+    """Hold bias_gelu and its gradients against float64, beside torch's operators: records ``accuracy``.
+
+    Args:
+        device: of the tensors.
+        dtypes: of the tensors.
+        rows: of x.
+        columns: of x.
+
+    Yields:
+        Labels ``result`` and ``dtype``; values ``error`` and ``torch_error``, ‖result − exact‖ / ‖exact‖.
+    """
+    for dtype in dtypes:
+        generator = torch.Generator().manual_seed(0)
+        x, grad = (torch.randn(rows, columns, generator=generator).to(device, dtype) for _ in range(2))
+        bias = torch.randn(columns, generator=generator).to(device, dtype)
+        exact = _gelu_results(*(tensor.double() for tensor in (x, bias, grad)))
+        theirs = _gelu_results(x, bias, grad)
+        ours = (bias_gelu(x, bias), *kernels.bias_gelu_backward(grad, x, bias))
+        for name, right, own, other in zip(("y", "dx", "dbias"), exact, ours, theirs, strict=True):
+            errors = [float((result.double() - right).norm() / right.norm()) for result in (own, other)]
+            yield Record(
+                "accuracy",
+                {"result": name, "dtype": name_of(dtype)},
+                {"error": Quantity(errors[0], ""), "torch_error": Quantity(errors[1], "")},
+            )
+
+
+def _gelu_results(x: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    x, bias = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    y = torch.nn.functional.gelu(x + bias, approximate="tanh")
+    return y.detach(), *torch.autograd.grad(y, (x, bias), grad)
+
+
+def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> Iterator[Record]:
+    """Time convolution, batch-norm and ReLU for inference, as modules and fused: records ``convolution``, label
+    ``form``.
+
+    Args:
+        device: of the tensors.
+        batch: images.
+        side: pixels of a side; 64 channels in and out, 3 × 3.
+        seconds: of sampling.
+
+    Yields:
+        The values ``time`` and ``speedup`` over the modules; ``tail``, the same for what follows the convolution alone:
+        its bytes are ``bytes``.
+    """
+    modules = torch.nn.Sequential(
+        torch.nn.Conv2d(64, 64, 3, padding=1, bias=False), torch.nn.BatchNorm2d(64), torch.nn.ReLU()
+    ).to(device).eval()  # fmt: skip
+    fused, _ = fuse(modules)
+    x = torch.randn(batch, 64, side, side, device=device)
+    with torch.no_grad():
+        forms = {"modules": modules, "fused": fused, "convolution alone": modules[0]}
+        comparison = compare(forms, device=device, inputs=[(x,)], seconds=seconds)
+        size = x.numel() * x.element_size()
+        for form, passes in (("modules", 4), ("fused", 2), ("convolution alone", 0)):
+            values = {
+                "time": comparison[form].quantity(),
+                "speedup": comparison.speedup(form, over="modules"),
+                "bytes": Quantity(passes * size, "B"),
+                "launches": Quantity(count_launches(partial(forms[form], x), device=device), ""),
+            }
+            yield Record("convolution", {"form": form, "batch": batch, "side": side}, values)
 
 
 def hard_operands(count: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Road B: pybind11, compiled before the user has it, into a wheel by ``csrc/vector_add/setup.py``."""
+"""Compiled before the user has it, into a wheel: by ``csrc/vector_add/setup.py``, and ``csrc/scale/setup.py``."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ def load() -> VectorAddModule:
     return module
 
 
-def build_wheel(out: Path) -> Path:
-    """Build the wheel with the C++ compiler, and nvcc where it is, of this machine.
+def build_wheel(out: Path, rung: str = SOURCES.name) -> Path:
+    """Build the wheel of a rung with the C++ compiler, and nvcc where it is, of this machine.
 
     Args:
         out: folder for the wheel; made if need be.
+        rung: its folder in ``csrc``: ``"vector_add"`` or ``"scale"``.
 
     Returns:
         The path of the wheel.
@@ -64,11 +65,11 @@ def build_wheel(out: Path) -> Path:
         BuildError: when a compiler is missing or fails.
     """
     if (reason := missing_cxx()) is not None:
-        raise BuildError(f"cannot build {NAME}: {reason}")
+        raise BuildError(f"cannot build the wheel of {rung}: {reason}")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         # A copy: setuptools leaves build/ and *.egg-info beside setup.py.
-        source = shutil.copytree(SOURCES, Path(folder) / "source")
+        source = shutil.copytree(SOURCES.parent, Path(folder) / "csrc") / rung
         wheels = Path(folder) / "wheels"
         command = [
             sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
@@ -80,5 +81,5 @@ def build_wheel(out: Path) -> Path:
         if answer.returncode != 0 or len(built) != 1:
             log = out / "build.log"
             log.write_text(f"{answer.stderr}{answer.stdout}\nstatus {answer.returncode}\n", encoding="utf-8")
-            raise BuildError(f"cannot build a wheel of {NAME}: {first_complaint(log.read_text())} (whole log: {log})")
+            raise BuildError(f"cannot build the wheel of {rung}: {first_complaint(log.read_text())} (whole log: {log})")
         return Path(shutil.copy2(built[0], out))

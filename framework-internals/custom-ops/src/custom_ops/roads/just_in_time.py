@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import cast
 
 import native_build
@@ -15,6 +16,7 @@ def missing() -> str | None:
     return native_build.missing_cxx()
 
 
+@functools.cache
 def load() -> VectorAddModule:
     """Build the module if need be, for CUDA too where that is possible, and import it.
 

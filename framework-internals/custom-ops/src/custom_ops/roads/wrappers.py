@@ -1,6 +1,6 @@
 """Ways to hand one built function to users, each with what the others lack; the measurements call them side by side.
 
-All of them end in the same ``vector_add`` of the built module, so that what they cost is what differs.
+All but torch's own end in the same kernel, so that what they cost is what differs.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from custom_ops.builds import extension
+from custom_ops.builds import kernels, public
 from custom_ops.checks import check_operands
-from custom_ops.vector_add import vector_add
+from custom_ops.operators.elementwise import vector_add
+from custom_ops.roads.just_in_time import load as extension
 
 AddFunction = Callable[[Tensor, Tensor], Tensor]
 
-SHIPPED = "torch.library + register_autograd"  # how this package registers vector_add
+# How this package registers vector_add: with derivatives, and without for the calls that need none.
+SHIPPED = "custom_ops.vector_add"
+STABLE = "stable ABI, no autograd"
+STABLE_AUTOGRAD = "stable ABI + register_autograd"
 
 
 def wrappers() -> Mapping[str, AddFunction]:
@@ -27,12 +31,15 @@ def wrappers() -> Mapping[str, AddFunction]:
         "pybind11 function": extension().vector_add,
         "autograd.Function": _autograd_function,
         "torch.library, no autograd": torch.ops.custom_ops_roads.library_only.default,
-        SHIPPED: vector_add,
+        "torch.library + register_autograd": torch.ops.custom_ops_roads.with_autograd.default,
         "custom_op decorator": _decorated,
+        STABLE: kernels.vector_add,
+        STABLE_AUTOGRAD: public.vector_add,
+        SHIPPED: vector_add,
     }
 
 
-class _Add(torch.autograd.Function):
+class _AddFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         return extension().vector_add(a, b)
@@ -43,18 +50,8 @@ class _Add(torch.autograd.Function):
 
 
 def _autograd_function(a: Tensor, b: Tensor) -> Tensor:
-    result: Tensor = _Add.apply(a, b)  # type: ignore[no-untyped-call]
+    result: Tensor = _AddFunction.apply(a, b)  # type: ignore[no-untyped-call]
     return result
-
-
-torch.library.define(
-    "custom_ops_roads::library_only", "(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-
-
-@torch.library.impl("custom_ops_roads::library_only", ("cpu", "cuda"))
-def _library_only(a: Tensor, b: Tensor) -> Tensor:
-    return extension().vector_add(a, b)
 
 
 @torch.library.custom_op("custom_ops_roads::decorated", mutates_args=())
@@ -62,11 +59,14 @@ def _decorated(a: Tensor, b: Tensor) -> Tensor:
     return extension().vector_add(a, b)
 
 
-@torch.library.register_fake("custom_ops_roads::library_only")
 @_decorated.register_fake
 def _fake(a: Tensor, b: Tensor) -> Tensor:
     check_operands("vector_add", "a", a, b)
     return torch.empty_like(a, memory_format=torch.contiguous_format)
+
+
+def _add(a: Tensor, b: Tensor) -> Tensor:
+    return extension().vector_add(a, b)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,3 +74,8 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _decorated.register_autograd(_backward)
+for _name in ("custom_ops_roads::library_only", "custom_ops_roads::with_autograd"):
+    torch.library.define(_name, "(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(_name, ("cpu", "cuda"), _add)
+    torch.library.register_fake(_name, _fake)
+torch.library.register_autograd("custom_ops_roads::with_autograd", _backward)

@@ -1,0 +1,41 @@
+// The CUDA kernel, without a host header, so that NVRTC compiles it as nvcc does.
+#pragma once
+
+#include "../common/device.cuh"
+
+namespace custom_ops {
+
+constexpr int kReluThreads = 256;
+
+// In place, a vector a thread and step. kLast: the channels lie last, and a vector covers kWidth of them; else it lies
+// within one channel. `inner` and `channels` count vectors where a vector spans them. kLarge: there may be 2^31 vectors or
+// more, and the channel costs 64-bit divisions.
+template <typename T, int kWidth, bool kLast, bool kLarge>
+__global__ void __launch_bounds__(kReluThreads)
+    scale_shift_relu(T* __restrict__ x, const Wide<T>* __restrict__ scale, const Wide<T>* __restrict__ shift, Index vectors,
+                     FastDivisor inner, FastDivisor channels) {
+  using Lanes = Vector<T, kWidth>;
+  Lanes* lanes = reinterpret_cast<Lanes*>(x);
+  const Index stride = Index{gridDim.x} * kReluThreads;
+  for (Index i = Index{blockIdx.x} * kReluThreads + threadIdx.x; i < vectors; i += stride) {
+    unsigned channel;
+    if constexpr (kLarge) {
+      channel = static_cast<unsigned>((kLast ? i : i / inner.divisor) % channels.divisor);
+    } else {
+      const unsigned at = static_cast<unsigned>(i);
+      channel = channels.remainder(kLast ? at : inner.quotient(at));
+    }
+    Lanes own = lanes[i];
+    Wide<T> y[kWidth];
+#pragma unroll
+    for (int lane = 0; lane < kWidth; ++lane) {
+      const Index c = kLast ? Index{channel} * kWidth + lane : Index{channel};
+      const Wide<T> v = fma(scale[c], widen(own.lane[lane]), shift[c]);
+      y[lane] = v < 0 ? Wide<T>(0) : v;
+    }
+    narrow_lanes<kWidth>(y, own);
+    lanes[i] = own;
+  }
+}
+
+}  // namespace custom_ops

@@ -1,0 +1,22 @@
+// What a binding knows of the kernels: plain functions on raw pointers.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/dtype.h"
+
+namespace custom_ops {
+
+// out = alpha * x for `count` contiguous elements: in float32 for the 16-bit dtypes, alpha rounded to that; one rounding.
+struct ScaleCall {
+  Dtype dtype;
+  const void* x;
+  double alpha;
+  void* out;
+  int64_t count;
+};
+
+void scale_cpu(const ScaleCall& call, int64_t begin, int64_t end);
+int scale_cuda(const ScaleCall& call, void* stream);  // stream is a cudaStream_t; returns the launch's cudaError_t
+
+}  // namespace custom_ops

@@ -1,0 +1,69 @@
+// The CPU kernels as often as instruction sets are worth telling apart, and the choice among them at run time.
+
+#include <cstdlib>
+#include <string_view>
+
+#include "../bias_gelu/kernels.h"
+#include "../conv_bn_relu/kernels.h"
+#include "../scale/kernels.h"
+
+namespace custom_ops {
+
+#define CUSTOM_OPS_LEVEL_DECLARED(level)                                                                \
+  namespace level {                                                                                     \
+  void scale_cpu(const ScaleCall& call, int64_t begin, int64_t end);                                    \
+  void scale_shift_relu_cpu(const ScaleShiftRelu& call, int64_t begin, int64_t end);                    \
+  void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end);                                 \
+  void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);           \
+  void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);        \
+  }
+CUSTOM_OPS_LEVEL_DECLARED(baseline)
+#ifdef __x86_64__
+CUSTOM_OPS_LEVEL_DECLARED(avx2)
+CUSTOM_OPS_LEVEL_DECLARED(avx512)
+#endif
+
+namespace {
+
+enum class Level { kBaseline, kAvx2, kAvx512 };
+
+// The best that this processor can run and that torch may use: ATEN_CPU_CAPABILITY (default, avx2, avx512) holds both back.
+Level find_level() {
+#ifdef __x86_64__
+  // What the names leave out of x86-64-v3 and -v4, for which these levels are compiled, came with these features.
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+                    __builtin_cpu_supports("bmi2");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const char* given = std::getenv("ATEN_CPU_CAPABILITY");
+  const std::string_view allowed = given ? given : "avx512";
+  if (avx512 && allowed == "avx512") return Level::kAvx512;
+  if (avx2 && allowed != "default") return Level::kAvx2;
+#endif
+  return Level::kBaseline;
+}
+
+const Level level = find_level();
+
+}  // namespace
+
+#ifdef __x86_64__
+#define CUSTOM_OPS_BY_LEVEL(name, Call)                                            \
+  void name(const Call& call, int64_t begin, int64_t end) {                        \
+    switch (level) {                                                               \
+      case Level::kAvx512: return avx512::name(call, begin, end);                  \
+      case Level::kAvx2: return avx2::name(call, begin, end);                      \
+      case Level::kBaseline: return baseline::name(call, begin, end);              \
+    }                                                                              \
+  }
+#else
+#define CUSTOM_OPS_BY_LEVEL(name, Call) \
+  void name(const Call& call, int64_t begin, int64_t end) { baseline::name(call, begin, end); }
+#endif
+CUSTOM_OPS_BY_LEVEL(scale_cpu, ScaleCall)
+CUSTOM_OPS_BY_LEVEL(scale_shift_relu_cpu, ScaleShiftRelu)
+CUSTOM_OPS_BY_LEVEL(bias_gelu_cpu, BiasGelu)
+CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_rows_cpu, BiasGeluBackward)
+CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_columns_cpu, BiasGeluBackward)
+
+}  // namespace custom_ops

@@ -1,0 +1,175 @@
+// flash_attention and its derivative as operators.
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <tuple>
+
+#include "../flash_attention/flash_attention.h"
+#include "registration.h"
+#include "tensors.h"
+
+namespace custom_ops::stable {
+namespace {
+
+namespace flash = custom_ops::flash_attention;
+
+constexpr const char* kOp = "flash_attention";
+using Results = std::tuple<Tensor, Tensor>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+
+void check_like_q(const Argument& q, const Argument& other) {
+  check_device(kOp, q, other);
+  check_dtype(kOp, q, other);
+}
+
+void check_dimensions(const Argument& x) {
+  if (x.tensor.dim() != 4) {
+    fail(kOp, ": argument '", x.name, "': expected four dimensions (batch, heads, sequence, head size), got ",
+         name_of_shape(x.tensor.sizes()));
+  }
+}
+
+flash::Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, std::optional<double> scale) {
+  const Argument of_q{"q", q}, of_k{"k", k}, of_v{"v", v};
+  for (const Argument& argument : {of_q, of_k, of_v}) check_dimensions(argument);
+  check_like_q(of_q, of_k);
+  check_like_q(of_q, of_v);
+  const std::vector<int64_t> expected{q.size(0), k.size(1), k.size(2), q.size(3)};
+  if (!equal_sizes(expected, k.sizes())) {
+    fail(kOp, ": argument 'k': expected batch ", q.size(0), " and head size ", q.size(3), " like 'q', got shape ", name_of_shape(k.sizes()));
+  }
+  check_shape(kOp, of_k, of_v);
+  if (k.size(1) == 0 ? q.size(1) != 0 : q.size(1) % k.size(1) != 0) {
+    fail(kOp, ": argument 'k': expected a number of heads that divides the ", q.size(1), " of 'q', got ", k.size(1));
+  }
+  const double factor = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
+  if (!std::isfinite(factor)) fail(kOp, ": argument 'scale': expected a finite number, got ", factor);
+  return {static_cast<flash::ScalarType>(dtype_of(kOp, of_q)), q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), factor, causal};
+}
+
+// The dtypes of this package and of the attention kernels are the same in the same order.
+static_assert(static_cast<int>(flash::ScalarType::kFloat32) == static_cast<int>(Dtype::kFloat32));
+static_assert(static_cast<int>(flash::ScalarType::kFloat64) == static_cast<int>(Dtype::kFloat64));
+static_assert(static_cast<int>(flash::ScalarType::kFloat16) == static_cast<int>(Dtype::kFloat16));
+static_assert(static_cast<int>(flash::ScalarType::kBFloat16) == static_cast<int>(Dtype::kBFloat16));
+
+// A tensor as the kernels read it: adjacent elements of a head, and 16-byte rows for the 16-bit types.
+Tensor readable(const Tensor& x) {
+  const bool adjacent = x.stride(3) == 1 || x.size(3) == 1;
+  const bool narrow = x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16;
+  bool fits = adjacent;
+  if (narrow && x.is_cuda()) {
+    fits = fits && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+    for (int64_t d = 0; d < 3; ++d) fits = fits && (x.size(d) == 1 || x.stride(d) % 8 == 0);
+  }
+  return fits ? x : torch::stable::contiguous(x);
+}
+
+flash::Tensor view(const Tensor& x) { return {const_cast<void*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)}; }
+
+void check_status(const char* status) {
+  if (status != nullptr) fail(kOp, ": ", status);
+}
+
+struct OnCpu {
+  explicit OnCpu(const Tensor&) {}
+  int64_t forward_bytes(const flash::Problem&) const { return 0; }
+  int64_t backward_bytes(const flash::Problem&) const { return 0; }
+  void forward(const flash::Forward& call) const { share(flash::forward_cpu_tasks(call.problem), flash::forward_cpu, call); }
+  void backward(const flash::Backward& call) const { share(flash::backward_cpu_tasks(call.problem), flash::backward_cpu, call); }
+
+ private:
+  template <typename Call> static void share(int64_t tasks, const char* (*run)(const Call&, int64_t, int64_t), const Call& call) {
+    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { check_status(run(call, begin, end)); });
+  }
+};
+
+#ifdef CUSTOM_OPS_CUDA
+struct OnGpu {
+  explicit OnGpu(const Tensor& q) : on(q) {}
+  int64_t forward_bytes(const flash::Problem& problem) const { return flash::forward_workspace_bytes(problem); }
+  int64_t backward_bytes(const flash::Problem& problem) const { return flash::backward_workspace_bytes(problem); }
+  void forward(const flash::Forward& call) const { check_status(flash::forward_cuda(call, on.stream())); }
+  void backward(const flash::Backward& call) const { check_status(flash::backward_cuda(call, on.stream())); }
+  const OnDevice on;
+};
+#endif
+
+// torch's allocators align to 64 bytes on the CPU and 512 on a GPU.
+Tensor workspace_of(const Tensor& like, int64_t bytes) { return make(like, {bytes}, ScalarType::Byte); }
+void* data_of(const Tensor& workspace) { return workspace.numel() == 0 ? nullptr : workspace.mutable_data_ptr(); }
+
+template <class Device>
+Results run_forward(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, bool causal, std::optional<double> scale, int64_t algorithm) {
+  flash::Problem problem = problem_of(q_any, k_any, v_any, causal, scale);
+  if (algorithm < 0 || algorithm > 3) fail(kOp, ": argument 'algorithm': expected 0 to 3, got ", algorithm);
+  problem.algorithm = static_cast<flash::Algorithm>(algorithm);
+  const Device device(q_any);
+  const Tensor q = readable(q_any), k = readable(k_any), v = readable(v_any);
+  const Tensor out = make_like(q_any), lse = make(q_any, {q.size(0), q.size(1), q.size(2)}, wide(q.scalar_type()));
+  if (lse.numel() == 0) return {out, lse};
+  const Tensor workspace = workspace_of(q, device.forward_bytes(problem));
+  device.forward({problem, view(q), view(k), view(v), view(out), lse.mutable_data_ptr(), data_of(workspace)});
+  return {out, lse};
+}
+
+template <class Device>
+Gradients run_backward(const Tensor& grad_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any, const Tensor& k_any,
+                       const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any, bool causal, std::optional<double> scale) {
+  const flash::Problem problem = problem_of(q_any, k_any, v_any, causal, scale);
+  const Argument of_q{"q", q_any};
+  for (const Argument& argument : {Argument{"grad_out", grad_any}, Argument{"out", out_any}}) {
+    check_like_q(of_q, argument);
+    check_shape(kOp, of_q, argument);
+  }
+  const Device device(q_any);
+  const Tensor q = readable(q_any), k = readable(k_any), v = readable(v_any), out = readable(out_any), grad = readable(grad_any);
+  const Tensor lse = in_order(lse_any);
+  const std::optional<Tensor> grad_lse = grad_lse_any ? std::optional<Tensor>(in_order(*grad_lse_any)) : std::nullopt;
+  const Tensor dq = make_like(q_any), dk = make_like(k_any), dv = make_like(v_any);
+  if (q.numel() == 0 && k.numel() == 0) return {dq, dk, dv};
+  const Tensor workspace = workspace_of(q, device.backward_bytes(problem));
+  device.backward({problem, view(q), view(k), view(v), view(out), view(grad), lse.const_data_ptr(),
+                   grad_lse ? grad_lse->const_data_ptr() : nullptr, view(dq), view(dk), view(dv), data_of(workspace)});
+  return {dq, dk, dv};
+}
+
+// The operators of a device: a plain function each, as TORCH_BOX wants them.
+template <class Device> struct Operators {
+  static Results forward(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, std::optional<double> scale) {
+    return run_forward<Device>(q, k, v, causal, scale, 0);
+  }
+  static Results forward_by(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, std::optional<double> scale, int64_t algorithm) {
+    return run_forward<Device>(q, k, v, causal, scale, algorithm);
+  }
+  static Gradients backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                            const Tensor& out, const Tensor& lse, bool causal, std::optional<double> scale) {
+    return run_backward<Device>(grad_out, grad_lse, q, k, v, out, lse, causal, scale);
+  }
+  static void add_to(Library& library) {
+    library.impl("flash_attention", TORCH_BOX(&forward));
+    library.impl("flash_attention.algorithm", TORCH_BOX(&forward_by));
+    library.impl("flash_attention_backward", TORCH_BOX(&backward));
+  }
+};
+
+}  // namespace
+
+void define_flash_attention(Library& library) {
+  library.def("flash_attention(Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None) -> (Tensor out, Tensor lse)");
+  library.def(
+      "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal,"
+      " float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
+  // By a kernel of the caller's choice: 0 is the operator's own, 1 naive, 2 mma, 3 wgmma. Measured, not for daily use.
+  library.def(
+      "flash_attention.algorithm(Tensor q, Tensor k, Tensor v, bool causal, float? scale, int algorithm) -> (Tensor out, Tensor lse)");
+}
+
+void implement_flash_attention_cpu(Library& library) { Operators<OnCpu>::add_to(library); }
+
+#ifdef CUSTOM_OPS_CUDA
+void implement_flash_attention_cuda(Library& library) { Operators<OnGpu>::add_to(library); }
+#endif
+
+}  // namespace custom_ops::stable

@@ -1,0 +1,51 @@
+"""What pyproject.toml cannot say: the wheel carries the library of all operators, for any Python from 3.11 on.
+
+Build it without isolation, `pip wheel --no-build-isolation --no-deps framework-internals/custom-ops`: the library is
+built from the headers of the torch that is installed here (and of jax, for the operators under jax.ffi), and fits
+every torch that src/custom_ops/prebuild.py names, whichever of them that was.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+HERE = Path(__file__).resolve().parent
+SHARED = HERE.parents[1] / "shared" / "src"
+
+
+class BuildLibrary(build_ext):
+    """Builds the library where setuptools wants it; not in an editable install, where the first call compiles it."""
+
+    def run(self) -> None:  # noqa: D102
+        if not (self.inplace or self.editable_mode):
+            super().run()
+
+    def get_outputs(self) -> list[str]:  # noqa: D102
+        return [] if self.inplace or self.editable_mode else super().get_outputs()
+
+    def build_extension(self, ext: Extension) -> None:  # noqa: D102
+        _load_prebuild().build(Path(self.get_ext_fullpath(ext.name)))
+
+
+def _load_prebuild():  # type: ignore[no-untyped-def]
+    """The module itself: importing its package would look for the library that is being built."""
+    if SHARED.is_dir():
+        sys.path.insert(0, str(SHARED))  # this checkout's, whichever is installed
+    spec = importlib.util.spec_from_file_location("custom_ops_prebuild", HERE / "src" / "custom_ops" / "prebuild.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+setup(
+    ext_modules=[Extension("custom_ops._C", [], py_limited_api=True)],
+    cmdclass={"build_ext": BuildLibrary},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -1,0 +1,106 @@
+"""What is timed against what: each operator beside what torch offers, with the bytes that it must move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import custom_ops
+from custom_ops import accounting
+from custom_ops.accounting import Traffic
+from custom_ops.builds import kernels
+
+OURS = "custom_ops"
+
+# Three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
+ALPHA = 1.25
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One operator beside its rivals.
+
+    Attributes:
+        op: what it is called in tables.
+        operands: makes them: (elements, columns, dtype, device) → tensors. Every form takes all of them.
+        forms: by name; :data:`OURS` is this package's, ``"torch"`` what torch has without a compiler.
+        traffic: of this package's form.
+        unfused: of torch's operators one after another.
+        limit: the copy-like traffic that it is held against.
+        compiled: a function for ``torch.compile`` to fuse; None where there is nothing to fuse.
+    """
+
+    op: str
+    operands: Callable[[int, int, torch.dtype, str], tuple[Tensor, ...]]
+    forms: Mapping[str, Callable[..., Any]]
+    traffic: Callable[..., Traffic]
+    unfused: Callable[..., Traffic]
+    limit: str
+    compiled: Callable[..., Any] | None = None
+
+
+def _vectors(number: int) -> Callable[[int, int, torch.dtype, str], tuple[Tensor, ...]]:
+    def make(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(count, device=device).to(dtype) for _ in range(number))
+
+    return make
+
+
+def _rows(number: int) -> Callable[[int, int, torch.dtype, str], tuple[Tensor, ...]]:
+    def make(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+        columns = min(columns, count)
+        rows = tuple(torch.randn(count // columns, columns, device=device).to(dtype) for _ in range(number))
+        return *rows, torch.randn(columns, device=device).to(dtype)
+
+    return make
+
+
+def _unfused_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def _unfused_gelu_backward(grad: Tensor, saved: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    dx = torch.ops.aten.gelu_backward(grad, saved, approximate="tanh")
+    return dx, dx.sum(0)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    dx = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
+    return dx, dx.sum(0)
+
+
+def contests() -> Mapping[str, Contest]:
+    """All memory-bound operators of one kernel, by name."""
+    found = (
+        Contest(
+            "vector_add", _vectors(2), {OURS: custom_ops.vector_add, "torch": torch.add},
+            accounting.vector_add_traffic, lambda a, b: accounting.elementwise(a, inputs=2), "2 reads 1 write",
+        ),
+        Contest(
+            "axpb", _vectors(2),
+            {OURS: lambda x, b: custom_ops.axpb(x, b, ALPHA), "torch": lambda x, b: ALPHA * x + b},
+            accounting.axpb_traffic, lambda x, b: accounting.axpb_unfused_traffic(x), "2 reads 1 write",
+            lambda x, b: ALPHA * x + b,
+        ),
+        Contest(
+            "scale", _vectors(1), {OURS: custom_ops.scale, "torch": lambda x: 1.23 * x},
+            accounting.scale_traffic, accounting.scale_traffic, "1 read 1 write",
+        ),
+        Contest(
+            "bias_gelu", _rows(1), {OURS: custom_ops.bias_gelu, "torch": _unfused_gelu},
+            accounting.bias_gelu_traffic, accounting.bias_gelu_unfused_traffic, "1 read 1 write", _unfused_gelu,
+        ),
+        Contest(
+            "bias_gelu_backward", _rows(2),
+            {OURS: lambda *operands: kernels.bias_gelu_backward(*operands), "torch": _unfused_gelu_backward},
+            lambda grad, x, bias: accounting.bias_gelu_backward_traffic(x, bias),
+            lambda grad, x, bias: accounting.bias_gelu_backward_unfused_traffic(x, bias), "2 reads 1 write",
+            _gelu_backward,
+        ),
+    )  # fmt: skip
+    return {contest.op: contest for contest in found}

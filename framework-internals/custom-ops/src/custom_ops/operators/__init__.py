@@ -1,0 +1,1 @@
+"""The operators: a typed function each, and what is registered for them."""

@@ -1,0 +1,78 @@
+"""A bias and GELU in one kernel, and its derivative with the bias's in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops import builds
+from custom_ops.checks import check_bias_gelu, check_bias_gelu_backward, explain
+from custom_ops.registration import Autograd, Rules, to_lower
+
+
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    """Add a bias and apply GELU in tanh's form, in one pass over memory.
+
+    u = x + bias, y = u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))) (Hendrycks and Gimpel, arXiv:1606.08415), computed as
+    u · sigmoid(2z), which keeps its digits where 1 + tanh(z) cancels. float32 arithmetic for the 16-bit dtypes, one
+    rounding. ``torch.nn.functional.gelu(x + bias, approximate="tanh")`` reads and writes twice as much.
+
+    Under autocast both operands are taken in its dtype. The gradient of ``bias`` is summed in the same order every
+    time.
+
+    Args:
+        x: (..., N), float32, float64, float16 or bfloat16.
+        bias: (N,), of the dtype and device of ``x``.
+
+    Returns:
+        y, contiguous, of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: for different devices, or a bias of another shape.
+        TypeError: for different dtypes, or one that has no kernel.
+        NotImplementedError: for a device that the build that serves has no kernels for.
+        native_build.BuildError: at the first call, when the kernels cannot be built.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.custom_ops.bias_gelu.default(x, bias)
+    try:
+        if torch.is_grad_enabled() and (x.requires_grad or bias.requires_grad):
+            return builds.public.bias_gelu(x, bias)
+        return builds.kernels.bias_gelu(x, bias)
+    except (RuntimeError, AttributeError) as error:
+        explain(error, check_bias_gelu, x, bias)
+
+
+def _fake(x: Tensor, bias: Tensor, access: int = 0) -> Tensor:
+    check_bias_gelu(x, bias)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor, *plan: int) -> tuple[Tensor, Tensor]:
+    check_bias_gelu_backward(grad, x, bias)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(bias)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    x, bias = ctx.saved_tensors
+    if torch.is_grad_enabled():  # a graph of the gradients is wanted: torch's own operators have second derivatives
+        dx = torch.ops.aten.gelu_backward(gradient, x + bias, approximate="tanh")
+        return dx, dx.sum_to_size(bias.shape)
+    return torch.ops.custom_ops.bias_gelu_backward.default(gradient, x, bias)
+
+
+def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+    return [to_lower(tensor, dtype) for tensor in arguments]
+
+
+RULES = (
+    Rules("bias_gelu", _fake, Autograd(_backward, _setup), _lower, overloads=("access",)),
+    Rules("bias_gelu_backward", _fake_backward, overloads=("plan",)),
+)

@@ -1,0 +1,217 @@
+"""A convolution with the batch-norm and ReLU after it: for inference one kernel after the convolution, not three.
+
+:func:`fuse` puts it into a model.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from custom_ops import builds
+from custom_ops.checks import check_conv_bn_relu, explain, wide
+from custom_ops.registration import Autograd, Rules, to_lower
+
+
+def conv_bn_relu(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolve, then scale, shift and clip each channel: ``relu(scale·conv2d(x, weight) + shift)``.
+
+    The convolution is torch's; what follows is one kernel over its result, in place, in float32 (float64 for float64),
+    whatever the dtype. A batch-norm that has stopped learning is such a scale and shift: :func:`fold_batch_norm`.
+
+    Under autocast ``x`` and ``weight`` are taken in its dtype.
+
+    Args:
+        x: (B, C, H, W), contiguous or channels-last, float32, float64, float16 or bfloat16.
+        weight: (K, C / groups, R, S), of the dtype and device of ``x``.
+        scale: (K,), float32, or float64 where ``x`` is.
+        shift: (K,), as ``scale``.
+        stride: of the convolution, one number or one for each of height and width.
+        padding: zeros around the image, likewise.
+        dilation: distance between the weight's elements, likewise.
+        groups: of channels that do not see one another.
+
+    Returns:
+        (B, K, H', W'), laid out as torch's convolution does.
+
+    Raises:
+        ValueError: for different devices, or shapes that do not go together.
+        TypeError: for dtypes that do not, or one that has no kernel.
+        RuntimeError: torch's own, for what its convolution refuses.
+        NotImplementedError: for a device that the build that serves has no kernels for.
+        native_build.BuildError: at the first call, when the kernels cannot be built.
+    """
+    arguments = (x, weight, scale, shift, _pair(stride), _pair(padding), _pair(dilation), groups)
+    if torch.compiler.is_compiling():
+        return torch.ops.custom_ops.conv_bn_relu.default(*arguments)
+    try:
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments[:4]):
+            return builds.public.conv_bn_relu(*arguments)
+        return builds.kernels.conv_bn_relu(*arguments)
+    except (RuntimeError, AttributeError) as error:
+        explain(error, check_conv_bn_relu, x, weight, scale, shift)
+
+
+def fold_batch_norm(norm: nn.BatchNorm2d, conv_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The scale and shift that a batch-norm applies in evaluation, with the bias of the convolution before it.
+
+    scale = γ/√(var + ε), shift = β + (bias − mean)·scale (Ioffe and Szegedy, arXiv:1502.03167, section 3.1).
+
+    Args:
+        norm: with running statistics.
+        conv_bias: (K,), of the convolution.
+
+    Returns:
+        scale and shift, (K,), float32, or float64 where the statistics are.
+
+    Raises:
+        ValueError: for a batch-norm without running statistics, which has none to fold.
+    """
+    if norm.running_mean is None or norm.running_var is None:
+        raise ValueError(
+            "fold_batch_norm: argument 'norm': expected running statistics (track_running_stats=True), got none"
+        )
+    dtype = wide(norm.running_var.dtype)
+    scale = torch.rsqrt(norm.running_var.to(dtype) + norm.eps)
+    if norm.weight is not None:
+        scale = scale * norm.weight.to(dtype)
+    bias = 0 if conv_bias is None else conv_bias.to(dtype)
+    shift = (bias - norm.running_mean.to(dtype)) * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.to(dtype)
+
+
+class ConvBnRelu2d(nn.Module):
+    """A convolution, batch-norm and ReLU of a trained model, as :func:`conv_bn_relu`; for inference.
+
+    Attributes:
+        weight: of the convolution.
+        scale: of each channel; a buffer.
+        shift: of each channel; a buffer.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, conv: nn.Conv2d, norm: nn.BatchNorm2d) -> None:
+        super().__init__()
+        if isinstance(conv.padding, str) or conv.padding_mode != "zeros":
+            raise ValueError(
+                "ConvBnRelu2d: argument 'conv': expected padding with zeros by numbers, got "
+                f"padding={conv.padding!r}, padding_mode={conv.padding_mode!r}"
+            )
+        scale, shift = fold_batch_norm(norm, conv.bias)
+        self.register_buffer("weight", conv.weight.detach())
+        self.register_buffer("scale", scale.detach())
+        self.register_buffer("shift", shift.detach())
+        self.geometry = (_pair(conv.stride), _pair(conv.padding), _pair(conv.dilation), conv.groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``relu(bn(conv(x)))``."""
+        return conv_bn_relu(x, self.weight, self.scale, self.shift, *self.geometry)
+
+    def extra_repr(self) -> str:
+        """Shapes, for ``print``."""
+        stride, padding, dilation, groups = self.geometry
+        return f"{tuple(self.weight.shape)}, {stride=}, {padding=}, {dilation=}, {groups=}"
+
+
+def fuse(model: nn.Module) -> tuple[nn.Module, int]:
+    """A copy of a model for inference, with each ``Conv2d, BatchNorm2d, ReLU`` in a row replaced by one module.
+
+    In a row means: next to one another in an ``nn.Sequential``. A model that calls them from a ``forward`` of its own
+    is not read; use :class:`ConvBnRelu2d` there.
+
+    Args:
+        model: in evaluation mode.
+
+    Returns:
+        The copy, and how many triples were replaced.
+
+    Raises:
+        ValueError: for a model in training mode, whose batch-norms still depend on the batch.
+    """
+    if model.training:
+        raise ValueError("fuse: argument 'model': expected a model in evaluation mode, got training (call .eval())")
+    fused = copy.deepcopy(model)
+    count = 0
+    for sequence in [module for module in fused.modules() if isinstance(module, nn.Sequential)]:
+        children = list(sequence.named_children())
+        for (first, conv), (second, norm), (third, relu) in zip(children, children[1:], children[2:], strict=False):
+            if _fits(conv, norm, relu):
+                sequence.add_module(first, ConvBnRelu2d(conv, norm))  # type: ignore[arg-type]
+                sequence.add_module(second, nn.Identity())
+                sequence.add_module(third, nn.Identity())
+                count += 1
+    return fused.eval(), count
+
+
+def _fits(conv: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
+    return (
+        type(conv) is nn.Conv2d
+        and type(norm) is nn.BatchNorm2d
+        and type(relu) is nn.ReLU
+        and norm.running_mean is not None
+        and not isinstance(conv.padding, str)
+        and conv.padding_mode == "zeros"
+    )
+
+
+def _pair(value: Any) -> list[int]:
+    return [value, value] if isinstance(value, int) else list(value)
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    groups: int = 1,
+) -> Tensor:
+    check_conv_bn_relu(x, weight, scale, shift)
+    return torch.nn.functional.conv2d(x, weight, None, stride, padding, dilation, groups)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, scale, shift, *ctx.geometry = inputs
+    ctx.save_for_backward(x, weight, scale, shift, output)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    x, weight, scale, _, y = ctx.saved_tensors
+    stride, padding, dilation, groups = ctx.geometry
+    needs_x, needs_weight, needs_scale, needs_shift, *_ = ctx.needs_input_grad
+    clipped = torch.where(y > 0, gradient, 0).to(scale.dtype)
+    # The kernel wrote over the convolution's result: the gradient of the scale computes it again.
+    again = torch.nn.functional.conv2d(x, weight, None, *ctx.geometry).to(scale.dtype) if needs_scale else None
+    of_conv = (clipped * scale.view(-1, 1, 1)).to(x.dtype)
+    dx, dweight, _ = torch.ops.aten.convolution_backward(
+        of_conv, x, weight, None, stride, padding, dilation, False, [0, 0], groups, [needs_x, needs_weight, False]
+    )
+    dscale = None if again is None else (clipped * again).sum((0, 2, 3))
+    dshift = clipped.sum((0, 2, 3)) if needs_shift else None
+    return dx if needs_x else None, dweight if needs_weight else None, dscale, dshift, None, None, None, None
+
+
+def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+    x, weight, *rest = arguments
+    return [to_lower(x, dtype), to_lower(weight, dtype), *rest]
+
+
+RULES = (Rules("conv_bn_relu", _fake, Autograd(_backward, _setup), _lower),)

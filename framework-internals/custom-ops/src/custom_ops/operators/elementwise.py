@@ -1,0 +1,147 @@
+"""Sums and multiples, element by element.
+
+Operands are of equal shape, dtype and device; those that are not contiguous are copied first, and the result is
+contiguous. The four floating dtypes of :data:`custom_ops.checks.DTYPES` have kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops import builds
+from custom_ops.checks import check_axpb, check_scale, check_vector_add, explain
+from custom_ops.registration import Autograd, Rules, to_widest
+
+
+def vector_add(a: Tensor, b: Tensor) -> Tensor:
+    """Add two tensors: ``a + b``, rounded once, so that the result is bit-equal to :func:`torch.add`.
+
+    Args:
+        a: any shape, float32, float64, float16 or bfloat16.
+        b: of the shape, dtype and device of ``a``.
+
+    Returns:
+        The sum, contiguous, of the shape and dtype of ``a``.
+
+    Raises:
+        ValueError: for different devices or shapes.
+        TypeError: for different dtypes, or one that has no kernel.
+        NotImplementedError: for a device that the build that serves has no kernels for.
+        native_build.BuildError: at the first call, when the kernels cannot be built.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.custom_ops.vector_add.default(a, b)
+    try:
+        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+            return builds.public.vector_add(a, b)
+        return builds.kernels.vector_add(a, b)
+    except (RuntimeError, AttributeError) as error:
+        explain(error, check_vector_add, a, b)
+
+
+def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """Scale and add in one kernel: ``alpha * x + b``, a fused multiply-add in float32 (float64 for float64).
+
+    Two operators would read x, write alpha·x, read it back with b and write the sum: five passes over memory for three.
+
+    Args:
+        x: any shape, float32, float64, float16 or bfloat16.
+        b: of the shape, dtype and device of ``x``.
+        alpha: rounded to float32 unless ``x`` is float64.
+
+    Returns:
+        The result, contiguous, of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: for different devices or shapes.
+        TypeError: for different dtypes, or one that has no kernel.
+        NotImplementedError: for a device that the build that serves has no kernels for.
+        native_build.BuildError: at the first call, when the kernels cannot be built.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.custom_ops.axpb.default(x, b, alpha)
+    try:
+        if torch.is_grad_enabled() and (x.requires_grad or b.requires_grad):
+            return builds.public.axpb(x, b, alpha)
+        return builds.kernels.axpb(x, b, alpha)
+    except (RuntimeError, AttributeError) as error:
+        explain(error, check_axpb, x, b, alpha)
+
+
+def scale(x: Tensor, alpha: float = 1.23) -> Tensor:
+    """Multiply by a number: ``alpha * x``, in float32 for the 16-bit dtypes, rounded once.
+
+    Args:
+        x: any shape, float32, float64, float16 or bfloat16.
+        alpha: rounded to float32 unless ``x`` is float64.
+
+    Returns:
+        The product, contiguous, of the shape and dtype of ``x``.
+
+    Raises:
+        TypeError: for a dtype that has no kernel.
+        NotImplementedError: for a device that the build that serves has no kernels for.
+        native_build.BuildError: at the first call, when the kernels cannot be built.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.custom_ops.scale.default(x, alpha)
+    try:
+        if torch.is_grad_enabled() and x.requires_grad:
+            return builds.public.scale(x, alpha)
+        return builds.kernels.scale(x, alpha)
+    except (RuntimeError, AttributeError) as error:
+        explain(error, check_scale, x, alpha)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _vector_add_fake(a: Tensor, b: Tensor) -> Tensor:
+    check_vector_add(a, b)
+    return _like(a)
+
+
+def _axpb_fake(x: Tensor, b: Tensor, alpha: float) -> Tensor:
+    check_axpb(x, b, alpha)
+    return _like(x)
+
+
+def _scale_fake(x: Tensor, alpha: float = 1.23) -> Tensor:
+    check_scale(x, alpha)
+    return _like(x)
+
+
+def _vector_add_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return gradient, gradient
+
+
+def _axpb_setup(ctx: Any, inputs: tuple[Tensor, Tensor, float], output: Tensor) -> None:
+    ctx.alpha = inputs[2]
+
+
+def _axpb_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    return torch.ops.custom_ops.scale.default(gradient, ctx.alpha), gradient, None
+
+
+def _scale_setup(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.alpha = inputs[1]
+
+
+def _scale_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return torch.ops.custom_ops.scale.default(gradient, ctx.alpha), None
+
+
+def _widest(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+    return [*to_widest(*arguments[:2]), *arguments[2:]]
+
+
+RULES = (
+    Rules("vector_add", _vector_add_fake, Autograd(_vector_add_backward), _widest),
+    Rules("axpb", _axpb_fake, Autograd(_axpb_backward, _axpb_setup), _widest),
+    Rules("scale", _scale_fake, Autograd(_scale_backward, _scale_setup)),
+)

@@ -1,0 +1,107 @@
+"""Attention that never writes its matrix of scores: one kernel forward, fused kernels backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from custom_ops import builds
+from custom_ops.checks import check_flash_attention, explain, wide
+from custom_ops.registration import Autograd, Rules, to_lower
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention, softmax(scale·QKᵀ)·V, with the logarithm of each row's sum of exponentials.
+
+    Tiles of the scores stay on the chip and the softmax is carried along (Dao et al., arXiv:2205.14135). float32 runs
+    on tensor cores as three float16 products of split operands. Under autocast the operands are taken in its dtype.
+
+    Args:
+        q: (B, H, S, D), float32, float64, float16 or bfloat16, D up to 256.
+        k: (B, H_kv, T, D), of the dtype and device of ``q``; query head h reads key head h // (H / H_kv).
+        v: (B, H_kv, T, D).
+        causal: query i sees the keys j ≤ i, as ``is_causal`` of ``scaled_dot_product_attention``.
+        scale: any finite number; 1/√D if None.
+
+    Returns:
+        out (B, H, S, D), contiguous, of the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64).
+
+    Raises:
+        ValueError: for different devices, shapes that do not go together, or a scale that is not finite.
+        TypeError: for different dtypes, or one that has no kernel.
+        NotImplementedError: for a device that the build that serves has no kernels for.
+        native_build.BuildError: at the first call, when the kernels cannot be built.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.custom_ops.flash_attention.default(q, k, v, causal, scale)
+    try:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return builds.public.flash_attention(q, k, v, causal, scale)
+        return builds.kernels.flash_attention(q, k, v, causal, scale)
+    except (RuntimeError, AttributeError) as error:
+        explain(error, check_flash_attention, q, k, v, causal, scale)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    """The same from torch's operators, with the matrix of scores in memory; differentiable any number of times.
+
+    The dtypes are those of :func:`flash_attention`: the 16-bit ones are computed in float32.
+    """
+    dtype = wide(q.dtype)
+    groups = q.shape[1] // max(k.shape[1], 1)
+    keys, values = (x.to(dtype).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * (q.to(dtype) @ keys.transpose(-1, -2))
+    if causal:
+        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(unseen, float("-inf"))
+    lse = scores.logsumexp(-1)
+    return (torch.exp(scores - lse.unsqueeze(-1)) @ values).to(q.dtype), lse
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, algorithm: int = 0
+) -> tuple[Tensor, Tensor]:
+    check_flash_attention(q, k, v, causal, scale)
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+
+
+def _fake_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if grad_out is None and grad_lse is None:
+        return None, None, None, None, None
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    if torch.is_grad_enabled():  # a graph of the gradients is wanted
+        results = reference(q, k, v, ctx.causal, ctx.scale)
+        grads = (grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse)
+        return *torch.autograd.grad(results, (q, k, v), grads, create_graph=True, allow_unused=True), None, None
+    gradients = torch.ops.custom_ops.flash_attention_backward.default(
+        grad_out, grad_lse, q, k, v, out, lse, ctx.causal, ctx.scale
+    )
+    return *gradients, None, None
+
+
+def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+    return [*(to_lower(tensor, dtype) for tensor in arguments[:3]), *arguments[3:]]
+
+
+RULES = (
+    Rules("flash_attention", _fake, Autograd(_backward, _setup), _lower, overloads=("algorithm",)),
+    Rules("flash_attention_backward", _fake_backward),
+)

@@ -1,0 +1,112 @@
+"""The one library of all operators: what it is made of, and how it is built."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from native_build import Unit, build_library, build_library_once, cached_library, find_nvcc
+
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
+FILE_NAME = "_C.abi3.so"
+
+TORCH_VERSIONS = ("2.10", "2.15")
+
+# Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
+# other GPU since the H100 what its driver translates.
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
+
+# The levels of csrc/stable/cpu_levels.cpp.
+_LEVELS = {
+    "baseline": (),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+}
+
+RUNGS = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
+
+
+def units(*, cuda: bool) -> list[Unit]:
+    """What the library is compiled from, the longest first.
+
+    Args:
+        cuda: with the CUDA kernels.
+    """
+    headers = ("-isystem", sysconfig.get_paths()["include"])
+    flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
+    folders = [CSRC / rung for rung in RUNGS]
+    device = [path for folder in reversed(folders) for path in sorted(folder.glob("*.cu"))]
+    found = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
+    found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
+    found.append(Unit(CSRC / "flash_attention" / "cpu.cpp"))
+    found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
+    levels = _LEVELS if platform.machine() == "x86_64" else {"baseline": ()}
+    for name in ("bias_gelu", "conv_bn_relu", "scale"):
+        for level, instructions in levels.items():
+            # Nobody reads the processor's floating-point flags, and GCC vectorises no comparison while somebody might.
+            options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
+            found.append(Unit(CSRC / name / "cpu.cpp", options))
+    found.append(Unit(CSRC / "scale" / "module.cpp", headers))
+    if (jax_headers := _jax_headers()) is not None:
+        found.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
+    return found
+
+
+def _jax_headers() -> Path | None:
+    """What ``jax.ffi.include_dir()`` says, without the seconds that importing jax takes."""
+    spec = importlib.util.find_spec("jaxlib")
+    folders = spec.submodule_search_locations if spec else None
+    headers = Path(folders[0]) / "include" if folders else None
+    return headers if headers and (headers / "xla" / "ffi" / "api" / "ffi.h").is_file() else None
+
+
+def _arguments(architectures: tuple[str, ...]) -> Mapping[str, Any]:
+    return {
+        "torch_versions": TORCH_VERSIONS,
+        "architectures": architectures,
+        "cuda_cflags": ("-compress-mode=size",),
+        "exports": ("PyInit__C", "add_one", "custom_ops_jax_*"),
+    }
+
+
+def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path:
+    """Compile the library, for a wheel or to carry elsewhere.
+
+    Args:
+        output: path of the library.
+        architectures: of the CUDA kernels; empty for a library without them, which needs no nvcc; by default
+            :data:`ARCHITECTURES` where there is nvcc, and none elsewhere.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        BuildError: when a tool is missing, or something does not compile.
+    """
+    if architectures is None:
+        architectures = ARCHITECTURES if find_nvcc() else ()
+    build_library("custom_ops", units(cuda=bool(architectures)), output, **_arguments(architectures))
+    return output
+
+
+def build_once(architectures: tuple[str, ...]) -> Path:
+    """The library for this machine from the user's cache, compiled if it is not there; as :func:`build`."""
+    return build_library_once(
+        "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
+    )
+
+
+def cached(architectures: tuple[str, ...]) -> Path | None:
+    """The library for this machine if the user's cache has it."""
+    path = cached_library(
+        "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
+    )
+    return path if path.is_file() else None
+
+
+def _folders() -> list[Path]:
+    return [CSRC / name for name in ("common", *RUNGS)]

@@ -1,0 +1,243 @@
+"""How fast the memory-bound operators are, beside torch's and the machine's limit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchkit import Quantity, Record, compare
+from benchkit.device import Device
+from benchkit.results import Label
+from benchkit.timing import rotating_inputs
+from custom_ops.accounting import Traffic, count_launches
+from custom_ops.contestants import OURS, Contest, contests
+
+ACCESSES = {"chosen": 0, "one element": 1, "one vector": 2, "two vectors": 3, "four vectors": 4}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``torch.float32`` → ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def operators(
+    device: Device,
+    ops: Sequence[str],
+    counts: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    columns: int,
+    compiled: bool,
+    seconds: float,
+) -> Iterator[Record]:
+    """Time operators over sizes: records ``speed``, labels ``op``, ``form``, ``dtype``, ``count``, ``clock``.
+
+    Args:
+        device: of the tensors.
+        ops: names of :func:`custom_ops.contestants.contests`.
+        counts: elements.
+        dtypes: of the tensors.
+        columns: of those that have rows.
+        compiled: with what ``torch.compile`` makes of torch's operators, where there is something to fuse.
+        seconds: of sampling for each operator, count and dtype.
+
+    Yields:
+        The values ``time``; ``rate``, this package's bytes over it, for every form: what an ideal kernel would have
+        moved; and ``speedup`` over torch's operators.
+    """
+    for op in ops:
+        contest = contests()[op]
+        forms = dict(contest.forms)
+        if compiled and contest.compiled is not None:
+            forms["torch.compile"] = _compiled(contest.compiled)
+        for dtype in dtypes:
+            for count in counts:
+                yield from _one(contest, forms, device, count, dtype, columns=columns, seconds=seconds)
+
+
+def _one(
+    contest: Contest,
+    forms: dict[str, Callable[..., Any]],
+    device: Device,
+    count: int,
+    dtype: torch.dtype,
+    *,
+    columns: int,
+    seconds: float,
+) -> Iterator[Record]:
+    inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
+    comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
+    moved = contest.traffic(*inputs[0]).bytes
+    for form in forms:
+        time = comparison[form].quantity()
+        yield Record(
+            "speed",
+            {
+                "op": contest.op, "form": form, "dtype": name_of(dtype), "count": count, "limit": contest.limit,
+                "clock": comparison[form].method,
+            },
+            {"time": time, "rate": time.per(moved, "B/s"), "speedup": comparison.speedup(form, over="torch")},
+        )  # fmt: skip
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*operands: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's, of this machine (TF32, few multiprocessors)
+            return made(*operands)
+
+    torch.compiler.reset()
+    made = torch.compile(function, fullgraph=True)
+    return call
+
+
+def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int, seconds: float) -> Iterator[Record]:
+    """Launches and bytes of each operator, unfused and fused: records ``fusion``, label ``op``.
+
+    Args:
+        device: of the tensors.
+        count: elements, more than the caches hold.
+        dtype: of the tensors.
+        columns: of the operators that have rows.
+        seconds: of sampling for each operator.
+
+    Yields:
+        ``bytes``, ``predicted_launches`` and ``launches`` as the profiler counts them, each with ``unfused_`` before it
+        for torch's operators; ``predicted_speedup``, the ratio of the bytes, and ``speedup``.
+    """
+    for contest in contests().values():
+        inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
+        comparison = compare(contest.forms, device=device, inputs=inputs, seconds=seconds)
+        ours, theirs = contest.traffic(*inputs[0]), contest.unfused(*inputs[0])
+        yield Record(
+            "fusion",
+            {"op": contest.op, "dtype": name_of(dtype), "count": count},
+            {
+                "time": comparison[OURS].quantity(),
+                "speedup": comparison.speedup(OURS, over="torch"),
+                "predicted_speedup": Quantity(theirs.bytes / ours.bytes, "×"),
+                **launches(ours, partial(contest.forms[OURS], *inputs[0]), device),
+                **launches(theirs, partial(contest.forms["torch"], *inputs[0]), device, "unfused_"),
+            },
+        )
+
+
+def launches(traffic: Traffic, call: Callable[[], object], device: Device, prefix: str = "") -> dict[str, Quantity]:
+    """Predicted and counted launches, and bytes, as values of a record."""
+    return {
+        f"{prefix}launches": Quantity(count_launches(call, device=device), ""),
+        f"{prefix}predicted_launches": Quantity(traffic.launches, ""),
+        f"{prefix}bytes": Quantity(traffic.bytes, "B"),
+    }
+
+
+def accesses(
+    device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
+) -> Iterator[Record]:
+    """Time bias_gelu's forward kernel by how its threads reach memory: records ``access``, labels ``access``,
+    ``dtype``.
+
+    Args:
+        device: of the tensors.
+        count: elements.
+        dtypes: of the tensors.
+        columns: of the rows.
+        seconds: of sampling for each dtype.
+
+    Yields:
+        The values ``time``, ``rate`` and ``speedup`` over one element at a time.
+    """
+    operator = torch.ops.custom_ops_kernels.bias_gelu.access
+    contest = contests()["bias_gelu"]
+    forms = {name: partial(_with_access, operator, number) for name, number in ACCESSES.items()}
+    for dtype in dtypes:
+        inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
+        comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
+        moved = contest.traffic(*inputs[0]).bytes
+        for name in forms:
+            time = comparison[name].quantity()
+            yield Record(
+                "access",
+                {"access": name, "dtype": name_of(dtype), "count": count},
+                {
+                    "time": time,
+                    "rate": time.per(moved, "B/s"),
+                    "speedup": comparison.speedup(name, over="one element"),
+                },
+            )
+
+
+def _with_access(operator: Any, access: int, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return operator(x, bias, access)
+
+
+def plans(
+    device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
+) -> Iterator[Record]:
+    """Time bias_gelu's backward kernel by the shape of its blocks: records ``plan``, labels ``across``, ``blocks``.
+
+    Args:
+        device: a GPU.
+        count: elements.
+        dtypes: of the tensors.
+        columns: of the rows.
+        seconds: of sampling for each dtype.
+
+    Yields:
+        The values ``time`` and ``rate``.
+    """
+    operator = torch.ops.custom_ops_kernels.bias_gelu_backward.plan
+    contest = contests()["bias_gelu_backward"]
+    choices = [(across, blocks) for across in (64, 128, 256) for blocks in (2, 4, 5, 8, 16)]
+    forms = {f"{across} {blocks}": partial(_with_plan, operator, across, blocks) for across, blocks in choices}
+    for dtype in dtypes:
+        inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
+        comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
+        moved = contest.traffic(*inputs[0]).bytes
+        for (across, blocks), name in zip(choices, forms, strict=True):
+            time = comparison[name].quantity()
+            labels: dict[str, Label] = {
+                "across": across, "blocks": blocks, "dtype": name_of(dtype), "count": count
+            }  # fmt: skip
+            yield Record("plan", labels, {"time": time, "rate": time.per(moved, "B/s")})
+
+
+def _with_plan(operator: Any, across: int, blocks: int, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return operator(*operands, across, blocks, 16)
+
+
+def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:
+    """Measure what gelu(x + bias), forward and backward, takes of GPU memory: records ``peak memory``, label ``form``.
+
+    Args:
+        device: a GPU; the CPU's allocator keeps no count.
+        count: elements.
+        dtype: of the tensors.
+        columns: of the rows.
+
+    Yields:
+        The values ``saved``, kept from the forward to the backward pass, and ``peak``, both without the operands and
+        their gradients, in bytes, with ``operand``, the bytes of x.
+    """
+    contest = contests()["bias_gelu"]
+    x, bias = (tensor.requires_grad_() for tensor in contest.operands(count, columns, dtype, device))
+    for form in (OURS, "torch"):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = contest.forms[form](x, bias)
+        saved = torch.cuda.memory_allocated() - before
+        y.backward(torch.ones_like(y))
+        peak = torch.cuda.max_memory_allocated() - before
+        del y
+        x.grad = bias.grad = None
+        size = x.numel() * x.element_size()
+        yield Record(
+            "peak memory",
+            {"form": form, "dtype": name_of(dtype), "count": count},
+            {"saved": Quantity(saved, "B"), "peak": Quantity(peak, "B"), "operand": Quantity(size, "B")},
+        )

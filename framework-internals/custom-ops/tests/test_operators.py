@@ -1,0 +1,347 @@
+"""scale, bias_gelu, conv_bn_relu and flash_attention on a CPU: numbers, derivatives, registration, refusals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import custom_ops
+from custom_ops.builds import kernels
+from custom_ops.checks import DTYPES, wide
+from custom_ops.operators.flash_attention import reference
+
+
+def rows(dtype: torch.dtype, *shape: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    x, grad = (torch.randn(*shape, generator=generator, dtype=torch.float64).mul(scale).to(dtype) for _ in range(2))
+    return x, torch.randn(shape[-1], generator=generator, dtype=torch.float64).to(dtype), grad
+
+
+def floor_of(dtype: torch.dtype) -> float:
+    """The spacing of subnormal results, of which half may be lost."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+
+def exact_gelu(x: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x, bias = (tensor.double().requires_grad_() for tensor in (x, bias))
+    y = nn.functional.gelu(x + bias, approximate="tanh")
+    return y.detach(), *torch.autograd.grad(y, (x, bias), grad.double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (257, 100), (2, 3, 65), (40, 4096), (5000, 8), (9,)])
+def test_bias_gelu_against_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x, bias, grad = rows(dtype, *shape)
+    y, dx, dbias = exact_gelu(x, bias, grad)
+    ours, (our_dx, our_dbias) = custom_ops.bias_gelu(x, bias), kernels.bias_gelu_backward(grad, x, bias)
+    unit, wide_unit, tiny = torch.finfo(dtype).eps, torch.finfo(wide(dtype)).eps, floor_of(dtype)
+    # One rounding to the dtype; in the arithmetic, eight units of the wide type of u for the sum, its cube and the
+    # gate.
+    size = x.double().abs() + bias.double().abs() + 1
+    assert ((ours.double() - y).abs() <= unit / 2 * y.abs() + 8 * wide_unit * size + tiny).all()
+    of_gradient = 16 * wide_unit * grad.double().abs() * size
+    assert ((our_dx.double() - dx).abs() <= unit / 2 * dx.abs() + of_gradient + tiny).all()
+    count = x.numel() // x.shape[-1]
+    summed = (count**0.5 + 16) / 16 * of_gradient.view(-1, x.shape[-1]).sum(0)
+    assert ((our_dbias.double() - dbias).abs() <= unit / 2 * dbias.abs() + summed + tiny).all()
+
+
+def test_bias_gelu_keeps_the_digits_of_the_tail_that_tanh_cancels() -> None:
+    x, zero = torch.linspace(-9, -5, 1001).view(-1, 1), torch.zeros(1)
+    wide_x = x.double()
+    exact = wide_x * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (wide_x + 0.044715 * wide_x**3))
+    of_formula = (x + zero) / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    ours = ((custom_ops.bias_gelu(x, zero).double() - exact) / exact).abs().max()
+    assert ours < 1e-4  # the argument, up to 2^7, is rounded in its 24th digit before it is an exponent
+    assert ((of_formula.double() - exact) / exact).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bias_gelu_far_out(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1e30], [-1e30], [100.0], [-100.0], [float("inf")], [float("nan")]], dtype=dtype)
+    zero, one = torch.zeros(1, dtype=dtype), torch.ones_like(x)
+    y = custom_ops.bias_gelu(x, zero)
+    assert torch.allclose(y[:4], x[:4].clamp(min=0), atol=1e-30)
+    assert y[4].isinf()
+    assert y[5].isnan()
+    dx, _ = kernels.bias_gelu_backward(one, x, zero)
+    assert torch.allclose(dx[:5], torch.tensor([[1.0], [0.0], [1.0], [0.0], [1.0]], dtype=dtype), atol=1e-30)
+    assert dx[5].isnan()
+
+
+def test_gradients_do_not_depend_on_the_threads() -> None:
+    x, bias, grad = rows(torch.float32, 3001, 96)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(kernels.bias_gelu_backward(grad, x, bias))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 65, 100_003])
+def test_scale_is_rounded_once(dtype: torch.dtype, count: int) -> None:
+    x = torch.randn(count, dtype=torch.float64).to(dtype)
+    alpha = torch.tensor(1.23, dtype=wide(dtype))
+    assert torch.equal(custom_ops.scale(x), (x.to(wide(dtype)) * alpha).to(dtype))
+
+
+def fold() -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    torch.manual_seed(0)
+    conv, norm = nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.BatchNorm2d(8).eval()
+    for tensor in (norm.running_mean, norm.running_var, norm.weight, norm.bias):
+        assert tensor is not None
+        tensor.data.uniform_(0.5, 2)
+    return conv, norm
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("side", [8, 7, 1])
+def test_conv_bn_relu_against_float64(dtype: torch.dtype, layout: torch.memory_format, side: int) -> None:
+    conv, norm = fold()
+    x = torch.randn(2, 3, side, side).to(dtype).contiguous(memory_format=layout)
+    weight = conv.weight.detach().to(dtype)
+    scale, shift = (tensor.detach().to(wide(dtype)) for tensor in custom_ops.fold_batch_norm(norm, conv.bias))
+    y = custom_ops.conv_bn_relu(x, weight, scale, shift, stride=2, padding=1)
+    convolved = torch.conv2d(x, weight, stride=2, padding=1)
+    exact = torch.relu(convolved.double() * scale.double().view(-1, 1, 1) + shift.double().view(-1, 1, 1))
+    bound = torch.finfo(dtype).eps * exact + 2 * torch.finfo(wide(dtype)).eps * (convolved.double().abs() * 3 + 3)
+    assert ((y.double() - exact).abs() <= bound).all()
+    assert y.shape == convolved.shape
+
+
+def test_fuse_replaces_what_stands_in_a_row() -> None:
+    conv, norm = fold()
+    odd = nn.Sequential(nn.Conv2d(8, 8, 3, padding="same"), nn.BatchNorm2d(8), nn.ReLU())
+    model = nn.Sequential(
+        conv,
+        norm,
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(8, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Conv2d(4, 8, 1),
+        nn.ReLU(),
+        odd,
+    )
+    with pytest.raises(ValueError, match="expected a model in evaluation mode"):
+        custom_ops.fuse(model.train())
+    x = torch.randn(2, 3, 9, 9)
+    fused, count = custom_ops.fuse(model.eval())
+    assert count == 2
+    assert sum(isinstance(module, custom_ops.ConvBnRelu2d) for module in fused.modules()) == 2
+    torch.testing.assert_close(fused(x), model(x))
+    assert isinstance(model[0], nn.Conv2d)
+    with pytest.raises(ValueError, match="expected running statistics"):
+        custom_ops.fold_batch_norm(nn.BatchNorm2d(3, track_running_stats=False))
+
+
+def heads(dtype: torch.dtype = torch.float64, heads_kv: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 5, 8), (2, heads_kv, 7, 8), (2, heads_kv, 7, 8))
+    q, k, v = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    return q, k, v
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, -2.0, 0.0])
+def test_flash_attention_against_float64(dtype: torch.dtype, causal: bool, scale: float | None) -> None:
+    q, k, v = heads(dtype)
+    out, lse = custom_ops.flash_attention(q, k, v, causal, scale)
+    exact, exact_lse = reference(q.double(), k.double(), v.double(), causal, scale)
+    unit = torch.finfo(dtype).eps
+    # The weights sum to one: an error of the scores moves the result by no more than it times the values' size.
+    assert ((out.double() - exact).abs() <= (unit + 64 * torch.finfo(wide(dtype)).eps) * v.double().abs().max()).all()
+    assert lse.dtype == wide(dtype)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=64 * torch.finfo(wide(dtype)).eps * 16)
+
+
+def test_flash_attention_takes_strided_heads() -> None:
+    packed = torch.randn(2, 5, 3, 4, 8)  # (batch, sequence, which, heads, size), as one projection makes them
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    expected = custom_ops.flash_attention(q.contiguous(), k.contiguous(), v.contiguous())
+    assert all(torch.equal(a, b) for a, b in zip(custom_ops.flash_attention(q, k, v), expected, strict=True))
+
+
+def conv_arguments(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 2, 4, 4), (3, 2, 2, 2), (3,), (3,))
+    return tuple(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[torch.dtype], tuple[Tensor, ...]]]] = {
+    "vector_add": (custom_ops.vector_add, lambda dtype: rows(dtype, 3, 5)[::2]),
+    "axpb": (lambda x, b: custom_ops.axpb(x, b, 2.5), lambda dtype: rows(dtype, 3, 5)[::2]),
+    "scale": (custom_ops.scale, lambda dtype: rows(dtype, 3, 5)[:1]),
+    "bias_gelu": (custom_ops.bias_gelu, lambda dtype: rows(dtype, 3, 5, scale=1.0)[:2]),
+    "conv_bn_relu": (lambda *a: custom_ops.conv_bn_relu(*a, padding=1), conv_arguments),
+    "flash_attention": (lambda *a: custom_ops.flash_attention(*a, True), heads),
+}
+
+
+def leaves(name: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return [tensor.clone().requires_grad_() for tensor in CALLS[name][1](dtype)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradcheck_twice(name: str) -> None:
+    assert torch.autograd.gradcheck(CALLS[name][0], leaves(name))
+    assert torch.autograd.gradgradcheck(CALLS[name][0], leaves(name))
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("layout", ["as made", "strided", "without gradients"])
+def test_opcheck(name: str, layout: str) -> None:
+    operands = leaves(name, torch.float32)
+    if layout == "strided":
+        operands = [torch.stack([x.detach()] * 2, -1)[..., 0].requires_grad_() for x in operands]
+    elif layout == "without gradients":
+        operands = [x.detach() for x in operands]
+    more = {"axpb": (2.5,), "flash_attention": (True,)}.get(name, ())
+    torch.library.opcheck(getattr(torch.ops.custom_ops, name).default, (*operands, *more))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_compiles_whole_with_gradients(name: str) -> None:
+    call = CALLS[name][0]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *a: call(*a), fullgraph=True, dynamic=True, backend="aot_eager")
+    operands = leaves(name)
+    first = lambda result: result[0] if isinstance(result, tuple) else result  # noqa: E731
+    result, expected = first(compiled(*operands)), first(call(*operands))
+    torch.testing.assert_close(result, expected)
+    gradients, others = (torch.autograd.grad(one.sum(), operands) for one in (result, expected))
+    for one, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_empty_operands(dtype: torch.dtype) -> None:
+    empty = torch.empty(0, 5, dtype=dtype, requires_grad=True)
+    bias = torch.ones(5, dtype=dtype, requires_grad=True)
+    custom_ops.bias_gelu(empty, bias).sum().backward()
+    assert bias.grad is not None
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
+    assert custom_ops.bias_gelu(torch.empty(3, 0, dtype=dtype), torch.empty(0, dtype=dtype)).shape == (3, 0)
+    assert custom_ops.scale(empty).shape == (0, 5)
+    assert custom_ops.conv_bn_relu(
+        torch.empty(0, 2, 4, 4, dtype=dtype),
+        torch.ones(3, 2, 2, 2, dtype=dtype),
+        *(torch.ones(3, dtype=wide(dtype)),) * 2,
+    ).shape == (0, 3, 3, 3)
+    out, lse = custom_ops.flash_attention(*(torch.empty(1, 2, 0, 8, dtype=dtype),) * 3)
+    assert (out.shape, lse.shape) == ((1, 2, 0, 8), (1, 2, 0))
+
+
+def test_autocast_takes_its_dtype_or_the_widest() -> None:
+    x, bias, _ = rows(torch.float32, 3, 5)
+    q, k, v = heads(torch.float32)
+    image, weight, scale, shift = conv_arguments(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert custom_ops.bias_gelu(x, bias).dtype == torch.bfloat16
+        assert torch.equal(custom_ops.bias_gelu(x.bfloat16(), bias), custom_ops.bias_gelu(x, bias))
+        assert custom_ops.flash_attention(q, k, v)[0].dtype == torch.bfloat16
+        assert custom_ops.conv_bn_relu(image, weight, scale, shift).dtype == torch.bfloat16
+        assert custom_ops.vector_add(x, x.bfloat16()).dtype == torch.float32
+        assert custom_ops.scale(x).dtype == torch.float32
+        assert custom_ops.bias_gelu(x.double(), bias.double()).dtype == torch.float64
+        y = custom_ops.bias_gelu(x.requires_grad_(), bias)
+    y.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+
+
+def conv_of(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> Callable[[], Tensor]:
+    return lambda: custom_ops.conv_bn_relu(x, weight, scale, shift)
+
+
+def attention_of(q: Tensor, k: Tensor, scale: float | None = None) -> Callable[[], object]:
+    return lambda: custom_ops.flash_attention(q, k, k, scale=scale)
+
+
+ONE, IMAGE, WEIGHT, Q = torch.ones(1), torch.ones(1, 3, 4, 4), torch.ones(1, 3, 2, 2), torch.ones(1, 3, 4, 8)
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "bias": (
+        lambda: custom_ops.bias_gelu(torch.ones(2, 3), torch.ones(4)),
+        ValueError,
+        "bias_gelu: argument 'bias': expected shape [3], an element for each of x's last dimension, got [4]",
+    ),
+    "no dimension": (
+        lambda: custom_ops.bias_gelu(torch.tensor(1.0), ONE),
+        ValueError,
+        "bias_gelu: argument 'x': expected one dimension or more, got []",
+    ),
+    "dtype": (
+        lambda: custom_ops.scale(torch.ones(2, dtype=torch.int32)),
+        TypeError,
+        "scale: argument 'x': expected dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, got "
+        "torch.int32",
+    ),
+    "image": (
+        conv_of(IMAGE[0], WEIGHT, ONE, ONE),
+        ValueError,
+        "conv_bn_relu: argument 'x': expected four dimensions (batch, channels, height, width), got [3, 4, 4]",
+    ),
+    "scale dtype": (
+        conv_of(IMAGE.half(), WEIGHT.half(), ONE.half(), ONE),
+        TypeError,
+        "conv_bn_relu: argument 'scale': expected dtype torch.float32, in which torch.float16 is computed, got "
+        "torch.float16",
+    ),
+    "shift": (
+        conv_of(IMAGE, WEIGHT, ONE, torch.ones(2)),
+        ValueError,
+        "conv_bn_relu: argument 'shift': expected shape [1], an element for each channel of 'weight', got [2]",
+    ),
+    "heads": (
+        attention_of(Q, torch.ones(1, 2, 4, 8)),
+        ValueError,
+        "flash_attention: argument 'k': expected a number of heads that divides the 3 of 'q', got 2",
+    ),
+    "head size": (
+        attention_of(Q, torch.ones(1, 3, 4, 4)),
+        ValueError,
+        "flash_attention: argument 'k': expected batch 1 and head size 8 like 'q', got shape [1, 3, 4, 4]",
+    ),
+    "scale": (
+        attention_of(Q, Q, float("inf")),
+        ValueError,
+        "flash_attention: argument 'scale': expected a finite number, got inf",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals_name_argument_expected_and_received(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("level", ["default", "avx2"])
+def test_every_instruction_set_gives_right_numbers(level: str) -> None:
+    script = (
+        "import torch, custom_ops\n"
+        "for dtype in (torch.float32, torch.bfloat16, torch.float16):\n"
+        "    x, bias = torch.randn(33, 70).to(dtype), torch.randn(70).to(dtype)\n"
+        "    exact = torch.nn.functional.gelu(x.double() + bias.double(), approximate='tanh')\n"
+        "    torch.testing.assert_close(custom_ops.bias_gelu(x, bias), exact.to(dtype))\n"
+        "    assert torch.equal(custom_ops.scale(x), (x.float() * 1.23).to(dtype))\n"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": level, "PYTHONPATH": os.pathsep.join(sys.path)}
+    answer = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr

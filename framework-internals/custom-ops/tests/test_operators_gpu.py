@@ -1,0 +1,199 @@
+"""What only a GPU can get wrong: streams, devices, graphs, indices beyond 32 bits, and the kernels' numbers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import custom_ops
+from custom_ops.builds import kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def test_build_has_cuda_kernels() -> None:
+    assert custom_ops.load().cuda is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1), (3, 7), (257, 1000), (1000, 96), (64, 4096), (5, 2**15), (40000, 8)]
+)
+def test_bias_gelu_against_float64(dtype: torch.dtype, rows: int, columns: int) -> None:
+    torch.manual_seed(0)
+    x, grad = (torch.randn(rows, columns, device="cuda").mul(3).to(dtype) for _ in range(2))
+    bias = torch.randn(columns, device="cuda").to(dtype)
+    wide_x, wide_bias = (tensor.double().requires_grad_() for tensor in (x, bias))
+    exact = torch.nn.functional.gelu(wide_x + wide_bias, approximate="tanh")
+    exact.backward(grad.double())
+    y = custom_ops.bias_gelu(x, bias)
+    dx, dbias = kernels.bias_gelu_backward(grad, x, bias)
+    unit = torch.finfo(dtype).eps
+    wide_unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    tiny = torch.finfo(dtype).smallest_normal * unit  # the spacing of subnormal results, of which half may be lost
+    assert wide_x.grad is not None
+    assert wide_bias.grad is not None
+    # One rounding, and the arithmetic's own: eight units of the wide type of the largest term (the sum, its cube's
+    # product with the gate), which bounds what the special functions, good to two units, add.
+    size = wide_x.detach().abs() + wide_bias.detach().abs() + 1
+    assert ((y.double() - exact).abs() <= unit / 2 * exact.abs() + 8 * wide_unit * size + tiny).all()
+    gradient_size = grad.double().abs() * size
+    assert (
+        (dx.double() - wide_x.grad).abs() <= unit / 2 * wide_x.grad.abs() + 16 * wide_unit * gradient_size + tiny
+    ).all()
+    error = (dbias.double() - wide_bias.grad).abs()
+    summed = unit / 2 * wide_bias.grad.abs() + wide_unit * (16 + rows**0.5) * gradient_size.sum(0)
+    assert (error <= summed + tiny).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("access", [1, 2, 3, 4])
+def test_every_access_gives_the_same_bits(dtype: torch.dtype, access: int) -> None:
+    x, bias = torch.randn(123, 512, device="cuda").to(dtype), torch.randn(512, device="cuda").to(dtype)
+    assert torch.equal(torch.ops.custom_ops_kernels.bias_gelu.access(x, bias, access), custom_ops.bias_gelu(x, bias))
+
+
+@pytest.mark.parametrize("across", [32, 64, 128, 256])
+def test_every_plan_gives_the_same_gradient(across: int) -> None:
+    grad, x = (torch.randn(1030, 776, device="cuda") for _ in range(2))
+    bias = torch.randn(776, device="cuda")
+    dx, dbias = kernels.bias_gelu_backward(grad, x, bias)
+    other_dx, other_dbias = torch.ops.custom_ops_kernels.bias_gelu_backward.plan(grad, x, bias, across, 4, 16)
+    assert torch.equal(dx, other_dx)
+    assert torch.allclose(dbias, other_dbias, rtol=1e-4, atol=1e-3)
+
+
+def test_gradients_are_the_same_every_time() -> None:
+    grad, x = (torch.randn(20000, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bias = torch.randn(768, device="cuda", dtype=torch.bfloat16)
+    first = kernels.bias_gelu_backward(grad, x, bias)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(kernels.bias_gelu_backward(grad, x, bias), first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("channels", "side"), [(8, 16), (7, 9), (16, 7)])
+def test_conv_bn_relu_is_the_convolution_scaled_shifted_and_clipped(
+    dtype: torch.dtype, channels_last: bool, channels: int, side: int
+) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x = torch.randn(2, 3, side, side, device="cuda").to(dtype)
+    weight = torch.randn(channels, 3, 3, 3, device="cuda").to(dtype)
+    if channels_last:
+        x, weight = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (x, weight))
+    scale, shift = (torch.randn(channels, device="cuda", dtype=wide) for _ in range(2))
+    y = custom_ops.conv_bn_relu(x, weight, scale, shift, padding=1)
+    convolved = torch.conv2d(x, weight, padding=1)
+    expected = torch.relu(convolved.to(torch.float64) * scale.double().view(-1, 1, 1) + shift.double().view(-1, 1, 1))
+    bound = torch.finfo(dtype).eps * expected.abs() + 4 * torch.finfo(wide).eps * (convolved.double().abs() * 4 + 4)
+    assert ((y.double() - expected).abs() <= bound).all()
+    assert y.stride() == convolved.stride()
+
+
+def heavy(matrix: Tensor) -> Tensor:
+    return torch.linalg.multi_dot([matrix] * 8)
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "vector_add": lambda x: custom_ops.vector_add(x, x),
+    "axpb": lambda x: custom_ops.axpb(x, x, 2.0),
+    "scale": custom_ops.scale,
+    "bias_gelu": lambda x: custom_ops.bias_gelu(x, x[0]),
+    "bias_gelu_backward": lambda x: kernels.bias_gelu_backward(x, x, x[0])[1],
+    "conv_bn_relu": lambda x: custom_ops.conv_bn_relu(
+        x[:32, :32].reshape(1, 1, 32, 32), x[:3, :3].reshape(1, 1, 3, 3), x[0, :1], x[0, :1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_launch_is_on_the_current_stream(name: str) -> None:
+    # On the default stream the kernel would read its operand long before the side stream's products have written it.
+    matrix = torch.randn(4096, 4096, device="cuda") / 64
+    call = CALLS[name]
+    expected = call(heavy(matrix))  # also loads whatever is loaded at the first call
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        result = call(heavy(matrix))
+    stream.synchronize()
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_capture_into_a_cuda_graph_and_replay(name: str) -> None:
+    x = torch.randn(128, 64, device="cuda")
+    call = CALLS[name]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call(x)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call(x)
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(result, call(x))
+
+
+def test_mixed_devices_are_refused() -> None:
+    host, card = torch.ones(3), torch.ones(3, device="cuda")
+    with pytest.raises(ValueError, match="argument 'b': expected device cuda:0 like 'a', got cpu"):
+        custom_ops.vector_add(card, host)
+    with pytest.raises(ValueError, match="argument 'b': expected device cpu like 'a', got cuda:0"):
+        custom_ops.vector_add(host, card)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("name", CALLS)
+def test_tensors_decide_the_device(name: str) -> None:
+    x = torch.randn(64, 64, device="cuda:1")
+    with torch.cuda.device(0):
+        result = CALLS[name](x)
+    assert result.device == x.device
+    assert torch.equal(result, CALLS[name](x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", [0, 1])
+def test_vector_add_of_more_elements_than_32_bits_count(offset: int) -> None:
+    count = 2**32 + 5
+    need_memory(4 * 2 * count)
+    a = torch.zeros(count + offset, dtype=torch.float16, device="cuda")[offset:]
+    b = torch.zeros(count + offset, dtype=torch.float16, device="cuda")[offset:]
+    positions = torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1, 2**32, count - 1], device="cuda")
+    a[positions] = torch.arange(1, 7, dtype=torch.float16, device="cuda")
+    b[positions] = 10
+    result = custom_ops.vector_add(a, b)
+    assert torch.equal(result[positions], torch.arange(11, 17, dtype=torch.float16, device="cuda"))
+    assert int(torch.count_nonzero(result)) == len(positions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [8, 7])
+def test_bias_gelu_of_more_elements_than_32_bits_count(columns: int) -> None:
+    rows = 2**32 // columns + 3
+    need_memory(6 * 2 * rows * columns)
+    x = torch.zeros(rows, columns, dtype=torch.float16, device="cuda")
+    bias = torch.arange(columns, device="cuda").to(torch.float16)
+    expected = custom_ops.bias_gelu(x[:1], bias)[0]
+    y = custom_ops.bias_gelu(x, bias)
+    for row in (0, 2**31 // columns - 1, 2**31 // columns + 1, rows - 1):
+        assert torch.equal(y[row], expected)
+    del y
+    x[-1] = 1
+    dx, dbias = kernels.bias_gelu_backward(x, x, bias)
+    assert int(torch.count_nonzero(dx)) == columns
+    assert torch.equal(dbias, dx[-1])
+
+
+def need_memory(size: int) -> None:
+    if torch.cuda.mem_get_info()[0] < size:
+        pytest.skip(f"needs {size >> 30} GiB of free GPU memory")

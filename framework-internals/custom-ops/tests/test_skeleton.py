@@ -1,0 +1,51 @@
+"""``custom-ops new``: the package that it writes builds, and its own tests pass."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import ninja
+import pytest
+from typer.testing import CliRunner
+
+import native_build
+from custom_ops.cli import app
+
+runner = CliRunner()
+
+
+@pytest.mark.skipif(native_build.missing_cxx() is not None, reason=str(native_build.missing_cxx()))
+def test_a_new_operator_builds_and_passes_its_tests(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["new", "square", "--folder", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    root = tmp_path / "square"
+    path = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
+    for command in (
+        ["setup.py", "--quiet", "build_ext", "--inplace"],
+        ["-m", "pytest", "-q", "-p", "no:cacheprovider"],
+    ):
+        answer = subprocess.run(
+            [sys.executable, *command], cwd=root, env=environment, capture_output=True, text=True, check=False
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert re.search(r"^\d+ passed", answer.stdout, re.MULTILINE)
+    assert (root / "src" / "square" / "_C.abi3.so").is_file()
+
+
+@pytest.mark.parametrize("name", ["Square", "1st", "class", "my-norm", ""])
+def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["new", name, "--folder", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("custom-ops: expected a name of lower-case letters")
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "square").mkdir()
+    result = runner.invoke(app, ["new", "square", "--folder", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "is there already" in result.stderr
