@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import sysconfig
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from compile_bench.trace import CompileTrace, Event, read_events
+from compile_bench.trace import CompileTrace, Event, Folders, read_events
 
 _TRACE_LOGGER = "torch.__trace"
 
@@ -105,10 +106,21 @@ class Collector(logging.Handler):
             )
         return read_events(
             self.events,
-            library=str(Path(torch.__file__).parent),
+            folders=folders(),
             kernels=self._kernels,
             handler_seconds=self._seconds,
         )
+
+
+def folders() -> Folders:
+    """Whose code a file is, in this interpreter."""
+    paths = sysconfig.get_paths()
+    return Folders(
+        torch=str(Path(torch.__file__).parent),
+        library=[paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")],
+        launcher=str(Path(__file__).parent),
+        launched=("zoo.py",),
+    )
 
 
 def missing_surface() -> list[str]:
