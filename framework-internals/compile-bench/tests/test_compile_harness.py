@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from benchkit import Quantity, UserError
 from compile_bench import Case, Harness, WorkerFailure, judge
-from compile_bench.cli import app, budget_exceeded
+from compile_bench.cli import app
+from compile_bench.cli_measure import budget_exceeded
 from compile_bench.harness import run_limited
 from compile_bench.results import Accuracy, Bench, FirstSteps, Steady, Triage
 from compile_bench.trace import Break, CompileTrace, Recompile

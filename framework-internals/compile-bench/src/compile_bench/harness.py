@@ -72,7 +72,7 @@ class Harness:
 
     def eager(self, case: Case) -> FirstSteps:
         """First steps without compiling; the mode of ``case`` does not matter."""
-        return cast(FirstSteps, self._run(Request("eager", case), self._new_cache()))
+        return cast(FirstSteps, self.ask("eager", case))
 
     def bench(
         self, case: Case, *, eager: FirstSteps | None = None, steady_seconds: float = 10.0, warm: bool = True
@@ -91,9 +91,9 @@ class Harness:
         """
         self.toolchain_seconds()
         eager = eager or self.eager(case)
-        cache = self._new_cache()
-        cold = cast(Compiled, self._run(Request("compiled", case, 0.0 if warm else steady_seconds), cache))
-        last = cast(Compiled, self._run(Request("compiled", case, steady_seconds), cache)) if warm else cold
+        cache = self.new_cache()
+        cold = cast(Compiled, self.ask("compiled", case, cache, steady_seconds=0.0 if warm else steady_seconds))
+        last = cast(Compiled, self.ask("compiled", case, cache, steady_seconds=steady_seconds)) if warm else cold
         assert last.steady is not None
         assert last.accuracy is not None
         return Bench(case, eager, cold.first, last.first if warm else None, last.steady, last.accuracy, last.memory)
@@ -105,13 +105,32 @@ class Harness:
             WorkerFailure: if the process hung or crashed.
             UserError: if the target is at fault.
         """
-        return cast(Triage, self._run(Request("triage", case), self._new_cache(empty=True)))
+        return cast(Triage, self.ask("triage", case))
 
-    def _new_cache(self, *, empty: bool = False) -> Path:
+    def ask(self, job: str, case: Case, cache: Path | None = None, **arguments: object) -> object:
+        """Have a job done in a fresh process.
+
+        Args:
+            job: one of :data:`compile_bench.worker.JOBS`.
+            case: of what.
+            cache: folder of the compiler's caches, made by :meth:`new_cache`; by default one of its own.
+            arguments: of the job; anything that can be pickled.
+
+        Returns:
+            What the job returned.
+
+        Raises:
+            WorkerFailure: if the process hung or crashed.
+            UserError: if the target is at fault.
+        """
+        return self._run(Request(job, case, arguments), cache or self.new_cache())
+
+    def new_cache(self) -> Path:
+        """A folder for the compiler's caches, empty but for what the toolchain's check left."""
         self._caches += 1
         cache = self.folder / f"cache-{self._caches}"
         seed = self.folder / "toolchain"
-        if seed.exists() and not empty:
+        if seed.exists():
             shutil.copytree(seed, cache)
         return cache
 

@@ -11,9 +11,10 @@ from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Lens, Run
 from compile_bench.harness import Harness, WorkerFailure
-from compile_bench.records import bench_records, eager_record, triage_record
+from compile_bench.records import bench_records, eager_record
 from compile_bench.report import REPORT
 from compile_bench.results import Case, FirstSteps
+from compile_bench.triage_lens import collect_triage, configure_triage
 
 
 def build_lens(root: Path) -> Lens:
@@ -39,8 +40,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
             _case("gpt", mode="max-autotune", warm=False),
         ]
     return {
+        **configure_triage(device, quick),
         "cases": cases,
-        "triage": ["planted"],
         "steady_seconds": 2.0 if quick else (8.0 if device == "cpu" else 4.0),
         "begin_no_case_after_seconds": 40.0 if quick else (180.0 if device == "cpu" else 120.0),
         "limit_seconds": 120.0 if quick else 300.0,
@@ -58,13 +59,7 @@ def collect(run: Run, root: Path) -> None:
     start = time.monotonic()
     eager: dict[tuple[str, bool], FirstSteps] = {}
     with Harness.open(run.device, limit=configuration["limit_seconds"]) as harness:
-        for name in configuration["triage"]:
-            case = Case(name, run.device, train=True)
-            try:
-                with run.working(f"tracing {name}"):
-                    run.add(triage_record(harness.triage(case), repository))
-            except (WorkerFailure, UserError) as error:
-                run.absent(f"the break table of {name}", str(error))
+        collect_triage(run, harness, repository)
         for entry in configuration["cases"]:
             case = Case(entry["target"], run.device, entry["train"], entry["mode"])
             what = f"{case.target} {case.kind}, mode {case.mode}"

@@ -60,6 +60,12 @@ def triage_record(triage: Triage, root: Path) -> Record:
     return replace(record, values={**record.values, "calls": Quantity(triage.calls, "")})
 
 
+def case_title(record: Record, *, mode: bool = True) -> str:
+    """A record's case for a reader: target, kind, and the mode where it is not the default."""
+    text = f"{record.labels['target']} {record.labels['kind']}"
+    return f"{text}, {record.labels['mode']}" if mode and record.labels["mode"] not in ("default", "eager") else text
+
+
 def shorten(file: str, root: Path) -> str:
     """A file's name for a reader: relative to ``root``, or its last part."""
     path = Path(file)

@@ -14,9 +14,10 @@ from benchkit import numbers
 from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
 from benchkit.report import Figure, ReportSpec, markdown_table
 from benchkit.results import Quantity, Record, Results
-from compile_bench.records import plural
+from compile_bench.records import case_title, plural
 from compile_bench.results import FIRST_STEPS
 from compile_bench.trace import PHASES
+from compile_bench.triage_report import triage_context
 
 # Parts of the first steps, in the order they happen: key of the value, name in the figure.
 PARTS = (
@@ -37,8 +38,8 @@ def finding(results: Results) -> str:
     verdict = verdicts[0]
     steady = _same_case(results, "steady", verdict)
     return (
-        f"{_title(verdict)}: torch.compile costs {numbers.with_unit(verdict['price'].value, 's')} up front with empty "
-        f"caches and makes a step {numbers.quantity(steady['speedup'])} as fast; {_advice(verdict)}."
+        f"{case_title(verdict)}: torch.compile costs {numbers.with_unit(verdict['price'].value, 's')} up front with "
+        f"empty caches and makes a step {numbers.quantity(steady['speedup'])} as fast; {_advice(verdict)}."
     )
 
 
@@ -47,15 +48,14 @@ def context(results: Results) -> dict[str, Any]:
     verdicts = results.select("verdict")
     return {
         "answers": _answers(results, verdicts),
-        "case_names": [_title(verdict) for verdict in verdicts],
+        "case_names": [case_title(verdict) for verdict in verdicts],
         "verdict_table": _verdict_table(results, verdicts),
         "first_table": _first_table(results),
         "steady_table": _steady_table(results, verdicts),
         "compilation_table": _compilation_table(results, verdicts),
         "accuracy_table": _accuracy_table(results),
         "memory_table": _memory_table(results),
-        "triages": [_triage(record) for record in results.select("triage")],
-        "natural": [_triage(record) for record in results.select("compilation") if _has_list(record)],
+        **triage_context(results),
         "toolchain": _toolchain(results),
         "pressures": _pressures(results),
         "clocks": sorted({record.data["method"] for record in results.select("steady")}),
@@ -98,7 +98,7 @@ def draw_first_steps(results: Results) -> MatplotlibFigure:
     """One bar a process, stacked by what happened in it."""
     records = results.select("first steps")
     figure, axes = new_figure(8.0, 1.6 + 0.42 * len(records))
-    labels = [f"{_title(record, mode=record.labels['cache'] != 'none')}\n{_cache(record)}" for record in records]
+    labels = [f"{case_title(record, mode=record.labels['cache'] != 'none')}\n{_cache(record)}" for record in records]
     left = np.zeros(len(records))
     for index, (key, name) in enumerate(PARTS):
         seconds = np.array([_value(record, key) for record in records])
@@ -180,7 +180,7 @@ def draw_break_even(results: Results) -> MatplotlibFigure:
                 linestyle="-" if cache == "cold" else "--",
                 marker=MARKERS[index % len(MARKERS)],
                 markevery=(20 + 7 * index, 50),
-                label=f"{_title(verdict)}, {_cache(record)}",
+                label=f"{case_title(verdict)}, {_cache(record)}",
             )
             assert speedup.low is not None
             assert speedup.high is not None
@@ -215,7 +215,7 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
         amount = f"{numbers.with_unit(extra, 's')} more" if extra > 0 else "no more"
         costs.append(f"{amount} with {_cache(record)}")
     gives = [
-        f"{_title(verdict)} {numbers.quantity(_same_case(results, 'steady', verdict)['speedup'])}"
+        f"{case_title(verdict)} {numbers.quantity(_same_case(results, 'steady', verdict)['speedup'])}"
         for verdict in verdicts
     ]
     compilations = [_same_case(results, "compilation", verdict) for verdict in verdicts]
@@ -223,7 +223,7 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
     compared = [record for record in results.select("accuracy") if not record.data["skipped"]]
     right = sum(record.data["holds"] for record in compared)
     return [
-        ("It costs", f"{' and '.join(costs)} than eager for the first {FIRST_STEPS} steps ({_title(first)})."),
+        ("It costs", f"{' and '.join(costs)} than eager for the first {FIRST_STEPS} steps ({case_title(first)})."),
         ("It gives", f"{'; '.join(gives)}."),
         (
             "It breaks",
@@ -231,7 +231,7 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
             f"in {plural(len(verdicts), 'measured case')}; "
             f"results within the float64 bound in {right} of {plural(len(compared), 'compared case')}.",
         ),
-        ("Use it when", " ".join(f"{_title(verdict)}: {_advice(verdict)}." for verdict in verdicts)),
+        ("Use it when", " ".join(f"{case_title(verdict)}: {_advice(verdict)}." for verdict in verdicts)),
     ]
 
 
@@ -259,7 +259,7 @@ def _verdict_table(results: Results, verdicts: Sequence[Record]) -> str:
         warm = verdict.data["warm"]
         rows.append(
             (
-                _title(verdict),
+                case_title(verdict),
                 verdict.data["advice"],
                 numbers.quantity(speedup),
                 numbers.with_unit(verdict["price"].value, "s"),
@@ -280,7 +280,7 @@ def _first_table(results: Results) -> str:
     parts = [(key, name) for key, name in PARTS if any(_value(record, key) for record in records)]
     rows = [
         (
-            f"{_title(record, mode=record.labels['cache'] != 'none')}, {_cache(record)}",
+            f"{case_title(record, mode=record.labels['cache'] != 'none')}, {_cache(record)}",
             numbers.with_unit(record["total"].value, "s"),
             *(numbers.significant(_value(record, key)) if _value(record, key) else "–" for key, _ in parts),
         )
@@ -295,7 +295,7 @@ def _steady_table(results: Results, verdicts: Sequence[Record]) -> str:
         steady = _same_case(results, "steady", verdict)
         rows.append(
             (
-                _title(verdict),
+                case_title(verdict),
                 numbers.quantity(steady["eager"]),
                 numbers.quantity(steady["compiled"]),
                 numbers.quantity(steady["speedup"]),
@@ -313,7 +313,7 @@ def _compilation_table(results: Results, verdicts: Sequence[Record]) -> str:
         check = record.values.get("guard check")
         rows.append(
             (
-                _title(verdict),
+                case_title(verdict),
                 *(numbers.count(record[key].value) for key in keys),
                 numbers.with_unit(check.value, "s") if check else "–",
             )
@@ -336,59 +336,23 @@ def _accuracy_table(results: Results) -> str:
     rows: list[tuple[str, ...]] = []
     for record in results.select("accuracy"):
         if record.data["skipped"]:
-            rows.append((_title(record), record.data["skipped"], "", "", "", ""))
+            rows.append((case_title(record), record.data["skipped"], "", "", "", ""))
             continue
         for kind in ("output", "gradient"):
             if f"{kind} eager" in record.values:
                 name = kind if kind == "output" else f"gradient of `{record.data['gradient']}`"
                 values = [size(record[f"{kind} {part}"].value) for part in ("eager", "compiled", "bound")]
                 holds = record[f"{kind} compiled"].value <= record[f"{kind} bound"].value
-                rows.append((_title(record), name, *values, "yes" if holds else "**no**"))
+                rows.append((case_title(record), name, *values, "yes" if holds else "**no**"))
     return markdown_table(["case", "tensor", "eager error", "compiled error", "bound", "within"], rows, left=2)
 
 
 def _memory_table(results: Results) -> str:
     rows = [
-        (_title(record), *(numbers.with_unit(record[key].value, "B") for key in ("eager", "compiled")))
+        (case_title(record), *(numbers.with_unit(record[key].value, "B") for key in ("eager", "compiled")))
         for record in results.select("memory")
     ]
     return markdown_table(["case", "eager", "compiled"], rows) if rows else ""
-
-
-def _triage(record: Record) -> dict[str, Any]:
-    """Break and recompilation tables of one record; empty strings where there are none."""
-    breaks = [
-        (
-            f"`{entry['file']}:{entry['line']}`",
-            f"`{entry['source']}`" if entry["source"] else "",
-            entry["category"],
-            entry["reason"],
-            entry["times"],
-        )
-        for entry in record.data["breaks"]
-    ]
-    recompiles = [
-        (f"`{entry['file']}:{entry['line']}`", f"`{entry['function']}`", entry["cause"], f"`{entry['guard']}`")
-        for entry in record.data["recompiles"]
-    ]
-    return {
-        "title": _title(record, mode=False),
-        "target": record.labels["target"],
-        "graphs": plural(int(record["graphs"].value), "graph"),
-        "breaks": plural(len(breaks), "break"),
-        "recompiles": plural(len(recompiles), "recompilation"),
-        "calls": numbers.count(record.values.get("calls", Quantity(FIRST_STEPS, "")).value),
-        "break_table": markdown_table(["break", "line", "category", "reason", "met"], breaks, left=4) if breaks else "",
-        "recompile_table": (
-            markdown_table(["place", "compiled again", "cause", "guard that failed"], recompiles, left=4)
-            if recompiles
-            else ""
-        ),
-    }
-
-
-def _has_list(record: Record) -> bool:
-    return bool(record.data["breaks"] or record.data["recompiles"])
 
 
 def _toolchain(results: Results) -> str:
@@ -421,11 +385,6 @@ def _compiled_first(results: Results, verdict: Record) -> list[Record]:
 def _eager_first(results: Results, verdict: Record) -> Record:
     labels = {key: verdict.labels[key] for key in ("target", "kind")}
     return results.one("first steps", mode="eager", **labels)
-
-
-def _title(record: Record, *, mode: bool = True) -> str:
-    text = f"{record.labels['target']} {record.labels['kind']}"
-    return f"{text}, {record.labels['mode']}" if mode and record.labels["mode"] not in ("default", "eager") else text
 
 
 def _cache(record: Record) -> str:

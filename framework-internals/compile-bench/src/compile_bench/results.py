@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from benchkit.device import Device
 from benchkit.results import Quantity
@@ -11,8 +12,6 @@ from compile_bench.trace import CompileTrace
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 MODES: tuple[Mode, ...] = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-Job = Literal["toolchain", "eager", "compiled", "triage"]
 
 # The first call compiles; with CUDA graphs the second warms up and the third captures: all three belong to the price.
 FIRST_STEPS = 3
@@ -140,14 +139,14 @@ class Request:
     """What a worker is to do.
 
     Attributes:
-        job: ``toolchain``, ``eager`` first steps, ``compiled`` first steps and more, or ``triage``.
+        job: one of :data:`compile_bench.worker.JOBS`.
         case: of what.
-        steady_seconds: for ``compiled``: how long to sample steady steps; 0 stops after the first steps.
+        arguments: of the job; anything that can be pickled.
     """
 
-    job: Job
+    job: str
     case: Case
-    steady_seconds: float = 0.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

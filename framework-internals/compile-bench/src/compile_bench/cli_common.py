@@ -1,0 +1,61 @@
+"""What all commands of ``compile-bench`` share: options, exit statuses, and errors as one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchkit import UserError
+from benchkit.device import resolve_device
+from compile_bench.harness import WorkerFailure
+from compile_bench.records import shorten
+from compile_bench.results import MODES, Case
+
+OVER_BUDGET, UNUSABLE, NOT_MEASURED = 1, 2, 3
+
+TargetName = Annotated[
+    str, typer.Argument(help="file.py:function or module:attribute that returns (model, args), or a name of the zoo.")
+]
+Train = Annotated[bool, typer.Option("--train/--infer", help="A training step, or a forward pass without gradients.")]
+Mode = Annotated[str, typer.Option(help=f"Mode of torch.compile: {', '.join(MODES)}.")]
+Dynamic = Annotated[
+    bool | None,
+    typer.Option("--dynamic/--static", help="Sizes symbolic from the start, or never; PyTorch's choice else."),
+]
+DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+Limit = Annotated[float, typer.Option(help="Seconds after which a measuring process is ended.")]
+Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps.")]
+
+
+def place(file: str, line: int) -> str:
+    """``file.py:LINE``, relative to the working directory where that is shorter."""
+    return f"{shorten(file, Path.cwd())}:{line}"
+
+
+def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str) -> Case:
+    """The case that a command line names.
+
+    Raises:
+        UserError: for a mode or device that there is not.
+    """
+    known = next((known for known in MODES if known == mode), None)
+    if known is None:
+        raise UserError(f"--mode takes {', '.join(MODES)}, got {mode!r}")
+    return Case(target, resolve_device(device), train, known, dynamic)
+
+
+def leave(action: Callable[[], int]) -> None:
+    """Do ``action`` and exit with its status; an error of the user or of a measuring process is one line."""
+    try:
+        status = action()
+    except UserError as error:
+        print(f"compile-bench: {error}", file=sys.stderr)
+        status = UNUSABLE
+    except WorkerFailure as error:
+        print(f"compile-bench: {error}", file=sys.stderr)
+        status = NOT_MEASURED
+    raise typer.Exit(status)
