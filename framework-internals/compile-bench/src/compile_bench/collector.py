@@ -38,6 +38,8 @@ _SURFACE = (
     ("torch._inductor.metrics", "generated_kernel_count"),
     ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
     ("torch._inductor.compile_fx", "compile_fx"),
+    ("torch._dynamo", "reset"),
+    ("torch._dynamo.utils", "counters"),
 )
 
 
@@ -121,6 +123,13 @@ def folders() -> Folders:
         launcher=str(Path(__file__).parent),
         launched=("zoo.py",),
     )
+
+
+def forget_compilations() -> None:
+    """Make the next call of every compiled function its first."""
+    dynamo = importlib.import_module("torch._dynamo")
+    dynamo.reset()
+    importlib.import_module("torch._dynamo.utils").counters.clear()
 
 
 def missing_surface() -> list[str]:

@@ -564,6 +564,27 @@ def _failure(
     )
 
 
+def broken_in_error(text: str, kind: str, folders: Folders) -> Break | None:
+    """The place that a failed compilation's error names, as a break; None if it names none of the model's."""
+    stack = folders.inside(_stack(text.partition("from user code:")[2]))
+    place = folders.innermost(stack)
+    if place is None:
+        return None
+    reason, explanation, hints = _message(text.split("\n\n")[0])
+    return Break(
+        file=place.file,
+        line=place.line,
+        function=place.function,
+        source=place.source,
+        reason=f"{kind}: {reason}",
+        explanation=explanation,
+        hints=hints,
+        category="compile error",
+        whole_frame=True,
+        stack=stack,
+    )
+
+
 def _message(text: str) -> tuple[str, str, tuple[str, ...]]:
     """Reason, explanation and hints of a formatted graph-break message."""
     head = [line.strip() for line in text.split("\n  Explanation:")[0].splitlines() if line.strip()]

@@ -22,6 +22,7 @@ JOBS = {
     "eager": "compile_bench.measuring:eager",
     "compiled": "compile_bench.measuring:compiled",
     "triage": "compile_bench.triage_worker:triage",
+    "survey": "compile_bench.triage_worker:survey",
 }
 
 
