@@ -135,9 +135,14 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
         found += [
             (seed, each)
             for seed, each in latest
-            if each.category != "compile error" and (each.file, each.line) not in known | set(held)
+            if (each.file, each.line) not in known | set(held) and not _made_by_holding(each)
         ]
     return found
+
+
+def _made_by_holding(each: Break) -> bool:
+    """Whether a held value, of a kind that the code would not have had there, may be the only cause."""
+    return each.category == "compile error" or each.reason == "Observed exception"
 
 
 def own_model(target: Target, case: Case) -> nn.Module:
