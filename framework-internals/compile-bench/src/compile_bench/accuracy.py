@@ -43,6 +43,8 @@ def compare_with_eager(
         compiled_model: the module behind it; its weights are set to the target's.
         train: compare gradients too.
     """
+    if target.is_step:
+        return Accuracy(skipped="a step function keeps its weights to itself")
     if _draws_random_numbers(target, train=train):
         return Accuracy(
             skipped="the model draws random numbers (dropout?), and the compiler draws others than eager does"
@@ -126,7 +128,7 @@ def _allowance(target: Target) -> float:
 
 
 def _draws_random_numbers(target: Target, *, train: bool) -> bool:
-    """Whether another seed changes the output by more than running again with the same seed does."""
+    """Whether a seed changes the output, or the output changes by itself (numbers drawn by NumPy or Python)."""
     model = target.copied().train(train)
 
     def output(seed: int) -> Tensor:
@@ -135,5 +137,7 @@ def _draws_random_numbers(target: Target, *, train: bool) -> bool:
             return _flat(target.forward(model, target.args))
 
     first = output(0)
-    same, other = (torch.linalg.vector_norm(output(seed) - first).item() for seed in (0, 1))
-    return other > 10 * same
+    size = torch.linalg.vector_norm(first).item()
+    same, *others = (torch.linalg.vector_norm(output(seed) - first).item() for seed in (0, 1, 2, 3))
+    # Atomic additions and batch statistics move an output by roundings; a drawn mask moves it by far more.
+    return same > 1e-3 * size or max(others) > 10 * same + 1e-6 * size

@@ -23,7 +23,7 @@ from compile_bench.trace import CompileTrace, Event, Folders, read_events
 _TRACE_LOGGER = "torch.__trace"
 
 # Breaks that give up a whole frame reach the trace only while the artifact log "graph_breaks" is on in these modules.
-_BREAK_LOGGERS = tuple(
+BREAK_LOGGERS = tuple(
     f"torch._dynamo.{module}.__graph_breaks" for module in ("symbolic_convert", "convert_frame", "exc")
 )
 
@@ -38,8 +38,9 @@ _SURFACE = (
     ("torch._inductor.metrics", "generated_kernel_count"),
     ("torch._inductor.cpu_vec_isa", "valid_vec_isa_list"),
     ("torch._inductor.compile_fx", "compile_fx"),
-    ("torch._dynamo", "reset"),
-    ("torch._dynamo.utils", "counters"),
+    ("torch._inductor.cudagraph_utils", "__name__"),
+    ("torch._dynamo", "mark_dynamic"),
+    ("torch._dynamo", "explain"),
 )
 
 
@@ -75,7 +76,7 @@ class Collector(logging.Handler):
 
     def __enter__(self) -> Collector:
         trace = logging.getLogger(_TRACE_LOGGER)
-        for logger in (trace, *map(logging.getLogger, _BREAK_LOGGERS)):
+        for logger in (trace, *map(logging.getLogger, BREAK_LOGGERS)):
             self._saved.append((logger, logger.level, logger.propagate, list(logger.handlers)))
             logger.setLevel(logging.DEBUG)
             if logger is not trace:
@@ -121,15 +122,8 @@ def folders() -> Folders:
         torch=str(Path(torch.__file__).parent),
         library=[paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")],
         launcher=str(Path(__file__).parent),
-        launched=("zoo.py",),
+        launched=("zoo.py", "zoo_transformers.py", "resnet.py"),
     )
-
-
-def forget_compilations() -> None:
-    """Make the next call of every compiled function its first."""
-    dynamo = importlib.import_module("torch._dynamo")
-    dynamo.reset()
-    importlib.import_module("torch._dynamo.utils").counters.clear()
 
 
 def missing_surface() -> list[str]:
@@ -172,6 +166,60 @@ def prepare_toolchain(device: str) -> float:
     else:
         importlib.import_module("triton.runtime.driver").driver.active.get_current_target()
     return time.perf_counter() - start
+
+
+class CudaGraphSkips(logging.Handler):
+    """Collects, inside a ``with`` block, why Inductor did not use CUDA graphs.
+
+    Attributes:
+        reasons: each once, in PyTorch's words.
+    """
+
+    # The artifact log that the message goes to was "perf_hints" before it was "cudagraphs".
+    _LOGGERS = tuple(f"torch._inductor.cudagraph_utils.__{name}" for name in ("cudagraphs", "perf_hints"))
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.DEBUG)
+        self.reasons: list[str] = []
+        self._saved: list[tuple[logging.Logger, int, bool]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the reason of a message about a skip."""
+        _, found, reason = record.getMessage().partition("skipping cudagraphs due to ")
+        line = reason.strip().split("\n")[0].rstrip(". ")
+        if found and line not in self.reasons:
+            self.reasons.append(line)
+
+    def __enter__(self) -> CudaGraphSkips:
+        for logger in map(logging.getLogger, self._LOGGERS):
+            self._saved.append((logger, logger.level, logger.propagate))
+            logger.setLevel(logging.DEBUG)
+            logger.propagate = False
+            logger.addHandler(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for logger, level, propagate in self._saved:
+            logger.removeHandler(self)
+            logger.setLevel(level)
+            logger.propagate = propagate
+
+
+def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
+    """Tell Dynamo that a dimension will change, so that its size is symbolic from the first call."""
+    importlib.import_module("torch._dynamo").mark_dynamic(tensor, dimension)
+
+
+def allocations(profile: Any) -> list[int]:
+    """Bytes of every allocation (above 0) and release (below 0) on the CPU in a profile with memory, in turn.
+
+    Args:
+        profile: a ``torch.profiler.profile(profile_memory=True)`` after its block.
+    """
+    events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def _generated_kernels() -> int:

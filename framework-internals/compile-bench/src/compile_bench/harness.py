@@ -75,15 +75,24 @@ class Harness:
         return cast(FirstSteps, self.ask("eager", case))
 
     def bench(
-        self, case: Case, *, eager: FirstSteps | None = None, steady_seconds: float = 10.0, warm: bool = True
+        self,
+        case: Case,
+        *,
+        eager: FirstSteps | None = None,
+        steady_seconds: float = 10.0,
+        warm: bool = True,
+        mega: bool = False,
+        turn: Path | None = None,
     ) -> Bench:
-        """Measure everything about a case, in two or three processes.
+        """Measure everything about a case, in two to four processes.
 
         Args:
             case: what.
             eager: first eager steps, if they were measured before.
             steady_seconds: how long to sample steady steps.
             warm: also measure the first steps with warm caches.
+            mega: also measure the first steps with empty folders and the cold process's cache artifacts.
+            turn: see :func:`compile_bench.measuring.compiled`.
 
         Raises:
             WorkerFailure: if a process hung or crashed.
@@ -92,11 +101,34 @@ class Harness:
         self.toolchain_seconds()
         eager = eager or self.eager(case)
         cache = self.new_cache()
-        cold = cast(Compiled, self.ask("compiled", case, cache, steady_seconds=0.0 if warm else steady_seconds))
-        last = cast(Compiled, self.ask("compiled", case, cache, steady_seconds=steady_seconds)) if warm else cold
+        artifact = cache.with_suffix(".artifact") if mega else None
+        cold_seconds = 0.0 if warm else steady_seconds
+        cold = cast(
+            Compiled,
+            self.ask("compiled", case, cache, steady_seconds=cold_seconds, artifact_out=artifact, turn=turn),
+        )
+        last = cold
+        if warm:
+            last = cast(Compiled, self.ask("compiled", case, cache, steady_seconds=steady_seconds, turn=turn))
+        loaded = None
+        if artifact is not None and artifact.exists():
+            loaded = cast(Compiled, self.ask("compiled", case, steady_seconds=0.0, artifact_in=artifact, turn=turn))
         assert last.steady is not None
         assert last.accuracy is not None
-        return Bench(case, eager, cold.first, last.first if warm else None, last.steady, last.accuracy, last.memory)
+        return Bench(
+            case,
+            eager,
+            cold.first,
+            last.first if warm else None,
+            last.steady,
+            last.accuracy,
+            last.memory,
+            None if loaded is None else loaded.first,
+            last.eager_profile,
+            last.compiled_profile,
+            cold.no_cudagraphs,
+            cold.artifact_bytes,
+        )
 
     def triage(self, case: Case) -> Triage:
         """Count breaks and recompilations of a case, without a code generator; seconds rather than minutes.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from benchkit import compare
+from benchkit import UserError, compare
 from benchkit.environment import cpu_pressure
 from benchkit.timing import Clock
 from compile_bench.accuracy import compare_with_eager
-from compile_bench.collector import Collector, import_compiler, prepare_toolchain
+from compile_bench.collector import Collector, CudaGraphSkips, import_compiler, prepare_toolchain
+from compile_bench.profiling import peak_rise, profile_step
+from compile_bench.regional import compile_case
 from compile_bench.results import FIRST_STEPS, Accuracy, Case, Compiled, FirstSteps, Memory, Steady
-from compile_bench.target import Step, Target, load_target
+from compile_bench.target import Step, Target, describe_error, load_target
 
 
 def load_case(case: Case) -> Target:
@@ -33,44 +38,104 @@ def toolchain(case: Case) -> float:
 
 
 def eager(case: Case) -> FirstSteps:
-    """First steps without compiling."""
+    """First steps without compiling.
+
+    Raises:
+        UserError: if they fail, in one line: nothing about compiling can be said then.
+    """
     target = load_case(case)
-    return FirstSteps(_first_steps(target.step(target.copied(), target.args, train=case.train), case))
+    step = target.step(target.copied(), train=case.train)
+    try:
+        return FirstSteps(_first_steps(step, case))
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's model raises
+        raise UserError(f"{case.target}: the eager {case.kind} step raised {describe_error(error)}") from error
 
 
-def compiled(case: Case, *, steady_seconds: float) -> Compiled:
-    """First compiled steps and, where ``steady_seconds`` is not 0, everything about later ones."""
-    target = load_case(case)
-    held_before = _allocated(case)
-    own = target.copied()
-    import_seconds, toolchain_seconds = import_compiler(), prepare_toolchain(case.device)
-    module = _compile(own, case)
-    step = _marked(target.step(module, target.args, train=case.train), case)
-    with Collector() as collector:
-        first = FirstSteps(_first_steps(step, case), import_seconds, toolchain_seconds)
-    first = FirstSteps(first.steps, import_seconds, toolchain_seconds, collector.trace())
-    if steady_seconds <= 0:
-        return Compiled(first)
-    compiled_peak = _peak(step, case, held_before)
-    held_before = _allocated(case)
-    eager_step = target.step(target.copied(), target.args, train=case.train)
-    for _ in range(FIRST_STEPS):
-        eager_step()
-    eager_peak = _peak(eager_step, case, held_before)
-    steady = _steady(eager_step, step, case, steady_seconds)
-    memory = Memory(eager_peak, compiled_peak) if case.device == "cuda" else None
-    accuracy = _accuracy(target, module, own, case)
-    return Compiled(first, steady, accuracy, memory)
+def compiled(
+    case: Case,
+    *,
+    steady_seconds: float,
+    artifact_in: Path | None = None,
+    artifact_out: Path | None = None,
+    turn: Path | None = None,
+) -> Compiled:
+    """First compiled steps and, where ``steady_seconds`` is not 0, everything about later ones.
+
+    Args:
+        case: what.
+        steady_seconds: how long to sample steady steps.
+        artifact_in: cache artifacts to load before the first step.
+        artifact_out: where to keep those of this process, once the first steps are over.
+        turn: a file that processes measuring side by side lock: together while they compile, alone while they sample.
+    """
+    with _turn(turn, fcntl.LOCK_SH):
+        target = load_case(case)
+        held_before = _allocated(case)
+        own = target.copied()
+        import_seconds, toolchain_seconds = import_compiler(), prepare_toolchain(case.device)
+        artifact_seconds = _load_artifacts(artifact_in)
+        module = compile_case(own, case)
+        step = _marked(target.step(module, train=case.train), case)
+        with Collector() as collector, CudaGraphSkips() as skips:
+            seconds = _first_steps(step, case)
+        first = FirstSteps(seconds, import_seconds, toolchain_seconds, collector.trace(), artifact_seconds)
+        artifact_bytes = _save_artifacts(artifact_out)
+        if steady_seconds <= 0:
+            return Compiled(first, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
+        compiled_peak = _peak(step, case, held_before)
+        held_before = _allocated(case)
+        eager_step = target.step(target.copied(), train=case.train)
+        for _ in range(FIRST_STEPS):
+            eager_step()
+        memory = Memory(_peak(eager_step, case, held_before), compiled_peak)
+    with _turn(turn, fcntl.LOCK_EX):
+        steady = sample(eager_step, step, case, steady_seconds)
+    with _turn(turn, fcntl.LOCK_SH):
+        profiles = profile_step(eager_step, case.device), profile_step(step, case.device)
+        accuracy = _accuracy(target, module, own, case)
+    return Compiled(first, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
 
 
-def _compile(model: nn.Module, case: Case) -> nn.Module:
-    mode = None if case.mode == "default" else case.mode
-    return cast(nn.Module, torch.compile(model, mode=mode, dynamic=case.dynamic))
+@contextmanager
+def _turn(file: Path | None, kind: int) -> Iterator[None]:
+    """Hold a lock on a file; it goes with the process whatever happens to it."""
+    if file is None:
+        yield
+        return
+    with file.open("a") as handle:
+        fcntl.flock(handle, kind)
+        yield
+
+
+def _load_artifacts(file: Path | None) -> float:
+    if file is None:
+        return 0.0
+    start = time.perf_counter()
+    torch.compiler.load_cache_artifacts(file.read_bytes())
+    return time.perf_counter() - start
+
+
+def _save_artifacts(file: Path | None) -> int:
+    saved = None if file is None else torch.compiler.save_cache_artifacts()
+    return 0 if saved is None or file is None else file.write_bytes(saved[0])
+
+
+def _skipped(case: Case, skips: CudaGraphSkips) -> tuple[str, ...]:
+    if not wants_cudagraphs(case):
+        return ()
+    return ("a CPU has none",) if case.device == "cpu" else tuple(skips.reasons)
+
+
+def wants_cudagraphs(case: Case) -> bool:
+    """Whether the mode of a case asks for CUDA graphs."""
+    return case.mode in ("reduce-overhead", "max-autotune")
 
 
 def _marked(step: Step, case: Case) -> Step:
     """With CUDA graphs, tell torch that the outputs of the step before are no longer needed."""
-    if case.device == "cpu" or case.mode in ("default", "max-autotune-no-cudagraphs"):
+    if case.device == "cpu" or not wants_cudagraphs(case):
         return step
 
     def marked() -> Any:
@@ -90,12 +155,20 @@ def _first_steps(step: Step, case: Case) -> tuple[float, ...]:
     return tuple(seconds)
 
 
-def _steady(eager: Step, compiled: Step, case: Case, seconds: float) -> Steady:
+def sample(eager: Step, compiled: Step, case: Case, seconds: float) -> Steady:
+    """Steady steps in turns: eager, compiled, and eager once more as the control.
+
+    Args:
+        eager: the one.
+        compiled: the other; warmed up, as the first.
+        case: its device is used.
+        seconds: how long, over all three.
+    """
     # On a GPU the events stand around steps that are queued as a training loop queues them: where the CPU cannot keep
     # up, the wait for it is in the figure. A replayed graph would hide what eager pays for its launches.
     clock: Clock = "cuda-events" if case.device == "cuda" else "wall-clock"
     comparison = compare(
-        {"eager": eager, "compiled": compiled},
+        {"eager": eager, "compiled": compiled, "control": eager},
         device=case.device,
         clock=clock,
         seconds=seconds,
@@ -106,6 +179,7 @@ def _steady(eager: Step, compiled: Step, case: Case, seconds: float) -> Steady:
         comparison.speedup("compiled", over="eager"),
         comparison["compiled"].method,
         cpu_pressure(),
+        comparison.speedup("control", over="eager"),
     )
 
 
@@ -117,7 +191,7 @@ def _accuracy(target: Target, compiled: Callable[..., Any], model: nn.Module, ca
 
 def _peak(step: Step, case: Case, held_before: int) -> int:
     if case.device == "cpu":
-        return 0
+        return peak_rise(step)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()

@@ -13,6 +13,11 @@ from compile_bench.trace import CompileTrace
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 MODES: tuple[Mode, ...] = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
+# The model as a whole; its repeated blocks one by one (``block.compile()``); or the whole with the blocks marked as one
+# region that is compiled once (``torch.compiler.nested_compile_region``).
+Scope = Literal["whole", "blocks", "nested"]
+SCOPES: tuple[Scope, ...] = ("whole", "blocks", "nested")
+
 # The first call compiles; with CUDA graphs the second warms up and the third captures: all three belong to the price.
 FIRST_STEPS = 3
 
@@ -27,6 +32,7 @@ class Case:
         train: training step, or forward pass without gradients.
         mode: of ``torch.compile``.
         dynamic: of ``torch.compile``: None leaves it to PyTorch, which turns a size symbolic when it changes.
+        scope: what is compiled: the whole model, or its repeated blocks.
     """
 
     target: str
@@ -34,6 +40,7 @@ class Case:
     train: bool = True
     mode: Mode = "default"
     dynamic: bool | None = None
+    scope: Scope = "whole"
 
     @property
     def kind(self) -> str:
@@ -50,17 +57,19 @@ class FirstSteps:
         import_seconds: importing Dynamo and Inductor; 0 for eager.
         toolchain_seconds: what Inductor finds out about compiler and machine once a process; 0 for eager.
         trace: what was compiled; None for eager.
+        artifact_seconds: loading the artifacts of ``torch.compiler.save_cache_artifacts``; 0 without.
     """
 
     steps: tuple[float, ...]
     import_seconds: float = 0.0
     toolchain_seconds: float = 0.0
     trace: CompileTrace | None = None
+    artifact_seconds: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds from an imported torch to the end of the first steps."""
-        return sum(self.steps) + self.import_seconds + self.toolchain_seconds
+        return sum(self.steps) + self.import_seconds + self.toolchain_seconds + self.artifact_seconds
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,7 @@ class Steady:
         speedup: eager over compiled, paired, with its interval.
         method: the clock.
         pressure: percent of the last ten seconds of it in which some task waited for a CPU core; None if not known.
+        control: eager over eager, sampled in the same rounds: what this machine shows where there is no difference.
     """
 
     eager: Quantity
@@ -80,6 +90,7 @@ class Steady:
     speedup: Quantity
     method: str
     pressure: float | None = None
+    control: Quantity | None = None
 
 
 @dataclass(frozen=True)
@@ -128,10 +139,34 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak bytes that torch's CUDA allocator had given out during a step, weights and captured graphs included."""
+    """Peak bytes of a step.
+
+    On a GPU what torch's allocator had given out at most, weights and captured graphs included. On a CPU the largest
+    rise within the step, from the profiler's allocator events: activations, gradients and workspaces, no weights.
+    """
 
     eager: int
     compiled: int
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """What one step does, by the profiler.
+
+    Attributes:
+        covered: share inside compiled regions: of the wall time on a CPU, of the kernels' time on a GPU. None on a GPU
+            whose kernels the profiler did not tie to calls.
+        operators: calls of ATen operators from Python and autograd, outside of compiled regions.
+        kernels: kernels that ran on the GPU; None on a CPU.
+        launches: calls that started them; with CUDA graphs one replays many. None on a CPU.
+        guard_seconds: Dynamo's search for code whose guards hold.
+    """
+
+    covered: float | None
+    operators: float
+    kernels: float | None
+    launches: float | None
+    guard_seconds: float
 
 
 @dataclass(frozen=True)
@@ -157,6 +192,10 @@ class Compiled:
     steady: Steady | None = None
     accuracy: Accuracy | None = None
     memory: Memory | None = None
+    eager_profile: StepProfile | None = None
+    compiled_profile: StepProfile | None = None
+    no_cudagraphs: tuple[str, ...] = ()
+    artifact_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -170,7 +209,13 @@ class Bench:
         warm: first steps in a process that finds the caches of the one before; None if not asked for.
         steady: after compiling.
         accuracy: against float64.
-        memory: None on a CPU.
+        memory: peaks of a step.
+        mega: first steps in a process that finds empty folders and loads the artifacts of the cold one; None if not
+            asked for.
+        eager_profile: of an eager step.
+        compiled_profile: of a compiled one.
+        no_cudagraphs: why a graph was not replayed as a CUDA graph in a mode that asks for it, in PyTorch's words.
+        artifact_bytes: size of the cache artifacts; 0 if not asked for.
     """
 
     case: Case
@@ -180,6 +225,11 @@ class Bench:
     steady: Steady
     accuracy: Accuracy
     memory: Memory | None
+    mega: FirstSteps | None = None
+    eager_profile: StepProfile | None = None
+    compiled_profile: StepProfile | None = None
+    no_cudagraphs: tuple[str, ...] = ()
+    artifact_bytes: int = 0
 
     @property
     def trace(self) -> CompileTrace:

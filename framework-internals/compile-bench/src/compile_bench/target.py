@@ -1,7 +1,14 @@
-"""What is compiled: a model with its arguments, named on a command line.
+"""What is compiled: the protocol of a target, on one screen.
 
 A target is a function without arguments, written ``path/to/file.py:function`` or ``package.module:attribute``. It
-returns ``(model, args)``, or a :class:`Target` where there is more to say::
+returns one of::
+
+    (model, args)            # a torch.nn.Module, or any callable, and the tuple of its positional arguments
+    (model, args, kwargs)    # keyword arguments too
+    Target(model, args, …)   # a loss, a schedule of shapes, an autocast dtype, a training step of one's own
+    a tensor                 # then the function is itself the step: what it does is compiled as it stands
+
+For example::
 
     def small():
         torch.manual_seed(0)
@@ -17,10 +24,11 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +42,21 @@ from benchkit.device import Device
 
 Step = Callable[[], Any]
 
+# Of a data loader: the shapes of an epoch repeat themselves, and a loader may never end.
+MOST_CALLS = 1_000
+
+
+class FunctionModel(nn.Module):
+    """A callable that is not a module, in the place of one. Modules that it closes over stay its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -44,31 +67,32 @@ class Target:
         args: positional arguments of ``model``.
         kwargs: keyword arguments.
         loss: from the model's output to a scalar.
-        schedule: further tuples of positional arguments, called in turn where recompilations are counted: the last,
-            smaller batch, a longer sequence.
+        schedule: further calls, in turn, where recompilations are counted and shapes compared: the last, smaller batch,
+            a longer sequence. Each is a tuple of positional arguments, a mapping of keyword arguments or one tensor; a
+            ``DataLoader`` will do (of which the first 1,000 calls are taken).
         autocast: dtype that the forward pass autocasts to; None for none.
         make_step: from a model (eager or compiled) and the arguments to a whole training step, optimizer included; by
             default forward, loss and backward.
+        is_step: whether ``model`` takes no arguments and does a whole step, backward pass and all, when it is called.
     """
 
     model: nn.Module
-    args: tuple[Any, ...]
+    args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     loss: Callable[[Any], Tensor] | None = None
-    schedule: tuple[tuple[Any, ...], ...] = ()
+    schedule: Iterable[Any] = ()
     autocast: torch.dtype | None = None
     make_step: Callable[[nn.Module, tuple[Any, ...]], Step] | None = None
+    is_step: bool = False
 
     def moved(self, device: Device) -> Target:
-        """The same target on a device; arguments too."""
-        return Target(
-            self.model.to(device),
-            _move(self.args, device),
-            _move(dict(self.kwargs), device),
-            self.loss,
-            _move(self.schedule, device),
-            self.autocast,
-            self.make_step,
+        """The same target on a device, arguments too; the schedule becomes a tuple of tuples of arguments."""
+        return replace(
+            self,
+            model=self.model.to(device),
+            args=_move(self.args, device),
+            kwargs=_move(dict(self.kwargs), device),
+            schedule=tuple(_move(entry, device) for entry in itertools.islice(self.schedule, MOST_CALLS)),
         )
 
     def copied(self) -> nn.Module:
@@ -98,14 +122,29 @@ class Target:
             return tensors[0]
         return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
 
-    def step(self, model: nn.Module, args: tuple[Any, ...], *, train: bool) -> Step:
+    def at(self, entry: Any) -> Target:
+        """The same target called with an entry of its schedule."""
+        if isinstance(entry, Mapping):
+            return replace(self, args=(), kwargs=entry)
+        return replace(self, args=tuple(entry) if isinstance(entry, (tuple, list)) else (entry,))
+
+    def calls(self) -> Iterator[Target]:
+        """The target with its own arguments, then with every entry of its schedule."""
+        yield self
+        for entry in self.schedule:
+            yield self.at(entry)
+
+    def step(self, model: nn.Module, args: tuple[Any, ...] | None = None, *, train: bool) -> Step:
         """One step of ``model``: a training step, or a forward pass without gradients.
 
         Args:
             model: :meth:`copied`, or the compiled form of one.
-            args: :attr:`args` or one of :attr:`schedule`.
-            train: which of the two.
+            args: :attr:`args` by default.
+            train: which of the two; a target that :attr:`is_step` has one kind.
         """
+        args = self.args if args is None else args
+        if self.is_step:
+            return lambda: model()
         if train and self.make_step is not None:
             return self.make_step(model, args)
 
@@ -135,17 +174,17 @@ def load_target(name: str, device: Device) -> Target:
     from compile_bench.zoo import ZOO
 
     if name in ZOO:
-        return ZOO[name](device).moved(device)
+        return ZOO[name].make(device).moved(device)
     function = _find(name)
     try:
         made = function()
     except Exception as error:  # whatever the user's function raises
-        raise UserError(f"{name} raised {_describe(error)}") from error
-    target = _as_target(name, made)
+        raise UserError(f"{name} raised {describe_error(error)}") from error
+    target = _as_target(name, function, made)
     try:
         return target.moved(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"{name} cannot be moved to {device}: {_describe(error)}") from error
+    except (RuntimeError, AssertionError) as error:  # no such device, or not enough memory on it
+        raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
 
 
 def _find(name: str) -> Callable[[], Any]:
@@ -178,7 +217,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's file raises
-        raise UserError(f"{path} cannot be loaded: {_describe(error)}") from error
+        raise UserError(f"{path} cannot be loaded: {describe_error(error)}") from error
     return module
 
 
@@ -186,25 +225,41 @@ def _import(module: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:  # whatever the user's module raises
-        raise UserError(f"module {module} cannot be imported (target {name}): {_describe(error)}") from error
+        raise UserError(f"module {module} cannot be imported (target {name}): {describe_error(error)}") from error
 
 
-def _as_target(name: str, made: object) -> Target:
+def _as_target(name: str, function: Callable[[], Any], made: object) -> Target:
+    target: Any  # what the user's function returned is not to be trusted yet
     if isinstance(made, Target):
         target = made
-    elif isinstance(made, tuple) and len(made) == 2:
-        target = Target(made[0], made[1])
+    elif isinstance(made, Tensor):
+        return Target(FunctionModel(function), is_step=True)
+    elif isinstance(made, tuple) and len(made) in (2, 3):
+        target = Target(*made)
     else:
         kind = type(made).__name__
-        raise UserError(f"{name} returned an object of type {kind}; expected (model, args) or a compile_bench.Target")
-    if not isinstance(target.model, nn.Module):
-        raise UserError(f"{name} returned a model of type {type(target.model).__name__}; expected a torch.nn.Module")
+        raise UserError(
+            f"{name} returned an object of type {kind}; expected (model, args), (model, args, kwargs), "
+            "a compile_bench.Target, or a tensor if the function is itself a step"
+        )
+    if not callable(target.model):
+        raise UserError(
+            f"{name} returned a model of type {type(target.model).__name__}; expected a torch.nn.Module or a function"
+        )
     if not isinstance(target.args, tuple):
         raise UserError(f"{name} returned args of type {type(target.args).__name__}; expected a tuple")
+    if not isinstance(target.kwargs, Mapping):
+        raise UserError(f"{name} returned kwargs of type {type(target.kwargs).__name__}; expected a mapping")
+    if not isinstance(target.schedule, Iterable):
+        kind = type(target.schedule).__name__
+        raise UserError(f"{name} returned a schedule of type {kind}; expected calls to iterate over")
+    if not isinstance(target.model, nn.Module):
+        return replace(target, model=FunctionModel(target.model))
     return target
 
 
-def _describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
+    """Type and first line of an error, with a hint where the machine is what it lacks."""
     text = str(error).strip().splitlines()
     hint = ""
     if "CUDA" in str(error) and not torch.cuda.is_available():

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from compile_bench.collector import Collector, folders, forget_compilations
+from compile_bench.collector import Collector, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.findings import SilentEager, Survey
 from compile_bench.measuring import load_case
@@ -61,7 +61,7 @@ def survey(case: Case, *, seeds: Sequence[int] = (0, 1, 2)) -> Survey:
         tuple(look.eager.values()),
         look.traces[0],
         _distinct(recompile for trace in look.traces for recompile in trace.recompiles),
-        _STEADY_CALLS + len(target.schedule),
+        _STEADY_CALLS + sum(1 for _ in target.schedule),
         tuple(look.failures),
         sum(trace.handler_seconds for trace in look.traces),
         seconds,
@@ -82,15 +82,15 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
     """Trace a target with every seed."""
     look = _Look()
     for seed in seeds:
-        forget_compilations()
+        torch.compiler.reset()
         model = own_model(target, case)
         compiled = _traced(model, case)
         seed_everything(seed)
         error: Exception | None = None
         with Collector() as collector:
             try:
-                for args in (target.args,) * _STEADY_CALLS + target.schedule:
-                    target.step(compiled, args, train=case.train)()
+                for each in (*(target,) * (_STEADY_CALLS - 1), *target.calls()):
+                    each.step(compiled, train=case.train)()
             except Exception as raised:  # whatever the model or the compiler raises
                 error = raised
         trace = collector.trace()
@@ -101,7 +101,7 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
             found = broken_in_error(str(error), type(error).__name__, whose)
             look.breaks += [(seed, found)] if found is not None else []
             continue
-        step = target.step(compiled, target.args, train=case.train)
+        step = target.step(compiled, train=case.train)
         for silent in _silent(EagerWatch(model.modules(), whose).run(step), trace, whose):
             look.eager.setdefault(silent.frame, silent)
     return look
@@ -124,7 +124,7 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
                 forget_user_modules(whose)
                 target = load_case(case)
                 seed_everything(seeds[0])
-                target.step(target.model, target.args, train=case.train)()
+                target.step(target.model, train=case.train)()
             with overlaid(replaying):
                 forget_user_modules(whose)
                 latest = _look(load_case(case), case, seeds, whose).breaks

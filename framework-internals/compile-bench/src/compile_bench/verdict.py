@@ -1,4 +1,4 @@
-"""Is compiling worth it: after how many steps, and is the difference real."""
+"""Is compiling worth it: after how many steps, with which caches, and is the difference real."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Literal
 from compile_bench.results import FIRST_STEPS, Bench, FirstSteps, Steady
 
 Advice = Literal["compile", "don't", "inconclusive"]
+Difference = Literal["faster", "slower", "none"]
+
+# What the processes of a run find: nothing each time; what the first one left; the artifacts that are loaded.
+CacheState = Literal["lost", "kept", "artifact"]
+CACHE_STATES: tuple[CacheState, ...] = ("lost", "kept", "artifact")
 
 # Percent of the time in which some task waited for a core. Far above 0 other work is running, and it hits eager code of
 # several threads, which wait for one another, harder than a generated loop of one: on two cores that other builds kept
@@ -35,13 +40,13 @@ class Verdict:
     """What to do, and why.
 
     Attributes:
-        advice: ``compile`` when the whole interval of the speed-up is above 1 and the numbers are right, ``don't`` when
-            it is below 1 or the numbers are wrong, ``inconclusive`` when it covers 1 or the machine was busy with other
-            work.
+        advice: ``compile`` when the compiled step is faster and the numbers are right, ``don't`` when it is slower or
+            the numbers are wrong, ``inconclusive`` when no difference was seen or the machine was busy with other work.
         why: the ground for it, a clause.
         cold: break-even with empty caches.
         warm: with caches from an earlier process; None if that was not measured.
         price: seconds that compiling costs before the first useful step, caches empty.
+        mega: break-even with cache artifacts; None if that was not measured.
     """
 
     advice: Advice
@@ -49,32 +54,78 @@ class Verdict:
     cold: BreakEven
     warm: BreakEven | None
     price: float
+    mega: BreakEven | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Compile or not, for one way of running.
+
+    Attributes:
+        steps: of the whole run, over all its processes.
+        restarts: processes after the first one (preemption, a new job for every evaluation).
+        cache: what each process finds.
+        advice: as :class:`Verdict`, for the time of the whole run.
+        ratio: that time, eager over compiled.
+        low: at the lower end of the speed-up's interval.
+        high: at the upper end.
+    """
+
+    steps: int
+    restarts: int
+    cache: CacheState
+    advice: Advice
+    ratio: float
+    low: float
+    high: float
 
 
 def judge(bench: Bench) -> Verdict:
     """The verdict on one case."""
     advice, why = _advice(bench)
+
+    def after(first: FirstSteps | None) -> BreakEven | None:
+        return None if first is None else break_even(first, bench.eager, bench.steady)
+
     return Verdict(
         advice,
         why,
         break_even(bench.cold, bench.eager, bench.steady),
-        None if bench.warm is None else break_even(bench.warm, bench.eager, bench.steady),
+        after(bench.warm),
         price(bench.cold, bench.eager),
+        after(bench.mega),
     )
 
 
+def difference(steady: Steady) -> Difference:
+    """Whether the compiled step is faster, slower, or not to be told from eager.
+
+    The interval of the speed-up has to lie beyond 1 by more than the control's: eager held against itself in the same
+    rounds shows what drift, caches and the order of calls do to a ratio here.
+    """
+    low, high = _interval(steady)
+    least, most = 1.0, 1.0
+    if steady.control is not None and steady.control.low is not None and steady.control.high is not None:
+        # A control on either side of 1 could as well have come out on the other: the names are interchangeable.
+        off = max(steady.control.high, 1 / steady.control.low, 1.0)
+        least, most = 1 / off, off
+    if low > most:
+        return "faster"
+    return "slower" if high < least else "none"
+
+
 def _advice(bench: Bench) -> tuple[Advice, str]:
-    low, high = _interval(bench.steady)
     pressure = bench.steady.pressure
     if not bench.accuracy.holds:
         return "don't", "the compiled results are further from float64 than the bound allows"
     if bench.case.device == "cpu" and pressure is not None and pressure > BUSY:
         return "inconclusive", f"the machine was busy: some task waited for a core in {pressure:.0f} % of the time"
-    if high < 1:
-        return "don't", "the whole interval of the speed-up is below 1"
-    if low > 1:
-        return "compile", "the whole interval of the speed-up is above 1"
-    return "inconclusive", "the interval of the speed-up covers 1"
+    seen = difference(bench.steady)
+    if seen == "slower":
+        return "don't", "the whole interval of the speed-up is below 1 and below what eager shows against itself"
+    if seen == "faster":
+        return "compile", "the whole interval of the speed-up is above 1 and above what eager shows against itself"
+    return "inconclusive", "the interval of the speed-up is within what eager shows against itself"
 
 
 def price(compiled: FirstSteps, eager: FirstSteps) -> float:
@@ -97,6 +148,51 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
         return FIRST_STEPS + extra / gain if gain > 0 else None
 
     return BreakEven(steps(steady.speedup.value), steps(high), steps(low))
+
+
+def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | None:
+    """Compile or not, for a run of so many steps in so many processes.
+
+    Args:
+        bench: the measured case.
+        steps: of the whole run; at least three for every process.
+        restarts: processes after the first one.
+        cache: what the processes find; the first one of ``kept`` finds nothing.
+
+    Returns:
+        None where the first steps with that cache were not measured.
+
+    Raises:
+        ValueError: for fewer steps than the processes' first ones.
+    """
+    processes = restarts + 1
+    if restarts < 0 or steps < FIRST_STEPS * processes:
+        raise ValueError(f"{processes} processes take at least {FIRST_STEPS * processes} steps, got {steps}")
+    firsts = _starts(bench, restarts, cache)
+    if firsts is None:
+        return None
+    later = (steps - FIRST_STEPS * processes) * bench.steady.eager.value
+    eager = processes * bench.eager.total + later
+
+    def ratio(speedup: float) -> float:
+        return eager / (firsts + later / speedup)
+
+    low, high = (ratio(speedup) for speedup in _interval(bench.steady))
+    advice, _ = _advice(bench)
+    if advice == "compile" and not low > 1:
+        advice = "don't" if high < 1 else "inconclusive"
+    elif advice == "inconclusive" and high < 1:
+        advice = "don't"
+    return Plan(steps, restarts, cache, advice, ratio(bench.steady.speedup.value), low, high)
+
+
+def _starts(bench: Bench, restarts: int, cache: CacheState) -> float | None:
+    """Seconds of the first steps of all processes of a run."""
+    if cache == "lost":
+        return (restarts + 1) * bench.cold.total
+    if cache == "kept":
+        return None if bench.warm is None else bench.cold.total + restarts * bench.warm.total
+    return None if bench.mega is None else (restarts + 1) * bench.mega.total
 
 
 def _interval(steady: Steady) -> tuple[float, float]:

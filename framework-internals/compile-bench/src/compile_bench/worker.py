@@ -21,6 +21,9 @@ JOBS = {
     "toolchain": "compile_bench.measuring:toolchain",
     "eager": "compile_bench.measuring:eager",
     "compiled": "compile_bench.measuring:compiled",
+    "shapes": "compile_bench.shape_worker:shapes",
+    "agreement": "compile_bench.agreement_worker:agreement",
+    "inventory": "compile_bench.lock_worker:inventory",
     "triage": "compile_bench.triage_worker:triage",
     "survey": "compile_bench.triage_worker:survey",
 }

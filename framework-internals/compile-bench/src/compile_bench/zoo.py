@@ -1,16 +1,19 @@
-"""Targets that come with the package."""
+"""Targets that come with the package: architectures with random weights, reduced on a CPU, of real width on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchkit.device import Device
+from compile_bench.resnet import resnet
 from compile_bench.target import Step, Target
+from compile_bench.zoo_transformers import ARCHITECTURES, transformers_target
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import batch, load_corpus
 from torch_baseline.model import GPT
@@ -87,9 +90,30 @@ def _gpt(preset: str, *, batch_size: int, layers: int | None = None) -> Target:
     )
 
 
-ZOO: dict[str, Callable[[Device], Target]] = {
-    "gpt": gpt,
-    "gpt-one-layer": gpt_one_layer,
-    "mlp": mlp,
-    "planted": planted,
+@dataclass(frozen=True)
+class Entry:
+    """One target of the zoo.
+
+    Attributes:
+        make: makes it for a device: reduced on a CPU, of real width on a GPU.
+        about: what it is, for a list.
+    """
+
+    make: Callable[[Device], Target]
+    about: str
+
+
+ZOO: dict[str, Entry] = {
+    "gpt": Entry(gpt, "this repository's GPT: the honest training loop's whole step, clipping and AdamW included"),
+    "gpt-one-layer": Entry(gpt_one_layer, "the same, one layer deep"),
+    "mlp": Entry(mlp, "four layers of 512 with LayerNorm and GELU"),
+    "resnet": Entry(resnet, "ResNet-50 on a GPU; 18 layers of a quarter of the width on a CPU"),
+    "planted": Entry(planted, "three lines that break the graph and one that compiles it again"),
+    **{
+        name: Entry(partial(transformers_target, name), architecture.about)
+        for name, architecture in ARCHITECTURES.items()
+    },
 }
+
+# What a survey goes through: every architecture once, without the one made to fail.
+SURVEY = tuple(name for name in ZOO if name not in ("gpt-one-layer", "planted"))

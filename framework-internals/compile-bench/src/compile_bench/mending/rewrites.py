@@ -165,6 +165,8 @@ def _where(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
 
 
 def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
+    if isinstance(branch.test, ast.BoolOp):
+        return _where_nested(source, branch, branch.test)
     condition = _condition(source, branch.test)
     if condition is None or len(branch.body) != 1 or not source.alone(branch) or source.line(branch.lineno).lstrip()[:2] != "if":
         return []
@@ -191,6 +193,20 @@ def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
     return [source.replace(branch, f"{name} = {chosen}")] if chosen else []
 
 
+def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit]:
+    """``if self.flag and tensor: x = f(x)``: the flag stays a branch."""
+    *flags, last = test.values
+    plain = all(_dotted(flag.operand if isinstance(flag, ast.UnaryOp) else flag).startswith("self.") for flag in flags)
+    if not isinstance(test.op, ast.And) or not plain or branch.orelse or len(branch.body) != 1:
+        return []
+    condition, taken = _condition(source, last), branch.body[0]
+    name = _assigned(taken)
+    if condition is None or name is None or not isinstance(taken, ast.Assign):
+        return []
+    chosen = _chosen(source, condition, taken.value, ast.parse(name, mode="eval").body, name)
+    return [Edit(source.end(flags[-1]), source.end(last), ""), source.replace(taken.value, chosen)] if chosen else []
+
+
 def _where_expression(source: Source, statement: ast.stmt) -> list[Edit]:
     edits = []
     for node in _expressions(statement):
@@ -211,8 +227,8 @@ def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr, ot
             inner = _chosen(source, condition, taken.args[0], other.args[0])
             return f"{source.text(taken.func)}({inner})" if inner else ""
     numbers = [node for node in (taken, other) if isinstance(node, ast.Constant)]
-    if len(numbers) == 2 and type(numbers[0].value) is not type(numbers[1].value):
-        return ""
+    if len(numbers) == 1 or len({type(number.value) for number in numbers}) > 1:
+        return ""  # a number in one case, a tensor or another kind of number in the other
     if not all(is_exact_in_float32(number) for number in numbers):
         return ""
     if not (is_elementwise(taken) and is_elementwise(other)):
@@ -231,7 +247,7 @@ def _condition(source: Source, test: ast.expr) -> str | None:
         if isinstance(test.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
             return None
         return _without_reads(source, test)
-    if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute):
+    if isinstance(test, (ast.Name, ast.Subscript)) or (isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute)):
         return _without_reads(source, test)
     return None
 
