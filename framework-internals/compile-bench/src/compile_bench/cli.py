@@ -5,12 +5,12 @@ from __future__ import annotations
 import typer
 
 from compile_bench.cli_measure import check, run
-from compile_bench.cli_triage import triage
+from compile_bench.cli_triage import catalogue, triage
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     help="What torch.compile costs, what it gives and what breaks the graph, for any model.",
 )
-for command in (run, triage, check):
+for command in (run, triage, catalogue, check):
     app.command()(command)

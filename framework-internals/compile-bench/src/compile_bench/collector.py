@@ -11,7 +11,8 @@ import json
 import logging
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,6 +42,7 @@ _SURFACE = (
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo", "explain"),
+    ("torch._guards", "CompileContext"),
 )
 
 
@@ -96,8 +98,11 @@ class Collector(logging.Handler):
             logger.handlers[:] = handlers
         self._saved.clear()
 
-    def trace(self) -> CompileTrace:
+    def trace(self, whose: Folders | None = None) -> CompileTrace:
         """What was seen, once the block has ended.
+
+        Args:
+            whose: whose code a file is; by default :func:`folders`.
 
         Raises:
             RuntimeError: if entries came that this version cannot read: their format has changed.
@@ -109,19 +114,23 @@ class Collector(logging.Handler):
             )
         return read_events(
             self.events,
-            folders=folders(),
+            folders=whose or folders(),
             kernels=self._kernels,
             handler_seconds=self._seconds,
         )
 
 
-def folders() -> Folders:
-    """Whose code a file is, in this interpreter."""
+def folders(*, launcher: bool = True) -> Folders:
+    """Whose code a file is, in this interpreter.
+
+    Args:
+        launcher: whether this package is what calls the model; otherwise its files count as the user's.
+    """
     paths = sysconfig.get_paths()
     return Folders(
         torch=str(Path(torch.__file__).parent),
         library=[paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")],
-        launcher=str(Path(__file__).parent),
+        launcher=str(Path(__file__).parent) if launcher else "",
         launched=("zoo.py", "zoo_transformers.py", "resnet.py"),
     )
 
@@ -205,6 +214,22 @@ class CudaGraphSkips(logging.Handler):
             logger.removeHandler(self)
             logger.setLevel(level)
             logger.propagate = propagate
+
+
+def inductor(module: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph of Dynamo's with Inductor, as ``torch.compile`` does by default."""
+    return importlib.import_module("torch._inductor.compile_fx").compile_fx(module, inputs)
+
+
+def compile_id() -> str:
+    """Number of the compilation that is going on, as in a trace's records; empty outside of one."""
+    identity = importlib.import_module("torch._guards").CompileContext.current_compile_id()
+    return "" if identity is None else f"{identity.frame_id}/{identity.frame_compile_id}"
+
+
+def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """Settings of ``torch._dynamo.config``, inside a block."""
+    return importlib.import_module("torch._dynamo").config.patch(dict(values)) if values else nullcontext()
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:

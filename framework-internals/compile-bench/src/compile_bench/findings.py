@@ -19,6 +19,9 @@ Kind = Literal[
     "compile error",
 ]
 
+# What a break keeps when lines above it move: file, function and the line's text.
+Mark = tuple[str, str, str]
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -35,6 +38,7 @@ class Survey:
         failures: what a seed raised, one line each; its breaks up to then are kept.
         collect_seconds: time spent in the collector.
         trace_seconds: time of all first calls, that included.
+        user_files: those of the breaks' files that are the user's.
     """
 
     case: Case
@@ -47,6 +51,7 @@ class Survey:
     failures: tuple[str, ...]
     collect_seconds: float
     trace_seconds: float
+    user_files: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,34 @@ class Mend:
 
 
 @dataclass(frozen=True)
+class Priced:
+    """Prices by place (file and line), and the whole model's figures."""
+
+    prices: dict[tuple[str, int], Price]
+    figures: Figures
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a change.
+
+    Attributes:
+        verdict: empty if it is accepted; else why not, in one sentence.
+        breaks: places that are left, over training and inference.
+        graphs: captured in the first kind of step.
+    """
+
+    verdict: str
+    breaks: int
+    graphs: int
+
+
+def mark(found: Break) -> Mark:
+    """How a break is recognised in a changed file."""
+    return found.file, found.function, found.source
+
+
+@dataclass(frozen=True)
 class Finding:
     """One thing that keeps a line out of a graph.
 
@@ -147,6 +180,7 @@ class Finding:
         seeds: that met it.
         times: how often it was met.
         library: the library's line that the user's line led to.
+        user_file: whether ``file`` is the user's, so that it can be changed.
         price: None where it was not measured.
         mend: None where nothing was tried.
     """
@@ -166,6 +200,7 @@ class Finding:
     seeds: tuple[int, ...]
     times: int
     library: str = ""
+    user_file: bool = True
     price: Price | None = None
     mend: Mend | None = None
 

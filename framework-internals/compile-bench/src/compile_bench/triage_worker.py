@@ -27,6 +27,8 @@ from compile_bench.results import Case, Triage
 from compile_bench.target import Target
 from compile_bench.trace import Break, CompileTrace, Folders, Frame, Recompile, broken_in_error, merge_breaks
 
+SEEDS = (0, 1, 2)
+
 # Three steps with the same arguments: what changes from call to call of itself shows before any shape does.
 _STEADY_CALLS = 3
 
@@ -40,11 +42,11 @@ def triage(case: Case) -> Triage:
     return Triage(case, replace(found.trace, breaks=found.breaks), found.calls)
 
 
-def survey(case: Case, *, seeds: Sequence[int] = (0, 1, 2)) -> Survey:
+def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> Survey:
     """Find what keeps a case out of graphs, over several seeds.
 
     ``aot_eager`` follows the backward pass too, ``eager`` the forward pass alone. What lies behind a function that
-    Dynamo gave up as a whole is looked for in further rounds (:mod:`compile_bench.mending.holding`).
+    Dynamo gave up as a whole is looked for in further rounds (:mod:`compile_bench.mending.holding`) if ``behind``.
     """
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # warnings of breaks: they are in the trace
     whose = folders()
@@ -52,7 +54,8 @@ def survey(case: Case, *, seeds: Sequence[int] = (0, 1, 2)) -> Survey:
     start = time.perf_counter()
     look = _look(target, case, seeds, whose)
     seconds = time.perf_counter() - start
-    look.breaks += _behind(look, case, seeds[:1], whose)
+    if behind:
+        look.breaks += _behind(look, case, seeds[:1], whose)
     merged = merge_breaks(each for _, each in look.breaks)
     return Survey(
         case,
@@ -65,6 +68,7 @@ def survey(case: Case, *, seeds: Sequence[int] = (0, 1, 2)) -> Survey:
         tuple(look.failures),
         sum(trace.handler_seconds for trace in look.traces),
         seconds,
+        frozenset(each.file for each in merged if whose.of_user(each.file)),
     )
 
 

@@ -26,6 +26,9 @@ JOBS = {
     "inventory": "compile_bench.lock_worker:inventory",
     "triage": "compile_bench.triage_worker:triage",
     "survey": "compile_bench.triage_worker:survey",
+    "price": "compile_bench.pricing:price",
+    "reference": "compile_bench.mending.proof:reference",
+    "trial": "compile_bench.mending.trial:trial",
 }
 
 
