@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from benchkit import UserError
-from benchkit.device import Device
 from compile_bench.catalogue import CAUSES, match
 from compile_bench.findings import Bill, Finding, Kind, Mend, Priced, SilentEager, Survey
 from compile_bench.harness import Harness, WorkerFailure

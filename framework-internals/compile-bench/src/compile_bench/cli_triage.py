@@ -40,7 +40,7 @@ def triage(
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
 ) -> None:
-    """Find every graph break and whatever else runs eagerly: line, reason, price, and a proved patch where there is one."""
+    """Find every graph break and all else that runs eagerly: line, reason, price, and a proved patch."""
 
     def draw() -> int:
         from compile_bench.bill import draw_up
@@ -153,7 +153,8 @@ def _together(together: Mend, patches: dict[str, Path]) -> list[str]:
     for name, figures in (("before", together.before), ("after", together.after)):
         assert figures is not None
         step = "–" if figures.step is None else numbers.quantity(figures.step)
-        rows.append((name, str(figures.breaks), str(figures.graphs), step, numbers.with_unit(figures.compile_seconds, "s")))
+        first = "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s")
+        rows.append((name, str(figures.breaks), str(figures.graphs), step, first))
     table = markdown_table(["all mends together", "breaks", "graphs", "step", "first steps"], rows)
     return [table, f"patch: {patches[together.patch]}"] if together.patch in patches else [table]
 
@@ -185,9 +186,15 @@ def describe_triage(found: Triage) -> str:
 
 def catalogue(
     name: Annotated[str | None, typer.Argument(help="A cause; without it all are listed.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Run it on this torch: does it happen, does the fix hold?")] = False,
-    record: Annotated[Path | None, typer.Option(help="Run and write the outcomes of this torch to a JSON file.")] = None,
-    render: Annotated[Path | None, typer.Option(help="Write the reference page, CATALOGUE.md and .html, to a folder.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run it on this torch: does it happen, does the fix hold?")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Run and write the outcomes of this torch to a JSON file.")
+    ] = None,
+    render: Annotated[
+        Path | None, typer.Option(help="Write the reference page, CATALOGUE.md and .html, to a folder.")
+    ] = None,
 ) -> None:
     """List the causes of breaks, recompilations and silent eager execution; show one; run them."""
 
@@ -197,7 +204,9 @@ def catalogue(
 
         if name is not None and name not in CAUSES:
             near = [known for known in CAUSES if name in known or known in name]
-            raise UserError(f"no cause {name!r} in the catalogue; {'like it: ' + ', '.join(near) if near else 'see the list'}")
+            raise UserError(
+                f"no cause {name!r} in the catalogue; {'like it: ' + ', '.join(near) if near else 'see the list'}"
+            )
         if render is not None:
             write_page(render)
             return 0
@@ -219,6 +228,8 @@ def _run(chosen: Sequence[Cause], record: Path | None) -> int:
         write_outcomes(record, outcomes)
     wrong = {each: outcome for each, outcome in outcomes.items() if not outcome.as_stated}
     for each, outcome in wrong.items():
-        print(f"{each}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr)
+        print(
+            f"{each}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr
+        )
     print(f"{len(outcomes) - len(wrong)} of {plural(len(outcomes), 'cause')} as stated on this torch")
     return 1 if wrong else 0

@@ -150,4 +150,6 @@ def _tensors(value: Any, depth: int = 3) -> list[Tensor]:
         return [value]
     if depth == 0 or not isinstance(value, (tuple, list, dict)):
         return []
-    return [leaf for each in (value.values() if isinstance(value, dict) else value) for leaf in _tensors(each, depth - 1)]
+    return [
+        leaf for each in (value.values() if isinstance(value, dict) else value) for leaf in _tensors(each, depth - 1)
+    ]

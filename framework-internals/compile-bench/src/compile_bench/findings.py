@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,14 +96,14 @@ class Figures:
     Attributes:
         graphs: captured.
         breaks: places.
-        step: seconds a step.
-        compile_seconds: of the first steps.
+        step: seconds a step; None where it was not measured.
+        compile_seconds: of the first steps; likewise.
     """
 
     graphs: int
     breaks: int
-    step: Quantity | None
-    compile_seconds: float
+    step: Quantity | None = None
+    compile_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,19 @@ class Priced:
 
     prices: dict[tuple[str, int], Price]
     figures: Figures
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Changes that may mend one break.
+
+    Attributes:
+        overlays: changed sources, the least invasive change first: from paths to contents.
+        allowed: the breaks that may be left.
+    """
+
+    overlays: tuple[Mapping[str, bytes], ...]
+    allowed: frozenset[Mark]
 
 
 @dataclass(frozen=True)

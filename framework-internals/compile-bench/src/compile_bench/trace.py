@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,6 +86,7 @@ _TRACEBACK_LINE = re.compile(
     r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n(?!\s*File ")\s+(?P<source>[^\n]*))?',
     re.MULTILINE,
 )
+_GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 _GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
 _GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
@@ -344,7 +345,8 @@ def read_events(
     }
     recompiles = tuple(_recompile(event, frames) for event in events if event.kind == "recompile_reasons")
     graphs = _graphs(events, frames, metrics)
-    breaks = _breaks(events, frames, metrics, recompiles, folders)
+    captured = {graph.compile_id for graph in graphs}
+    breaks = _breaks(events, frames, metrics, recompiles, folders, captured)
     return CompileTrace(
         graphs=graphs,
         breaks=breaks,
@@ -448,12 +450,17 @@ def _breaks(
     metrics: Mapping[str, Mapping[str, Any]],
     recompiles: Sequence[Recompile],
     folders: Folders,
+    captured: Collection[str],
 ) -> tuple[Break, ...]:
-    found = [
-        _break(event.payload, event.compile_id, _frame_of(event.compile_id, frames), folders)
-        for event in events
-        if event.kind == "dynamo_graph_break_reason"
-    ]
+    resumed = {_plain_function(each.function) for each in frames.values() if each.function.startswith(RESUMED)}
+    found = []
+    for event in events:
+        if event.kind == "dynamo_graph_break_reason":
+            frame = _frame_of(event.compile_id, frames)
+            each = _break(event.payload, event.compile_id, frame, folders)
+            # torch 2.10 does not say it: nothing was captured, and nothing goes on behind the break.
+            given_up = event.compile_id not in captured and _plain_function(frame.function) not in resumed
+            found.append(replace(each, whole_frame=each.whole_frame or given_up))
     told = {compile_id for entry in found for compile_id in entry.compile_ids}
     # Some failures never reach the graph-break artifact: the recompile limit, and errors of a backend that Dynamo
     # suppresses. They stand in the metrics of the compilation alone.
@@ -463,6 +470,10 @@ def _breaks(
         if entry.get("fail_type") and compile_id not in told
     ]
     return merge_breaks(found)
+
+
+def _plain_function(name: str) -> str:
+    return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
 
 
 def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
@@ -583,7 +594,7 @@ def _message(text: str) -> tuple[str, str, tuple[str, ...]]:
     hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
     said = explanation[1] if explanation else ""
     return (
-        head[-1] if head else "no reason given",
+        head[-1].removeprefix("torch._dynamo.exc.Unsupported: ") if head else "no reason given",
         _one_line(said.split("\n\n")[0]),
         tuple(_one_line(hint) for hint in hints),
     )
@@ -613,6 +624,9 @@ def _recompile(event: Event, frames: Mapping[str, Frame]) -> Recompile:
     first_line = newest.split("\n")[0]
     guard = _one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0])
     made_at = next(iter(_stack(newest)), None)
+    noted = _GUARD_MADE_AT.search(first_line)
+    if made_at is None and noted and frame.file.endswith(f"/{noted['file']}"):
+        made_at = Frame(frame.file, int(noted["line"]), frame.function)
     return Recompile(
         event.compile_id,
         frame.function,

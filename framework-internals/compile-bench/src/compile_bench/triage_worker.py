@@ -7,7 +7,6 @@ import random
 import re
 import time
 from collections.abc import Iterable, Sequence
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -23,7 +22,6 @@ from compile_bench.measuring import load_case
 from compile_bench.mending.holding import overlays
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
-
 from compile_bench.target import Target
 from compile_bench.trace import Break, CompileTrace, Folders, Frame, Recompile, broken_in_error, merge_breaks
 
@@ -117,7 +115,9 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     held: dict[tuple[str, int], None] = {}
     latest = look.breaks
     for _ in range(_MOST_ROUNDS):
-        in_the_way = {(each.file, each.line): None for _, each in latest if each.whole_frame and whose.of_user(each.file)}
+        in_the_way = {
+            (each.file, each.line): None for _, each in latest if each.whole_frame and whose.of_user(each.file)
+        }
         new = [place for place in in_the_way if place not in held]
         if not new:
             break

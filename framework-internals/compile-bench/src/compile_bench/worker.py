@@ -27,8 +27,8 @@ JOBS = {
     "triage": "compile_bench.triage_worker:triage",
     "survey": "compile_bench.triage_worker:survey",
     "price": "compile_bench.pricing:price",
-    "reference": "compile_bench.mending.proof:reference",
-    "trial": "compile_bench.mending.trial:trial",
+    "trials": "compile_bench.mending.trial:trials",
+    "prove": "compile_bench.mending.trial:prove",
 }
 
 

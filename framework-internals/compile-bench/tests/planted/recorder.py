@@ -26,6 +26,7 @@ class Recorder(nn.Module):
         warnings.warn(  # breaks
             "the head is not calibrated",
             UserWarning,
+            stacklevel=2,
         )
         return self.head(h)
 

@@ -8,7 +8,7 @@ def largest(
     values,
 ):
     return (
-        values.abs()
+        values.abs()  # of either sign
         .max()
         .item()  # breaks
     )

@@ -69,7 +69,7 @@ CAUSES: dict[str, Cause] = {}
 
 
 def match(reason: str, source: str) -> Cause | None:
-    """The cause that a break is an instance of, as far as PyTorch's reason and the source line tell; None if unknown."""
+    """The cause that a break is an instance of, as far as reason and source line tell; None if they do not."""
     fitting = [each for each in CAUSES.values() if each.kind == "break" and re.search(each.pattern, reason)]
     said_by_code = [each for each in fitting if each.code and re.search(each.code, source)]
     # A reason that many causes share says nothing without the line.

@@ -115,7 +115,7 @@ def _exec() -> Repro:
 @constructs.cause(
     "class-defined",
     "a class defined in the model",
-    pattern=r"__build_class__",
+    pattern=r"__build_class__|marked as skipped",
     code=r"\bclass\b",
     why="Making a class runs its metaclass.",
     advice="Define it at module level.",
@@ -230,7 +230,7 @@ def _deepcopy() -> Repro:
 @constructs.cause(
     "signature-read",
     "inspect.signature()",
-    pattern=r"Observed exception|marked as skipped",
+    pattern=r"Observed exception|marked as skipped|Unsupported method call|id\(\) with",
     code=r"signature\(",
     why="Reflection over functions is not traced.",
     advice="Do it in __init__.",
@@ -269,7 +269,7 @@ def _asked() -> Repro:
     "@torch.compiler.disable",
     pattern=r"torch\.compiler\.disable",
     why="The function, and all that it calls, stays out of graphs.",
-    advice="Remove the decorator where its reason is gone; or make the function a custom operator, which a graph can call.",
+    advice="Remove the decorator where its reason is gone; or make the function a custom operator.",
 )
 def _disabled() -> Repro:
     @torch.compiler.disable
@@ -299,7 +299,9 @@ def _foreign() -> Repro:
 
     # Defined once a process: a second definition of an operator is an error.
     if not hasattr(torch.ops.compile_bench_catalogue, "bytes_of"):
-        defined = torch.library.custom_op("compile_bench_catalogue::bytes_of", mutates_args=(), schema="(Tensor x) -> Tensor")
+        defined = torch.library.custom_op(
+            "compile_bench_catalogue::bytes_of", mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
         defined(length).register_fake(lambda x: x.new_empty(()))
 
     def broken(x: Tensor) -> Tensor:

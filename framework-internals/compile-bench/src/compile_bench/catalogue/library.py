@@ -30,7 +30,7 @@ _gain = contextvars.ContextVar("gain", default=2.0)
 @library.cause(
     "json",
     "json.loads() and other parsing in C",
-    pattern=SKIPPED,
+    pattern=rf"{SKIPPED}|no traceable __call__",
     code=r"\bjson\.",
     why="The parser is a C extension.",
     advice="Parse in __init__; or mark the function with @torch.compiler.assume_constant_result.",
@@ -170,7 +170,8 @@ def _lock() -> Repro:
 )
 def _thread() -> Repro:
     def broken(x: Tensor) -> Tensor:
-        queue.Queue().put(1)
+        handed: queue.Queue[int] = queue.Queue()
+        handed.put(1)
         return x.sin()
 
     def mended(x: Tensor) -> Tensor:

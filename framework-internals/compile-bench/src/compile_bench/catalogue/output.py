@@ -116,7 +116,7 @@ def _write() -> Repro:
 @theme.cause(
     "clock",
     "the clock is read",
-    pattern=SKIPPED,
+    pattern=rf"{SKIPPED}|time function",
     code=r"\btime\.(time|perf_counter|monotonic|process_time)(_ns)?\(",
     why="Time is not a function of the inputs. What runs between two readings is queued, fused or moved anyway.",
     advice="Time around the call, with CUDA events or torch.profiler; inside, read the clock only while not compiling.",

@@ -61,7 +61,11 @@ def markdown() -> str:
 def html() -> str:
     """The whole page as one HTML file with a search field."""
     environment = Environment(
-        loader=PackageLoader("compile_bench"), undefined=StrictUndefined, autoescape=True, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("compile_bench"),
+        undefined=StrictUndefined,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     themes = [
         (theme, [(cause, _COMES_OF_IT[cause.kind], program(cause), _versions(cause)) for cause in causes])

@@ -125,7 +125,9 @@ def _layout() -> Repro:
 )
 def _rank() -> Repro:
     calls = [(torch.ones(8),), (torch.ones(1, 8),)]
-    return Repro(lambda x: _doubled_sine(x).flatten(), lambda x: _doubled_sine(x).flatten(), calls, [(torch.ones(8),)] * 2)
+    return Repro(
+        lambda x: _doubled_sine(x).flatten(), lambda x: _doubled_sine(x).flatten(), calls, [(torch.ones(8),)] * 2
+    )
 
 
 @shapes.cause(
@@ -224,9 +226,7 @@ def _autocast() -> Repro:
 )
 def _training() -> Repro:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
-    return Repro(
-        model, model, [_VECTOR] * 2, around=lambda index: contextlib.nullcontext(model.train(index % 2 == 0))
-    )
+    return Repro(model, model, [_VECTOR] * 2, around=lambda index: contextlib.nullcontext(model.train(index % 2 == 0)))
 
 
 @values.cause(
@@ -258,7 +258,9 @@ def _integer() -> Repro:
         return x * (1.0 / (step + 1.0))
 
     numbers = (2, 3, 4)
-    return Repro(scaled, scaled, [(*_VECTOR, n) for n in numbers], [(*_VECTOR, torch.tensor(float(n))) for n in numbers])
+    return Repro(
+        scaled, scaled, [(*_VECTOR, n) for n in numbers], [(*_VECTOR, torch.tensor(float(n))) for n in numbers]
+    )
 
 
 @values.cause(
@@ -290,7 +292,12 @@ def _text() -> Repro:
     def sine(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(lambda x, mode: chosen(x, mode) * 0, lambda x: sine(x) * 0, [(*_VECTOR, "sin"), (*_VECTOR, "cos")], [_VECTOR] * 2)
+    return Repro(
+        lambda x, mode: chosen(x, mode) * 0,
+        lambda x: sine(x) * 0,
+        [(*_VECTOR, "sin"), (*_VECTOR, "cos")],
+        [_VECTOR] * 2,
+    )
 
 
 @values.cause(

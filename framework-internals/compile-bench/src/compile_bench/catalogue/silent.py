@@ -33,7 +33,7 @@ def _empty() -> Repro:
     "other-method",
     "another method than forward",
     pattern="compiles forward",
-    why="torch.compile(model) compiles forward. model.encode(x) finds the method through __getattr__ and runs as written.",
+    why="torch.compile(model) compiles forward; model.encode(x) runs the method as it is written.",
     advice="model.encode = torch.compile(model.encode), or call it from forward.",
 )
 def _method() -> Repro:
@@ -50,10 +50,10 @@ def _method() -> Repro:
 @theme.cause(
     "given-up-after-limit",
     "a function past the recompile limit",
-    pattern="recompile limit|Recompile limit",
+    pattern="recompile.limit",
     options={"dynamic": False},
     why="Past torch._dynamo.config.recompile_limit new inputs run eagerly. A warning says so once; the trace does not.",
-    advice="Find the guard that keeps failing (triage names its line) and keep what it watches constant, or in a tensor.",
+    advice="Triage names the line of the guard that keeps failing: keep what it watches constant, or in a tensor.",
 )
 def _limit() -> Repro:
     def doubled(x: Tensor) -> Tensor:

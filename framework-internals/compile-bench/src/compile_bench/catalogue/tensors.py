@@ -126,11 +126,15 @@ def _function() -> Repro:
             ctx.save_for_backward(x)
             return x**3
 
+    # torch's own annotations leave apply out.
+    cubed: Any = Cubed.apply
+    quiet: Any = Quiet.apply
+
     def broken(x: Tensor) -> Tensor:
-        return Cubed.apply(x) * 2
+        return cubed(x) * 2
 
     def mended(x: Tensor) -> Tensor:
-        return Quiet.apply(x) * 2
+        return quiet(x) * 2
 
     return Repro(broken, mended, [(torch.ones(4, requires_grad=True),)])
 
@@ -219,7 +223,7 @@ def _data() -> Repro:
 @special.cause(
     "rnn-allowed",
     "nn.LSTM, nn.GRU, nn.RNN",
-    pattern=r"RNN, GRU, or LSTM|LSTM|RNN",
+    pattern=r"RNN, GRU, or LSTM|Unsupported function call \(delayed\)",
     settings={"allow_rnn": True},
     why="Their sequence loop runs inside of one operator, with weights that have to lie side by side in memory.",
     advice="torch._dynamo.config.allow_rnn = True puts the operator into the graph as it is.",
@@ -330,7 +334,7 @@ def _pinned() -> Repro:
 @special.cause(
     "shallow-copy",
     "copy.copy() of a tensor",
-    pattern="returned non-Tensor",
+    pattern="returned non-Tensor|marked as skipped",
     code=r"copy\.copy\(",
     why="It goes through the tensor's pickling protocol.",
     advice="detach() or clone().",
@@ -378,7 +382,7 @@ def _subclass() -> Repro:
 )
 def _dlpack() -> Repro:
     def broken(x: Tensor) -> Tensor:
-        return torch.from_dlpack(x).sin()
+        return torch.utils.dlpack.from_dlpack(x.detach()).sin()
 
     def mended(x: Tensor) -> Tensor:
         return x.sin()

@@ -19,7 +19,7 @@ _VECTOR = (torch.tensor([0.3, -0.6, 0.1, 0.9]),)
     pattern=SHAPE,
     code=r"\w\[[^\]]*[<>=]",
     why="How many elements the mask keeps is a value.",
-    advice="torch.where(mask, x, neutral element) keeps the shape; assigning through a mask (x[mask] = v) does not break.",
+    advice="torch.where(mask, x, neutral element) keeps the shape. (Assigning, x[mask] = v, does not break.)",
 )
 def _mask() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def _captured() -> Repro:
     pattern=SHAPE,
     code=r"\b(nonzero|argwhere)\(",
     why="The number of rows of the result is a value.",
-    advice="Work with the mask: its sum is the count, masked arithmetic the rest; torch.nonzero_static has a fixed size.",
+    advice="Work with the mask, whose sum is the count; torch.nonzero_static gives a fixed size.",
 )
 def _nonzero() -> Repro:
     def broken(x: Tensor) -> Tensor:

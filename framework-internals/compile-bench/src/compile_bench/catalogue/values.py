@@ -268,7 +268,7 @@ def _text() -> Repro:
 @theme.cause(
     "text-of-tensor",
     "str() or repr() of a tensor",
-    pattern="Failed to trace builtin operator",
+    pattern=r"Failed to trace builtin operator|repr\(\) on tensor",
     code=r"\b(str|repr)\(",
     why="A tensor's text holds its values.",
     advice="Leave strings out of the model.",
@@ -307,7 +307,7 @@ def _key() -> Repro:
 @theme.cause(
     "list-indexed-by-tensor",
     "a Python list indexed by a tensor",
-    pattern=ITEM,
+    pattern=rf"{ITEM}|Indexing list",
     code=r"\]\[|\w\[\w+\]",
     why="As for a dict: the index becomes a number first.",
     advice="Stack the entries and use index_select or take_along_dim.",
@@ -347,14 +347,14 @@ def _match() -> Repro:
 @theme.cause(
     "range-of-tensor",
     "range() of a tensor",
-    pattern="Failed to trace builtin operator",
+    pattern=rf"Failed to trace builtin operator|{ITEM}",
     code=r"\brange\(",
     why="How often the loop runs is a value.",
     advice="Pass the count as a Python int.",
 )
 def _range() -> Repro:
     def broken(x: Tensor, rounds: Tensor) -> Tensor:
-        for _ in range(rounds):  # type: ignore[call-overload]
+        for _ in range(rounds):
             x = x.sin()
         return x
 

@@ -1,10 +1,10 @@
-"""Does a changed model compute what the unchanged one does? Outputs and gradients, on several inputs, with Inductor.
+"""Does a changed model compute what the unchanged one does? Outputs and gradients, on several inputs.
 
-The unchanged model's values are taken eagerly in one process (:func:`reference`); the changed one is compiled and
-compared in another (:func:`holds`). Branches are only told apart by inputs that take either side, so every
-floating-point argument is also negated and scaled. The bound is that of :mod:`compile_bench.accuracy`. A model that
-draws random numbers is compared under the same seed, with Inductor drawing as eager does, and the bound is then
-calibrated by what compiling the unchanged model alone does to it.
+The unchanged model's values are written down once (:func:`reference`), and every changed one is compared with them
+(:func:`holds`), the last one compiled with Inductor in a process of its own. Branches are only told apart by inputs
+that take either side, so every floating-point argument is also negated and scaled. The bound is that of
+:mod:`compile_bench.accuracy`. A model that draws random numbers is compared under the same seed, with Inductor drawing
+as eager does, and the bound is then calibrated by what compiling the unchanged model alone does to it.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ def reference(case: Case, *, path: Path) -> None:
     """Write what the unchanged model of a case gives, for :func:`holds`."""
     target = load_case(case)
     random = target.is_step or draws_random_numbers(target, train=case.train)
-    calibration = compiled(own_model(target, case), case) if random else None
+    calibration = compiled(own_model(target, case), case, random=True) if random else None
     expected = [each for scale in _SCALES if (each := _expected(target, case, scale, calibration)) is not None]
-    torch.save(expected, path)
+    torch.save((random, expected), path)
 
 
-def holds(case: Case, *, path: Path) -> str:
-    """Compile the model of a case as it now is and compare.
+def holds(case: Case, *, path: Path, with_inductor: bool) -> str:
+    """Compare the model of a case as it now is, eager or compiled.
 
     Returns:
         Empty if all outputs and gradients are within their bounds; else what is not, in one sentence.
     """
     target = load_case(case)
-    expected = cast(list[Expected], torch.load(path, weights_only=False))
+    random, expected = cast(tuple[bool, list[Expected]], torch.load(path, weights_only=False))
     if not expected:
         return "the unchanged model gave no finite output to compare with"
     model = own_model(target, case)
-    call = compiled(model, case)
+    call = compiled(model, case, random=random) if with_inductor else model
     for each in expected:
         load_state(model, target.model)
         try:
@@ -90,11 +90,10 @@ def holds(case: Case, *, path: Path) -> str:
     return ""
 
 
-def compiled(model: nn.Module, case: Case) -> Callable[..., Any]:
-    """The model with Inductor, drawing random numbers as eager does."""
-    return cast(
-        Callable[..., Any], torch.compile(model, dynamic=case.dynamic, options={"fallback_random": True})
-    )
+def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
+    """The model with Inductor; if it draws random numbers, drawing them as eager does."""
+    options: dict[str, Any] | None = {"fallback_random": True} if random else None
+    return cast(Callable[..., Any], torch.compile(model, dynamic=case.dynamic, options=options))
 
 
 def load_state(model: nn.Module, source: nn.Module) -> None:
@@ -129,9 +128,7 @@ def scaled(target: Target, scale: float) -> Target:
     return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
 
 
-def _expected(
-    target: Target, case: Case, scale: float, calibration: Callable[..., Any] | None
-) -> Expected | None:
+def _expected(target: Target, case: Case, scale: float, calibration: Callable[..., Any] | None) -> Expected | None:
     """None where the model does not take arguments of that scale."""
     variant = scaled(target, scale)
     try:
@@ -181,4 +178,6 @@ def _difference(expected: Expected, found: Observation) -> str:
 
 
 def _described(observation: Observation) -> str:
-    return ", ".join(f"{dtype.removeprefix('torch.')}{list(shape)}" for shape, dtype in observation.signature) or "empty"
+    return (
+        ", ".join(f"{dtype.removeprefix('torch.')}{list(shape)}" for shape, dtype in observation.signature) or "empty"
+    )

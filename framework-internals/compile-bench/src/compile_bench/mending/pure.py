@@ -7,20 +7,106 @@ import struct
 
 # Calls that only look: an argument of print() that holds no others may be left out together with the print.
 _QUIET_FUNCTIONS = frozenset(
-    ("abs", "bool", "dict", "enumerate", "float", "format", "id", "int", "isinstance", "len", "list", "max", "min")
-    + ("range", "repr", "round", "set", "sorted", "str", "sum", "tuple", "type", "zip")
+    [
+        "abs",
+        "bool",
+        "dict",
+        "enumerate",
+        "float",
+        "format",
+        "id",
+        "int",
+        "isinstance",
+        "len",
+        "list",
+        "max",
+        "min",
+        "range",
+        "repr",
+        "round",
+        "set",
+        "sorted",
+        "str",
+        "sum",
+        "tuple",
+        "type",
+        "zip",
+    ]
 )
 _QUIET_METHODS = frozenset(
-    ("abs", "all", "any", "argmax", "cpu", "detach", "dim", "element_size", "float", "format", "get", "item", "items")
-    + ("join", "keys", "max", "mean", "min", "monotonic", "nelement", "norm", "numel", "perf_counter", "size", "std")
-    + ("sum", "time", "tolist", "values", "var")
+    [
+        "abs",
+        "all",
+        "any",
+        "argmax",
+        "cpu",
+        "detach",
+        "dim",
+        "element_size",
+        "float",
+        "format",
+        "get",
+        "item",
+        "items",
+        "join",
+        "keys",
+        "max",
+        "mean",
+        "min",
+        "monotonic",
+        "nelement",
+        "norm",
+        "numel",
+        "perf_counter",
+        "size",
+        "std",
+        "sum",
+        "time",
+        "tolist",
+        "values",
+        "var",
+    ]
 )
 # Functions of each element by itself: computing them for nothing does no harm, and their result has the shape of
 # their argument. Those that are nowhere differentiable or infinite somewhere are verified like all else.
 _ELEMENTWISE = frozenset(
-    ("abs", "add", "atan", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "clone", "contiguous", "cos", "detach")
-    + ("div", "erf", "exp", "expm1", "floor", "gelu", "leaky_relu", "log1p", "mul", "nan_to_num", "neg", "negative")
-    + ("ones_like", "relu", "round", "sigmoid", "sign", "silu", "sin", "softplus", "sub", "tanh", "zeros_like")
+    [
+        "abs",
+        "add",
+        "atan",
+        "ceil",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "clip",
+        "clone",
+        "contiguous",
+        "cos",
+        "detach",
+        "div",
+        "erf",
+        "exp",
+        "expm1",
+        "floor",
+        "gelu",
+        "leaky_relu",
+        "log1p",
+        "mul",
+        "nan_to_num",
+        "neg",
+        "negative",
+        "ones_like",
+        "relu",
+        "round",
+        "sigmoid",
+        "sign",
+        "silu",
+        "sin",
+        "softplus",
+        "sub",
+        "tanh",
+        "zeros_like",
+    ]
 )
 # To a tensor without dimensions, which then spreads over the other operand.
 _REDUCTIONS = frozenset(("max", "mean", "min", "norm", "std", "sum", "var"))

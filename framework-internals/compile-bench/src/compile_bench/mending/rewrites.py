@@ -20,12 +20,30 @@ Make = Callable[[Source, ast.stmt, Break], list[Edit]]
 _COMPILING = "torch.compiler.is_compiling()"
 _LOG_METHODS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "exception", "log"))
 _OUTPUT = frozenset(
-    ("print", "pprint", "pprint.pprint", "warnings.warn", "sys.stdout.write", "sys.stderr.write", "sys.stdout.flush")
-    + ("sys.stderr.flush", "traceback.print_stack", "traceback.print_exc", "tqdm.write", "click.echo")
+    [
+        "print",
+        "pprint",
+        "pprint.pprint",
+        "warnings.warn",
+        "sys.stdout.write",
+        "sys.stderr.write",
+        "sys.stdout.flush",
+        "sys.stderr.flush",
+        "traceback.print_stack",
+        "traceback.print_exc",
+        "tqdm.write",
+        "click.echo",
+    ]
 )
 _UPKEEP = frozenset(
-    ("gc.collect", "torch.cuda.synchronize", "torch.cuda.empty_cache", "torch.cuda.reset_peak_memory_stats")
-    + ("breakpoint", "pdb.set_trace")
+    [
+        "gc.collect",
+        "torch.cuda.synchronize",
+        "torch.cuda.empty_cache",
+        "torch.cuda.reset_peak_memory_stats",
+        "breakpoint",
+        "pdb.set_trace",
+    ]
 )
 _CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
 
@@ -108,17 +126,16 @@ def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
         for line in range(node.lineno + 1, node.end_lineno + 1)
     }
     assert statement.end_lineno is not None
-    for line in range(statement.lineno + 1, statement.end_lineno + 1):
-        if line not in frozen and source.line(line).strip():
-            edits.append(Edit(source.line_start(line), source.line_start(line), unit))
-    return edits
+    inner = range(statement.lineno + 1, statement.end_lineno + 1)
+    starts = [source.line_start(line) for line in inner if line not in frozen and source.line(line).strip()]
+    return edits + [Edit(start, start, unit) for start in starts]
 
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
     edits = []
     for node in _expressions(statement):
         if isinstance(node, ast.Call) and not node.args and not node.keywords:
-            owner, _, name = _dotted(node.func).rpartition(".")
+            owner, _dot, name = _dotted(node.func).rpartition(".")
             if owner == "time" and name.removesuffix("_ns") in _CLOCKS:
                 zero = "0" if name.endswith("_ns") else "0.0"
                 edits.append(source.replace(node, f"({zero} if {_COMPILING} else {source.text(node)})"))
@@ -160,7 +177,9 @@ def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edi
 def _where(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
     if found.category not in ("data-dependent control flow", "tensor value read by Python"):
         return []
-    edits = _where_statement(source, statement) if isinstance(statement, ast.If) else _where_expression(source, statement)
+    edits = (
+        _where_statement(source, statement) if isinstance(statement, ast.If) else _where_expression(source, statement)
+    )
     return [*edits, *with_torch(source)] if edits else []
 
 
@@ -168,7 +187,12 @@ def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
     if isinstance(branch.test, ast.BoolOp):
         return _where_nested(source, branch, branch.test)
     condition = _condition(source, branch.test)
-    if condition is None or len(branch.body) != 1 or not source.alone(branch) or source.line(branch.lineno).lstrip()[:2] != "if":
+    if (
+        condition is None
+        or len(branch.body) != 1
+        or not source.alone(branch)
+        or source.line(branch.lineno).lstrip()[:2] != "if"
+    ):
         return []
     taken, other = branch.body[0], branch.orelse[0] if len(branch.orelse) == 1 else None
     if isinstance(taken, ast.Return) and taken.value is not None:
@@ -177,7 +201,7 @@ def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
         last = other if other is not None else (behind[0] if not branch.orelse and behind else None)
         if isinstance(last, ast.Return) and last.value is not None:
             chosen = _chosen(source, condition, taken.value, last.value)
-            return [Edit(source.start(branch), source.end(last), f"return {chosen}")] if chosen else []
+            return [_instead(source, branch, last, f"return {chosen}")] if chosen else []
         return []
     name = _assigned(taken)
     if name is None or not isinstance(taken, ast.Assign):
@@ -190,7 +214,14 @@ def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
         return []
     else:
         chosen = _chosen(source, condition, taken.value, ast.parse(name, mode="eval").body, name)
-    return [source.replace(branch, f"{name} = {chosen}")] if chosen else []
+    return [_instead(source, branch, branch, f"{name} = {chosen}")] if chosen else []
+
+
+def _instead(source: Source, first: ast.stmt, last: ast.stmt, text: str) -> Edit:
+    """``text`` in the place of statements; their comments go above it."""
+    start, end = source.start(first), source.end(last)
+    above = "".join(f"{comment}{source.newline}{source.indent(first)}" for comment in source.comments(start, end))
+    return Edit(start, end, above + text)
 
 
 def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit]:
@@ -247,7 +278,9 @@ def _condition(source: Source, test: ast.expr) -> str | None:
         if isinstance(test.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
             return None
         return _without_reads(source, test)
-    if isinstance(test, (ast.Name, ast.Subscript)) or (isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute)):
+    if isinstance(test, (ast.Name, ast.Subscript)) or (
+        isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute)
+    ):
         return _without_reads(source, test)
     return None
 
@@ -274,9 +307,10 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
         return []
     raised = statement.body[0].exc
     said = raised.args[0] if isinstance(raised, ast.Call) and raised.args else None
-    message = said.value if isinstance(said, ast.Constant) and isinstance(said.value, str) else source.text(statement.test)
+    told = isinstance(said, ast.Constant) and isinstance(said.value, str)
+    message = source.text(said) if said is not None and told else repr(source.text(statement.test))
     indent, unit = source.indent(statement), _unit(source.indent(statement))
-    kept = f"torch._assert_async(torch.logical_not({condition}), {message!r})"
+    kept = f"torch._assert_async(torch.logical_not({condition}), {message})"
     start = source.start(statement)
     newline = source.newline
     head = f"if {_COMPILING}:{newline}{indent}{unit}{kept}{newline}{indent}elif"
@@ -291,8 +325,10 @@ def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit
         return []
     edits = []
     for node in _expressions(statement):
-        tensor = _read_tensor(node) if isinstance(node, ast.Call) else None
-        if tensor is None or not _only_computed_with(source, node):
+        if not isinstance(node, ast.Call) or not _only_computed_with(source, node):
+            continue
+        tensor = _read_tensor(node)
+        if tensor is None:
             continue
         text = source.text(tensor)
         atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
@@ -386,7 +422,9 @@ REWRITES = (
     ),
     Rewrite("item", "keep the value a tensor without dimensions", "", _keep_tensor),
     Rewrite("boolean-mask", "sum with zeros in the place of what is masked", "the order of the sum", _masked_sum),
-    Rewrite("disabled-function", "compile the function too", "a function kept out on purpose is compiled", _drop_disable),
+    Rewrite(
+        "disabled-function", "compile the function too", "a function kept out on purpose is compiled", _drop_disable
+    ),
     Rewrite(
         "item-captured",
         "capture_scalar_outputs",

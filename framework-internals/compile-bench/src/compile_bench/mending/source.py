@@ -125,6 +125,17 @@ class Source:
         after = self._lines[statement.end_lineno - 1][statement.end_col_offset :].strip()
         return not before.strip() and (not after or after.startswith(b"#"))
 
+    def comments(self, start: int, end: int) -> list[str]:
+        """The comments between two offsets."""
+        found = []
+        for token in tokenize.tokenize(io.BytesIO(self.content).readline):
+            if token.type == tokenize.COMMENT:
+                line, column = token.start
+                text = self._lines[line - 1].decode("utf-8")
+                if start <= self._starts[line - 1] + len(text[:column].encode("utf-8")) < end:
+                    found.append(token.string)
+        return found
+
     def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         """An edit that puts ``text`` in a node's place."""
         return Edit(self.start(node), self.end(node), text)
