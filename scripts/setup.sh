@@ -87,7 +87,11 @@ fi
 "${pip[@]}" setuptools wheel
 editable=(--editable "shared[dev]")
 for lens in "${lenses[@]}"; do
-    if [[ $lens == jax-baseline ]]; then editable+=(--editable "framework-internals/$lens$extra"); else editable+=(--editable "framework-internals/$lens"); fi
+    case $lens in
+        jax-baseline) editable+=(--editable "framework-internals/$lens$extra") ;;
+        compile-bench) editable+=(--editable "framework-internals/$lens[zoo]") ;;
+        *) editable+=(--editable "framework-internals/$lens") ;;
+    esac
 done
 "${pip[@]}" --no-build-isolation "${editable[@]}"
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from compile_bench.accuracy import compare_with_eager
+from compile_bench.accuracy import ATTEMPTS, compare_with_eager
 from compile_bench.target import Target
 
 
@@ -50,6 +50,30 @@ def test_a_wrong_gradient_is_found_though_the_output_is_right():
     assert accuracy.output.holds
     assert not accuracy.gradient.holds
     assert accuracy.gradient.name == "0.weight"
+    assert accuracy.attempts == ATTEMPTS
+
+
+def test_a_gradient_that_jumps_is_looked_at_with_other_weights():
+    made = target()
+    model = made.copied()
+    original = made.model[0].weight.detach().clone()
+
+    def jump(gradient):
+        return gradient * 1.001 if torch.equal(model[0].weight, original) else gradient
+
+    model[0].weight.register_hook(jump)
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert accuracy.holds
+    assert accuracy.attempts == 2
+    assert torch.equal(model[0].weight, original)  # set back
+
+
+def test_a_wrong_output_is_not_looked_at_again():
+    made = target()
+    model = made.copied()
+    accuracy = compare_with_eager(made, lambda x: model(x) * 1.001, model, train=True)
+    assert not accuracy.output.holds
+    assert accuracy.attempts == 1
 
 
 def test_a_model_with_dropout_is_not_compared_in_training():

@@ -5,6 +5,8 @@ import torch
 
 from compile_bench import Case, Harness, judge
 from compile_bench.target import load_target
+from compile_bench.zoo import SURVEY
+from compile_bench.zoo_transformers import ARCHITECTURES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,9 +52,57 @@ def test_memory_and_verdict_are_there(trained):
     assert judge(trained).advice in ("compile", "don't", "inconclusive")
 
 
+def test_a_compiled_step_runs_fewer_kernels_and_covers_its_forward_and_backward(trained):
+    eager, compiled = trained.eager_profile, trained.compiled_profile
+    assert 0 < compiled.kernels < eager.kernels
+    assert 0 < compiled.launches <= eager.launches
+    assert eager.covered == 0
+    assert 0.3 < compiled.covered <= 1  # clipping and the optimizer stay outside
+
+
+def test_artifacts_spare_the_next_machine_the_compiling(harness):
+    bench = harness.bench(Case("mlp", "cuda", train=False), steady_seconds=0.5, warm=False, mega=True)
+    assert bench.artifact_bytes > 1_000
+    assert bench.mega.trace.cache_events["fx_graph_cache_hit"] > 0
+    assert sum(bench.mega.trace.phases.values()) < sum(bench.cold.trace.phases.values())
+
+
+def test_a_lost_cuda_graph_has_a_reason(harness, tmp_path):
+    path = tmp_path / "on_the_cpu.py"
+    path.write_text(
+        "import torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * torch.ones(3).sin().to(x.device)\n"
+        "def target():\n"
+        "    return Model(), (torch.ones(8, 3),)\n"
+    )
+    case = Case(f"{path}:target", "cuda", train=False, mode="reduce-overhead")
+    bench = harness.bench(case, steady_seconds=0.2, warm=False)
+    assert any("cpu" in reason for reason in bench.no_cudagraphs), bench.no_cudagraphs
+
+
+@pytest.mark.parametrize("name", SURVEY)
+def test_the_zoo_makes_a_step_at_real_width(name):
+    if name in ARCHITECTURES:
+        pytest.importorskip("transformers")
+    target = load_target(name, "cuda")
+    model = target.copied().train()
+    assert torch.isfinite(target.step(model, train=True)())
+
+
+def test_blocks_and_nested_regions_keep_the_results(harness):
+    for scope in ("blocks", "nested"):
+        case = Case("vit", "cuda", train=False, scope=scope)
+        bench = harness.bench(case, steady_seconds=0.2, warm=False)
+        assert bench.accuracy.holds, (scope, bench.accuracy)
+
+
 def test_cuda_graphs_keep_the_results(harness):
     bench = harness.bench(Case("gpt-one-layer", "cuda", mode="reduce-overhead"), steady_seconds=1.0, warm=False)
     assert bench.trace.breaks == ()
+    assert bench.no_cudagraphs == ()
+    assert bench.compiled_profile.launches < 0.5 * bench.eager_profile.launches
     assert bench.accuracy.holds, bench.accuracy
 
 

@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,10 @@ from typer.testing import CliRunner
 from benchkit import Quantity, UserError
 from compile_bench import Case, Harness, WorkerFailure, judge
 from compile_bench.cli import app
-from compile_bench.cli_measure import budget_exceeded
+from compile_bench.cli_check import budget_exceeded
+from compile_bench.cli_measure import describe_bench
 from compile_bench.harness import run_limited
-from compile_bench.results import Accuracy, Bench, FirstSteps, Steady, Triage
+from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.trace import Break, CompileTrace, Recompile
 
 PACKAGE = Path(__file__).parents[1]
@@ -31,6 +34,19 @@ def crashes():
 
 def raises():
     raise ValueError("three words here")
+
+def fails():
+    return torch.nn.Linear(16, 16), (torch.randn(4, 5),)
+
+class Slow(torch.nn.Module):
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            while True:  # Dynamo unrolls it for ever
+                x = x + 1
+        return x
+
+def hangs():
+    return Slow(), (torch.ones(3),)
 """
 
 
@@ -127,16 +143,19 @@ def test_an_unusable_target_is_one_line_and_status_2(file):
     assert "--mode takes default" in command("run", "mlp", "--mode", "fast", "--device", "cpu").output
 
 
-def test_a_speedup_is_too_small_when_its_whole_interval_is():
-    def bench(low, high):
-        speedup = Quantity((low + high) / 2, "×", low, high, 9, "bootstrap 95%")
-        step = Quantity(0.1, "s", 0.1, 0.1, 9)
-        first = FirstSteps((1.0, 0.1, 0.1), trace=CompileTrace())
-        return Bench(Case("x"), first, first, None, Steady(step, step, speedup, "wall-clock"), Accuracy(), None)
+def made_up(low, high, **more):
+    step = Quantity(0.1, "s", 0.1, 0.1, 9)
+    speedup = Quantity((low + high) / 2, "×", low, high, 9, "bootstrap 95%")
+    steady = Steady(step, step, speedup, "wall-clock", 0.0, Quantity(1.0, "×", 0.99, 1.01, 9))
+    first = FirstSteps((1.0, 0.1, 0.1), trace=CompileTrace())
+    accuracy = Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1)
+    return replace(Bench(Case("x"), first, first, None, steady, accuracy, None), **more)
 
+
+def test_a_speedup_is_too_small_when_its_whole_interval_is():
     clean = Triage(Case("x"), CompileTrace(), 2)
-    assert budget_exceeded(clean, bench(0.9, 1.2), 0, 1, 1.05) == []
-    (line,) = budget_exceeded(clean, bench(0.9, 1.0), 0, 1, 1.05)
+    assert budget_exceeded(clean, made_up(0.9, 1.2), 0, 1, 1.05) == []
+    (line,) = budget_exceeded(clean, made_up(0.9, 1.0), 0, 1, 1.05)
     assert "at least 1.05×" in line
 
 
@@ -150,19 +169,97 @@ def toolchain(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_small_model_is_measured_to_the_end(toolchain, file):
-    bench = toolchain.bench(Case(f"{file}:small"), steady_seconds=0.5)
+    bench = toolchain.bench(Case(f"{file}:small"), steady_seconds=0.5, mega=True, turn=toolchain.folder / "turn")
     assert len(bench.trace.graphs) == 1
     assert bench.trace.breaks == ()
     assert bench.trace.kernels > 0
     assert bench.trace.cache_events["fx_graph_cache_miss"] > 0
-    assert bench.warm.trace.cache_events["fx_graph_cache_hit"] > 0
-    assert bench.warm.trace.phases.get("Inductor", 0.0) < bench.trace.phases["Inductor"]
+    for other in (bench.warm, bench.mega):
+        assert other.trace.cache_events["fx_graph_cache_hit"] > 0
+        assert other.trace.phases.get("Inductor", 0.0) < bench.trace.phases["Inductor"]
+    assert bench.artifact_bytes > 1_000
+    assert 0 < bench.mega.artifact_seconds < bench.mega.total
     assert sum(bench.trace.phases.values()) <= sum(bench.cold.steps)
     assert bench.accuracy.holds
     assert bench.accuracy.tensors == 3
-    assert bench.memory is None
+    # The output, the gelu's input and three gradients of float32 are alive at once, and not a hundred times as much.
+    assert 4 * (16 * 16 + 16) < bench.memory.compiled < 100_000
+    assert bench.eager_profile.covered == 0
+    assert bench.compiled_profile.covered > 0.1
+    assert bench.compiled_profile.operators < bench.eager_profile.operators
+    assert bench.no_cudagraphs == ()
+    assert bench.steady.control.low < 1.5
     assert judge(bench).advice in ("compile", "don't", "inconclusive")
+    assert judge(bench).mega is not None
     assert not [path for path in toolchain.folder.iterdir() if "request" in path.name]
+
+
+def test_the_zoo_goes_on_after_a_target_that_fails(monkeypatch):
+    def bench(self, case, **options):
+        if case.target == "bad":
+            raise WorkerFailure("bad (compiled, default) was ended after its time limit of 5 s")
+        return made_up(1.9, 2.1)
+
+    monkeypatch.setattr(Harness, "bench", bench)
+    result = command("zoo", "bad", "good", "--device", "cpu")
+    assert result.exit_code == 3
+    assert "bad (compiled, default) was ended after its time limit of 5 s" in result.output
+    assert "| x | compile | 2.00× (1.90–2.10) |" in result.output
+
+
+def test_the_zoo_is_listed():
+    result = command("zoo")
+    assert result.exit_code == 0
+    assert "| wav2vec2 |" in result.output
+
+
+def test_a_step_that_fails_without_compiling_is_the_users(file):
+    with Harness.open("cpu") as harness, pytest.raises(UserError, match="the eager training step raised RuntimeError"):
+        harness.eager(Case(f"{file}:fails"))
+
+
+def test_a_compilation_that_hangs_is_ended_and_the_rest_goes_on(file):
+    with Harness.open("cpu", limit=8.0) as harness:
+        with pytest.raises(WorkerFailure, match=r"hangs \(triage, default\) was ended after its time limit of 8 s"):
+            harness.triage(Case(f"{file}:hangs", train=False))
+        harness.limit = 120.0
+        assert harness.eager(Case(f"{file}:small")).total > 0
+
+
+def test_a_stopped_harness_ends_its_processes_and_begins_no_other(file):
+    with Harness.open("cpu") as harness, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(harness.triage, Case(f"{file}:hangs", train=False))
+        while not harness._running:
+            time.sleep(0.05)
+        harness.stop()
+        with pytest.raises(WorkerFailure, match="ended with status -9"):
+            waiting.result(timeout=30)
+        with pytest.raises(WorkerFailure, match="measuring was stopped"):
+            harness.eager(Case(f"{file}:small"))
+
+
+def test_a_scope_that_there_is_not_is_one_line():
+    assert "--scope takes whole, blocks, nested, got 'half'" in command("run", "mlp", "--scope", "half").output
+
+
+def test_a_bench_is_described_with_its_plan():
+    profile = StepProfile(0.9, 4, 7, 2, 1e-5)
+    first = FirstSteps((1.0, 0.1, 0.1), trace=CompileTrace())
+    bench = made_up(
+        1.9,
+        2.1,
+        warm=first,
+        mega=first,
+        memory=Memory(2048, 1024),
+        eager_profile=profile,
+        compiled_profile=profile,
+        no_cudagraphs=("no",),
+    )
+    text = describe_bench(bench)
+    assert "| GPU kernels a step | eager 7, compiled 7 |" in text
+    assert "| CUDA graphs skipped | no |" in text
+    assert "| eager against itself | 1.00× (0.990–1.01) |" in text
+    assert "| 10 restarts | kept | compile (" in text
 
 
 def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch):

@@ -24,8 +24,21 @@ def test_the_targets_of_the_readme_can_be_checked(tmp_path):
 
 
 def test_the_library_snippet_prints_the_planted_breaks(capsys):
-    exec(compile(SNIPPETS[2], "README.md", "exec"), {})
+    exec(compile(SNIPPETS[3], "README.md", "exec"), {})
     assert "data-dependent control flow Data-dependent branching" in capsys.readouterr().out
+
+
+def test_the_test_of_the_readme_keeps_its_budget(tmp_path):
+    path = tmp_path / "test_readme.py"
+    path.write_text(SNIPPETS[2])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "compile_bench.pytest_plugin", str(path)]
+    answer = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -34,7 +47,8 @@ def test_the_commands_exist(name):
 
 
 def test_all_commands_are_shown():
-    assert sorted(COMMANDS) == ["check", "run", "triage"]
+    commands = {command.callback.__name__ for command in app.registered_commands}
+    assert set(COMMANDS) == commands
 
 
 def test_the_module_is_the_command():

@@ -9,10 +9,19 @@ from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Results
+from compile_bench.agreement import Agreement
 from compile_bench.lens import build_lens, configure
-from compile_bench.records import bench_records, eager_record, shorten, triage_record
+from compile_bench.records import (
+    agreement_record,
+    bench_records,
+    eager_record,
+    shape_record,
+    shorten,
+    triage_record,
+)
 from compile_bench.report import REPORT
-from compile_bench.results import Accuracy, Bench, Case, ErrorPair, FirstSteps, Memory, Steady, Triage
+from compile_bench.results import Accuracy, Bench, Case, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
+from compile_bench.shapes import Passes, ShapeStudy
 from compile_bench.trace import Break, CompileTrace, Graph, Recompile
 
 ROOT = Path(__file__).parents[3]
@@ -85,9 +94,104 @@ def test_breaks_and_recompilations_are_listed_with_neutral_paths():
     assert "1 graph, 1 break, 1 recompilation" in text
 
 
-def test_memory_is_shown_where_it_was_measured():
-    measured = bench(memory=Memory(3 * 2**30, 2 * 2**30))
-    assert "| gpt training | 3.00 GiB | 2.00 GiB |" in render(results(*records_of(measured)), REPORT)
+def profiled(measured, **more):
+    eager, compiled = StepProfile(0.0, 91.0, None, None, 0.0), StepProfile(0.86, 32.0, None, None, 1e-4)
+    return replace(measured, eager_profile=eager, compiled_profile=compiled, **more)
+
+
+def test_what_a_step_does_is_shown():
+    text = render(results(*records_of(profiled(bench(memory=Memory(3 * 2**30, 2 * 2**30))))), REPORT)
+    assert "| gpt training | 86.0 % | 91 → 32 | 100 µs | 3.00 GiB → 2.00 GiB |" in text
+    assert "with 33 % less memory at the peak of a step" in text
+
+
+def test_a_lost_cuda_graph_has_its_reason():
+    lost = profiled(bench(mode="reduce-overhead"), no_cudagraphs=("mutated inputs (1 instances)",))
+    assert "- gpt training, reduce-overhead: mutated inputs (1 instances)" in render(results(*records_of(lost)), REPORT)
+
+
+def test_starts_with_artifacts_and_restarts_are_in_the_plan():
+    first = FirstSteps((1.0, 0.1, 0.1), 1.0, 0.5, TRACE, 0.2)
+    measured = replace(bench(), warm=first, mega=first, artifact_bytes=3 * 2**20)
+    text = render(results(*records_of(measured)), REPORT)
+    assert "| 10 restarts | cache artifacts |" in text
+    assert "gpt training, cache artifacts" in text
+    assert "with cache artifacts." in text.splitlines()[2]
+
+
+def test_modes_and_models_are_a_table_and_autotuning_has_its_price():
+    modes = ("default", "max-autotune")
+    benches = [
+        replace(bench(0.8, 0.9, 0.95) if name == "b" else bench(1.9, 2.0, 2.1), case=Case(name, mode=mode))
+        for name in ("a", "b", "c")
+        for mode in modes
+    ]
+    dear = [replace(each, cold=replace(each.cold, steps=(19.0, 0.1, 0.1))) for each in benches[1::2]]
+    benches[1::2] = dear
+    records = [eager_record(each.case, each.eager) for each in benches[::2]]
+    records += [record for each in benches for record in bench_records(each, ROOT, side_by_side=4)]
+    text = render(results(*records), REPORT)
+    assert "3 models: *compile* in 4 cases, *inconclusive* in 0 (in parentheses), *don't* in" in text
+    assert "Up to 4 processes compiled side by side" in text
+    assert "| b training | 10.2 s | **0.900× (0.800–0.950)** |" in text
+    assert "| a training, max-autotune | default | 1.00× | +10.0 s | never |" in text
+    for figure in REPORT.figures(results(*records)):
+        figure.draw()
+
+
+def test_blocks_stand_beside_the_whole_model():
+    blocks = replace(bench(), case=Case("gpt", scope="blocks"), cold=FirstSteps((3.0, 0.1, 0.1), 1.0, 0.5, TRACE))
+    text = render(results(*records_of(bench(), blocks)), REPORT)
+    assert "| gpt training | whole | 10.7 s |" in text
+    assert "| gpt training | blocks | 4.70 s |" in text
+
+
+def test_shapes_have_a_recommendation_for_each_number_of_passes():
+    def passes(strategy, first, later):
+        return Passes(strategy, first, Quantity(later, "s", later, later, 9, "p20-p80"), 1, TROUBLE.recompiles)
+
+    found = (passes("eager", 0.1, 0.1), passes("automatic", 5.0, 0.05), Passes("padding", failed="ValueError: no"))
+    study = ShapeStudy(Case("gpt"), ("[8]", "[5]"), ("args[0] dimension 0",), found)
+    record = shape_record(study, (1, 1_000), ROOT)
+    full = results(*records_of(bench()), record)
+    text = render(full, REPORT)
+    assert "Cheapest for 1 pass: **eager** (no compiling)" in text
+    assert "Cheapest for 1,000 passes: **automatic**" in text
+    assert "| padding | fails: ValueError: no |" in text
+    assert "| automatic | `model.py:10` | Python value | `self.calls == 0` |" in text
+    for figure in REPORT.figures(full):
+        figure.draw()
+
+
+def agreed(**more):
+    base = {
+        "case": Case("gpt"),
+        "graphs": 4,
+        "places": ("/elsewhere/m.py:3",),
+        "met": 3,
+        "whole_frames": 0,
+        "explain_graphs": 4,
+        "explain_breaks": 3,
+        "explain_error": "",
+        "log_places": ("/elsewhere/m.py:3",),
+    }
+    return Agreement(**{**base, **more})
+
+
+def test_counts_that_agree_and_counts_that_do_not():
+    assert agreed().agrees
+    whole = agreed(met=5, whole_frames=2)
+    assert whole.explained
+    assert "takes one from the number of graphs" in whole.differences[0]
+    wrong = agreed(log_places=("/elsewhere/m.py:9",))
+    assert not wrong.explained
+    assert "only here: /elsewhere/m.py:3; only in the log: /elsewhere/m.py:9" in wrong.differences[0]
+    assert agreed(explain_error="ValueError: no").explained
+    assert not agreed(explain_graphs=5, explain_breaks=4).explained
+    records = [agreement_record(each, ROOT) for each in (agreed(), whole, wrong)]
+    text = render(results(*records_of(bench()), *records), REPORT)
+    assert "All three agree in 1 of 3 cases; in 1 more the difference has a known ground" in text
+    assert "**not explained**" in text
 
 
 def test_modes_share_the_eager_run():

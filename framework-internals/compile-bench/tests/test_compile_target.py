@@ -19,7 +19,23 @@ def number():
     return 7
 
 def not_a_model():
-    return (lambda x: x), (torch.ones(3),)
+    return 7, (torch.ones(3),)
+
+def function():
+    return (lambda x, y=0: x + y), (torch.ones(3),), {"y": 2}
+
+def step():
+    return torch.ones(3, requires_grad=True).sum()
+
+def kwargs_of_another_kind():
+    return torch.nn.Linear(4, 2), (), [1]
+
+def schedule_of_another_kind():
+    from compile_bench.target import Target
+    return Target(torch.nn.Linear(4, 2), (torch.ones(3, 4),), schedule=4)
+
+def needs_arguments(device):
+    return torch.nn.Linear(4, 2), (torch.ones(3, 4),)
 
 def loose_args():
     return torch.nn.Linear(4, 2), torch.ones(3, 4)
@@ -55,7 +71,10 @@ def test_a_function_in_a_module(file, monkeypatch):
     [
         ("raises", "raised KeyError: 'no such layer'"),
         ("number", r"returned an object of type int; expected \(model, args\)"),
-        ("not_a_model", "returned a model of type function; expected a torch.nn.Module"),
+        ("not_a_model", "returned a model of type int; expected a torch.nn.Module or a function"),
+        ("kwargs_of_another_kind", "returned kwargs of type list; expected a mapping"),
+        ("schedule_of_another_kind", "returned a schedule of type int; expected calls to iterate over"),
+        ("needs_arguments", "raised TypeError: needs_arguments.. missing 1 required positional argument"),
         ("loose_args", "returned args of type Tensor; expected a tuple"),
         ("model", "is of type Linear; expected a function without arguments"),
         ("absent", "has no 'absent'"),
@@ -78,7 +97,7 @@ def test_a_target_that_needs_a_gpu_says_so(file):
     [
         ("nowhere.py:f", "there is no file nowhere.py"),
         ("no_such_package.module:f", "cannot be imported"),
-        ("resnet", "one of gpt, gpt-one-layer, mlp, planted"),
+        ("resnet50", "one of bert, gpt, gpt-one-layer, gpt2"),
     ],
 )
 def test_a_bad_place_is_one_line(name, message):
@@ -112,6 +131,32 @@ def test_the_gpt_step_is_the_training_loops():
     first, second = float(step()), float(step())
     assert second < first  # the optimizer is part of it, on one batch
     assert torch.equal(target.model.embedding.weight, load_target("gpt-one-layer", "cpu").model.embedding.weight)
+
+
+def test_a_function_stands_for_a_model_and_gets_its_keyword_arguments(file):
+    target = load_target(f"{file}:function", "cpu")
+    assert target.step(target.copied(), train=False)().tolist() == [3, 3, 3]
+
+
+def test_a_function_that_returns_a_tensor_is_the_step_itself(file):
+    target = load_target(f"{file}:step", "cpu")
+    assert target.is_step
+    step = target.step(target.copied(), train=True)
+    assert step().item() == 3
+    step().backward()  # it stands as it is: no gradient is switched off, and no backward pass is added
+    compiled = torch.compile(target.copied(), backend="eager")
+    assert target.step(compiled, train=True)().item() == 3
+    torch.compiler.reset()
+
+
+def test_an_entry_of_the_schedule_is_a_tuple_a_mapping_or_a_tensor():
+    model = torch.nn.Linear(1, 1)
+    one = torch.ones(2, 1)
+    target = Target(model, (one,), schedule=[(one[:1],), {"input": one}, one, [one]]).moved("cpu")
+    calls = list(target.calls())
+    assert [len(call.args) for call in calls] == [1, 1, 0, 1, 1]
+    shapes = [call.step(call.copied(), train=False)().shape for call in calls]
+    assert shapes == [(2, 1), (1, 1), (2, 1), (2, 1), (2, 1)]
 
 
 def test_output_without_floats_needs_a_loss():

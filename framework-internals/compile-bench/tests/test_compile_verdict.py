@@ -1,20 +1,24 @@
 """Break-even and verdict against figures worked out by hand."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from benchkit import Quantity
+from benchkit.timing import Comparison, Timing
 from compile_bench.results import Accuracy, Bench, Case, ErrorPair, FirstSteps, Steady
 from compile_bench.trace import CompileTrace
-from compile_bench.verdict import break_even, judge
+from compile_bench.verdict import break_even, difference, judge, plan
 
 EAGER = FirstSteps((0.2, 0.1, 0.1))
 COMPILED = FirstSteps((9.0, 0.1, 0.1), import_seconds=1.0, toolchain_seconds=0.2, trace=CompileTrace())
 
 
-def steady(low, speedup, high, pressure=0.0):
+def steady(low, speedup, high, pressure=0.0, control=None):
     ratio = Quantity(speedup, "×", low, high, 20, "bootstrap 95%")
     return Steady(
-        Quantity(0.1, "s", 0.09, 0.11, 20), Quantity(0.1 / speedup, "s", 0.09, 0.11, 20), ratio, "x", pressure
+        Quantity(0.1, "s", 0.09, 0.11, 20), Quantity(0.1 / speedup, "s", 0.09, 0.11, 20), ratio, "x", pressure, control
     )
 
 
@@ -62,3 +66,67 @@ def test_wrong_results_are_not_worth_any_speed():
     verdict = judge(bench(steady(2.0, 3.0, 4.0), wrong))
     assert verdict.advice == "don't"
     assert "float64" in verdict.why
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "seen"),
+    [(1.06, 1.2, "faster"), (1.04, 1.2, "none"), (0.8, 0.94, "slower"), (0.8, 0.96, "none"), (0.99, 1.01, "none")],
+)
+@pytest.mark.parametrize("control", [(0.98, 1.05), (1 / 1.05, 1.02)])
+def test_a_difference_is_larger_than_what_eager_shows_against_itself(low, high, seen, control):
+    own = Quantity(1.0, "×", *control, 20, "bootstrap 95%")
+    assert difference(steady(low, (low + high) / 2, high, control=own)) == seen
+
+
+def test_a_step_against_itself_is_no_difference_in_95_percent_of_runs():
+    # Noise as machines have it: skewed, with drift that the rounds share and that dies away slowly.
+    rng = np.random.default_rng(0)
+    rounds, runs = 20, 200
+    wrong = 0
+    for _ in range(runs):
+        drift = np.cumsum(rng.normal(0, 0.01, rounds))
+        times = {name: np.exp(drift + rng.gamma(0.5, 0.05, rounds)) for name in ("eager", "compiled", "control")}
+        timings = Comparison({name: Timing(tuple(values), 1, "x", 0.0) for name, values in times.items()})
+        found = Steady(
+            timings["eager"].quantity(),
+            timings["compiled"].quantity(),
+            timings.speedup("compiled", over="eager"),
+            "x",
+            0.0,
+            timings.speedup("control", over="eager"),
+        )
+        wrong += difference(found) != "none"
+    assert wrong <= 0.05 * runs
+
+
+def full(sampled):
+    warm = FirstSteps((1.0, 0.1, 0.1), trace=CompileTrace())
+    return replace(bench(sampled), warm=warm, mega=replace(warm, artifact_seconds=1.0))
+
+
+def test_a_plan_adds_up_the_processes():
+    # Steps of 0.1 s and 0.05 s; starts: eager 0.4 s, cold 10.4 s, warm 1.2 s, artifacts 2.2 s.
+    found = plan(full(steady(1.9, 2.0, 2.1)), 1_000, 10, "kept")
+    later = (1_000 - 33) * 0.1
+    assert found.ratio == pytest.approx((11 * 0.4 + later) / (10.4 + 10 * 1.2 + later / 2))
+    assert found.low < found.ratio < found.high
+    lost = plan(full(steady(1.9, 2.0, 2.1)), 1_000, 10, "lost")
+    assert lost.ratio == pytest.approx((11 * 0.4 + later) / (11 * 10.4 + later / 2))
+    assert (found.advice, lost.advice) == ("compile", "don't")
+    assert plan(full(steady(1.9, 2.0, 2.1)), 100, 0, "artifact").ratio == pytest.approx(
+        (0.4 + 97 * 0.1) / (2.2 + 97 * 0.05)
+    )
+
+
+def test_a_plan_is_there_only_for_what_was_measured():
+    assert plan(bench(steady(1.9, 2.0, 2.1)), 1_000, 10, "kept") is None
+    assert plan(bench(steady(1.9, 2.0, 2.1)), 1_000, 0, "artifact") is None
+    assert plan(full(steady(1.9, 2.0, 2.1)), 1_000, 0, "kept") is None
+    with pytest.raises(ValueError, match="11 processes take at least 33 steps, got 32"):
+        plan(full(steady(1.9, 2.0, 2.1)), 32, 10, "lost")
+
+
+def test_a_short_run_is_no_case_for_compiling_however_fast_the_step():
+    assert plan(full(steady(1.9, 2.0, 2.1)), 100, 0, "lost").advice == "don't"
+    assert plan(full(steady(0.9, 1.0, 1.1)), 100, 0, "lost").advice == "don't"
+    assert plan(full(steady(0.9, 1.0, 1.1)), 1_000_000, 0, "lost").advice == "inconclusive"

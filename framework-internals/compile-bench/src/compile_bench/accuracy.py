@@ -9,6 +9,11 @@ dtype that was computed in: eager may be exact by luck. The last is for sums ove
 random sign have a relative error of about √(n / 2) · u (the probabilistic analysis of Higham and Mary, 2019); eager
 adds them pairwise, Inductor's C++ loops in order, so the gradients of biases and norm weights come out several times
 less accurate without anything being wrong. n is bounded by the elements of the largest argument.
+
+The gradient of ReLU, max pooling or a top-k choice jumps where its input changes sign or order. Among a million inputs
+one may lie so close to the jump that two right computations fall on different sides, and its term is in one gradient
+and not in the other. So gradients outside the bound, with outputs within, are looked at again with all weights moved by
+about a percent: a wrong computation stays wrong there, and another input is close to the jump, or none.
 """
 
 from __future__ import annotations
@@ -28,6 +33,10 @@ from compile_bench.target import Target
 
 # The norm of n independent roundings scatters by a share of 1/√(2n): 3 is far outside for any tensor that matters.
 FACTOR = 3.0
+
+# A ReLU network in float32 had a term on the other side of a jump in two of five batches: seven in a row are 1 in 600.
+ATTEMPTS = 7
+MOVED = 0.01
 
 Values = dict[str, Tensor]
 
@@ -49,18 +58,43 @@ def compare_with_eager(
         return Accuracy(
             skipped="the model draws random numbers (dropout?), and the compiler draws others than eager does"
         )
+    found = Accuracy()
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            found = _compare(_moved(target, attempt), compiled, compiled_model, train=train)
+        except torch.OutOfMemoryError:
+            return Accuracy(skipped="the float64 computation does not fit in the GPU's memory")
+        except RuntimeError as error:  # a dtype written into the model, or an operator without a float64 kernel
+            return Accuracy(skipped=f"the model does not run in float64: {str(error).splitlines()[0]}")
+        found = replace(found, attempts=attempt)
+        assert found.output is not None
+        if found.holds or not found.output.holds:
+            break
+    compiled_model.load_state_dict(target.model.state_dict())
+    return found
+
+
+def _moved(target: Target, attempt: int) -> Target:
+    """The target as it is at the first attempt, later with every weight moved by about a percent."""
+    if attempt == 1:
+        return target
+    model = target.copied()
+    generator = torch.Generator().manual_seed(attempt)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.mul_(1 + MOVED * noise)
+    return replace(target, model=model)
+
+
+def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool) -> Accuracy:
     compiled_model.load_state_dict(target.model.state_dict())
     ours = _values(target, compiled, compiled_model, train=train)
     eager_model = target.copied()
     eager = _values(target, eager_model, eager_model, train=train)
     del eager_model
-    try:
-        wide = widened(target)
-        exact = _values(wide, wide.model, wide.model, train=train)
-    except torch.OutOfMemoryError:
-        return Accuracy(skipped="the float64 computation does not fit in the GPU's memory")
-    except RuntimeError as error:  # a dtype written into the model, or an operator without a float64 kernel
-        return Accuracy(skipped=f"the model does not run in float64: {str(error).splitlines()[0]}")
+    wide = widened(target)
+    exact = _values(wide, wide.model, wide.model, train=train)
     allowance = rounding_allowance(target)
     pairs = [error_pair(name, eager[name], ours[name], exact[name], allowance) for name in exact]
     gradients = [pair for pair in pairs if pair.name != "output"]

@@ -15,7 +15,8 @@ class Agreement:
         case: what was traced, with the backend ``eager``.
         graphs: by the collector.
         places: ``file.py:LINE`` of every break, by the collector.
-        whole_frames: of those, how many gave up a whole function.
+        met: how often breaks were met at these places.
+        whole_frames: of the breaks, how many gave up a whole function.
         explain_graphs: ``torch._dynamo.explain``'s ``graph_count``.
         explain_breaks: its ``graph_break_count``.
         explain_error: why it could not say; empty if it could.
@@ -25,6 +26,7 @@ class Agreement:
     case: Case
     graphs: int
     places: tuple[str, ...]
+    met: int
     whole_frames: int
     explain_graphs: int
     explain_breaks: int
@@ -55,11 +57,13 @@ class Agreement:
             return (*lines, f"explain cannot run it: {self.explain_error}")
         if self.explain_graphs != self.graphs:
             lines.append(f"explain captured {self.explain_graphs} graphs, {self.graphs} here, not explained")
-        # explain() counts no breaks: it takes one from the number of graphs.
-        if self.explain_breaks != len(self.places):
+        if self.explain_breaks != self.met:
             ground = "not explained"
+            # explain() counts no breaks: it takes one from the number of graphs.
             if self.explain_breaks == max(self.explain_graphs - 1, 0):
-                met = "gives up a whole function or stands before any operation"
-                ground = f"explain counts graphs less one; a break that {met}, or is met more than once, shifts that"
-            lines.append(f"explain says {self.explain_breaks} breaks, {len(self.places)} places here: {ground}")
+                ground = (
+                    "explain takes one from the number of graphs, and a break that gives up a whole function or has "
+                    "no operation before it leaves none"
+                )
+            lines.append(f"explain says {self.explain_breaks} breaks, {self.met} met here: {ground}")
         return tuple(lines)

@@ -37,6 +37,7 @@ def agreement(case: Case) -> Agreement:
         case,
         len(own.graphs),
         tuple(sorted({entry.place for entry in own.breaks})),
+        sum(entry.times for entry in own.breaks),
         sum(entry.whole_frame for entry in own.breaks),
         graphs,
         breaks,
@@ -77,7 +78,7 @@ def _logged() -> Iterator[list[str]]:
             messages.append(record.getMessage())
 
     handler = Keep(level=logging.DEBUG)
-    torch._logging.set_logs(graph_breaks=True)
+    torch._logging.set_logs(graph_breaks=True)  # type: ignore[attr-defined] # documented, but not listed
     loggers = [logging.getLogger(name) for name in BREAK_LOGGERS]
     try:
         for logger in loggers:
@@ -86,7 +87,7 @@ def _logged() -> Iterator[list[str]]:
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-        torch._logging.set_logs()
+        torch._logging.set_logs()  # type: ignore[attr-defined]
 
 
 def places(messages: list[str]) -> set[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from compile_bench.cli_measure import check, run
+from compile_bench.cli_check import check, lock
+from compile_bench.cli_measure import run, shapes, zoo
 from compile_bench.cli_triage import catalogue, triage
 
 app = typer.Typer(
@@ -12,5 +13,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="What torch.compile costs, what it gives and what breaks the graph, for any model.",
 )
-for command in (run, triage, catalogue, check):
+for command in (run, triage, catalogue, check, shapes, zoo, lock):
     app.command()(command)

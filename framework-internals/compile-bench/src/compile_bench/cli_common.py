@@ -13,7 +13,7 @@ from benchkit import UserError
 from benchkit.device import resolve_device
 from compile_bench.harness import WorkerFailure
 from compile_bench.records import shorten
-from compile_bench.results import MODES, Case
+from compile_bench.results import MODES, SCOPES, Case
 
 OVER_BUDGET, UNUSABLE, NOT_MEASURED = 1, 2, 3
 
@@ -26,6 +26,9 @@ Dynamic = Annotated[
     bool | None,
     typer.Option("--dynamic/--static", help="Sizes symbolic from the start, or never; PyTorch's choice else."),
 ]
+ScopeName = Annotated[
+    str, typer.Option("--scope", help="whole model, its repeated blocks one by one, or nested_compile_region on them.")
+]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Limit = Annotated[float, typer.Option(help="Seconds after which a measuring process is ended.")]
 Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps.")]
@@ -36,16 +39,19 @@ def place(file: str, line: int) -> str:
     return f"{shorten(file, Path.cwd())}:{line}"
 
 
-def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str) -> Case:
+def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str, scope: str = "whole") -> Case:
     """The case that a command line names.
 
     Raises:
-        UserError: for a mode or device that there is not.
+        UserError: for a mode, device or scope that there is not.
     """
     known = next((known for known in MODES if known == mode), None)
     if known is None:
         raise UserError(f"--mode takes {', '.join(MODES)}, got {mode!r}")
-    return Case(target, resolve_device(device), train, known, dynamic)
+    extent = next((extent for extent in SCOPES if extent == scope), None)
+    if extent is None:
+        raise UserError(f"--scope takes {', '.join(SCOPES)}, got {scope!r}")
+    return Case(target, resolve_device(device), train, known, dynamic, extent)
 
 
 def leave(action: Callable[[], int]) -> None:

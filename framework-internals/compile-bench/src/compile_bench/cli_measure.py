@@ -1,32 +1,34 @@
-"""The commands ``run`` and ``check``."""
+"""The commands ``run``, ``zoo`` and ``shapes``."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-from benchkit import numbers
+from benchkit import UserError, numbers
 from benchkit.progress import working
 from benchkit.report import markdown_table
 from compile_bench.cli_common import (
-    OVER_BUDGET,
+    NOT_MEASURED,
     DeviceName,
     Dynamic,
     Limit,
     Mode,
+    ScopeName,
     Seconds,
     TargetName,
     Train,
     case_of,
     leave,
-    place,
 )
 from compile_bench.cli_triage import describe_triage
-from compile_bench.harness import DEFAULT_LIMIT, Harness
+from compile_bench.harness import DEFAULT_LIMIT, Harness, WorkerFailure
 from compile_bench.records import plural
 from compile_bench.results import Bench, Triage
-from compile_bench.verdict import judge
+from compile_bench.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
+from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, judge, plan
 
 
 def run(
@@ -34,78 +36,132 @@ def run(
     train: Train = True,
     mode: Mode = "default",
     dynamic: Dynamic = None,
+    scope: ScopeName = "whole",
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
     seconds: Seconds = 10.0,
 ) -> None:
-    """Measure everything: price, gain, break-even, breaks, recompiles, accuracy."""
+    """Measure everything: price, gain, break-even, breaks, recompiles, memory, coverage, accuracy."""
 
     def measure() -> int:
-        case = case_of(target, train, mode, dynamic, device)
+        case = case_of(target, train, mode, dynamic, device, scope)
         with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
-            bench = harness.bench(case, steady_seconds=seconds)
+            bench = harness.bench(case, steady_seconds=seconds, mega=True)
         print(describe_bench(bench))
         return 0
 
     leave(measure)
 
 
-def check(
-    target: TargetName,
-    max_breaks: Annotated[int, typer.Option(help="Graph breaks allowed.")] = 0,
-    max_recompiles: Annotated[int, typer.Option(help="Recompilations allowed.")] = 1,
-    min_speedup: Annotated[
-        float | None,
-        typer.Option(
-            help="Measure, and fail if the whole interval of the speed-up is below this. Without it: no timing."
-        ),
-    ] = None,
+def zoo(
+    names: Annotated[list[str] | None, typer.Argument(help="Names of the zoo or other targets; none lists it.")] = None,
     train: Train = True,
     mode: Mode = "default",
     dynamic: Dynamic = None,
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
-    seconds: Seconds = 10.0,
+    seconds: Seconds = 3.0,
 ) -> None:
-    """Hold a target to a budget. Exit status: 0 kept, 1 exceeded, 2 unusable target, 3 could not be measured."""
+    """List the targets that come along, or measure some: one line each; one that fails leaves the others standing."""
 
-    def judge_budget() -> int:
-        case = case_of(target, train, mode, dynamic, device)
-        with Harness.open(case.device, limit=limit) as harness, working(f"checking {target}"):
-            found = harness.triage(case)
-            bench = None if min_speedup is None else harness.bench(case, steady_seconds=seconds, warm=False)
-        exceeded = budget_exceeded(found, bench, max_breaks, max_recompiles, min_speedup)
-        for line in exceeded:
-            print(f"{target}: {line}")
-        if not exceeded:
-            print(f"{target}: within budget")
-        return OVER_BUDGET if exceeded else 0
+    def measure() -> int:
+        if not names:
+            print(describe_zoo())
+            return 0
+        rows, status = [], 0
+        cases = [case_of(name, train, mode, dynamic, device) for name in names]
+        with Harness.open(cases[0].device, limit=limit) as harness:
+            for case in cases:
+                try:
+                    with working(f"measuring {case.target}"):
+                        rows.append(_zoo_row(harness.bench(case, steady_seconds=seconds, warm=False)))
+                except (WorkerFailure, UserError) as error:
+                    print(f"compile-bench: {error}", file=sys.stderr)
+                    status = NOT_MEASURED
+        if rows:
+            header = ["target", "verdict", "speed-up (95 %)", "price", "break-even", "breaks", "covered", "accuracy"]
+            print(markdown_table(header, rows, left=2))
+        return status
 
-    leave(judge_budget)
+    leave(measure)
 
 
-def budget_exceeded(
-    found: Triage, bench: Bench | None, max_breaks: int, max_recompiles: int, min_speedup: float | None
-) -> list[str]:
-    """One line for every part of a budget that is exceeded; the breaks and recompilations themselves follow theirs."""
-    lines = []
-    trace = found.trace
-    if len(trace.breaks) > max_breaks:
-        lines.append(f"{plural(len(trace.breaks), 'graph break')}, {max_breaks} allowed")
-        lines += [f"  {place(entry.file, entry.line)}: {entry.reason}" for entry in trace.breaks]
-    if len(trace.recompiles) > max_recompiles:
-        lines.append(f"{plural(len(trace.recompiles), 'recompilation')}, {max_recompiles} allowed")
-        lines += [f"  {place(entry.file, entry.line)}: {entry.guard} no longer held" for entry in trace.recompiles]
-    if bench is not None and min_speedup is not None:
-        speedup = bench.steady.speedup
-        assert speedup.high is not None
-        if speedup.high < min_speedup:
-            lines.append(
-                f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× asked for"
+def shapes(
+    target: TargetName,
+    schedule: Annotated[
+        str, typer.Option(help=f"Cut from the target's arguments: {', '.join(MADE_SCHEDULES)}; the target's own else.")
+    ] = "",
+    passes: Annotated[int, typer.Option(min=1, help="Passes through the schedule that are reckoned.")] = 100,
+    train: Train = True,
+    mode: Mode = "default",
+    device: DeviceName = "auto",
+    limit: Limit = DEFAULT_LIMIT,
+    seconds: Seconds = 3.0,
+) -> None:
+    """Compare ways of living with changing shapes (mark_dynamic, buckets, padding, …) by their total time."""
+
+    def measure() -> int:
+        case = case_of(target, train, mode, None, device)
+        with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
+            study = study_shapes(harness, case, schedule=schedule, seconds=seconds)
+        print(describe_shapes(study, passes))
+        return 0
+
+    leave(measure)
+
+
+def describe_zoo() -> str:
+    """The zoo as Markdown."""
+    from compile_bench.zoo import ZOO
+
+    return markdown_table(["target", "what it is"], [(name, entry.about) for name, entry in ZOO.items()], left=2)
+
+
+def _zoo_row(bench: Bench) -> tuple[str, ...]:
+    verdict = judge(bench)
+    return (
+        bench.case.target,
+        verdict.advice,
+        numbers.quantity(bench.steady.speedup),
+        numbers.with_unit(verdict.price, "s"),
+        _steps(verdict.cold.steps),
+        numbers.count(len(bench.trace.breaks)),
+        _covered(bench),
+        _accuracy(bench),
+    )
+
+
+def describe_shapes(study: ShapeStudy, passes: int) -> str:
+    """A shape study as Markdown, the recommendation first."""
+    ranking = study.ranking(passes)
+    lines = [
+        f"{study.case.target}, {study.case.kind}: {plural(len(study.schedule), 'call')} a pass, "
+        f"{', '.join(study.varying)} changing ({' | '.join(dict.fromkeys(study.schedule))})"
+    ]
+    if ranking:
+        best = ranking[0]
+        total = numbers.with_unit(best.total(passes)[0], "s")
+        lines.append(
+            f"cheapest for {passes} pass{'' if passes == 1 else 'es'}: "
+            f"{best.strategy} ({STRATEGIES[best.strategy]}), {total}"
+        )
+    rows = []
+    for each in [*ranking, *(each for each in study.passes if each.failed)]:
+        if each.later is None:
+            rows.append((each.strategy, "fails", "", "", "", each.failed))
+            continue
+        rows.append(
+            (
+                each.strategy,
+                numbers.with_unit(each.total(passes)[0], "s"),
+                numbers.with_unit(each.first, "s"),
+                numbers.quantity(each.later),
+                numbers.count(each.compilations),
+                "; ".join(dict.fromkeys(again.guard for again in each.recompiles)),
             )
-        if not bench.accuracy.holds:
-            lines.append("the compiled results are further from float64 than the bound allows")
-    return lines
+        )
+    header = ["strategy", f"{passes} passes", "first pass", "later pass (p20–p80)", "graphs", "compiled again, since"]
+    return "\n".join([*lines, "", markdown_table(header, rows)])
 
 
 def describe_bench(bench: Bench) -> str:
@@ -115,20 +171,65 @@ def describe_bench(bench: Bench) -> str:
     rows = [
         ("verdict", f"{verdict.advice}: {verdict.why}"),
         ("speed-up", f"{numbers.quantity(steady.speedup)}, {steady.speedup.interval}"),
+    ]
+    if steady.control is not None:
+        rows.append(("eager against itself", numbers.quantity(steady.control)))
+    rows += [
         ("step, eager", numbers.quantity(steady.eager)),
         ("step, compiled", numbers.quantity(steady.compiled)),
         ("price, caches empty", numbers.with_unit(verdict.price, "s")),
         ("break-even, caches empty", _steps(verdict.cold.steps)),
     ]
-    if verdict.warm is not None and bench.warm is not None:
+    if verdict.warm is not None:
         rows.append(("break-even, caches warm", _steps(verdict.warm.steps)))
+    if verdict.mega is not None:
+        size = numbers.with_unit(bench.artifact_bytes, "B")
+        rows.append(("break-even, cache artifacts", f"{_steps(verdict.mega.steps)}, {size}"))
     rows += [(f"compiling: {name}", numbers.with_unit(seconds, "s")) for name, seconds in bench.trace.phases.items()]
+    rows += _step_rows(bench)
     rows.append(("accuracy", _accuracy(bench)))
+    title = f"{bench.case.target}, {bench.case.kind}, {bench.case.mode}"
+    table = markdown_table([title if bench.case.scope == "whole" else f"{title}, {bench.case.scope}", ""], rows, left=2)
+    found = describe_triage(Triage(bench.case, bench.trace, len(bench.cold.steps)))
+    return "\n\n".join([table, _plan_table(bench), found])
+
+
+def _step_rows(bench: Bench) -> list[tuple[str, str]]:
+    """Memory and the profile of a step."""
+    rows = [("covered by compiled regions", _covered(bench))]
     if bench.memory is not None:
         eager, compiled = (numbers.with_unit(peak, "B") for peak in (bench.memory.eager, bench.memory.compiled))
         rows.append(("peak memory", f"eager {eager}, compiled {compiled}"))
-    table = markdown_table([f"{bench.case.target}, {bench.case.kind}, {bench.case.mode}", ""], rows, left=2)
-    return table + "\n\n" + describe_triage(Triage(bench.case, bench.trace, len(bench.cold.steps)))
+    before, after = bench.eager_profile, bench.compiled_profile
+    if before is not None and after is not None:
+        pairs = [("operators called a step", before.operators, after.operators)]
+        if before.kernels is not None and after.kernels is not None:
+            pairs.append(("GPU kernels a step", before.kernels, after.kernels))
+        if before.launches is not None and after.launches is not None:
+            pairs.append(("launches a step", before.launches, after.launches))
+        rows += [(name, f"eager {numbers.count(one)}, compiled {numbers.count(two)}") for name, one, two in pairs]
+        rows.append(("guards, a step", numbers.with_unit(after.guard_seconds, "s")))
+    if bench.no_cudagraphs:
+        rows.append(("CUDA graphs skipped", "; ".join(bench.no_cudagraphs)))
+    return rows
+
+
+def _plan_table(bench: Bench) -> str:
+    """Compile or not, by steps of the run, restarts and state of the caches."""
+    rows = []
+    for restarts in PLAN_RESTARTS:
+        for cache in CACHE_STATES:
+            cells = [plan(bench, steps, restarts, cache) for steps in PLAN_STEPS]
+            if any(cell is not None for cell in cells):
+                texts = [f"{cell.advice} ({numbers.significant(cell.ratio)}×)" if cell else "" for cell in cells]
+                rows.append((plural(restarts, "restart"), cache, *texts))
+    header = ["run", "caches", *(f"{numbers.count(steps)} steps" for steps in PLAN_STEPS)]
+    return markdown_table(header, rows, left=2)
+
+
+def _covered(bench: Bench) -> str:
+    profile = bench.compiled_profile
+    return "not known" if profile is None or profile.covered is None else numbers.percent(profile.covered)
 
 
 def _accuracy(bench: Bench) -> str:

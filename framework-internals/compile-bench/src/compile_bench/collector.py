@@ -11,8 +11,9 @@ import json
 import logging
 import sysconfig
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,6 +44,7 @@ _SURFACE = (
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext"),
+    ("torch._inductor.config", "force_disable_caches"),
 )
 
 
@@ -230,6 +232,14 @@ def compile_id() -> str:
 def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
     """Settings of ``torch._dynamo.config``, inside a block."""
     return importlib.import_module("torch._dynamo").config.patch(dict(values)) if values else nullcontext()
+
+
+@contextmanager
+def without_caches() -> Iterator[None]:
+    """Everything compiled inside is compiled anew, whatever the caches hold."""
+    with importlib.import_module("torch._inductor.config").patch(force_disable_caches=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # which is what was asked for
+        yield
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import shutil
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,13 +47,17 @@ class Harness:
         self.device = device
         self.limit = limit
         self._toolchain: float | None = None
-        self._caches = 0
+        self._caches = itertools.count(1)
+        self._preparing = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
+        self._compile_threads: int | None = None
 
     @classmethod
     @contextmanager
     def open(cls, device: Device, *, limit: float = DEFAULT_LIMIT) -> Iterator[Harness]:
         """A harness whose caches are gone when the block ends."""
-        with tempfile.TemporaryDirectory(prefix="compile-bench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="compile-bench-", ignore_cleanup_errors=True) as folder:
             yield cls(Path(folder), device, limit)
 
     def toolchain_seconds(self) -> float:
@@ -63,16 +69,22 @@ class Harness:
         Raises:
             UserError: without a C++ compiler, on a CPU.
         """
-        if self._toolchain is None:
-            if self.device == "cpu" and (reason := missing_cxx()) is not None:
-                raise UserError(f"Inductor compiles for a CPU with a C++ compiler: {reason}")
-            seed = self.folder / "toolchain"
-            self._toolchain = cast(float, self._run(Request("toolchain", Case("", self.device)), seed))
-        return self._toolchain
+        with self._preparing:
+            if self._toolchain is None:
+                if self.device == "cpu" and (reason := missing_cxx()) is not None:
+                    raise UserError(f"Inductor compiles for a CPU with a C++ compiler: {reason}")
+                seed = self.folder / "toolchain"
+                self._toolchain = cast(float, self._run(Request("toolchain", Case("", self.device)), seed))
+            return self._toolchain
 
-    def eager(self, case: Case) -> FirstSteps:
-        """First steps without compiling; the mode of ``case`` does not matter."""
-        return cast(FirstSteps, self.ask("eager", case))
+    def eager(self, case: Case, *, turn: Path | None = None) -> FirstSteps:
+        """First steps without compiling; the mode of ``case`` does not matter.
+
+        Args:
+            case: of what.
+            turn: see :func:`compile_bench.measuring.compiled`.
+        """
+        return cast(FirstSteps, self.ask("eager", case, turn=turn))
 
     def bench(
         self,
@@ -139,6 +151,26 @@ class Harness:
         """
         return cast(Triage, self.ask("triage", case))
 
+    def stop(self) -> None:
+        """End every process that still runs and begin no other: who waits for one gets a :class:`WorkerFailure`."""
+        self._stopped = True
+        for process in list(self._running):
+            _end(process)
+
+    @contextmanager
+    def sharing(self, processes: int) -> Iterator[None]:
+        """Inside, Inductor's pools of compiling workers share the cores of this machine.
+
+        Args:
+            processes: how many compile side by side; by default each would start a worker for every core.
+        """
+        before = self._compile_threads
+        self._compile_threads = max((os.cpu_count() or 1) // processes, 1) if processes > 1 else before
+        try:
+            yield
+        finally:
+            self._compile_threads = before
+
     def ask(self, job: str, case: Case, cache: Path | None = None, **arguments: object) -> object:
         """Have a job done in a fresh process.
 
@@ -159,8 +191,7 @@ class Harness:
 
     def new_cache(self) -> Path:
         """A folder for the compiler's caches, empty but for what the toolchain's check left."""
-        self._caches += 1
-        cache = self.folder / f"cache-{self._caches}"
+        cache = self.folder / f"cache-{next(self._caches)}"
         seed = self.folder / "toolchain"
         if seed.exists():
             shutil.copytree(seed, cache)
@@ -168,12 +199,14 @@ class Harness:
 
     def _run(self, request: Request, cache: Path) -> object:
         """Answer a request in a fresh process."""
+        if self._stopped:
+            raise WorkerFailure(f"{request.case.target} ({request.job}) was not begun: measuring was stopped")
         cache.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             request_path, result_path, log_path = (Path(folder) / name for name in ("request", "result", "log"))
             request_path.write_bytes(pickle.dumps(request))
             command = [sys.executable, "-m", "compile_bench.worker", str(request_path), str(result_path)]
-            status = run_limited(command, _environment(cache), log_path, self.limit)
+            status = run_limited(command, self._environment(cache), log_path, self.limit, self._running)
             log = log_path.read_text(errors="replace")
             what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
             if status is None:
@@ -185,18 +218,25 @@ class Harness:
             raise result
         return result
 
+    def _environment(self, cache: Path) -> dict[str, str]:
+        """This process's, with caches below ``cache`` and with this process's import path."""
+        threads = self._compile_threads
+        return {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            **({} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}),
+        }
 
-def _environment(cache: Path) -> dict[str, str]:
-    """This process's, with caches below ``cache`` and with this process's import path."""
-    return {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "TRITON_CACHE_DIR": str(cache / "triton"),
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-    }
 
-
-def run_limited(command: list[str], environment: dict[str, str], log: Path, limit: float) -> int | None:
+def run_limited(
+    command: list[str],
+    environment: dict[str, str],
+    log: Path,
+    limit: float,
+    running: set[subprocess.Popen[bytes]] | None = None,
+) -> int | None:
     """Run a command in a session of its own; whatever is left of the session is ended when it returns.
 
     Args:
@@ -204,23 +244,31 @@ def run_limited(command: list[str], environment: dict[str, str], log: Path, limi
         environment: all of it.
         log: file for its output.
         limit: seconds.
+        running: the process is in this set as long as it runs.
 
     Returns:
         The exit status, or None if it had not ended after ``limit`` seconds.
     """
+    running = set() if running is None else running
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+        running.add(process)
         try:
             return process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
             return None
         finally:
-            # The session holds the compiler's own workers too; they may outlive the process, and hang with it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
+            running.discard(process)
             process.wait()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all of its session: the compiler's own workers may outlive it, and hang with it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _last_line(log: str) -> str:

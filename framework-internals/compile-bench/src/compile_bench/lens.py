@@ -1,20 +1,36 @@
-"""The main job: the baseline GPT eager against compiled, and a model with planted breaks."""
+"""The main job: the baseline GPT in full, the zoo over all modes, shapes, and the counts held against PyTorch's own."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from benchkit import UserError
 from benchkit.device import Device
-from benchkit.results import Json
+from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
+from compile_bench.agreement import Agreement
 from compile_bench.harness import Harness, WorkerFailure
-from compile_bench.records import bench_records, eager_record
+from compile_bench.records import agreement_record, bench_records, eager_record, plural, shape_record
 from compile_bench.report import REPORT
-from compile_bench.results import Case, FirstSteps
+from compile_bench.results import MODES, Case, FirstSteps
+from compile_bench.shapes import Strategy, study_shapes
 from compile_bench.triage_lens import collect_triage, configure_triage
+
+# Hugging Face's, and those of this package, without the GPT that is measured in full.
+ZOO_NAMES = (
+    *("mlp", "resnet", "gpt2", "llama", "qwen3", "qwen3-moe", "bert", "vit", "t5"),
+    *("mamba", "wav2vec2", "longformer"),
+)
+
+# Passes through a schedule of shapes that the strategies are ranked for.
+SHAPE_PASSES = (1, 100, 10_000)
+
+Work = tuple[str, Callable[[], list[Record]]]
 
 
 def build_lens(root: Path) -> Lens:
@@ -27,56 +43,236 @@ def build_lens(root: Path) -> Lens:
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """What is measured: cases in order of importance, and the seconds after which no further case is begun."""
+    """What is measured, and the seconds after the start at which no more of a part is begun."""
+    return {**configure_triage(device, quick), **_sizes(device, quick)}
+
+
+def _sizes(device: Device, quick: bool) -> dict[str, Json]:
     if quick:
-        cases: list[Json] = [_case("gpt-one-layer", train=False, warm=False)]
-    elif device == "cpu":
-        cases = [_case("gpt"), _case("gpt", train=False)]
-    else:
-        cases = [
-            _case("gpt"),
-            _case("gpt", train=False),
-            _case("gpt", mode="reduce-overhead", warm=False),
-            _case("gpt", mode="max-autotune", warm=False),
-        ]
+        return {
+            "cases": [_case("gpt-one-layer", train=False)],
+            "sweep": {"targets": [], "modes": [], "side_by_side": 1},
+            "shapes": [],
+            "agreement": {"targets": [], "kinds": [], "side_by_side": 1},
+            "steady_seconds": 2.0,
+            "sweep_steady_seconds": 1.0,
+            "until_seconds": {"cases": 20.0, "sweep": 20.0, "shapes": 20.0, "agreement": 20.0},
+            "limit_seconds": 120.0,
+        }
+    if device == "cpu":
+        return {
+            "cases": [
+                _case("gpt", warm=True, mega=True),
+                _case("gpt", train=False),
+                _case("mlp", train=False),
+                _case("mlp", train=False, mode="max-autotune"),
+                _case("gpt", train=False, scope="blocks"),
+            ],
+            "sweep": {"targets": [], "modes": [], "side_by_side": 1},
+            "shapes": [_shape("mlp", "last-batch", ("eager", "automatic", "mark_dynamic", "padding"))],
+            "agreement": {
+                "targets": ["gpt", "gpt2", "wav2vec2", "longformer", "qwen3-moe", "t5"],
+                "kinds": ["training"],
+                "side_by_side": 2,
+            },
+            "steady_seconds": 4.0,
+            "sweep_steady_seconds": 1.0,
+            "until_seconds": {"cases": 125.0, "sweep": 125.0, "shapes": 140.0, "agreement": 150.0},
+            "limit_seconds": 150.0,
+        }
     return {
-        **configure_triage(device, quick),
-        "cases": cases,
-        "steady_seconds": 2.0 if quick else (8.0 if device == "cpu" else 4.0),
-        "begin_no_case_after_seconds": 40.0 if quick else (180.0 if device == "cpu" else 120.0),
-        "limit_seconds": 120.0 if quick else 300.0,
+        "cases": [_case("gpt", warm=True, mega=True), _case("gpt", mode="max-autotune"), _case("gpt", scope="blocks")],
+        "sweep": {"targets": ["gpt", *ZOO_NAMES], "modes": list(MODES), "side_by_side": 12},
+        "shapes": [_shape("gpt2", "growing-sequence", ("eager", "automatic", "mark_dynamic", "buckets", "padding"))],
+        "agreement": {"targets": ["gpt", *ZOO_NAMES], "kinds": ["training", "inference"], "side_by_side": 12},
+        "steady_seconds": 4.0,
+        "sweep_steady_seconds": 1.0,
+        "until_seconds": {"cases": 120.0, "sweep": 330.0, "shapes": 390.0, "agreement": 420.0},
+        "limit_seconds": 150.0,
     }
 
 
-def _case(target: str, *, train: bool = True, mode: str = "default", warm: bool = True) -> Json:
-    return {"target": target, "train": train, "mode": mode, "warm": warm}
+def _shape(target: str, schedule: str, strategies: Sequence[Strategy]) -> Json:
+    return {"target": target, "train": False, "schedule": schedule, "strategies": list(strategies)}
+
+
+def _case(
+    target: str,
+    *,
+    train: bool = True,
+    mode: str = "default",
+    scope: str = "whole",
+    warm: bool = False,
+    mega: bool = False,
+) -> Json:
+    return {"target": target, "train": train, "mode": mode, "scope": scope, "warm": warm, "mega": mega}
 
 
 def collect(run: Run, root: Path) -> None:
-    """Measure the cases of the configuration; one that fails leaves the others standing."""
-    configuration = run.configuration
+    """Measure what the configuration names; what fails leaves the rest standing, what is measured is kept at once."""
     repository = root.parents[1]
-    start = time.monotonic()
-    eager: dict[tuple[str, bool], FirstSteps] = {}
-    with Harness.open(run.device, limit=configuration["limit_seconds"]) as harness:
-        collect_triage(run, harness, repository)
-        for entry in configuration["cases"]:
-            case = Case(entry["target"], run.device, entry["train"], entry["mode"])
-            what = f"{case.target} {case.kind}, mode {case.mode}"
-            if time.monotonic() - start > configuration["begin_no_case_after_seconds"]:
-                run.absent(what, f"{configuration['begin_no_case_after_seconds']:.0f} s were over before its turn")
-                continue
-            try:
-                with run.working(what):
-                    key = (case.target, case.train)
-                    if key not in eager:
-                        eager[key] = harness.eager(case)
-                        run.add(eager_record(case, eager[key]))
-                    bench = harness.bench(
-                        case, eager=eager[key], steady_seconds=configuration["steady_seconds"], warm=entry["warm"]
-                    )
-                for record in bench_records(bench, repository):
-                    run.add(record)
-            except (WorkerFailure, UserError) as error:
-                run.absent(what, str(error))
+    with Harness.open(run.device, limit=run.configuration["limit_seconds"]) as harness:
+        measuring = _Measuring(run, harness, repository)
         run.record("toolchain", data={"seconds": harness.toolchain_seconds()})
+        measuring.cases()
+        measuring.sweep()
+        measuring.shapes()
+        measuring.agreement()
+        collect_triage(run, harness, repository)
+
+
+class _Measuring:
+    """The parts of the main job, over one harness."""
+
+    def __init__(self, run: Run, harness: Harness, repository: Path) -> None:
+        self.run = run
+        self.harness = harness
+        self.repository = repository
+        self.start = time.monotonic()
+        self.eager: dict[tuple[str, bool], FirstSteps] = {}
+
+    def cases(self) -> None:
+        """The cases that are measured alone on the machine."""
+        work: list[Work] = []
+        for entry in self.run.configuration["cases"]:
+            case = Case(entry["target"], self.run.device, entry["train"], entry["mode"], None, entry["scope"])
+            work.append((_name(case), partial(self._alone, case, entry)))
+        self._keep("cases", work, 1)
+
+    def _alone(self, case: Case, entry: Mapping[str, Any]) -> list[Record]:
+        eager = self._eager(case)
+        bench = self.harness.bench(
+            case,
+            eager=eager,
+            steady_seconds=self.run.configuration["steady_seconds"],
+            warm=entry["warm"],
+            mega=entry["mega"],
+        )
+        return [eager_record(case, eager), *bench_records(bench, self.repository)]
+
+    def sweep(self) -> None:
+        """The zoo over all modes: several processes compile side by side, one at a time samples its steps."""
+        sweep = self.run.configuration["sweep"]
+        measured = {_name_of(entry) for entry in self.run.configuration["cases"]}
+        work: list[Work] = []
+        for mode in sweep["modes"]:
+            for target in sweep["targets"]:
+                for train in (True, False):
+                    case = Case(target, self.run.device, train, mode)
+                    if _name(case) not in measured:
+                        work.append((_name(case), partial(self._beside, case, sweep["side_by_side"])))
+        with self.harness.sharing(sweep["side_by_side"]):
+            self._keep("sweep", work, sweep["side_by_side"], waves=True)
+
+    def _beside(self, case: Case, side_by_side: int) -> list[Record]:
+        eager = self._eager(case)
+        bench = self.harness.bench(
+            case,
+            eager=eager,
+            steady_seconds=self.run.configuration["sweep_steady_seconds"],
+            warm=False,
+            turn=self.harness.folder / "turn",
+        )
+        return [eager_record(case, eager), *bench_records(bench, self.repository, side_by_side=side_by_side)]
+
+    def _eager(self, case: Case) -> FirstSteps:
+        """The first eager steps: the same for every mode, so they are measured once."""
+        key = (case.target, case.train)
+        if key not in self.eager:
+            self.eager[key] = self.harness.eager(case, turn=self.harness.folder / "turn")
+        return self.eager[key]
+
+    def shapes(self) -> None:
+        """Schedules of shapes."""
+        work: list[Work] = []
+        for entry in self.run.configuration["shapes"]:
+            case = Case(entry["target"], self.run.device, entry["train"])
+            work.append((f"shapes of {_name(case)}", partial(self._shape, case, entry)))
+        self._keep("shapes", work, 1)
+
+    def _shape(self, case: Case, entry: Mapping[str, Any]) -> list[Record]:
+        study = study_shapes(
+            self.harness, case, schedule=entry["schedule"], seconds=1.0, strategies=tuple(entry["strategies"])
+        )
+        return [shape_record(study, SHAPE_PASSES, self.repository)]
+
+    def agreement(self) -> None:
+        """Counts against PyTorch's own; nothing is timed."""
+        wanted = self.run.configuration["agreement"]
+        work: list[Work] = []
+        for kind in wanted["kinds"]:
+            for target in wanted["targets"]:
+                case = Case(target, self.run.device, kind == "training")
+                work.append((f"counts of {_name(case)}", partial(self._count, case)))
+        self._keep("agreement", work, wanted["side_by_side"])
+
+    def _count(self, case: Case) -> list[Record]:
+        return [agreement_record(cast(Agreement, self.harness.ask("agreement", case)), self.repository)]
+
+    def _keep(self, part: str, work: Sequence[Work], side_by_side: int, *, waves: bool = False) -> None:
+        """Do work, keep its records as they come, and say what failed or had no time left."""
+        until = self.start + self.run.configuration["until_seconds"][part]
+        late: list[str] = []
+        for what, records in self._done(work, side_by_side, until, waves):
+            if records is None:
+                late.append(what)
+            elif isinstance(records, Exception):
+                self.run.absent(what, str(records))
+            else:
+                for record in records:
+                    if record.labels.get("mode") != "eager" or not self._has(record):
+                        self.run.add(record)
+        if late:
+            seconds = self.run.configuration["until_seconds"][part]
+            names = ", ".join(late) if len(late) < 4 else f"{', '.join(late[:3])} and {plural(len(late) - 3, 'other')}"
+            self.run.absent(names, f"{seconds:.0f} s after the start, {part} were not to be begun any more")
+
+    def _has(self, record: Record) -> bool:
+        known = self.run.recorder.results.records
+        return any(other.name == record.name and other.labels == record.labels for other in known)
+
+    def _done(
+        self, work: Sequence[Work], side_by_side: int, until: float, waves: bool
+    ) -> Iterator[tuple[str, list[Record] | Exception | None]]:
+        """Results in the order they come; None for work whose turn came too late.
+
+        In waves no work is begun before all of the wave before is done. Sampling wants the machine for itself, and
+        would otherwise wait for a compilation that has just begun, one after the other.
+        """
+        waiting = list(work)
+        running: dict[Future[list[Record]], str] = {}
+        with ThreadPoolExecutor(side_by_side) as pool:
+            try:
+                while waiting or running:
+                    free = 0 if waves and running else side_by_side - len(running)
+                    begun, waiting = waiting[:free], waiting[free:]
+                    for what, action in begun:
+                        if time.monotonic() > until:
+                            yield what, None
+                        else:
+                            running[pool.submit(action)] = what
+                    if not running:
+                        continue
+                    with self.run.working(", ".join(running.values())):
+                        done, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        yield running.pop(future), _result(future)
+            except BaseException:
+                self.harness.stop()  # the threads of the pool wait for these processes
+                raise
+
+
+def _result(future: Future[list[Record]]) -> list[Record] | Exception:
+    try:
+        return future.result()
+    except (WorkerFailure, UserError) as error:
+        return error
+
+
+def _name(case: Case) -> str:
+    scope = "" if case.scope == "whole" else f", {case.scope}"
+    return f"{case.target} {case.kind}, mode {case.mode}{scope}"
+
+
+def _name_of(entry: Mapping[str, Any]) -> str:
+    return _name(Case(entry["target"], "cpu", entry["train"], entry["mode"], None, entry["scope"]))

@@ -37,8 +37,12 @@ def toolchain(case: Case) -> float:
     return prepare_toolchain(case.device)
 
 
-def eager(case: Case) -> FirstSteps:
+def eager(case: Case, *, turn: Path | None = None) -> FirstSteps:
     """First steps without compiling.
+
+    Args:
+        case: of what.
+        turn: see :func:`compiled`.
 
     Raises:
         UserError: if they fail, in one line: nothing about compiling can be said then.
@@ -46,7 +50,8 @@ def eager(case: Case) -> FirstSteps:
     target = load_case(case)
     step = target.step(target.copied(), train=case.train)
     try:
-        return FirstSteps(_first_steps(step, case))
+        with _turn(turn, fcntl.LOCK_SH):
+            return FirstSteps(_first_steps(step, case))
     except UserError:
         raise
     except Exception as error:  # whatever the user's model raises
@@ -181,6 +186,19 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float) -> Steady:
         cpu_pressure(),
         comparison.speedup("control", over="eager"),
     )
+
+
+def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
+    """Sample a step against a copy of itself, again and again: there is no difference to be found.
+
+    Args:
+        case: of what; nothing is compiled.
+        runs: how often.
+        seconds: how long each time.
+    """
+    target = load_case(case)
+    one, other = (target.step(target.copied(), train=case.train) for _ in range(2))
+    return [sample(one, other, case, seconds) for _ in range(runs)]
 
 
 def _accuracy(target: Target, compiled: Callable[..., Any], model: nn.Module, case: Case) -> Accuracy:

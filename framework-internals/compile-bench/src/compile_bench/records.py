@@ -2,56 +2,149 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchkit import numbers
 from benchkit.results import Json, Label, Quantity, Record
-from compile_bench.results import Bench, Case, ErrorPair, FirstSteps, Triage
+from compile_bench.agreement import Agreement
+from compile_bench.results import Bench, Case, ErrorPair, FirstSteps, StepProfile, Triage
+from compile_bench.shapes import ShapeStudy
 from compile_bench.trace import CompileTrace
-from compile_bench.verdict import BreakEven, judge
+from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, BreakEven, judge, plan
 
 
 def case_labels(case: Case) -> dict[str, Label]:
     """The labels that all records of a case have."""
-    return {"target": case.target, "kind": case.kind, "mode": case.mode}
+    mode = case.mode if case.scope == "whole" else f"{case.mode}, {case.scope}"
+    return {"target": case.target, "kind": case.kind, "mode": mode}
 
 
-def bench_records(bench: Bench, root: Path) -> list[Record]:
+def bench_records(bench: Bench, root: Path, *, side_by_side: int = 1) -> list[Record]:
     """The records of one measured case, without those of :func:`eager_record`.
 
     Args:
         bench: the case.
         root: files below it are named relative to it, others by their last part.
+        side_by_side: how many processes compiled at the same time.
     """
     labels = case_labels(bench.case)
-    records = [_first_steps(bench.cold, labels, "cold")]
-    if bench.warm is not None:
-        records.append(_first_steps(bench.warm, labels, "warm"))
+    starts = {"cold": bench.cold, "warm": bench.warm, "artifact": bench.mega}
+    records = [_first_steps(first, labels, cache, side_by_side) for cache, first in starts.items() if first is not None]
     steady = bench.steady
-    records.append(
-        Record(
-            "steady",
-            labels,
-            {"eager": steady.eager, "compiled": steady.compiled, "speedup": steady.speedup},
-            {"method": steady.method, "pressure": steady.pressure},
-        )
-    )
+    values = {"eager": steady.eager, "compiled": steady.compiled, "speedup": steady.speedup}
+    if steady.control is not None:
+        values["control"] = steady.control
+    records.append(Record("steady", labels, values, {"method": steady.method, "pressure": steady.pressure}))
     records.append(_trace(bench.trace, "compilation", labels, root))
     records.append(_accuracy(bench, labels))
     if bench.memory is not None:
         peaks = {"eager": bench.memory.eager, "compiled": bench.memory.compiled}
         records.append(Record("memory", labels, {name: Quantity(peak, "B") for name, peak in peaks.items()}))
-    verdict = judge(bench)
-    data = {"advice": verdict.advice, "why": verdict.why, "cold": _plain(verdict.cold), "warm": _plain(verdict.warm)}
-    records.append(Record("verdict", labels, {"price": Quantity(verdict.price, "s")}, data))
+    if bench.eager_profile is not None and bench.compiled_profile is not None:
+        records.append(_profile(bench.eager_profile, bench.compiled_profile, bench, labels))
+    records.append(_verdict(bench, labels))
     return records
+
+
+def _verdict(bench: Bench, labels: dict[str, Label]) -> Record:
+    verdict = judge(bench)
+    plans = [
+        plan(bench, steps, restarts, cache)
+        for restarts in PLAN_RESTARTS
+        for cache in CACHE_STATES
+        for steps in PLAN_STEPS
+    ]
+    data = {
+        "advice": verdict.advice,
+        "why": verdict.why,
+        "cold": _plain(verdict.cold),
+        "warm": _plain(verdict.warm),
+        "artifact": _plain(verdict.mega),
+        "plans": [asdict(each) for each in plans if each is not None],
+    }
+    values = {"price": Quantity(verdict.price, "s")}
+    if bench.artifact_bytes:
+        values["artifact"] = Quantity(bench.artifact_bytes, "B")
+    return Record("verdict", labels, values, data)
+
+
+def _profile(eager: StepProfile, compiled: StepProfile, bench: Bench, labels: dict[str, Label]) -> Record:
+    values = {"guards": Quantity(compiled.guard_seconds, "s")}
+    if compiled.covered is not None:
+        values["covered"] = Quantity(compiled.covered, "")
+    for name, profile in (("eager", eager), ("compiled", compiled)):
+        values[f"{name} operators"] = Quantity(profile.operators, "")
+        if profile.kernels is not None and profile.launches is not None:
+            values[f"{name} kernels"] = Quantity(profile.kernels, "")
+            values[f"{name} launches"] = Quantity(profile.launches, "")
+    return Record("profile", labels, values, {"no cudagraphs": list(bench.no_cudagraphs)})
+
+
+def shape_record(study: ShapeStudy, passes: Sequence[int], root: Path) -> Record:
+    """The record of a shape study.
+
+    Args:
+        study: what was measured.
+        passes: numbers of passes that the strategies are ranked for.
+        root: as for :func:`bench_records`.
+    """
+    values: dict[str, Quantity] = {}
+    strategies: list[Json] = []
+    for each in study.passes:
+        if each.later is not None:
+            values[f"{each.strategy} first"] = Quantity(each.first, "s")
+            values[f"{each.strategy} later"] = each.later
+        strategies.append(
+            {
+                "strategy": each.strategy,
+                "failed": each.failed,
+                "graphs": each.compilations,
+                "recompiles": _listed(each.recompiles, root),
+            }
+        )
+    data = {
+        "schedule": list(study.schedule),
+        "varying": list(study.varying),
+        "strategies": strategies,
+        "rankings": {str(count): [each.strategy for each in study.ranking(count)] for count in passes},
+    }
+    return Record("shapes", case_labels(study.case), values, data)
+
+
+def shape_passes(record: Record, strategy: str, passes: Any) -> Any:
+    """Seconds of so many passes by a strategy of a shape record; a number or an array of them."""
+    return record[f"{strategy} first"].value + (passes - 1) * record[f"{strategy} later"].value
+
+
+def agreement_record(found: Agreement, root: Path) -> Record:
+    """The record of three counts; ``root`` as for :func:`bench_records`."""
+    values = {
+        "graphs": Quantity(found.graphs, ""),
+        "breaks": Quantity(len(found.places), ""),
+        "met": Quantity(found.met, ""),
+        "explain graphs": Quantity(found.explain_graphs, ""),
+        "explain breaks": Quantity(found.explain_breaks, ""),
+        "log breaks": Quantity(len(found.log_places), ""),
+    }
+
+    def neutral(place: str) -> str:
+        file, _, line = place.rpartition(":")
+        return f"{shorten(file, root)}:{line}"
+
+    data = {
+        "places": [neutral(place) for place in found.places],
+        "differences": list(found.differences),
+        "explained": found.explained,
+    }
+    return Record("agreement", case_labels(found.case), values, data)
 
 
 def eager_record(case: Case, first: FirstSteps) -> Record:
     """The record of the first eager steps, which all modes of a case are held against."""
-    return _first_steps(first, {**case_labels(case), "mode": "eager"}, "none")
+    return _first_steps(first, {**case_labels(case), "mode": "eager"}, "none", 1)
 
 
 def triage_record(triage: Triage, root: Path) -> Record:
@@ -61,9 +154,10 @@ def triage_record(triage: Triage, root: Path) -> Record:
 
 
 def case_title(record: Record, *, mode: bool = True) -> str:
-    """A record's case for a reader: target, kind, and the mode where it is not the default."""
+    """A record's case for a reader: target, kind, and mode and scope where they are not the usual ones."""
     text = f"{record.labels['target']} {record.labels['kind']}"
-    return f"{text}, {record.labels['mode']}" if mode and record.labels["mode"] not in ("default", "eager") else text
+    unusual = str(record.labels["mode"]).removeprefix("default").removeprefix(", ")
+    return f"{text}, {unusual}" if mode and unusual not in ("", "eager") else text
 
 
 def shorten(file: str, root: Path) -> str:
@@ -77,11 +171,12 @@ def plural(count: int, noun: str) -> str:
     return f"{numbers.count(count)} {noun}{'' if count == 1 else 's'}"
 
 
-def _first_steps(first: FirstSteps, labels: dict[str, Label], cache: str) -> Record:
+def _first_steps(first: FirstSteps, labels: dict[str, Label], cache: str, side_by_side: int) -> Record:
     values = {
         "total": Quantity(first.total, "s"),
         "import": Quantity(first.import_seconds, "s"),
         "toolchain": Quantity(first.toolchain_seconds, "s"),
+        "artifact": Quantity(first.artifact_seconds, "s"),
         **{f"step {index}": Quantity(seconds, "s") for index, seconds in enumerate(first.steps, 1)},
     }
     phases = dict(first.trace.phases) if first.trace is not None else {}
@@ -89,7 +184,9 @@ def _first_steps(first: FirstSteps, labels: dict[str, Label], cache: str) -> Rec
     # What the spans do not cover: running the steps, and whatever PyTorch does not time.
     values["rest"] = Quantity(max(sum(first.steps) - sum(phases.values()), 0.0), "s")
     events = dict(first.trace.cache_events) if first.trace is not None else {}
-    return Record("first steps", {**labels, "cache": cache}, values, {"cache events": events})
+    return Record(
+        "first steps", {**labels, "cache": cache}, values, {"cache events": events, "side by side": side_by_side}
+    )
 
 
 def _trace(trace: CompileTrace, name: str, labels: dict[str, Label], root: Path) -> Record:
@@ -123,6 +220,7 @@ def _accuracy(bench: Bench, labels: dict[str, Label]) -> Record:
         "holds": bench.accuracy.holds,
         "skipped": bench.accuracy.skipped,
         "gradient": None if gradient is None else gradient.name,
+        "attempts": bench.accuracy.attempts,
     }
     return Record("accuracy", labels, values, data)
 

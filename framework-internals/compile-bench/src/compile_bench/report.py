@@ -1,33 +1,29 @@
-"""Results into a report: text and figures, from the records alone."""
+"""Results into a report: its text, from the records alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure as MatplotlibFigure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
 from benchkit import numbers
-from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
-from benchkit.report import Figure, ReportSpec, markdown_table
-from benchkit.results import Quantity, Record, Results
-from compile_bench.records import case_title, plural
-from compile_bench.results import FIRST_STEPS
-from compile_bench.trace import PHASES
-from compile_bench.triage_report import triage_context
-
-# Parts of the first steps, in the order they happen: key of the value, name in the figure.
-PARTS = (
-    ("import", "import of the compiler"),
-    ("toolchain", "toolchain check"),
-    *((f"phase {name}", name) for name in PHASES),
-    ("rest", "running the steps"),
+from benchkit.report import ReportSpec, markdown_table
+from benchkit.results import Record, Results
+from compile_bench.figures import figures
+from compile_bench.reading import (
+    PARTS,
+    alone,
+    cache_name,
+    compiled_first,
+    eager_first,
+    same_case,
+    side_by_side,
+    value_of,
 )
-PART_COLOURS = (*COLOURS, "#FFFFFF")
-PART_HATCHES = (*HATCHES, "")
+from compile_bench.records import case_title, plural, shape_passes
+from compile_bench.results import FIRST_STEPS, MODES
+from compile_bench.shapes import STRATEGIES
+from compile_bench.triage_report import triage_context
+from compile_bench.verdict import BUSY
 
 
 def finding(results: Results) -> str:
@@ -36,7 +32,7 @@ def finding(results: Results) -> str:
     if not verdicts:
         return "No case could be measured to the end."
     verdict = verdicts[0]
-    steady = _same_case(results, "steady", verdict)
+    steady = same_case(results, "steady", verdict)
     return (
         f"{case_title(verdict)}: torch.compile costs {numbers.with_unit(verdict['price'].value, 's')} up front with "
         f"empty caches and makes a step {numbers.quantity(steady['speedup'])} as fast; {_advice(verdict)}."
@@ -46,202 +42,85 @@ def finding(results: Results) -> str:
 def context(results: Results) -> dict[str, Any]:
     """The template's variables."""
     verdicts = results.select("verdict")
+    main = alone(results, verdicts)
     return {
         "answers": _answers(results, verdicts),
-        "case_names": [case_title(verdict) for verdict in verdicts],
-        "verdict_table": _verdict_table(results, verdicts),
-        "first_table": _first_table(results),
-        "steady_table": _steady_table(results, verdicts),
+        "case_names": list(dict.fromkeys(case_title(verdict, mode=False) for verdict in verdicts)),
+        "verdict_table": _verdict_table(results, main),
+        "plan": _plan(main),
+        "sweep": _sweep(results, verdicts),
+        "autotuning": _autotuning(results, verdicts),
+        "scopes": _scopes(results, verdicts),
+        "first_table": _first_table(alone(results, results.select("first steps"))),
+        "steady_table": _steady_table(results, main),
+        "step_table": _step_table(results, verdicts),
+        "cudagraphs": _cudagraphs(results),
         "compilation_table": _compilation_table(results, verdicts),
         "accuracy_table": _accuracy_table(results),
-        "memory_table": _memory_table(results),
-        **triage_context(results),
+        "shapes": [_shapes(record) for record in results.select("shapes")],
+        "agreement": _agreement(results),
         "toolchain": _toolchain(results),
         "pressures": _pressures(results),
+        "controls": _controls(results),
         "clocks": sorted({record.data["method"] for record in results.select("steady")}),
         "on_gpu": results.environment.gpu is not None,
         "recorder_share": _recorder_share(results, verdicts),
         "first_steps": FIRST_STEPS,
+        "busy": BUSY,
+        **triage_context(results),
     }
-
-
-def figures(results: Results) -> Sequence[Figure]:
-    """The figures; none where nothing was measured."""
-    if not results.select("verdict"):
-        return []
-    return [
-        Figure(
-            "first_step",
-            f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is "
-            "counted once, for the innermost phase.",
-            lambda: draw_first_steps(results),
-        ),
-        Figure(
-            "steady",
-            "A step after all compiling: median, with the 20th and 80th percentile as whiskers; above the pair the "
-            "paired speed-up with its 95 % interval.",
-            lambda: draw_steady(results),
-        ),
-        Figure(
-            "break_even",
-            "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % "
-            "interval of the speed-up.",
-            lambda: draw_break_even(results),
-        ),
-    ]
 
 
 REPORT = ReportSpec("compile_bench", context, figures, finding)
 
 
-def draw_first_steps(results: Results) -> MatplotlibFigure:
-    """One bar a process, stacked by what happened in it."""
-    records = results.select("first steps")
-    figure, axes = new_figure(8.0, 1.6 + 0.42 * len(records))
-    labels = [f"{case_title(record, mode=record.labels['cache'] != 'none')}\n{_cache(record)}" for record in records]
-    left = np.zeros(len(records))
-    for index, (key, name) in enumerate(PARTS):
-        seconds = np.array([_value(record, key) for record in records])
-        if not seconds.any():
-            continue
-        axes.barh(
-            labels,
-            seconds,
-            left=left,
-            label=name,
-            color=PART_COLOURS[index],
-            hatch=PART_HATCHES[index],
-            edgecolor="#444444" if key == "rest" else "white",
-            linewidth=0.5,
-            height=0.7,
-        )
-        left += seconds
-    for row, total in enumerate(left):
-        axes.annotate(
-            numbers.with_unit(total, "s"), (total, row), xytext=(4, 0), textcoords="offset points", va="center"
-        )
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"seconds of the first {FIRST_STEPS} steps")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    return figure
-
-
-def draw_steady(results: Results) -> MatplotlibFigure:
-    """Eager and compiled side by side."""
-    records = results.select("steady")
-    figure, axes = new_figure(max(4.5, 2.0 + 1.7 * len(records)), 4.0)
-    width = 0.36
-    for offset, (key, colour, hatch) in enumerate((("eager", COLOURS[7], ""), ("compiled", COLOURS[0], "///"))):
-        values = [record[key] for record in records]
-        axes.bar(
-            np.arange(len(records)) + (offset - 0.5) * width,
-            [value.value * 1e3 for value in values],
-            width,
-            yerr=np.array([_whiskers(value) for value in values]).T * 1e3,
-            label=key,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-            capsize=4,
-        )
-    for index, record in enumerate(records):
-        top = max(record[key].high or record[key].value for key in ("eager", "compiled")) * 1e3
-        axes.annotate(
-            numbers.quantity(record["speedup"]), (index, top), xytext=(0, 6), textcoords="offset points", ha="center"
-        )
-    axes.set_xticks(range(len(records)), [f"{record.labels['kind']}\n{record.labels['mode']}" for record in records])
-    axes.margins(y=0.15)
-    axes.grid(visible=False, axis="x")
-    axes.set_ylabel("milliseconds a step")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    return figure
-
-
-def draw_break_even(results: Results) -> MatplotlibFigure:
-    """Total time of a run, eager over compiled, against its number of steps."""
-    figure, axes = new_figure(7.0, 4.2)
-    for index, verdict in enumerate(results.select("verdict")):
-        steady = _same_case(results, "steady", verdict)
-        eager = _eager_first(results, verdict)
-        for record in _compiled_first(results, verdict):
-            steps = np.geomspace(FIRST_STEPS, 1e6, 200)
-            e = steady["eager"].value
-
-            colour = COLOURS[index % len(COLOURS)]
-            speedup = steady["speedup"]
-            cache = str(record.labels["cache"])
-            ratio = partial(_run_ratio, steps, e, eager["total"].value, record["total"].value)
-            axes.plot(
-                steps,
-                ratio(speedup.value),
-                color=colour,
-                linestyle="-" if cache == "cold" else "--",
-                marker=MARKERS[index % len(MARKERS)],
-                markevery=(20 + 7 * index, 50),
-                label=f"{case_title(verdict)}, {_cache(record)}",
-            )
-            assert speedup.low is not None
-            assert speedup.high is not None
-            axes.fill_between(steps, ratio(speedup.low), ratio(speedup.high), color=colour, alpha=0.12, linewidth=0)
-    axes.axhline(1.0, color="#444444", linewidth=1.0)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.count(value)))
-    axes.set_xlabel("steps of the run, in one process")
-    axes.set_ylabel("time of the run, eager / compiled")
-    axes.legend(fontsize=9, loc="lower right")
-    return figure
-
-
-def _run_ratio(steps: Any, eager_step: float, eager_first: float, compiled_first: float, speedup: float) -> Any:
-    """Time of a run of so many steps, eager over compiled."""
-    more = steps - FIRST_STEPS
-    return (eager_first + more * eager_step) / (compiled_first + more * eager_step / speedup)
-
-
 def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, str]]:
-    """The four lines: costs, gives, breaks, when."""
+    """The four lines on the first case, the honest loop: costs, gives, breaks, when."""
     if not verdicts:
         return []
     first = verdicts[0]
     costs = []
-    for record in _compiled_first(results, first):
-        extra = record["total"].value - _eager_first(results, first)["total"].value
+    for record in compiled_first(results, first):
+        extra = record["total"].value - eager_first(results, first)["total"].value
         amount = f"{numbers.with_unit(extra, 's')} more" if extra > 0 else "no more"
-        costs.append(f"{amount} with {_cache(record)}")
-    gives = [
-        f"{case_title(verdict)} {numbers.quantity(_same_case(results, 'steady', verdict)['speedup'])}"
-        for verdict in verdicts
-    ]
-    compilations = [_same_case(results, "compilation", verdict) for verdict in verdicts]
-    breaks, again = (int(sum(record[key].value for record in compilations)) for key in ("breaks", "recompiles"))
-    compared = [record for record in results.select("accuracy") if not record.data["skipped"]]
-    right = sum(record.data["holds"] for record in compared)
+        costs.append(f"{amount} with {cache_name(record)}")
+    steady = same_case(results, "steady", first)
+    compilation = same_case(results, "compilation", first)
+    memory = results.select("memory", **{key: first.labels[key] for key in ("target", "kind", "mode")})
+    less = _memory_clause(memory[0]) if memory else ""
+    broken = f"{plural(int(compilation['breaks'].value), 'graph break')} and " + plural(
+        int(compilation["recompiles"].value), "recompilation"
+    )
+    accuracy = same_case(results, "accuracy", first)
+    right = accuracy.data["skipped"] or (
+        "outputs and gradients within their bound against float64" if accuracy.data["holds"] else "wrong results"
+    )
     return [
-        ("It costs", f"{' and '.join(costs)} than eager for the first {FIRST_STEPS} steps ({case_title(first)})."),
-        ("It gives", f"{'; '.join(gives)}."),
-        (
-            "It breaks",
-            f"{plural(breaks, 'graph break')} and {plural(again, 'recompilation')} "
-            f"in {plural(len(verdicts), 'measured case')}; "
-            f"results within the float64 bound in {right} of {plural(len(compared), 'compared case')}.",
-        ),
-        ("Use it when", " ".join(f"{case_title(verdict)}: {_advice(verdict)}." for verdict in verdicts)),
+        ("It costs", f"{_listed(costs)} than eager for the first {FIRST_STEPS} steps ({case_title(first)})."),
+        ("It gives", f"a step {numbers.quantity(steady['speedup'])} as fast{less}."),
+        ("It breaks", f"{broken} in {plural(int(compilation['graphs'].value), 'graph')}; {right}."),
+        ("Use it when", f"{_advice(first)}."),
     ]
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def _memory_clause(record: Record) -> str:
+    share = record["compiled"].value / record["eager"].value - 1
+    return f", with {numbers.percent(abs(share), 0)} {'less' if share < 0 else 'more'} memory at the peak of a step"
 
 
 def _advice(verdict: Record) -> str:
     advice = verdict.data["advice"]
     if advice != "compile":
         return f"{advice}, since {verdict.data['why']}"
-    warm = verdict.data["warm"]
     text = f"compile from {_range(verdict.data['cold'])} steps on"
-    return text + (f", or {_range(warm)} with warm caches" if warm else "")
+    for key, name in (("warm", "warm caches"), ("artifact", "cache artifacts")):
+        if even := verdict.data.get(key):
+            text += f", {_range(even)} with {name}"
+    return text
 
 
 def _range(even: dict[str, Any]) -> str:
@@ -255,8 +134,8 @@ def _range(even: dict[str, Any]) -> str:
 def _verdict_table(results: Results, verdicts: Sequence[Record]) -> str:
     rows = []
     for verdict in verdicts:
-        speedup = _same_case(results, "steady", verdict)["speedup"]
-        warm = verdict.data["warm"]
+        speedup = same_case(results, "steady", verdict)["speedup"]
+        evens = [_break_even(verdict.data[key]) if verdict.data.get(key) else "–" for key in ("warm", "artifact")]
         rows.append(
             (
                 case_title(verdict),
@@ -264,52 +143,213 @@ def _verdict_table(results: Results, verdicts: Sequence[Record]) -> str:
                 numbers.quantity(speedup),
                 numbers.with_unit(verdict["price"].value, "s"),
                 _break_even(verdict.data["cold"]),
-                _break_even(warm) if warm else "not measured",
+                *evens,
             )
         )
-    header = ["case", "verdict", "speed-up (95 %)", "price, cold", "break-even, cold", "break-even, warm"]
-    return markdown_table(header, rows, left=2)
+    header = ["case", "verdict", "speed-up (95 %)", "price, cold", "break-even, cold", "warm", "with artifacts"]
+    return markdown_table(header, rows, left=2) if rows else ""
 
 
 def _break_even(even: dict[str, Any]) -> str:
     return "never" if even["steps"] is None else f"{_range(even)} steps"
 
 
-def _first_table(results: Results) -> str:
-    records = results.select("first steps")
-    parts = [(key, name) for key, name in PARTS if any(_value(record, key) for record in records)]
+def _plan(verdicts: Sequence[Record]) -> dict[str, str]:
+    """Compile or not, by length of the run, restarts and caches, for the first case that has it."""
+    found = [verdict for verdict in verdicts if verdict.data.get("plans")]
+    if not found:
+        return {}
+    plans = found[0].data["plans"]
+    steps = sorted({plan["steps"] for plan in plans})
+    cells = {(plan["restarts"], plan["cache"], plan["steps"]): plan for plan in plans}
+    rows = []
+    for restarts, cache in dict.fromkeys((plan["restarts"], plan["cache"]) for plan in plans):
+        row = [cells[restarts, cache, count] for count in steps]
+        texts = [f"{cell['advice']}, {numbers.significant(cell['ratio'])}×" for cell in row]
+        rows.append((plural(restarts, "restart"), _KEPT[cache], *texts))
+    header = ["processes", "each finds", *(f"{numbers.count(count)} steps" for count in steps)]
+    return {"case": case_title(found[0]), "table": markdown_table(header, rows, left=2)}
+
+
+_KEPT = {"lost": "empty caches", "kept": "the caches of the first", "artifact": "cache artifacts"}
+
+
+def _sweep(results: Results, verdicts: Sequence[Record]) -> dict[str, Any]:
+    """Speed-up by model and mode; empty for fewer than three models."""
+    models = list(dict.fromkeys((v.labels["target"], v.labels["kind"]) for v in verdicts))
+    if len(models) < 3:
+        return {}
+    modes = [mode for mode in MODES if any(v.labels["mode"] == mode for v in verdicts)]
+    by_case = {(v.labels["target"], v.labels["kind"], v.labels["mode"]): v for v in verdicts}
+    rows = []
+    for target, kind in models:
+        cells = [_sweep_cell(results, by_case.get((target, kind, mode))) for mode in modes]
+        start = by_case.get((target, kind, "default"))
+        rows.append((f"{target} {kind}", numbers.with_unit(start["price"].value, "s") if start else "–", *cells))
+    advices = [verdict.data["advice"] for verdict in verdicts]
+    parallel = max((side_by_side(record) for record in results.select("first steps")), default=1)
+    return {
+        "table": markdown_table(["case", "price, default", *modes], rows),
+        "counts": {advice: advices.count(advice) for advice in ("compile", "inconclusive", "don't")},
+        "side_by_side": parallel,
+        "models": len({target for target, _ in models}),
+    }
+
+
+def _sweep_cell(results: Results, verdict: Record | None) -> str:
+    if verdict is None:
+        return "–"
+    text = numbers.quantity(same_case(results, "steady", verdict)["speedup"])
+    return {"compile": text, "inconclusive": f"({text})", "don't": f"**{text}**"}[verdict.data["advice"]]
+
+
+def _autotuning(results: Results, verdicts: Sequence[Record]) -> str:
+    """What max-autotune costs and gives over the mode without it, as a table."""
+    rows = []
+    for verdict in verdicts:
+        mode = verdict.labels["mode"]
+        # The one with CUDA graphs is held against the mode that has them too.
+        before = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}.get(str(mode))
+        if before is None:
+            continue
+        if results.environment.gpu is None or not _verdict_of(results, verdict, before):
+            before = "default"
+        plain = _verdict_of(results, verdict, before)
+        if plain is None:
+            continue
+        steps = [same_case(results, "steady", record)["compiled"] for record in (plain, verdict)]
+        more = verdict["price"].value - plain["price"].value
+        gain = steps[0].value - steps[1].value
+        apart = _apart(steps[0], steps[1])
+        rows.append(
+            (
+                case_title(verdict),
+                before,
+                f"{numbers.significant(steps[0].value / steps[1].value)}×",
+                f"{'+' if more >= 0 else '−'}{numbers.with_unit(abs(more), 's')}",
+                f"{numbers.count(max(more, 0) / gain)} steps" if gain > 0 and apart else "never",
+            )
+        )
+    header = ["case", "held against", "step, times as fast", "first steps", "paid for after"]
+    return markdown_table(header, rows, left=2) if rows else ""
+
+
+def _verdict_of(results: Results, other: Record, mode: str) -> Record | None:
+    found = results.select("verdict", target=other.labels["target"], kind=other.labels["kind"], mode=mode)
+    return found[0] if found else None
+
+
+def _apart(one: Any, other: Any) -> bool:
+    """Whether the spreads (p20 to p80) of two steps, sampled in different processes, do not touch."""
+    return one.low > other.high or other.low > one.high
+
+
+def _scopes(results: Results, verdicts: Sequence[Record]) -> str:
+    """Regional compilation against the whole model, as a table."""
+    rows = []
+    for verdict in verdicts:
+        base, separator, scope = str(verdict.labels["mode"]).partition(", ")
+        whole = _verdict_of(results, verdict, base)
+        if not separator or whole is None:
+            continue
+        for record, name in ((whole, "whole"), (verdict, scope)):
+            cold = next(each for each in compiled_first(results, record) if each.labels["cache"] == "cold")
+            compilation = same_case(results, "compilation", record)
+            rows.append(
+                (
+                    case_title(record, mode=False),
+                    name,
+                    numbers.with_unit(cold["total"].value, "s"),
+                    numbers.quantity(same_case(results, "steady", record)["speedup"]),
+                    numbers.count(compilation["graphs"].value),
+                    numbers.count(compilation["kernels"].value),
+                    _break_even(record.data["cold"]),
+                )
+            )
+    unique = list(dict.fromkeys(rows))
+    header = ["case", "compiled", "first steps", "speed-up (95 %)", "graphs", "kernels", "break-even"]
+    return markdown_table(header, unique, left=2) if unique else ""
+
+
+def _first_table(records: Sequence[Record]) -> str:
+    parts = [(key, name) for key, name in PARTS if any(value_of(record, key) for record in records)]
     rows = [
         (
-            f"{case_title(record, mode=record.labels['cache'] != 'none')}, {_cache(record)}",
+            f"{case_title(record, mode=record.labels['cache'] != 'none')}, {cache_name(record)}",
             numbers.with_unit(record["total"].value, "s"),
-            *(numbers.significant(_value(record, key)) if _value(record, key) else "–" for key, _ in parts),
+            *(numbers.significant(value_of(record, key)) if value_of(record, key) else "–" for key, _ in parts),
         )
         for record in records
     ]
-    return markdown_table(["process", "total", *(f"{name}, s" for _, name in parts)], rows)
+    return markdown_table(["process", "total", *(f"{name}, s" for _, name in parts)], rows) if rows else ""
 
 
 def _steady_table(results: Results, verdicts: Sequence[Record]) -> str:
     rows = []
     for verdict in verdicts:
-        steady = _same_case(results, "steady", verdict)
+        steady = same_case(results, "steady", verdict)
+        control = steady.values.get("control")
         rows.append(
             (
                 case_title(verdict),
                 numbers.quantity(steady["eager"]),
                 numbers.quantity(steady["compiled"]),
                 numbers.quantity(steady["speedup"]),
+                numbers.quantity(control) if control else "–",
                 steady["speedup"].samples,
             )
         )
-    return markdown_table(["case", "eager (p20–p80)", "compiled (p20–p80)", "speed-up (95 %)", "rounds"], rows)
+    header = ["case", "eager (p20–p80)", "compiled (p20–p80)", "speed-up (95 %)", "eager against itself", "rounds"]
+    return markdown_table(header, rows) if rows else ""
+
+
+def _step_table(results: Results, verdicts: Sequence[Record]) -> str:
+    """What a step does, eager → compiled: operators, kernels, launches, memory, and how much of it is compiled."""
+    on_gpu = results.environment.gpu is not None
+    rows = []
+    for verdict in verdicts:
+        labels = {key: verdict.labels[key] for key in ("target", "kind", "mode")}
+        profiles, memories = results.select("profile", **labels), results.select("memory", **labels)
+        if not profiles:
+            continue
+        covered = profiles[0].values.get("covered")
+        cells = [numbers.percent(covered.value) if covered else "–", _pair(profiles[0], "operators")]
+        if on_gpu:
+            cells += [_pair(profiles[0], "kernels"), _pair(profiles[0], "launches")]
+        peaks = [numbers.with_unit(memories[0][key].value, "B") for key in ("eager", "compiled")] if memories else []
+        rows.append(
+            (
+                case_title(verdict),
+                *cells,
+                numbers.with_unit(profiles[0]["guards"].value, "s"),
+                " → ".join(peaks) or "–",
+            )
+        )
+    gpu_columns = ["GPU kernels", "launches"] if on_gpu else []
+    header = ["case", "inside compiled regions", "operators called", *gpu_columns, "guards", "peak memory"]
+    return markdown_table(header, rows) if rows else ""
+
+
+def _pair(record: Record, what: str) -> str:
+    if f"eager {what}" not in record.values:
+        return "–"
+    return " → ".join(numbers.count(record[f"{name} {what}"].value) for name in ("eager", "compiled"))
+
+
+def _cudagraphs(results: Results) -> list[tuple[str, str]]:
+    """Where a mode asked for CUDA graphs and did not get them, and why."""
+    return [
+        (case_title(record), "; ".join(record.data["no cudagraphs"]))
+        for record in results.select("profile")
+        if record.data["no cudagraphs"]
+    ]
 
 
 def _compilation_table(results: Results, verdicts: Sequence[Record]) -> str:
     keys = ("graphs", "operations", "breaks", "recompiles", "guards", "kernels")
     rows = []
     for verdict in verdicts:
-        record = _same_case(results, "compilation", verdict)
+        record = same_case(results, "compilation", verdict)
         check = record.values.get("guard check")
         rows.append(
             (
@@ -343,16 +383,78 @@ def _accuracy_table(results: Results) -> str:
                 name = kind if kind == "output" else f"gradient of `{record.data['gradient']}`"
                 values = [size(record[f"{kind} {part}"].value) for part in ("eager", "compiled", "bound")]
                 holds = record[f"{kind} compiled"].value <= record[f"{kind} bound"].value
-                rows.append((case_title(record), name, *values, "yes" if holds else "**no**"))
+                tries = record.data.get("attempts", 1)
+                again = "" if tries == 1 else f", with the weights moved {plural(tries - 1, 'time')}"
+                rows.append((case_title(record), name, *values, f"{'yes' if holds else '**no**'}{again}"))
     return markdown_table(["case", "tensor", "eager error", "compiled error", "bound", "within"], rows, left=2)
 
 
-def _memory_table(results: Results) -> str:
-    rows = [
-        (case_title(record), *(numbers.with_unit(record[key].value, "B") for key in ("eager", "compiled")))
-        for record in results.select("memory")
+def _shapes(record: Record) -> dict[str, Any]:
+    """One shape study: what changes, the table, and what is cheapest for how many passes."""
+    counts = [int(count) for count in record.data["rankings"]]
+    rows = []
+    for entry in record.data["strategies"]:
+        strategy = entry["strategy"]
+        if entry["failed"]:
+            rows.append((strategy, f"fails: {entry['failed']}", "", "", *[""] * len(counts)))
+            continue
+        rows.append(
+            (
+                strategy,
+                numbers.with_unit(record[f"{strategy} first"].value, "s"),
+                numbers.quantity(record[f"{strategy} later"]),
+                f"{entry['graphs']}",
+                *(numbers.with_unit(shape_passes(record, strategy, count), "s") for count in counts),
+            )
+        )
+    header = ["strategy", "first pass", "later pass (p20–p80)", "graphs", *(_passes(count) for count in counts)]
+    again = [
+        (entry["strategy"], f"`{item['file']}:{item['line']}`", item["cause"], f"`{item['guard']}`")
+        for entry in record.data["strategies"]
+        for item in entry["recompiles"]
     ]
-    return markdown_table(["case", "eager", "compiled"], rows) if rows else ""
+    best = {count: ranking[0] for count, ranking in record.data["rankings"].items() if ranking}
+    return {
+        "title": case_title(record, mode=False),
+        "calls": " → ".join(f"`{call}`" for call in record.data["schedule"]),
+        "varying": ", ".join(f"`{name}`" for name in record.data["varying"]),
+        "table": markdown_table(header, rows),
+        "recompile_table": (
+            markdown_table(["strategy", "place", "cause", "guard that failed"], again, left=4) if again else ""
+        ),
+        "best": [(_passes(int(count)), strategy, STRATEGIES[strategy]) for count, strategy in best.items()],
+    }
+
+
+def _passes(count: int) -> str:
+    return f"{numbers.count(count)} pass{'' if count == 1 else 'es'}"
+
+
+def _agreement(results: Results) -> dict[str, Any]:
+    """The counts held against PyTorch's own; empty where none were."""
+    records = results.select("agreement")
+    if not records:
+        return {}
+    rows = []
+    for record in records:
+        explained = record.data["differences"]
+        rows.append(
+            (
+                case_title(record),
+                *(numbers.count(record[key].value) for key in ("graphs", "explain graphs", "breaks", "log breaks")),
+                f"{numbers.count(record['met'].value)} / {numbers.count(record['explain breaks'].value)}",
+                "all agree" if not explained else "explained" if record.data["explained"] else "**not explained**",
+            )
+        )
+    differences = [(case_title(record), line) for record in records for line in record.data["differences"]]
+    header = ["case", "graphs", "explain's", "places of breaks", "the log's", "breaks met / explain's count", ""]
+    return {
+        "table": markdown_table(header, rows),
+        "differences": differences,
+        "same": sum(not record.data["differences"] for record in records),
+        "explained": sum(bool(record.data["differences"]) and record.data["explained"] for record in records),
+        "all": len(records),
+    }
 
 
 def _toolchain(results: Results) -> str:
@@ -365,37 +467,16 @@ def _pressures(results: Results) -> list[float]:
     return [pressure for pressure in known if pressure is not None]
 
 
+def _controls(results: Results) -> dict[str, int]:
+    """How often eager against itself came out as no difference."""
+    controls = [record.values["control"] for record in results.select("steady") if "control" in record.values]
+    within = sum(bool(control.low is not None and control.low <= 1 <= (control.high or 0)) for control in controls)
+    return {"within": within, "all": len(controls)}
+
+
 def _recorder_share(results: Results, verdicts: Sequence[Record]) -> str:
     if not verdicts:
         return ""
-    handler = _same_case(results, "compilation", verdicts[0])["handler"].value
-    cold = _compiled_first(results, verdicts[0])[0]["total"].value
+    handler = same_case(results, "compilation", verdicts[0])["handler"].value
+    cold = compiled_first(results, verdicts[0])[0]["total"].value
     return f"{numbers.with_unit(handler, 's')} of {numbers.with_unit(cold, 's')} ({numbers.percent(handler / cold, 2)})"
-
-
-def _same_case(results: Results, name: str, other: Record) -> Record:
-    return results.one(name, target=other.labels["target"], kind=other.labels["kind"], mode=other.labels["mode"])
-
-
-def _compiled_first(results: Results, verdict: Record) -> list[Record]:
-    labels = {key: verdict.labels[key] for key in ("target", "kind", "mode")}
-    return results.select("first steps", **labels)
-
-
-def _eager_first(results: Results, verdict: Record) -> Record:
-    labels = {key: verdict.labels[key] for key in ("target", "kind")}
-    return results.one("first steps", mode="eager", **labels)
-
-
-def _cache(record: Record) -> str:
-    return {"none": "eager", "cold": "empty caches", "warm": "warm caches"}[str(record.labels["cache"])]
-
-
-def _value(record: Record, key: str) -> float:
-    return record.values[key].value if key in record.values else 0.0
-
-
-def _whiskers(value: Quantity) -> tuple[float, float]:
-    assert value.low is not None
-    assert value.high is not None
-    return value.value - value.low, value.high - value.value

@@ -124,12 +124,15 @@ class Accuracy:
         gradient: the gradient tensor closest to, or furthest over, its bound; None for inference.
         tensors: how many were compared.
         skipped: why nothing was compared; empty if it was.
+        attempts: with how many sets of weights: more than one where a gradient jumped, see
+            :mod:`compile_bench.accuracy`; the figures are the last one's.
     """
 
     output: ErrorPair | None = None
     gradient: ErrorPair | None = None
     tensors: int = 0
     skipped: str = ""
+    attempts: int = 1
 
     @property
     def holds(self) -> bool:

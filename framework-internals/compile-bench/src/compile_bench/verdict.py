@@ -14,6 +14,10 @@ Difference = Literal["faster", "slower", "none"]
 CacheState = Literal["lost", "kept", "artifact"]
 CACHE_STATES: tuple[CacheState, ...] = ("lost", "kept", "artifact")
 
+# What a verdict is drawn up for: steps of a whole run, and how often it is started again.
+PLAN_STEPS = (100, 1_000, 10_000, 100_000)
+PLAN_RESTARTS = (0, 10)
+
 # Percent of the time in which some task waited for a core. Far above 0 other work is running, and it hits eager code of
 # several threads, which wait for one another, harder than a generated loop of one: on two cores that other builds kept
 # busy 90 % of the time, two linear layers of 64 came out 51 times faster.
@@ -160,12 +164,14 @@ def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | N
         cache: what the processes find; the first one of ``kept`` finds nothing.
 
     Returns:
-        None where the first steps with that cache were not measured.
+        None where the first steps with that cache were not measured, or no restart could find what was kept.
 
     Raises:
         ValueError: for fewer steps than the processes' first ones.
     """
     processes = restarts + 1
+    if cache == "kept" and restarts == 0:
+        return None  # one process finds nothing that an earlier one left
     if restarts < 0 or steps < FIRST_STEPS * processes:
         raise ValueError(f"{processes} processes take at least {FIRST_STEPS * processes} steps, got {steps}")
     firsts = _starts(bench, restarts, cache)

@@ -21,6 +21,7 @@ JOBS = {
     "toolchain": "compile_bench.measuring:toolchain",
     "eager": "compile_bench.measuring:eager",
     "compiled": "compile_bench.measuring:compiled",
+    "self-comparison": "compile_bench.measuring:self_comparison",
     "shapes": "compile_bench.shape_worker:shapes",
     "agreement": "compile_bench.agreement_worker:agreement",
     "inventory": "compile_bench.lock_worker:inventory",

@@ -107,7 +107,7 @@ ZOO: dict[str, Entry] = {
     "gpt": Entry(gpt, "this repository's GPT: the honest training loop's whole step, clipping and AdamW included"),
     "gpt-one-layer": Entry(gpt_one_layer, "the same, one layer deep"),
     "mlp": Entry(mlp, "four layers of 512 with LayerNorm and GELU"),
-    "resnet": Entry(resnet, "ResNet-50 on a GPU; 18 layers of a quarter of the width on a CPU"),
+    "resnet": Entry(resnet, "ResNet-18; a quarter of the width on a CPU"),
     "planted": Entry(planted, "three lines that break the graph and one that compiles it again"),
     **{
         name: Entry(partial(transformers_target, name), architecture.about)

@@ -1,6 +1,6 @@
 """Architectures of Hugging Face ``transformers`` with random weights; nothing is downloaded.
 
-On a GPU they have the widths of a published model and a depth of two to four layers: depth repeats what is compiled and
+On a GPU they have the widths of a published model and a depth of two layers: depth repeats what is compiled and
 shows nothing new. On a CPU the widths are reduced too. Dropout is set to 0, so that results can be held against
 float64; what else draws random numbers (LayerDrop and SpecAugment of Wav2Vec2) stays as the architecture has it.
 """
@@ -160,29 +160,29 @@ _SMALL_TEXT = (2, 64)
 
 ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture(
-        "GPT-2 (transformers), 4 layers",
+        "GPT-2 (transformers), 2 layers",
         "GPT2Config",
         "GPT2LMHeadModel",
         {"n_embd": 128, "n_layer": 2, "n_head": 4, "vocab_size": 512, "n_positions": 128},
-        {"n_embd": 768, "n_layer": 4, "n_head": 12},
+        {"n_embd": 768, "n_layer": 2, "n_head": 12},
         _text(_SMALL_TEXT, (8, 1024)),
         {**_NO_CACHE, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
     "llama": Architecture(
-        "Llama 3.2 1B (transformers), 4 layers",
+        "Llama 3.2 1B (transformers), 2 layers",
         "LlamaConfig",
         "LlamaForCausalLM",
         _decoder(128, 256, 2, 4, 2, 512),
-        _decoder(2048, 8192, 4, 32, 8, 128_256),
+        _decoder(2048, 8192, 2, 32, 8, 128_256),
         _text(_SMALL_TEXT, (4, 1024)),
         _NO_CACHE,
     ),
     "qwen3": Architecture(
-        "Qwen3 0.6B (transformers), 4 layers",
+        "Qwen3 0.6B (transformers), 2 layers",
         "Qwen3Config",
         "Qwen3ForCausalLM",
         _decoder(128, 256, 2, 4, 2, 512, head_dim=32),
-        _decoder(1024, 3072, 4, 16, 8, 151_936, head_dim=128),
+        _decoder(1024, 3072, 2, 16, 8, 151_936, head_dim=128),
         _text(_SMALL_TEXT, (4, 1024)),
         _NO_CACHE,
     ),
@@ -196,20 +196,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         _NO_CACHE,
     ),
     "bert": Architecture(
-        "BERT base (transformers), 4 layers",
+        "BERT base (transformers), 2 layers",
         "BertConfig",
         "BertForMaskedLM",
         _encoder(128, 2, 4, vocab_size=512),
-        _encoder(768, 4, 12),
+        _encoder(768, 2, 12),
         _text(_SMALL_TEXT, (16, 512)),
         _NO_DROPOUT,
     ),
     "vit": Architecture(
-        "ViT B/16 (transformers), 4 layers",
+        "ViT B/16 (transformers), 2 layers",
         "ViTConfig",
         "ViTForImageClassification",
         _encoder(128, 2, 4, image_size=32, patch_size=8),
-        _encoder(768, 4, 12),
+        _encoder(768, 2, 12),
         _images,
         _NO_DROPOUT,
     ),
@@ -232,11 +232,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         _NO_CACHE,
     ),
     "wav2vec2": Architecture(
-        "Wav2Vec2 base (transformers), 4 layers; LayerDrop and SpecAugment in training",
+        "Wav2Vec2 base (transformers), 2 layers; LayerDrop and SpecAugment in training",
         "Wav2Vec2Config",
         "Wav2Vec2ForCTC",
         _encoder(64, 2, 4, vocab_size=32, **_SMALL_EARS),
-        _encoder(768, 4, 12),
+        _encoder(768, 2, 12),
         _audio,
         {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0},
     ),

@@ -93,7 +93,7 @@ def holds(case: Case, *, path: Path, with_inductor: bool) -> str:
 def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
     """The model with Inductor; if it draws random numbers, drawing them as eager does."""
     options: dict[str, Any] | None = {"fallback_random": True} if random else None
-    return cast(Callable[..., Any], torch.compile(model, dynamic=case.dynamic, options=options))
+    return torch.compile(model, dynamic=case.dynamic, options=options)
 
 
 def load_state(model: nn.Module, source: nn.Module) -> None:

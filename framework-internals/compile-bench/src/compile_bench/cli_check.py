@@ -1,0 +1,140 @@
+"""The commands ``check`` and ``lock``: a target held to a budget, or to what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, cast
+
+import typer
+
+from benchkit import numbers
+from benchkit.progress import working
+from compile_bench.cli_common import (
+    OVER_BUDGET,
+    DeviceName,
+    Dynamic,
+    Limit,
+    Mode,
+    Seconds,
+    TargetName,
+    Train,
+    case_of,
+    leave,
+    place,
+)
+from compile_bench.harness import DEFAULT_LIMIT, Harness
+from compile_bench.lock import DEFAULT_FILE, Inventory, key_of, locked, update_lock
+from compile_bench.records import plural
+from compile_bench.results import Bench, Case, Triage
+from compile_bench.verdict import BUSY
+
+
+def check(
+    target: TargetName,
+    max_breaks: Annotated[int, typer.Option(help="Graph breaks allowed.")] = 0,
+    max_recompiles: Annotated[int, typer.Option(help="Recompilations allowed.")] = 1,
+    min_speedup: Annotated[
+        float | None,
+        typer.Option(
+            help="Measure, and fail if the whole interval of the speed-up is below this. Without it: no timing."
+        ),
+    ] = None,
+    lock: Annotated[
+        Path | None, typer.Option(help="Fail too if graphs, breaks, recompilations, guards or kernels differ from it.")
+    ] = None,
+    train: Train = True,
+    mode: Mode = "default",
+    dynamic: Dynamic = None,
+    device: DeviceName = "auto",
+    limit: Limit = DEFAULT_LIMIT,
+    seconds: Seconds = 10.0,
+) -> None:
+    """Hold a target to a budget. Exit status: 0 kept, 1 exceeded, 2 unusable target, 3 could not be measured."""
+
+    def judge_budget() -> int:
+        case = case_of(target, train, mode, dynamic, device)
+        before = None if lock is None else locked(lock, key_of(case))
+        with Harness.open(case.device, limit=limit) as harness, working(f"checking {target}"):
+            found = harness.triage(case)
+            bench = None if min_speedup is None else harness.bench(case, steady_seconds=seconds, warm=False)
+            now = None if before is None else _inventory(harness, case)
+        exceeded = budget_exceeded(found, bench, max_breaks, max_recompiles, min_speedup)
+        if before is not None and now is not None:
+            exceeded += before.drift(now)
+        for line in exceeded:
+            print(f"{target}: {line}")
+        if not exceeded:
+            print(f"{target}: within budget")
+        return OVER_BUDGET if exceeded else 0
+
+    leave(judge_budget)
+
+
+def lock(
+    target: TargetName,
+    file: Annotated[Path, typer.Option(help="The lock file; an entry of the same name in it is replaced.")] = (
+        DEFAULT_FILE
+    ),
+    train: Train = True,
+    mode: Mode = "default",
+    dynamic: Dynamic = None,
+    device: DeviceName = "auto",
+    limit: Limit = DEFAULT_LIMIT,
+) -> None:
+    """Write down what a target compiles to: graphs, breaks, recompilations, guards and kernels, for check --lock."""
+
+    def write() -> int:
+        case = case_of(target, train, mode, dynamic, device)
+        with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
+            now = _inventory(harness, case)
+        update_lock(file, key_of(case), now)
+        counts = ", ".join(
+            plural(count, noun)
+            for count, noun in (
+                (now.graphs, "graph"),
+                (now.breaks, "break"),
+                (now.recompiles, "recompilation"),
+                (now.guards, "guard"),
+                (now.kernels, "kernel"),
+            )
+        )
+        print(f"{file}: {key_of(case)}: {counts}")
+        return 0
+
+    leave(write)
+
+
+def _inventory(harness: Harness, case: Case) -> Inventory:
+    harness.toolchain_seconds()
+    return cast(Inventory, harness.ask("inventory", case))
+
+
+def budget_exceeded(
+    found: Triage, bench: Bench | None, max_breaks: int, max_recompiles: int, min_speedup: float | None
+) -> list[str]:
+    """One line for every part of a budget that is exceeded; the breaks and recompilations themselves follow theirs."""
+    lines = []
+    trace = found.trace
+    if len(trace.breaks) > max_breaks:
+        lines.append(f"{plural(len(trace.breaks), 'graph break')}, {max_breaks} allowed")
+        lines += [f"  {place(entry.file, entry.line)}: {entry.reason}" for entry in trace.breaks]
+    if len(trace.recompiles) > max_recompiles:
+        lines.append(f"{plural(len(trace.recompiles), 'recompilation')}, {max_recompiles} allowed")
+        lines += [f"  {place(entry.file, entry.line)}: {entry.guard} no longer held" for entry in trace.recompiles]
+    if bench is not None and min_speedup is not None:
+        lines += _too_slow(bench, min_speedup)
+    return lines
+
+
+def _too_slow(bench: Bench, min_speedup: float) -> list[str]:
+    lines = []
+    speedup, pressure = bench.steady.speedup, bench.steady.pressure
+    assert speedup.high is not None
+    if speedup.high < min_speedup:
+        line = f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× asked for"
+        if bench.case.device == "cpu" and pressure is not None and pressure > BUSY:
+            line += f" (the machine was busy: some task waited for a core in {pressure:.0f} % of the time)"
+        lines.append(line)
+    if not bench.accuracy.holds:
+        lines.append("the compiled results are further from float64 than the bound allows")
+    return lines

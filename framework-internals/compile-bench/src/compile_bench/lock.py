@@ -1,0 +1,95 @@
+"""The lock file: graphs, breaks, recompilations, guards and kernels as they were, so that drift is noticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchkit import UserError
+from compile_bench.results import Case
+from compile_bench.trace import CompileTrace
+
+VERSION = 1
+DEFAULT_FILE = Path("compile.lock.json")
+_COUNTS = ("graphs", "breaks", "recompiles", "guards", "kernels")
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What is locked of one target or test, with the torch that it was counted with."""
+
+    graphs: int
+    breaks: int
+    recompiles: int
+    guards: int
+    kernels: int
+    torch: str
+
+    @classmethod
+    def of(cls, trace: CompileTrace, torch_version: str) -> Inventory:
+        """Count a trace."""
+        return cls(
+            len(trace.graphs), len(trace.breaks), len(trace.recompiles), trace.guards, trace.kernels, torch_version
+        )
+
+    def drift(self, now: Inventory) -> list[str]:
+        """One line for every count that has changed since this was locked."""
+        lines = [
+            f"{name}: {getattr(self, name)} locked, {getattr(now, name)} now"
+            for name in _COUNTS
+            if getattr(self, name) != getattr(now, name)
+        ]
+        if lines and self.torch != now.torch:
+            lines.append(f"locked with torch {self.torch}, this is {now.torch}: lock anew if that is the reason")
+        return lines
+
+
+def key_of(case: Case) -> str:
+    """The name that a case has in a lock file."""
+    dynamic = {None: "", True: ", dynamic", False: ", static"}[case.dynamic]
+    scope = "" if case.scope == "whole" else f", {case.scope}"
+    return f"{case.target}, {case.kind}, {case.device}, {case.mode}{dynamic}{scope}"
+
+
+def read_lock(file: Path) -> dict[str, Inventory]:
+    """The entries of a lock file.
+
+    Raises:
+        UserError: if there is none, or it is not one.
+    """
+    try:
+        content = json.loads(file.read_text())
+        if content["version"] != VERSION:
+            raise UserError(f"{file} is of version {content['version']}; this compile-bench reads version {VERSION}")
+        return {key: Inventory(**entry) for key, entry in content["entries"].items()}
+    except FileNotFoundError:
+        raise UserError(f"there is no lock file {file}; `compile-bench lock` writes one") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not a lock file of compile-bench ({type(error).__name__}: {error})") from error
+
+
+def write_lock(file: Path, entries: Mapping[str, Inventory]) -> None:
+    """Write a lock file, replacing the one before: sorted, so that a difference of two is short."""
+    content = {"version": VERSION, "entries": {key: asdict(entries[key]) for key in sorted(entries)}}
+    temporary = file.with_name(f".{file.name}")
+    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    temporary.replace(file)
+
+
+def update_lock(file: Path, key: str, entry: Inventory) -> None:
+    """Put one entry into a lock file, which is made if need be."""
+    write_lock(file, {**(read_lock(file) if file.exists() else {}), key: entry})
+
+
+def locked(file: Path, key: str) -> Inventory:
+    """One entry of a lock file.
+
+    Raises:
+        UserError: if it holds none of that name.
+    """
+    entries = read_lock(file)
+    if key not in entries:
+        raise UserError(f"{file} holds no entry {key!r}; lock it first")
+    return entries[key]

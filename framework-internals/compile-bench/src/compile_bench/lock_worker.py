@@ -1,0 +1,22 @@
+"""Counting what a target compiles to, in a process of its own with empty caches."""
+
+from __future__ import annotations
+
+import torch
+
+from compile_bench.collector import Collector
+from compile_bench.lock import Inventory
+from compile_bench.measuring import load_case
+from compile_bench.regional import compile_case
+from compile_bench.results import Case
+
+
+def inventory(case: Case) -> Inventory:
+    """Compile a target with Inductor over its schedule, its own arguments twice, and count."""
+    target = load_case(case)
+    model = compile_case(target.copied(), case)
+    with Collector() as collector:
+        target.step(model, train=case.train)()
+        for call in target.calls():
+            call.step(model, train=case.train)()
+    return Inventory.of(collector.trace(), torch.__version__)

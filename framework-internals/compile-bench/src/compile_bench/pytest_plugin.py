@@ -1,0 +1,134 @@
+"""pytest: ``@pytest.mark.compile_budget(breaks=0, recompiles=1)``, and counts locked in a file beside the test.
+
+Everything that is compiled while the test runs is counted, from an empty compiler: whatever earlier tests compiled is
+forgotten first. ``lock=True`` holds all counts to ``compile.lock.json`` beside the test file;
+``pytest --compile-lock-update`` writes it. Nothing of torch is imported before the first marked test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from compile_bench.trace import CompileTrace
+
+_MARK = "compile_budget"
+_UPDATE = "--compile-lock-update"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Most that a test may compile; None: any number.
+
+    Attributes:
+        breaks: graph breaks.
+        recompiles: compilations of a function that had been compiled before.
+        graphs: captured graphs.
+        guards: conditions over all graphs.
+        kernels: that Inductor generates.
+        lock: hold all counts to the lock file too.
+    """
+
+    breaks: int | None = None
+    recompiles: int | None = None
+    graphs: int | None = None
+    guards: int | None = None
+    kernels: int | None = None
+    lock: bool = False
+
+    @classmethod
+    def of(cls, mark: pytest.Mark) -> Budget:
+        """The budget of a marker.
+
+        Raises:
+            pytest.UsageError: for arguments that there are not.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = [name for name in mark.kwargs if name not in known]
+        if mark.args or unknown or not mark.kwargs:
+            got = ", ".join([*map(repr, mark.args), *unknown]) or "nothing"
+            raise pytest.UsageError(f"compile_budget takes {', '.join(f'{name}=' for name in known)}; got {got}")
+        return cls(**mark.kwargs)
+
+    def exceeded(self, trace: CompileTrace) -> list[str]:
+        """One line for every count that is over, with its breaks and recompilations below."""
+        counts = {
+            "breaks": len(trace.breaks),
+            "recompiles": len(trace.recompiles),
+            "graphs": len(trace.graphs),
+            "guards": trace.guards,
+            "kernels": trace.kernels,
+        }
+        details = {
+            "breaks": [f"{entry.place}: {entry.reason}" for entry in trace.breaks],
+            "recompiles": [f"{entry.place}: {entry.guard} no longer held" for entry in trace.recompiles],
+        }
+        from compile_bench.records import plural
+
+        lines = []
+        for name, count in counts.items():
+            allowed = getattr(self, name)
+            if allowed is not None and count > allowed:
+                lines.append(f"{plural(count, name[:-1])}, {allowed} allowed")
+                lines += [f"  {detail}" for detail in details.get(name, [])]
+        return lines
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes lock files."""
+    group = parser.getgroup("compile-bench")
+    group.addoption(_UPDATE, action="store_true", help="write what tests with compile_budget(lock=True) compile")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers", f"{_MARK}(breaks, recompiles, graphs, guards, kernels, lock): what the test may compile at most"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Count what a marked test compiles, and hold it to its budget once it has passed."""
+    mark = item.get_closest_marker(_MARK)
+    if mark is None:
+        return (yield)
+    budget = Budget.of(mark)
+    import torch
+
+    from compile_bench.collector import Collector, without_caches
+
+    torch.compiler.reset()
+    # From a cache a kernel is loaded and not generated: it would not be counted.
+    counts_kernels = budget.lock or budget.kernels is not None
+    with without_caches() if counts_kernels else nullcontext(), Collector() as collector:
+        result = yield
+    trace = collector.trace()
+    lines = budget.exceeded(trace)
+    if budget.lock:
+        lines += _drift(item, trace, torch.__version__)
+    if lines:
+        pytest.fail("compile budget exceeded:\n" + "\n".join(lines), pytrace=False)
+    return result
+
+
+def _drift(item: pytest.Item, trace: CompileTrace, torch_version: str) -> list[str]:
+    from benchkit import UserError
+    from compile_bench.lock import DEFAULT_FILE, Inventory, locked, update_lock
+
+    file = Path(item.path).parent / DEFAULT_FILE
+    key = f"{item.path.name}::{item.nodeid.partition('::')[2]}"
+    now = Inventory.of(trace, torch_version)
+    if item.config.getoption(_UPDATE):
+        update_lock(file, key, now)
+        return []
+    try:
+        return locked(file, key).drift(now)
+    except UserError as error:
+        return [f"{error} (pytest {_UPDATE})"]

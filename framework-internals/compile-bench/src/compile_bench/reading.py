@@ -1,0 +1,66 @@
+"""Finding one's way in the records of a report: what belongs to a case, and what a case is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchkit.results import Record, Results
+from compile_bench.trace import PHASES
+
+# Parts of the first steps, in the order they happen: key of the value, name in the figure.
+PARTS = (
+    ("import", "import of the compiler"),
+    ("toolchain", "toolchain check"),
+    *((f"phase {name}", name) for name in PHASES),
+    ("rest", "running the steps"),
+    ("artifact", "loading artifacts"),
+)
+
+_CACHES = {"none": "eager", "cold": "empty caches", "warm": "warm caches", "artifact": "cache artifacts"}
+
+
+def same_case(results: Results, name: str, other: Record) -> Record:
+    """The record of that name of the same target, kind and mode."""
+    return results.one(name, target=other.labels["target"], kind=other.labels["kind"], mode=other.labels["mode"])
+
+
+def compiled_first(results: Results, verdict: Record) -> list[Record]:
+    """The first compiled steps of a case, for every state of the caches that was measured."""
+    labels = {key: verdict.labels[key] for key in ("target", "kind", "mode")}
+    return results.select("first steps", **labels)
+
+
+def eager_first(results: Results, verdict: Record) -> Record:
+    """The first eager steps of a case's target and kind."""
+    labels = {key: verdict.labels[key] for key in ("target", "kind")}
+    return results.one("first steps", mode="eager", **labels)
+
+
+def side_by_side(record: Record) -> int:
+    """How many processes compiled at the same time as the one of a record of first steps."""
+    return int((record.data or {}).get("side by side", 1))
+
+
+def alone(results: Results, records: Sequence[Record]) -> list[Record]:
+    """Those of ``records`` whose case was compiled alone on the machine, with the eager starts that belong to them."""
+    cases = {_key(record) for record in results.select("first steps", cache="cold") if side_by_side(record) == 1}
+    models = {key[:2] for key in cases}
+    return [
+        record
+        for record in records
+        if _key(record) in cases or (record.labels["mode"] == "eager" and _key(record)[:2] in models)
+    ]
+
+
+def _key(record: Record) -> tuple[object, ...]:
+    return record.labels["target"], record.labels["kind"], record.labels["mode"]
+
+
+def cache_name(record: Record) -> str:
+    """What the process of a record of first steps found, in words."""
+    return _CACHES[str(record.labels["cache"])]
+
+
+def value_of(record: Record, key: str) -> float:
+    """A figure of a record, 0 where it has none of that name."""
+    return record.values[key].value if key in record.values else 0.0

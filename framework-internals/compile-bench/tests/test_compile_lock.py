@@ -1,0 +1,174 @@
+"""The lock file and the pytest plugin: what is locked, what counts as drift, what is over budget."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from benchkit import UserError
+from compile_bench import Case, Harness, pytest_plugin
+from compile_bench.cli import app
+from compile_bench.lock import Inventory, key_of, locked, read_lock, update_lock
+from compile_bench.results import Triage
+from compile_bench.trace import CompileTrace, Graph
+
+COUNTS = Inventory(graphs=1, breaks=0, recompiles=0, guards=12, kernels=3, torch="2.13.0")
+
+
+def test_an_entry_comes_back_and_others_stay(tmp_path):
+    file = tmp_path / "compile.lock.json"
+    update_lock(file, "b", COUNTS)
+    update_lock(file, "a", replace(COUNTS, kernels=9))
+    assert locked(file, "b") == COUNTS
+    assert list(json.loads(file.read_text())["entries"]) == ["a", "b"]
+    assert not COUNTS.drift(COUNTS)
+
+
+def test_drift_names_every_count_and_the_version():
+    now = replace(COUNTS, graphs=2, kernels=5)
+    assert COUNTS.drift(now) == ["graphs: 1 locked, 2 now", "kernels: 3 locked, 5 now"]
+    *_, hint = COUNTS.drift(replace(now, torch="2.14.0"))
+    assert hint == "locked with torch 2.13.0, this is 2.14.0: lock anew if that is the reason"
+    assert COUNTS.drift(replace(COUNTS, torch="2.14.0")) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "entries": {"a": {"graphs": 1}}}'])
+def test_what_is_no_lock_file_is_one_line(tmp_path, text):
+    file = tmp_path / "lock.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match="is not a lock file of compile-bench"):
+        read_lock(file)
+
+
+def test_a_lock_file_of_another_version_or_without_the_entry_is_one_line(tmp_path):
+    file = tmp_path / "lock.json"
+    file.write_text('{"version": 7, "entries": {}}')
+    with pytest.raises(UserError, match="of version 7; this compile-bench reads version 1"):
+        read_lock(file)
+    with pytest.raises(UserError, match="there is no lock file"):
+        read_lock(tmp_path / "absent.json")
+    update_lock(tmp_path / "new.json", "a", COUNTS)
+    with pytest.raises(UserError, match="holds no entry 'b'"):
+        locked(tmp_path / "new.json", "b")
+
+
+def test_cases_have_keys_of_their_own():
+    cases = [
+        Case("m"),
+        Case("m", train=False),
+        Case("m", dynamic=True),
+        Case("m", dynamic=False),
+        Case("m", scope="blocks"),
+        Case("m", mode="max-autotune"),
+    ]
+    assert len({key_of(case) for case in cases}) == len(cases)
+
+
+def test_check_fails_on_drift_and_lock_mends_it(tmp_path, monkeypatch):
+    now = [COUNTS]
+    monkeypatch.setattr(Harness, "triage", lambda self, case: Triage(case, CompileTrace(), 2))
+    monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 1.0)
+    monkeypatch.setattr(Harness, "ask", lambda self, job, case: now[0])
+    file = str(tmp_path / "compile.lock.json")
+
+    def command(*arguments):
+        return CliRunner().invoke(app, [*arguments, "--device", "cpu"])
+
+    assert command("check", "m", "--lock", file).exit_code == 2
+    result = command("lock", "m", "--file", file)
+    assert result.exit_code == 0
+    assert "1 graph, 0 breaks, 0 recompilations, 12 guards, 3 kernels" in result.output
+    assert command("check", "m", "--lock", file).exit_code == 0
+    now[0] = replace(COUNTS, kernels=4)
+    result = command("check", "m", "--lock", file)
+    assert result.exit_code == 1
+    assert "kernels: 3 locked, 4 now" in result.output
+
+
+def test_an_inventory_counts_a_trace():
+    trace = CompileTrace(graphs=(Graph("0/0", "f", 5, 12, None),), kernels=3)
+    assert Inventory.of(trace, "2.13.0") == COUNTS
+
+
+TESTS = """
+import pytest, torch
+
+def branching(x):
+    if x.sum() > 0:
+        x = x + 1
+    return x.sin()
+
+def run(function, *sizes):
+    compiled = torch.compile(function, backend="eager", dynamic=False)
+    for size in sizes:
+        compiled(torch.ones(size))
+
+@pytest.mark.compile_budget(breaks=0, recompiles=1)
+def test_within(): run(torch.sin, 3, 4)
+
+@pytest.mark.compile_budget(breaks=0)
+def test_breaks(): run(branching, 3)
+
+@pytest.mark.compile_budget(recompiles=1)
+def test_recompiles(): run(lambda x: x.cos(), 3, 4, 5)
+
+@pytest.mark.compile_budget(graphs=1, lock=True)
+def test_locked(): run(lambda x: x.tan(), 3)
+
+@pytest.mark.compile_budget(brakes=0)
+def test_typo(): pass
+
+@pytest.mark.compile_budget(breaks=0)
+def test_fails_by_itself(): assert 1 == 2
+
+def test_without_a_budget(): run(branching, 3)
+"""
+
+
+@pytest.fixture(scope="module")
+def answer(tmp_path_factory):
+    """What pytest prints about the tests above, with a lock file that holds other counts."""
+    folder = tmp_path_factory.mktemp("plugin")
+    (folder / "test_it.py").write_text(TESTS)
+    update_lock(folder / "compile.lock.json", "test_it.py::test_locked", replace(COUNTS, graphs=2))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "compile_bench.pytest_plugin"]
+    command += ["--strict-markers", "test_it.py"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200).stdout
+
+
+def test_the_plugin_holds_tests_to_their_budgets(answer):
+    assert "1 break, 0 allowed" in answer
+    assert "test_it.py:5: Data-dependent branching" in answer
+    assert "2 recompiles, 1 allowed" in answer
+    assert "compile_budget takes breaks=, recompiles=, graphs=, guards=, kernels=, lock=; got brakes" in answer
+    assert "assert 1 == 2" in answer
+    assert "5 failed, 2 passed" in answer
+
+
+def test_the_plugin_notices_drift(answer):
+    assert "graphs: 2 locked, 1 now" in answer
+    assert "kernels: 3 locked, 0 now" in answer
+
+
+def test_the_plugin_writes_the_lock(tmp_path):
+    def item(update):
+        config = SimpleNamespace(getoption=lambda name: update)
+        return SimpleNamespace(path=tmp_path / "test_it.py", nodeid="tests/test_it.py::TestX::test_y[1]", config=config)
+
+    trace = CompileTrace(graphs=(Graph("0/0", "f", 5, 12, None),), kernels=3)
+    (missing,) = pytest_plugin._drift(item(False), trace, "2.13.0")
+    assert "there is no lock file" in missing
+    assert "--compile-lock-update" in missing
+    assert pytest_plugin._drift(item(True), trace, "2.13.0") == []
+    assert locked(tmp_path / "compile.lock.json", "test_it.py::TestX::test_y[1]") == COUNTS
+    assert pytest_plugin._drift(item(False), trace, "2.13.0") == []

@@ -1,0 +1,147 @@
+"""What a step does: coverage, kernels and memory from the profiler's events, made up and real."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+
+from compile_bench.profiling import largest_rise, peak_rise, profile_step, summarise
+from compile_bench.regional import compile_case, repeated_blocks
+from compile_bench.results import Case
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+@dataclass
+class Span:
+    start: float
+    end: float
+
+    def elapsed_us(self):
+        return self.end - self.start
+
+
+@dataclass
+class Kernel:
+    duration: float
+
+
+@dataclass
+class Event:
+    name: str
+    time_range: Span
+    thread: int = 1
+    device_type: DeviceType = DeviceType.CPU
+    cpu_parent: object = None
+    kernels: list = field(default_factory=list)
+
+
+def event(name, start, end, **more):
+    return Event(name, Span(start, end), **more)
+
+
+def test_coverage_is_the_share_of_the_step_inside_regions():
+    outer = event("aten::linear", 80, 90)
+    events = [
+        event("compile_bench step", 0, 100),
+        event("TorchDynamo Cache Lookup", 0, 5),
+        event("Torch-Compiled Region: 0/0", 10, 50),
+        event("## Call CompiledFxGraph abc ##", 20, 45),  # within the region: counted once
+        event("aten::mm", 25, 30),
+        event("CompiledFunctionBackward", 60, 70, thread=2),
+        outer,
+        event("aten::addmm", 82, 88, cpu_parent=outer),
+    ]
+    found = summarise(events, "cpu", steps=1)
+    assert found.covered == pytest.approx(0.5)
+    assert found.operators == 1  # linear: mm is inside, addmm is linear's
+    assert found.guard_seconds == pytest.approx(5e-6)
+    assert found.kernels is None
+
+
+def test_on_a_gpu_coverage_is_the_share_of_the_kernels_time():
+    events = [
+        event("compile_bench step", 0, 100),
+        event("Torch-Compiled Region: 0/0", 10, 50),
+        event("cudaLaunchKernel", 20, 22, kernels=[Kernel(30)]),
+        event("cudaLaunchKernel", 60, 62, kernels=[Kernel(10)]),
+        event("triton_poi_fused_gelu", 30, 60, device_type=DeviceType.CUDA),
+        event("sm90_gemm", 62, 72, device_type=DeviceType.CUDA),
+        event("Memcpy DtoH", 80, 81, device_type=DeviceType.CUDA),
+    ]
+    found = summarise(events, "cuda", steps=1)
+    assert found.covered == pytest.approx(0.75)
+    assert (found.kernels, found.launches) == (2, 2)
+
+
+def test_kernels_that_belong_to_no_call_leave_coverage_unknown():
+    assert summarise([event("compile_bench step", 0, 1)], "cuda", steps=1).covered is None
+
+
+def test_the_rise_counts_from_the_lowest_point_before_it():
+    assert largest_rise([]) == 0
+    assert largest_rise([-100, 50, 30, -80, 20]) == 80
+    assert largest_rise([10, -10, 40, -40]) == 40
+
+
+def test_peak_memory_of_a_step_that_is_known():
+    def step():
+        first = torch.ones(1_000_000)  # 4 MB
+        second = first + 1  # another 4
+        del first
+        return (second * 2).sum()  # the second time there are 8 at once
+
+    assert peak_rise(step) == pytest.approx(8_000_000, rel=0.01)
+
+
+def test_a_compiled_step_is_covered_and_an_eager_one_is_not():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256))
+    x = torch.randn(256, 256)
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    assert profile_step(lambda: compiled(x), "cpu").covered > 0.5
+    eager = profile_step(lambda: model(x), "cpu")
+    assert eager.covered == 0
+    assert eager.operators == 3
+    torch.compiler.reset()
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3))
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_the_repeated_blocks_are_those_with_most_parameters():
+    model = Blocks()
+    assert repeated_blocks(model) == list(model.blocks)
+    assert repeated_blocks(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))) == []
+
+
+@pytest.mark.parametrize("scope", ["blocks", "nested"])
+def test_every_block_keeps_its_own_weights(scope, monkeypatch):
+    def compiler(module=None, **options):
+        return original(module, backend="aot_eager")
+
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", compiler)
+    # nested marks the class for good
+    monkeypatch.setattr(torch.nn.Sequential, "forward", torch.nn.Sequential.forward)
+    model, x = Blocks(), torch.randn(5, 4)
+    with torch.no_grad():
+        expected = model(x)
+        actual = compile_case(model, Case("x", scope=scope))(x)
+    torch.testing.assert_close(actual, expected)
+    torch.compiler.reset()

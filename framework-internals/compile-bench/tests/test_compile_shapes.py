@@ -1,0 +1,145 @@
+"""Shapes that change: schedules, padding, what varies, and which strategy is recommended."""
+
+import pytest
+import torch
+
+from benchkit import Quantity, UserError
+from compile_bench.cli_measure import describe_shapes
+from compile_bench.results import Case
+from compile_bench.shape_worker import _prepare, make_calls, shapes, varying_sizes
+from compile_bench.shapes import Passes, ShapeStudy
+from compile_bench.target import Target
+from compile_bench.trace import Recompile
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+def target(*args, **kwargs):
+    return Target(torch.nn.Identity(), args, kwargs)
+
+
+def sizes_of(calls):
+    return [tuple(call.args[0].shape) for call in calls]
+
+
+def test_schedules_are_cut_from_the_arguments():
+    whole = target(torch.ones(8, 12), labels=torch.ones(8))
+    assert sizes_of(make_calls(whole, "last-batch")) == [(8, 12), (8, 12), (5, 12)]
+    assert sizes_of(make_calls(whole, "batch-1")) == [(8, 12), (1, 12), (8, 12)]
+    assert sizes_of(make_calls(whole, "growing-sequence")) == [(8, 3), (8, 6), (8, 9), (8, 12)]
+    assert make_calls(whole, "last-batch")[2].kwargs["labels"].shape == (5,)
+    assert make_calls(whole, "growing-sequence")[0].kwargs["labels"].shape == (8,)
+
+
+def test_schedules_that_cannot_be_cut_are_one_line():
+    with pytest.raises(UserError, match="--schedule takes last-batch, batch-1, growing-sequence, got 'random'"):
+        make_calls(target(torch.ones(2)), "random")
+    with pytest.raises(UserError, match="cuts dimension 1 of the first tensor argument: there is none"):
+        make_calls(target(torch.ones(2)), "growing-sequence")
+
+
+def test_what_varies_is_found():
+    calls = [target(torch.ones(n, 3), torch.ones(4)) for n in (8, 8, 5)]
+    assert varying_sizes(calls) == {(0, 0): [8, 8, 5]}
+    with pytest.raises(UserError, match="all calls of the schedule have the same shapes"):
+        varying_sizes(calls[:2])
+    with pytest.raises(UserError, match="number of tensors or in their ranks"):
+        varying_sizes([target(torch.ones(2)), target(torch.ones(2, 2))])
+
+
+def test_buckets_and_padding_only_grow_what_varies():
+    calls = [target(torch.full((n, 3), 7.0)) for n in (3, 5, 6)]
+    sizes = varying_sizes(calls)
+    assert sizes_of(_prepare(calls, "padding", sizes)) == [(6, 3)] * 3
+    bucketed = _prepare(calls, "buckets", sizes)
+    assert sizes_of(bucketed) == [(4, 3), (6, 3), (6, 3)]  # a power of two, but no more than the largest
+    assert bucketed[0].args[0].sum() == 63  # what is padded is zero
+    assert sizes_of(calls) == [(3, 3), (5, 3), (6, 3)]
+
+
+def passes(strategy, first, later, spread=0.0):
+    return Passes(strategy, first, Quantity(later, "s", later - spread, later + spread, 9, "p20-p80"), 1)
+
+
+def test_the_recommendation_is_the_cheapest_total_and_changes_with_the_passes():
+    study = ShapeStudy(
+        Case("x"),
+        ("[8]", "[5]"),
+        ("args[0] dimension 0",),
+        (passes("eager", 0.1, 0.1), passes("automatic", 5.0, 0.05), passes("static", 9.0, 0.01)),
+    )
+    assert [study.ranking(count)[0].strategy for count in (1, 100, 120, 10_000)] == [
+        "eager",
+        "automatic",
+        "static",
+        "static",
+    ]
+    assert study.ranking(10_000)[0].total(10_000)[0] == pytest.approx(9.0 + 9_999 * 0.01)
+    assert "cheapest for 1 pass: eager" in describe_shapes(study, 1)
+
+
+def test_among_equals_the_one_that_asks_least_is_recommended():
+    rivals = (passes("padding", 5.0, 0.050, 0.01), passes("automatic", 5.0, 0.051, 0.01))
+    study = ShapeStudy(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), rivals)
+    assert study.ranking(100)[0].strategy == "automatic"
+
+
+def test_a_strategy_that_fails_is_shown_and_never_recommended():
+    study = ShapeStudy(
+        Case("x"), ("[8]",), ("d",), (Passes("padding", failed="ValueError: no"), passes("eager", 1.0, 1.0))
+    )
+    assert [each.strategy for each in study.ranking(5)] == ["eager"]
+    assert "| padding | fails |" in describe_shapes(study, 5)
+
+
+FILE = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from compile_bench.target import Target
+
+class Collate:
+    def __iter__(self):
+        return iter(DataLoader(torch.arange(10.0).reshape(10, 1), batch_size=4))
+
+def loader():
+    return Target(torch.nn.Linear(1, 1), (torch.ones(4, 1),), schedule=Collate())
+
+def real_loader():
+    data = TensorDataset(torch.ones(10, 1))
+    return Target(torch.nn.Linear(1, 1), (torch.ones(4, 1),), schedule=DataLoader(data, batch_size=4))
+
+def breaks_off():
+    return Target(torch.nn.Linear(1, 1), (torch.ones(4, 1),), schedule=[(torch.ones(4, 2),)])
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "schedules.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize("name", ["loader", "real_loader"])
+def test_a_data_loader_is_a_schedule(file, name):
+    answer = shapes(Case(f"{file}:{name}", train=False), strategy="eager", schedule="", seconds=0.0)
+    assert answer.schedule == ("[4, 1]", "[4, 1]", "[4, 1]", "[2, 1]")
+    assert answer.varying == ("args[0] dimension 0",)
+    assert answer.passes.later.samples >= 3
+
+
+def test_a_call_that_fails_eagerly_is_the_users(file):
+    with pytest.raises(UserError, match="a call of the schedule raised RuntimeError"):
+        shapes(Case(f"{file}:breaks_off", train=False), strategy="eager", schedule="", seconds=0.0)
+    with pytest.raises(UserError, match="has no schedule of shapes"):
+        shapes(Case("mlp"), strategy="eager", schedule="", seconds=0.0)
+
+
+def test_recompilations_are_told_with_their_guard():
+    again = Recompile("0/1", "forward", "m.py", 3, "tensor 'x' size mismatch", "tensor size")
+    one = Passes("automatic", 1.0, Quantity(0.1, "s", 0.1, 0.1, 3, "p20-p80"), 2, (again,))
+    text = describe_shapes(ShapeStudy(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), (one,)), 10)
+    assert "| 2 | tensor 'x' size mismatch |" in text

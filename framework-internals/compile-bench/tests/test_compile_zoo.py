@@ -1,0 +1,80 @@
+"""The zoo: every target makes a step in training and in inference, and the library behind it loads lazily."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchkit import UserError
+from compile_bench import zoo_transformers
+from compile_bench.resnet import ResNet
+from compile_bench.target import load_target
+from compile_bench.zoo import SURVEY, ZOO
+from compile_bench.zoo_transformers import ARCHITECTURES
+
+OURS = [name for name in ZOO if name not in ARCHITECTURES]
+
+
+def _check(name):
+    target = load_target(name, "cpu")
+    model = target.copied().train()
+    loss = target.step(model, train=True)()
+    assert loss.ndim == 0
+    assert torch.isfinite(loss)
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    model = target.copied().eval()
+    output = target.step(model, train=False)()
+    assert torch.equal(output, target.step(model, train=False)())
+    assert not output.requires_grad
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_targets_train_and_infer(name):
+    if name == "planted":
+        pytest.skip("it changes with every call; that is its point")
+    _check(name)
+
+
+@pytest.mark.filterwarnings("ignore")  # the library's own, about weights and versions
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_the_librarys_architectures_train_and_infer(name):
+    pytest.importorskip("transformers")
+    _check(name)
+
+
+def test_the_zoo_has_what_it_promises():
+    assert set(SURVEY) <= set(ZOO)
+    wanted = {"gpt", "mlp", "resnet", "gpt2", "llama", "qwen3", "qwen3-moe", "bert", "vit", "t5", "mamba"}
+    assert wanted | {"wav2vec2", "longformer"} == set(SURVEY)
+
+
+def test_a_missing_library_is_one_line_with_the_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"needs the package transformers: pip install 'compile-bench\[zoo\]'"):
+        load_target("llama", "cpu")
+
+
+def test_the_library_is_not_loaded_before_it_is_asked_for():
+    code = "import compile_bench.zoo, sys; assert 'transformers' not in sys.modules"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_real_widths_are_the_published_ones(name):
+    pytest.importorskip("transformers")
+    architecture = ARCHITECTURES[name]
+    library = zoo_transformers._library(name)
+    config = getattr(library, architecture.config)(**architecture.always, **architecture.gpu)
+    assert config.hidden_size in (768, 1024, 2048)
+    assert config.vocab_size > 1000 or name == "wav2vec2"
+    assert config.num_hidden_layers == 2
+
+
+def test_resnet_18_has_its_parameters():
+    # 11,689,512: the count of the paper's architecture with 1,000 classes.
+    assert sum(parameter.numel() for parameter in ResNet(classes=1000).parameters()) == 11_689_512
+    assert ResNet(classes=1000)(torch.zeros(1, 3, 64, 64)).shape == (1, 1000)
