@@ -593,8 +593,10 @@ def _message(text: str) -> tuple[str, str, tuple[str, ...]]:
     explanation = re.search(r"^  Explanation: (.*?)(?=^  Hint: |^  Developer debug context:|\Z)", text, re.S | re.M)
     hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
     said = explanation[1] if explanation else ""
+    # Above an explanation the last line is the kind of break; an error of another kind begins with what it is.
+    title = (head[-1] if explanation else head[0]) if head else "no reason given"
     return (
-        head[-1].removeprefix("torch._dynamo.exc.Unsupported: ") if head else "no reason given",
+        title.removeprefix("torch._dynamo.exc.Unsupported: "),
         _one_line(said.split("\n\n")[0]),
         tuple(_one_line(hint) for hint in hints),
     )
