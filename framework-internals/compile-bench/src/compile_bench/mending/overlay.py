@@ -13,6 +13,9 @@ from compile_bench.trace import Folders
 
 Overlay = Mapping[str, bytes]
 
+# What was imported before any target was loaded is not the target's: a second copy of it would have other classes.
+_BEFORE = frozenset(sys.modules)
+
 
 @contextmanager
 def overlaid(overlay: Overlay) -> Iterator[None]:
@@ -45,5 +48,5 @@ def forget_user_modules(folders: Folders) -> None:
     """Have the user's modules executed anew when they are imported next."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if name != "__main__" and file and folders.of_user(file):
+        if name not in _BEFORE and file and folders.of_user(file):
             del sys.modules[name]
