@@ -1,5 +1,6 @@
 """Triage from end to end on a small model of two files, its parts, and its answers to targets that are no use."""
 
+import logging
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from compile_bench import Case, Harness
 from compile_bench.bill import draw_up
 from compile_bench.cli import app
 from compile_bench.cli_triage import describe_bill, write_patches
-from compile_bench.collector import folders
+from compile_bench.collector import CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerWatch
 from compile_bench.mending.holding import overlays
 from compile_bench.mending.overlay import forget_user_modules, overlaid
@@ -21,7 +22,7 @@ from compile_bench.mending.proof import holds, reference
 from compile_bench.target import load_target
 from compile_bench.trace import Folders, Frame
 from compile_bench.triage_records import bill_records
-from compile_bench.triage_worker import survey
+from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -192,6 +193,28 @@ def test_functions_that_compute_eagerly_are_seen():
     (found,) = watch.run(lambda: compiled.encode(x))
     assert (found.frame.function, found.method_of) == ("encode", "Encoder")
     assert sys.getprofile() is None
+
+
+def test_a_lost_cuda_graph_has_its_line():
+    with CudaGraphSkips() as skips:
+        logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs").debug(
+            "skipping cudagraphs due to mutated inputs (1 instances). Found from : \n"
+            '   File "/home/model.py", line 7, in forward\n    self.seen.add_(1)\n'
+        )
+    (found,) = read_lost_graphs(skips, Folders())
+    assert found.frame == Frame("/home/model.py", 7, "forward", "self.seen.add_(1)")
+    assert found.reason == "CUDA graphs are left out: mutated inputs (1 instances). Found from :"
+
+
+@pytest.mark.gpu
+def test_a_lost_cuda_graph_is_found(folder):
+    (folder / "triage_model.py").write_text(
+        "import torch\n\n\nclass Moved(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return x + torch.ones(4).sum()\n\n\ndef target():\n    return Moved(), (torch.ones(4),)\n"
+    )
+    found = lost_graphs(Case(f"{folder / 'triage_model.py'}:target", "cuda", train=False))
+    assert found
+    assert found[0].kind == "CUDA graph lost"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,9 @@ def draw_up(
     surveys = _surveys(harness, case, kinds, absent)
     findings = _findings(surveys)
     main = surveys[0].case
+    if case.device == "cuda":
+        lost = _attempted(lambda: cast(list[SilentEager], harness.ask("lost_graphs", main)), "CUDA graphs", absent)
+        findings += [_of_silent(each, surveys[0]) for each in lost or ()]
     priced = _attempted(lambda: cast(Priced, harness.ask("price", main)), "prices", absent) if price else None
     if priced is not None:
         findings = [replace(each, price=priced.prices.get((each.file, each.line))) for each in findings]
@@ -147,11 +150,15 @@ def _kind(each: Break) -> Kind:
 
 
 _SILENT_CASES: dict[Kind, str] = {"silent eager": "empty-first-call", "method not compiled": "other-method"}
+_GRAPH_ADVICE = (
+    "A CUDA graph replays the same kernels on the same memory: keep its inputs on the GPU and unmutated, and outside "
+    "what needs the CPU."
+)
 
 
 def _of_silent(each: SilentEager, survey: Survey) -> Finding:
     source, end = _statement(each.frame.file, each.frame.line)
-    case = _SILENT_CASES[each.kind]
+    case = _SILENT_CASES.get(each.kind, "")
     return Finding(
         kind=each.kind,
         file=each.frame.file,
@@ -159,10 +166,10 @@ def _of_silent(each: SilentEager, survey: Survey) -> Finding:
         end_line=end,
         function=each.function,
         source=source,
-        category="silent eager",
+        category="silent eager" if case else "CUDA graph",
         reason=each.reason,
         explanation="",
-        advice=CAUSES[case].advice,
+        advice=CAUSES[case].advice if case else _GRAPH_ADVICE,
         case=case,
         kinds=(survey.case.kind,),
         seeds=(),

@@ -184,6 +184,7 @@ class CudaGraphSkips(logging.Handler):
 
     Attributes:
         reasons: each once, in PyTorch's words.
+        messages: in full, with the lines of the model that PyTorch names; one a reason.
     """
 
     # The artifact log that the message goes to was "perf_hints" before it was "cudagraphs".
@@ -192,6 +193,7 @@ class CudaGraphSkips(logging.Handler):
     def __init__(self) -> None:
         super().__init__(level=logging.DEBUG)
         self.reasons: list[str] = []
+        self.messages: list[str] = []
         self._saved: list[tuple[logging.Logger, int, bool]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -200,6 +202,7 @@ class CudaGraphSkips(logging.Handler):
         line = reason.strip().split("\n")[0].rstrip(". ")
         if found and line not in self.reasons:
             self.reasons.append(line)
+            self.messages.append(reason.strip())
 
     def __enter__(self) -> CudaGraphSkips:
         for logger in map(logging.getLogger, self._LOGGERS):

@@ -566,6 +566,11 @@ def _failure(
     )
 
 
+def innermost_in(text: str, folders: Folders) -> Frame | None:
+    """The user's line that a text with a traceback in it names."""
+    return folders.innermost(_stack(text))
+
+
 def broken_in_error(text: str, kind: str, folders: Folders) -> Break | None:
     """The place that a failed compilation's error names, as a break; None if it names none of the model's."""
     stack = folders.inside(_stack(text.partition("from user code:")[2]))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from compile_bench.collector import Collector, folders
+from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.findings import SilentEager, Survey
 from compile_bench.measuring import load_case
@@ -23,7 +23,16 @@ from compile_bench.mending.holding import overlays
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
 from compile_bench.target import Target
-from compile_bench.trace import Break, CompileTrace, Folders, Frame, Recompile, broken_in_error, merge_breaks
+from compile_bench.trace import (
+    Break,
+    CompileTrace,
+    Folders,
+    Frame,
+    Recompile,
+    broken_in_error,
+    innermost_in,
+    merge_breaks,
+)
 
 SEEDS = (0, 1, 2)
 
@@ -155,6 +164,27 @@ def own_model(target: Target, case: Case) -> nn.Module:
         return target.copied()
     except Exception:  # a lock, an open file, whatever deepcopy raises for what the model holds
         return load_case(case).model
+
+
+def lost_graphs(case: Case) -> list[SilentEager]:
+    """Why CUDA graphs are left out of a case when they are asked for, each with the line that PyTorch names."""
+    target = load_case(case)
+    compiled = cast(nn.Module, torch.compile(own_model(target, case), mode="reduce-overhead", dynamic=case.dynamic))
+    step = target.step(compiled, train=case.train)
+    with CudaGraphSkips() as skips:
+        for _ in range(_STEADY_CALLS):
+            torch.compiler.cudagraph_mark_step_begin()
+            step()
+    return read_lost_graphs(skips, folders())
+
+
+def read_lost_graphs(skips: CudaGraphSkips, whose: Folders) -> list[SilentEager]:
+    """The reasons that were collected, as findings."""
+    found = []
+    for reason, message in zip(skips.reasons, skips.messages, strict=True):
+        place = innermost_in(message, whose) or Frame("?", 0, "?")
+        found.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are left out: {reason}"))
+    return found
 
 
 def seed_everything(seed: int) -> None:
