@@ -58,6 +58,7 @@ def test_patterns_are_expressions():
         ("Data-dependent branching", "if x.sum() > 0:", "branch-on-value"),
         ("Unsupported Tensor.item() call with capture_scalar_outputs=False", "x = x / y.item()", "item"),
         ("Attempted to call function marked as skipped", "t = time.perf_counter()", "clock"),
+        ("Data-dependent branching", "if self.training and torch.rand([]) < 0.3:", "layer-dropped"),
         ("Attempted to wrap RNN, GRU, or LSTM", "x, _ = self.lstm(x)", "rnn-allowed"),
         ("Attempted to call function marked as skipped", "y = frobnicate(x)", None),
     ],

@@ -88,9 +88,10 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_breaks_are_found_priced_mended_and_proved(folder):
     target = f"{folder / 'triage_model.py'}:target"
-    with Harness.open("cpu", limit=280) as harness:
+    with Harness.open("cpu", limit=400) as harness:
         bill = draw_up(harness, Case(target, "cpu"))
     assert not bill.absent
     places = {each.place: each for each in bill.findings}

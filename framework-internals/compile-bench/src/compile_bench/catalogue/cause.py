@@ -71,10 +71,12 @@ CAUSES: dict[str, Cause] = {}
 def match(reason: str, source: str) -> Cause | None:
     """The cause that a break is an instance of, as far as reason and source line tell; None if they do not."""
     fitting = [each for each in CAUSES.values() if each.kind == "break" and re.search(each.pattern, reason)]
-    said_by_code = [each for each in fitting if each.code and re.search(each.code, source)]
+    # The more of the line an entry is about, the closer it is.
+    said = {each.name: len(found[0]) for each in fitting if each.code and (found := re.search(each.code, source))}
+    if said:
+        return CAUSES[max(said, key=said.__getitem__)]
     # A reason that many causes share says nothing without the line.
-    telling = [each for each in fitting if not each.code and each.name in _TOLD_BY_REASON]
-    return next(iter(said_by_code + telling), None)
+    return next((each for each in fitting if each.name in _TOLD_BY_REASON), None)
 
 
 _TOLD_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "rnn-allowed"))
