@@ -60,6 +60,15 @@ def nothing():
     return 3
 
 
+class Raising(nn.Module):
+    def forward(self, x):
+        return x @ torch.ones(3)
+
+
+def unfit():
+    return Raising(), (torch.randn(4, 8),)
+
+
 def hangs():
     import time
 
@@ -224,6 +233,7 @@ def test_a_lost_cuda_graph_is_found(folder):
         ("missing", 2, "has no 'missing'"),
         ("raises", 2, "raised ValueError: not today"),
         ("nothing", 2, "returned an object of type int"),
+        ("unfit", 2, "raises by itself, uncompiled, in inference: RuntimeError: size mismatch"),
         ("hangs", 3, "was ended after its time limit"),
     ],
 )

@@ -39,13 +39,14 @@ def draw_up(
         root: folder that patches are relative to; by default the working directory, or the sources' own.
 
     Raises:
-        UserError: if the target is at fault.
+        UserError: if the target is at fault in every kind of step.
         WorkerFailure: if no kind of step could be traced.
     """
     absent: list[str] = []
     surveys = _surveys(harness, case, kinds, absent)
     findings = _findings(surveys)
-    main = surveys[0].case
+    sound = [survey for survey in surveys if not survey.failures] or surveys
+    main = sound[0].case
     if case.device == "cuda":
         lost = _attempted(lambda: cast(list[SilentEager], harness.ask("lost_graphs", main)), "CUDA graphs", absent)
         findings += [_of_silent(each, surveys[0]) for each in lost or ()]
@@ -55,7 +56,7 @@ def draw_up(
     together: Mend | None = None
     if mend and findings:
         root = root or patch_root([each.file for each in findings if each.user_file], Path.cwd())
-        mender = Mender(harness, main, surveys, root)
+        mender = Mender(harness, main, sound, root)
         mending = _attempted(lambda: mender.mend(findings), "mends", absent)
         if mending is not None:
             findings = [replace(each, mend=mending.mends.get((each.file, each.line))) for each in findings]
@@ -73,18 +74,18 @@ def draw_up(
 
 def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[str]) -> list[Survey]:
     surveys: list[Survey] = []
-    failure: WorkerFailure | None = None
+    failure: WorkerFailure | UserError | None = None
     for train in kinds:
         try:
             surveys.append(cast(Survey, harness.ask("survey", replace(case, train=train))))
-        except WorkerFailure as error:
+        except (WorkerFailure, UserError) as error:
             failure = error
             absent.append(str(error))
     if not surveys:
         assert failure is not None
         raise failure
     for survey in surveys:
-        absent += [f"{survey.case.kind}: {each}" for each in survey.failures]
+        absent += [f"{survey.case.kind}: {each}" for each in survey.failures + survey.notes]
     return surveys
 
 

@@ -12,7 +12,7 @@ import logging
 import sysconfig
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
@@ -243,6 +243,12 @@ def without_caches() -> Iterator[None]:
     with importlib.import_module("torch._inductor.config").patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # which is what was asked for
         yield
+
+
+def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:
+    """Whatever becomes of settings of ``torch._dynamo.config`` inside a block, afterwards they are as before."""
+    config = importlib.import_module("torch._dynamo").config
+    return config.patch({name: getattr(config, name) for name in names})
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:

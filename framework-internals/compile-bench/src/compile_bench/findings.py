@@ -40,6 +40,7 @@ class Survey:
         collect_seconds: time spent in the collector.
         trace_seconds: time of all first calls, that included.
         user_files: those of the breaks' files that are the user's.
+        notes: lines that nothing could be seen behind, and why.
     """
 
     case: Case
@@ -53,6 +54,7 @@ class Survey:
     collect_seconds: float
     trace_seconds: float
     user_files: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from benchkit import UserError
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.findings import SilentEager, Survey
@@ -76,6 +77,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         sum(trace.handler_seconds for trace in look.traces),
         seconds,
         frozenset(each.file for each in merged if whose.of_user(each.file)),
+        tuple(look.notes),
     )
 
 
@@ -87,6 +89,7 @@ class _Look:
     breaks: list[tuple[int, Break]] = field(default_factory=list)
     eager: dict[Frame, SilentEager] = field(default_factory=dict)
     failures: dict[str, None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _Look:
@@ -108,6 +111,7 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
         look.traces.append(trace)
         look.breaks += [(seed, each) for each in trace.breaks]
         if error is not None:
+            _refuse_if_eager_fails(target, case)
             look.failures[_one_line(error)] = None
             found = broken_in_error(str(error), type(error).__name__, whose)
             look.breaks += [(seed, found)] if found is not None else []
@@ -116,6 +120,14 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
         for silent in _silent(EagerWatch(model.modules(), whose).run(step), trace, whose):
             look.eager.setdefault(silent.frame, silent)
     return look
+
+
+def _refuse_if_eager_fails(target: Target, case: Case) -> None:
+    """A model that raises by itself has nothing to be triaged."""
+    try:
+        target.step(own_model(target, case), train=case.train)()
+    except Exception as error:  # whatever the model raises
+        raise UserError(f"{case.target} raises by itself, uncompiled, in {case.kind}: {_one_line(error)}") from error
 
 
 def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> list[tuple[int, Break]]:
@@ -142,7 +154,7 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
                 forget_user_modules(whose)
                 latest = _look(load_case(case), case, seeds, whose).breaks
         except Exception as error:  # a held value may be one that the model cannot go on with
-            look.failures[f"behind {Path(new[0][0]).name}:{new[0][1]} could not be traced: {_one_line(error)}"] = None
+            look.notes.append(f"behind {Path(new[0][0]).name}:{new[0][1]} nothing could be traced: {_one_line(error)}")
             break
         known = {(each.file, each.line) for _, each in look.breaks + found}
         found += [

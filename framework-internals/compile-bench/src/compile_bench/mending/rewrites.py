@@ -393,14 +393,22 @@ def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]
 # -- settings ------------------------------------------------------------------------------------------------------
 
 
-def _setting(name: str, value: str, *marks: str) -> Make:
+def _setting(name: str, value: str, mark: str) -> Make:
     def make(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
         text = f"{found.category} {found.reason}"
-        return with_torch(source, f"torch._dynamo.config.{name} = {value}") if any(m in text for m in marks) else []
+        return with_torch(source, f"torch._dynamo.config.{name} = {value}") if mark in text else []
 
     return make
 
 
+# Case of the catalogue, name in torch._dynamo.config, value, and what the category or reason of a break says.
+_SETTINGS = (
+    ("item-captured", "capture_scalar_outputs", "True", "tensor value read by Python"),
+    ("dynamic-shape-captured", "capture_dynamic_output_shape_ops", "True", "data-dependent shape"),
+    ("rnn-allowed", "allow_rnn", "True", "RNN, GRU, or LSTM"),
+    ("parameter-made-inside", "graph_break_on_nn_param_ctor", "False", "`torch.nn.Parameter()` constructor"),
+)
+CHANGED_SETTINGS = tuple(name for _, name, _, _ in _SETTINGS)
 _PROCESS_WIDE = "a setting of the whole process: every model compiled in it is traced like that"
 
 REWRITES = (
@@ -425,25 +433,7 @@ REWRITES = (
     Rewrite(
         "disabled-function", "compile the function too", "a function kept out on purpose is compiled", _drop_disable
     ),
-    Rewrite(
-        "item-captured",
-        "capture_scalar_outputs",
-        _PROCESS_WIDE,
-        _setting("capture_scalar_outputs", "True", "tensor value read by Python"),
-    ),
-    Rewrite(
-        "dynamic-shape-captured",
-        "capture_dynamic_output_shape_ops",
-        _PROCESS_WIDE,
-        _setting("capture_dynamic_output_shape_ops", "True", "data-dependent shape"),
-    ),
-    Rewrite("rnn-allowed", "allow_rnn", _PROCESS_WIDE, _setting("allow_rnn", "True", "RNN, GRU, or LSTM")),
-    Rewrite(
-        "parameter-made-inside",
-        "graph_break_on_nn_param_ctor",
-        _PROCESS_WIDE,
-        _setting("graph_break_on_nn_param_ctor", "False", "`torch.nn.Parameter()` constructor"),
-    ),
+    *(Rewrite(case, name, _PROCESS_WIDE, _setting(name, value, mark)) for case, name, value, mark in _SETTINGS),
 )
 
 

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import torch
 
-from compile_bench.collector import folders
+from benchkit import UserError
+from compile_bench.collector import folders, settings_restored
 from compile_bench.findings import Mark, Proposal, Trial, mark
 from compile_bench.mending.overlay import Overlay, forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
+from compile_bench.mending.rewrites import CHANGED_SETTINGS
 from compile_bench.results import Case
 from compile_bench.triage_worker import survey
 
@@ -74,11 +76,14 @@ def _trial(
     compiled: bool,
 ) -> Trial:
     whose = folders()
-    with overlaid(overlay):
+    with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
         surveys = []
         for train in kinds:
             forget_user_modules(whose)
-            surveys.append(survey(replace(case, train=train), seeds=seeds, behind=False))
+            try:
+                surveys.append(survey(replace(case, train=train), seeds=seeds, behind=False))
+            except UserError as error:
+                return Trial(f"the changed model fails: {error}", 0, 0)
         failures = [failure for each in surveys for failure in each.failures]
         left = {mark(each): each for found in surveys for each in found.breaks}
         graphs = len(surveys[0].trace.graphs)
