@@ -87,7 +87,7 @@ def test_the_html_page_is_whole_and_loads_nothing():
 
 def test_a_program_is_shown_without_its_decorator():
     text = program(CAUSES["print"])
-    assert text.startswith("def broken(x: Tensor) -> Tensor:")
+    assert text.startswith("def _print() -> Repro:\n    def broken(x: Tensor) -> Tensor:")
     assert "return Repro(broken, mended," in text
 
 

@@ -31,6 +31,7 @@ class _Gap:
     """From the end of one graph to the start of the next, within a step."""
 
     before: str
+    after: str
     seconds: tuple[float, ...]
     functions: frozenset[tuple[str, str]]
 
@@ -82,6 +83,7 @@ class GapProfiler:
         gaps = [
             _Gap(
                 order[index],
+                order[index + 1],
                 tuple(runs[index + 1][1] - runs[index][2] for runs in alike),
                 functions.get(index + 1, frozenset()),
             )
@@ -141,7 +143,7 @@ def price(case: Case, *, overlay: Overlay | None = None) -> Priced:
         trace = collector.trace()
         gaps, seconds = profiler.gaps(step)
     priced = {(each.file, each.line): each for each in trace.breaks}
-    charged = {place: [gap for gap in gaps if _belongs(gap, each)] for place, each in priced.items()}
+    charged = {place: _gaps_of(each, gaps) for place, each in priced.items()}
     prices = {
         place: Price(
             _sum(charged[place]),
@@ -168,10 +170,20 @@ def _waiting(step: Callable[[], Any], case: Case) -> Callable[[], Any]:
     return waited
 
 
-def _belongs(gap: _Gap, found: Break) -> bool:
+def _gaps_of(found: Break, gaps: Sequence[_Gap]) -> list[_Gap]:
+    """The gaps that a break is answerable for."""
     if found.whole_frame:
-        return (found.file, found.function) in gap.functions
-    return gap.before in found.compile_ids
+        return [gap for gap in gaps if (found.file, found.function) in gap.functions]
+    own = [gap for gap in gaps if gap.before in found.compile_ids]
+    if own:
+        return own
+    # Nothing was computed between this break and the one before it. Compilations are numbered as they are met.
+    numbers = [_number(each) for each in found.compile_ids]
+    return [gap for gap in gaps if any(_number(gap.before) < each < _number(gap.after) for each in numbers)][:1]
+
+
+def _number(compile_id: str) -> int:
+    return int(compile_id.split("/")[0])
 
 
 def _sharing(gap: _Gap, charged: dict[tuple[str, int], list[_Gap]]) -> int:

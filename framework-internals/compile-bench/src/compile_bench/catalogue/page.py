@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
@@ -34,11 +32,8 @@ def describe(cause: Cause) -> str:
 
 def program(cause: Cause) -> str:
     """Source of a cause's repro: the broken program, the mended one, and how they are called."""
-    source = textwrap.dedent(inspect.getsource(cause.make))
-    function = ast.parse(source).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    lines = source.splitlines()[function.body[0].lineno - 1 - len(_decorators(function.body[0])) :]
-    return textwrap.dedent("\n".join(lines))
+    source = inspect.getsource(cause.make)
+    return source[source.index("\ndef ") + 1 :].rstrip()
 
 
 def markdown() -> str:
@@ -101,7 +96,3 @@ def _versions(cause: Cause) -> list[tuple[str, str, str]]:
 def _standings(cause: Cause) -> str:
     rows = [(version, word, seen.replace("|", "\\|")) for version, word, seen in _versions(cause)]
     return markdown_table(["torch", _COMES_OF_IT[cause.kind], "what it says"], rows, left=3)
-
-
-def _decorators(statement: ast.stmt) -> list[ast.expr]:
-    return getattr(statement, "decorator_list", [])
