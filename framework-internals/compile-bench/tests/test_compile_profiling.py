@@ -38,6 +38,7 @@ class Event:
     device_type: DeviceType = DeviceType.CPU
     cpu_parent: object = None
     kernels: list = field(default_factory=list)
+    is_user_annotation: bool = False
 
 
 def event(name, start, end, **more):
@@ -72,6 +73,7 @@ def test_on_a_gpu_coverage_is_the_share_of_the_kernels_time():
         event("triton_poi_fused_gelu", 30, 60, device_type=DeviceType.CUDA),
         event("sm90_gemm", 62, 72, device_type=DeviceType.CUDA),
         event("Memcpy DtoH", 80, 81, device_type=DeviceType.CUDA),
+        event("Torch-Compiled Region: 0/0", 30, 72, device_type=DeviceType.CUDA, is_user_annotation=True),
     ]
     found = summarise(events, "cuda", steps=1)
     assert found.covered == pytest.approx(0.75)

@@ -180,6 +180,7 @@ def agreed(**more):
 
 def test_counts_that_agree_and_counts_that_do_not():
     assert agreed().agrees
+    assert agreed(met=5, explain_graphs=2, graphs=2, explain_breaks=1).agrees
     whole = agreed(met=5, whole_frames=2)
     assert whole.explained
     assert "takes one from the number of graphs" in whole.differences[0]
@@ -192,6 +193,7 @@ def test_counts_that_agree_and_counts_that_do_not():
     text = render(results(*records_of(bench()), *records), REPORT)
     assert "All three agree in 1 of 3 cases; in 1 more the difference has a known ground" in text
     assert "**not explained**" in text
+    assert "only here: m.py:3; only in the log: m.py:9" in text
 
 
 def test_modes_share_the_eager_run():

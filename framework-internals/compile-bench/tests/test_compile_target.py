@@ -86,6 +86,17 @@ def test_a_bad_function_is_one_line(file, name, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_schedule_that_raises_is_one_line(tmp_path):
+    path = tmp_path / "loader.py"
+    path.write_text(
+        "import torch\nfrom compile_bench.target import Target\n"
+        "def calls():\n    yield torch.ones(2, 1)\n    raise OSError('the disk is gone')\n"
+        "def target():\n    return Target(torch.nn.Linear(1, 1), (torch.ones(3, 1),), schedule=calls())\n"
+    )
+    with pytest.raises(UserError, match="OSError: the disk is gone"):
+        load_target(f"{path}:target", "cpu")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_target_that_needs_a_gpu_says_so(file):
     with pytest.raises(UserError, match="it needs a GPU, and torch sees none"):

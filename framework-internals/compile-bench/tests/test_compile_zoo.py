@@ -14,7 +14,8 @@ from compile_bench.target import load_target
 from compile_bench.zoo import SURVEY, ZOO
 from compile_bench.zoo_transformers import ARCHITECTURES
 
-OURS = [name for name in ZOO if name not in ARCHITECTURES]
+# Not "planted": it changes with every call, which is its point.
+OURS = [name for name in ZOO if name not in (*ARCHITECTURES, "planted")]
 
 
 def _check(name):
@@ -33,8 +34,6 @@ def _check(name):
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_targets_train_and_infer(name):
-    if name == "planted":
-        pytest.skip("it changes with every call; that is its point")
     _check(name)
 
 
@@ -70,7 +69,7 @@ def test_real_widths_are_the_published_ones(name):
     library = zoo_transformers._library(name)
     config = getattr(library, architecture.config)(**architecture.always, **architecture.gpu)
     assert config.hidden_size in (768, 1024, 2048)
-    assert config.vocab_size > 1000 or name == "wav2vec2"
+    assert getattr(config, "vocab_size", 32) in (32, 30_522, 32_128, 50_257, 50_280, 128_256, 151_936)
     assert config.num_hidden_layers == 2
 
 

@@ -15,7 +15,7 @@ class Agreement:
         case: what was traced, with the backend ``eager``.
         graphs: by the collector.
         places: ``file.py:LINE`` of every break, by the collector.
-        met: how often breaks were met at these places.
+        met: how often breaks were met at these places, attempts that Dynamo began anew included.
         whole_frames: of the breaks, how many gave up a whole function.
         explain_graphs: ``torch._dynamo.explain``'s ``graph_count``.
         explain_breaks: its ``graph_break_count``.
@@ -57,13 +57,13 @@ class Agreement:
             return (*lines, f"explain cannot run it: {self.explain_error}")
         if self.explain_graphs != self.graphs:
             lines.append(f"explain captured {self.explain_graphs} graphs, {self.graphs} here, not explained")
-        if self.explain_breaks != self.met:
+        if self.explain_breaks not in (len(self.places), self.met):
             ground = "not explained"
             # explain() counts no breaks: it takes one from the number of graphs.
             if self.explain_breaks == max(self.explain_graphs - 1, 0):
                 ground = (
-                    "explain takes one from the number of graphs, and a break that gives up a whole function or has "
-                    "no operation before it leaves none"
+                    "explain takes one from the number of graphs, so a line that breaks in several frames counts "
+                    "several times, and one that leaves no graph before it not at all"
                 )
-            lines.append(f"explain says {self.explain_breaks} breaks, {self.met} met here: {ground}")
+            lines.append(f"explain says {self.explain_breaks}, here are {len(self.places)} places: {ground}")
         return tuple(lines)

@@ -59,7 +59,7 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
     regions = {thread: _union(spans) for thread, spans in regions.items()}
     outside = [event for event in calls if _is_called_operator(event) and not _inside(event, regions)]
     guards = sum(event.time_range.elapsed_us() for event in calls if event.name == _GUARDS)
-    kernels = [event for event in events if event.device_type == DeviceType.CUDA and _is_kernel(event.name)]
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA and _is_kernel(event)]
     launches = [event for event in events if event.name.startswith(_LAUNCHES)]
     on_gpu = device == "cuda"
     return StepProfile(
@@ -115,9 +115,9 @@ def _is_called_operator(event: Any) -> bool:
     return event.name.startswith("aten::") and not (event.cpu_parent and event.cpu_parent.name.startswith("aten::"))
 
 
-def _is_kernel(name: str) -> bool:
-    # The profiler repeats spans of record_function on the GPU's track.
-    return not name.startswith(("Memcpy", "Memset", _STEP, "Torch-Compiled Region", "## Call", "aten::", "autograd::"))
+def _is_kernel(event: Any) -> bool:
+    # The profiler repeats the spans of record_function on the GPU's track.
+    return not event.is_user_annotation and not event.name.startswith(("Memcpy", "Memset"))
 
 
 def _covered_time(calls: Sequence[Any], regions: dict[int, list[Interval]]) -> float:

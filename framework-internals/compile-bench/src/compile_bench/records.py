@@ -130,14 +130,15 @@ def agreement_record(found: Agreement, root: Path) -> Record:
         "log breaks": Quantity(len(found.log_places), ""),
     }
 
-    def neutral(place: str) -> str:
-        file, _, line = place.rpartition(":")
-        return f"{shorten(file, root)}:{line}"
+    def neutral(places: tuple[str, ...]) -> tuple[str, ...]:
+        parts = (place.rpartition(":") for place in places)
+        return tuple(f"{shorten(file, root)}:{line}" for file, _, line in parts)
 
+    shown = replace(found, places=neutral(found.places), log_places=neutral(found.log_places))
     data = {
-        "places": [neutral(place) for place in found.places],
-        "differences": list(found.differences),
-        "explained": found.explained,
+        "places": list(shown.places),
+        "differences": list(shown.differences),
+        "explained": shown.explained,
     }
     return Record("agreement", case_labels(found.case), values, data)
 

@@ -435,19 +435,19 @@ def _agreement(results: Results) -> dict[str, Any]:
     records = results.select("agreement")
     if not records:
         return {}
+    keys = ("graphs", "explain graphs", "breaks", "log breaks", "explain breaks")
     rows = []
     for record in records:
         explained = record.data["differences"]
         rows.append(
             (
                 case_title(record),
-                *(numbers.count(record[key].value) for key in ("graphs", "explain graphs", "breaks", "log breaks")),
-                f"{numbers.count(record['met'].value)} / {numbers.count(record['explain breaks'].value)}",
+                *(numbers.count(record[key].value) for key in keys),
                 "all agree" if not explained else "explained" if record.data["explained"] else "**not explained**",
             )
         )
     differences = [(case_title(record), line) for record in records for line in record.data["differences"]]
-    header = ["case", "graphs", "explain's", "places of breaks", "the log's", "breaks met / explain's count", ""]
+    header = ["case", "graphs", "explain's", "places of breaks", "the log's", "explain's breaks", ""]
     return {
         "table": markdown_table(header, rows),
         "differences": differences,

@@ -183,7 +183,7 @@ def load_target(name: str, device: Device) -> Target:
     target = _as_target(name, function, made)
     try:
         return target.moved(device)
-    except (RuntimeError, AssertionError) as error:  # no such device, or not enough memory on it
+    except Exception as error:  # not enough memory there, or whatever the user's data loader raises
         raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
 
 
