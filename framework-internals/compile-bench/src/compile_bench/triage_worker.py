@@ -162,6 +162,8 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
             for seed, each in latest
             if (each.file, each.line) not in known | set(held) and not _made_by_holding(each)
         ]
+    if held:
+        forget_user_modules(whose)  # they hold recorded values
     return found
 
 
