@@ -42,6 +42,8 @@ def overlaid(overlay: Overlay) -> Iterator[None]:
         yield
     finally:
         loader.get_code = original  # type: ignore[method-assign]
+        for path in overlay:
+            linecache.cache.pop(path, None)
 
 
 def forget_user_modules(folders: Folders) -> None:
