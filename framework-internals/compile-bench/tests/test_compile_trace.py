@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compile_bench.trace import Event, categorise, phase_seconds, read_events
+from compile_bench.trace import Event, Folders, categorise, phase_seconds, read_events
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})
@@ -13,7 +13,7 @@ VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.json
 
 def golden(name, version):
     lines = (GOLDEN / f"{name}-torch-{version}.jsonl").read_text().splitlines()
-    return read_events([Event(*json.loads(line)) for line in lines], library="/library/torch")
+    return read_events([Event(*json.loads(line)) for line in lines], folders=Folders(torch="/library/torch"))
 
 
 def line_of(comment):

@@ -54,7 +54,7 @@ def compare_with_eager(
     """
     if target.is_step:
         return Accuracy(skipped="a step function keeps its weights to itself")
-    if _draws_random_numbers(target, train=train):
+    if draws_random_numbers(target, train=train):
         return Accuracy(
             skipped="the model draws random numbers (dropout?), and the compiler draws others than eager does"
         )
@@ -93,10 +93,10 @@ def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Mo
     eager_model = target.copied()
     eager = _values(target, eager_model, eager_model, train=train)
     del eager_model
-    wide = _wide(target)
+    wide = widened(target)
     exact = _values(wide, wide.model, wide.model, train=train)
-    allowance = _allowance(target)
-    pairs = [_pair(name, eager[name], ours[name], exact[name], allowance) for name in exact]
+    allowance = rounding_allowance(target)
+    pairs = [error_pair(name, eager[name], ours[name], exact[name], allowance) for name in exact]
     gradients = [pair for pair in pairs if pair.name != "output"]
     return Accuracy(
         output=pairs[0],
@@ -112,20 +112,22 @@ def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train
     with torch.set_grad_enabled(train), target.precision():
         output = call(*target.args, **target.kwargs)
     if not train:
-        return {"output": _flat(output)}
+        return {"output": flat(output)}
     loss = target.scalar(output)
     loss.backward()
     gradients = {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return {"output": _flat(loss.detach()), **gradients}
+    return {"output": flat(loss.detach()), **gradients}
 
 
-def _flat(output: Any) -> Tensor:
+def flat(output: Any) -> Tensor:
+    """All floating-point tensors of an output as one vector of float64."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return torch.cat([leaf.detach().double().flatten() for leaf in leaves])
 
 
-def _pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
+def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
+    """Both errors of a tensor against float64, and the bound of the compiled one's."""
     size = torch.linalg.vector_norm(exact).item() or 1.0
 
     def error(values: Tensor) -> float:
@@ -134,7 +136,7 @@ def _pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: 
     return ErrorPair(name, error(eager), error(compiled), FACTOR * error(eager) + allowance)
 
 
-def _wide(target: Target) -> Target:
+def widened(target: Target) -> Target:
     """The target in float64, without autocast."""
 
     def widen(value: Any) -> Any:
@@ -149,7 +151,7 @@ def _wide(target: Target) -> Target:
     )
 
 
-def _allowance(target: Target) -> float:
+def rounding_allowance(target: Target) -> float:
     """What the bound adds to the eager error: one rounding, and a sum over the batch in order."""
     dtype = target.autocast or next(
         (p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32
@@ -161,14 +163,14 @@ def _allowance(target: Target) -> float:
     return torch.finfo(dtype).eps / 2 + math.sqrt(terms / 2) * torch.finfo(accumulator).eps / 2
 
 
-def _draws_random_numbers(target: Target, *, train: bool) -> bool:
+def draws_random_numbers(target: Target, *, train: bool) -> bool:
     """Whether a seed changes the output, or the output changes by itself (numbers drawn by NumPy or Python)."""
     model = target.copied().train(train)
 
     def output(seed: int) -> Tensor:
         torch.manual_seed(seed)
         with torch.no_grad():
-            return _flat(target.forward(model, target.args))
+            return flat(target.forward(model, target.args))
 
     first = output(0)
     size = torch.linalg.vector_norm(first).item()

@@ -6,12 +6,12 @@ import typer
 
 from compile_bench.cli_check import check, lock
 from compile_bench.cli_measure import run, shapes, zoo
-from compile_bench.cli_triage import triage
+from compile_bench.cli_triage import catalogue, triage
 
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
     help="What torch.compile costs, what it gives and what breaks the graph, for any model.",
 )
-for command in (run, triage, check, shapes, zoo, lock):
+for command in (run, triage, catalogue, check, shapes, zoo, lock):
     app.command()(command)

@@ -1,31 +1,162 @@
-"""The command ``triage``."""
+"""The commands ``triage`` and ``catalogue``. What imports torch is imported when a command runs."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchkit import UserError, numbers
 from benchkit.progress import working
 from benchkit.report import markdown_table
-from compile_bench.cli_common import DeviceName, Dynamic, Limit, TargetName, Train, case_of, leave, place
+from compile_bench.cli_common import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place
+from compile_bench.findings import Bill, Finding, Mend
 from compile_bench.harness import DEFAULT_LIMIT, Harness
+from compile_bench.records import plural
 from compile_bench.results import Triage
+
+if TYPE_CHECKING:
+    from compile_bench.catalogue import Cause
+
+Kinds = Annotated[
+    bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; both else.")
+]
+Prices = Annotated[bool, typer.Option("--price/--no-price", help="Compile with Inductor and measure every break.")]
+Mends = Annotated[bool, typer.Option("--mend/--no-mend", help="Try changes of the source and prove them.")]
+Patches = Annotated[Path, typer.Option(help="Folder for the patches that were proved.")]
 
 
 def triage(
     target: TargetName,
-    train: Train = True,
+    train: Kinds = None,
+    price: Prices = True,
+    mend: Mends = True,
+    patches: Patches = Path("compile-bench-patches"),
     dynamic: Dynamic = None,
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
 ) -> None:
-    """List every graph break and recompilation with its line, its reason and its category."""
+    """Find every graph break and all else that runs eagerly: line, reason, price, and a proved patch."""
 
-    def trace() -> int:
-        case = case_of(target, train, "default", dynamic, device)
-        with Harness.open(case.device, limit=limit) as harness, working(f"tracing {target}"):
-            found = harness.triage(case)
-        print(describe_triage(found))
+    def draw() -> int:
+        from compile_bench.bill import draw_up
+
+        case = case_of(target, True, "default", dynamic, device)
+        kinds = (True, False) if train is None else (train,)
+        with Harness.open(case.device, limit=limit) as harness, working(f"triage of {target}"):
+            bill = draw_up(harness, case, kinds=kinds, price=price, mend=mend)
+        print(describe_bill(bill, write_patches(bill, patches)))
         return 0
 
-    leave(trace)
+    leave(draw)
+
+
+def write_patches(bill: Bill, folder: Path) -> dict[str, Path]:
+    """Write a file for every accepted change, and one for all of them together.
+
+    Returns:
+        The files by patch.
+    """
+    accepted = [finding.mend for finding in bill.findings if finding.mend is not None and finding.mend.accepted]
+    if bill.together is not None and bill.together.accepted and len(accepted) > 1:
+        accepted.append(replace(bill.together, case="all"))
+    written: dict[str, Path] = {}
+    for number, each in enumerate(accepted, 1):
+        if each.patch in written:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / (f"{each.case}.patch" if each.case == "all" else f"{number:02d}-{each.case}.patch")
+        path.write_bytes(each.patch.encode("utf-8"))
+        written[each.patch] = path
+    return written
+
+
+def describe_bill(bill: Bill, patches: dict[str, Path]) -> str:
+    """The bill as Markdown: what was found, dearest first, then line by line what to do."""
+    lines = [_headline(bill)]
+    if bill.findings:
+        rows = [_row(finding) for finding in bill.findings]
+        header = ["line", "what", "category", "in", "gap a step", "bytes across", "compiling", "mend"]
+        lines += ["", markdown_table(header, rows, left=4)]
+    for finding in bill.findings:
+        lines += ["", *_details(finding, patches)]
+    if bill.recompiles:
+        rows = [(place(e.file, e.line), e.cause, e.guard, e.function) for e in bill.recompiles]
+        lines += ["", markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
+    if bill.together is not None:
+        lines += ["", *_together(bill.together, patches)]
+    lines += [f"not done: {each}" for each in bill.absent]
+    return "\n".join(lines)
+
+
+def _headline(bill: Bill) -> str:
+    kinds = " and ".join(survey.case.kind for survey in bill.surveys)
+    counted = [plural(len({(f.file, f.line) for f in bill.findings}), "line")]
+    share = sum(s.collect_seconds for s in bill.surveys) / max(sum(s.trace_seconds for s in bill.surveys), 1e-9)
+    return (
+        f"{bill.target}, {kinds}: {counted[0]} out of the graph, {plural(len(bill.recompiles), 'cause')} of "
+        f"recompilation; collecting took {share * 100:.1f} % of the tracing"
+    )
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    price = finding.price
+    return (
+        place(finding.file, finding.line),
+        finding.kind,
+        finding.category,
+        "both" if len(finding.kinds) > 1 else finding.kinds[0],
+        "–" if price is None or price.gap is None else numbers.with_unit(price.gap.value, "s"),
+        "–" if price is None else numbers.with_unit(price.crossing, "B"),
+        "–" if price is None else numbers.with_unit(price.compile_seconds, "s"),
+        "–" if finding.mend is None else ("yes" if finding.mend.accepted else "no"),
+    )
+
+
+def _details(finding: Finding, patches: dict[str, Path]) -> list[str]:
+    lines = [f"{place(finding.file, finding.line)}: {finding.reason}", f"    {finding.source}"]
+    if finding.end_line != finding.line:
+        lines.append(f"    … to line {finding.end_line}")
+    if finding.library:
+        lines.append(f"  in the library: {finding.library}")
+    if finding.price is not None and finding.price.share > 1:
+        lines.append(f"  the gap is shared by {finding.price.share} breaks")
+    if finding.advice:
+        named = f" (catalogue: {finding.case})" if finding.case else ""
+        lines.append(f"  do: {finding.advice}{named}")
+    if finding.mend is not None:
+        lines += _mend(finding.mend, patches)
+    return lines
+
+
+def _mend(mend: Mend, patches: dict[str, Path]) -> list[str]:
+    if not mend.accepted:
+        return [f"  tried, not accepted: {mend.title}: {mend.verdict}"]
+    assert mend.before is not None
+    assert mend.after is not None
+    lines = [
+        f"  mended: {mend.title}; {plural(mend.before.breaks, 'break')} before, {mend.after.breaks} after, "
+        f"{plural(mend.before.graphs, 'graph')} before, {mend.after.graphs} after; {mend.verdict}",
+        f"  patch: {patches[mend.patch]}",
+    ]
+    return [*lines, f"  note: {mend.effect}"] if mend.effect else lines
+
+
+def _together(together: Mend, patches: dict[str, Path]) -> list[str]:
+    if not together.accepted:
+        return [f"all mends together were not accepted: {together.verdict}"]
+    rows = []
+    for name, figures in (("before", together.before), ("after", together.after)):
+        assert figures is not None
+        step = "–" if figures.step is None else numbers.quantity(figures.step)
+        first = "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s")
+        rows.append((name, str(figures.breaks), str(figures.graphs), step, first))
+    table = markdown_table(["all mends together", "breaks", "graphs", "step", "first steps"], rows)
+    return [table, f"patch: {patches[together.patch]}"] if together.patch in patches else [table]
 
 
 def describe_triage(found: Triage) -> str:
@@ -51,3 +182,54 @@ def describe_triage(found: Triage) -> str:
         rows = [(place(e.file, e.line), e.cause, e.guard, e.function) for e in trace.recompiles]
         lines += ["", markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
     return "\n".join(lines)
+
+
+def catalogue(
+    name: Annotated[str | None, typer.Argument(help="A cause; without it all are listed.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run it on this torch: does it happen, does the fix hold?")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="Run and write the outcomes of this torch to a JSON file.")
+    ] = None,
+    render: Annotated[
+        Path | None, typer.Option(help="Write the reference page, CATALOGUE.md and .html, to a folder.")
+    ] = None,
+) -> None:
+    """List the causes of breaks, recompilations and silent eager execution; show one; run them."""
+
+    def show() -> int:
+        from compile_bench.catalogue import CAUSES
+        from compile_bench.catalogue.page import describe, listing, write_page
+
+        if name is not None and name not in CAUSES:
+            near = [known for known in CAUSES if name in known or known in name]
+            raise UserError(
+                f"no cause {name!r} in the catalogue; {'like it: ' + ', '.join(near) if near else 'see the list'}"
+            )
+        if render is not None:
+            write_page(render)
+            return 0
+        chosen = list(CAUSES.values()) if name is None else [CAUSES[name]]
+        if record is not None or check:
+            return _run(chosen, record)
+        print(listing() if name is None else describe(CAUSES[name]))
+        return 0
+
+    leave(show)
+
+
+def _run(chosen: Sequence[Cause], record: Path | None) -> int:
+    from compile_bench.catalogue.versions import examine_all, write_outcomes
+
+    with working("running the catalogue"):
+        outcomes = examine_all(chosen)
+    if record is not None:
+        write_outcomes(record, outcomes)
+    wrong = {each: outcome for each, outcome in outcomes.items() if not outcome.as_stated}
+    for each, outcome in wrong.items():
+        print(
+            f"{each}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr
+        )
+    print(f"{len(outcomes) - len(wrong)} of {plural(len(outcomes), 'cause')} as stated on this torch")
+    return 1 if wrong else 0

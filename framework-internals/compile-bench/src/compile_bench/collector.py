@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import sysconfig
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from compile_bench.trace import CompileTrace, Event, read_events
+from compile_bench.trace import CompileTrace, Event, Folders, read_events
 
 _TRACE_LOGGER = "torch.__trace"
 
@@ -42,6 +43,7 @@ _SURFACE = (
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo", "explain"),
+    ("torch._guards", "CompileContext"),
     ("torch._inductor.config", "force_disable_caches"),
 )
 
@@ -98,8 +100,11 @@ class Collector(logging.Handler):
             logger.handlers[:] = handlers
         self._saved.clear()
 
-    def trace(self) -> CompileTrace:
+    def trace(self, whose: Folders | None = None) -> CompileTrace:
         """What was seen, once the block has ended.
+
+        Args:
+            whose: whose code a file is; by default :func:`folders`.
 
         Raises:
             RuntimeError: if entries came that this version cannot read: their format has changed.
@@ -111,10 +116,25 @@ class Collector(logging.Handler):
             )
         return read_events(
             self.events,
-            library=str(Path(torch.__file__).parent),
+            folders=whose or folders(),
             kernels=self._kernels,
             handler_seconds=self._seconds,
         )
+
+
+def folders(*, launcher: bool = True) -> Folders:
+    """Whose code a file is, in this interpreter.
+
+    Args:
+        launcher: whether this package is what calls the model; otherwise its files count as the user's.
+    """
+    paths = sysconfig.get_paths()
+    return Folders(
+        torch=str(Path(torch.__file__).parent),
+        library=[paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")],
+        launcher=str(Path(__file__).parent) if launcher else "",
+        launched=("zoo.py", "zoo_transformers.py", "resnet.py"),
+    )
 
 
 def missing_surface() -> list[str]:
@@ -164,6 +184,7 @@ class CudaGraphSkips(logging.Handler):
 
     Attributes:
         reasons: each once, in PyTorch's words.
+        messages: in full, with the lines of the model that PyTorch names; one a reason.
     """
 
     # The artifact log that the message goes to was "perf_hints" before it was "cudagraphs".
@@ -172,6 +193,7 @@ class CudaGraphSkips(logging.Handler):
     def __init__(self) -> None:
         super().__init__(level=logging.DEBUG)
         self.reasons: list[str] = []
+        self.messages: list[str] = []
         self._saved: list[tuple[logging.Logger, int, bool]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -180,6 +202,7 @@ class CudaGraphSkips(logging.Handler):
         line = reason.strip().split("\n")[0].rstrip(". ")
         if found and line not in self.reasons:
             self.reasons.append(line)
+            self.messages.append(reason.strip())
 
     def __enter__(self) -> CudaGraphSkips:
         for logger in map(logging.getLogger, self._LOGGERS):
@@ -198,12 +221,34 @@ class CudaGraphSkips(logging.Handler):
             logger.propagate = propagate
 
 
+def inductor(module: Any, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph of Dynamo's with Inductor, as ``torch.compile`` does by default."""
+    return importlib.import_module("torch._inductor.compile_fx").compile_fx(module, inputs)
+
+
+def compile_id() -> str:
+    """Number of the compilation that is going on, as in a trace's records; empty outside of one."""
+    identity = importlib.import_module("torch._guards").CompileContext.current_compile_id()
+    return "" if identity is None else f"{identity.frame_id}/{identity.frame_compile_id}"
+
+
+def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
+    """Settings of ``torch._dynamo.config``, inside a block."""
+    return importlib.import_module("torch._dynamo").config.patch(dict(values)) if values else nullcontext()
+
+
 @contextmanager
 def without_caches() -> Iterator[None]:
     """Everything compiled inside is compiled anew, whatever the caches hold."""
     with importlib.import_module("torch._inductor.config").patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # which is what was asked for
         yield
+
+
+def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:
+    """Whatever becomes of settings of ``torch._dynamo.config`` inside a block, afterwards they are as before."""
+    config = importlib.import_module("torch._dynamo").config
+    return config.patch({name: getattr(config, name) for name in names})
 
 
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 PHASES = ("Dynamo", "AOTAutograd", "Inductor", "C++/Triton compiler", "Autotuning", "Caches")
@@ -83,12 +83,16 @@ _RECOMPILE_CAUSES = (
 )
 
 _TRACEBACK_LINE = re.compile(
-    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)\n\s+(?P<source>[^\n]*)'
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n(?!\s*File ")\s+(?P<source>[^\n]*))?',
+    re.MULTILINE,
 )
+_GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 _GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
 _GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
 _CACHE_EVENT = re.compile(r"(?:fx_graph|aotautograd|dynamo)_(?:bundled_)?cache_(?:hit|miss|bypass)")
+# Dynamo names what runs after a break torch_dynamo_resume_in_FUNCTION_at_LINE.
+RESUMED = "torch_dynamo_resume_in_"
 _WHOLE_FRAME = ("cannot properly resume", "will skip tracing the frame", "falling back to eager")
 
 
@@ -110,6 +114,75 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """A line of a call stack.
+
+    Attributes:
+        file: as Python names it.
+        line: in it, counted from 1.
+        function: that the line is in.
+        source: the line's text; empty where PyTorch could not read it.
+    """
+
+    file: str
+    line: int
+    function: str
+    source: str = ""
+
+    @property
+    def place(self) -> str:
+        """``file.py:LINE``."""
+        return f"{self.file}:{self.line}"
+
+
+class Folders:
+    """Whose code a file is.
+
+    Args:
+        torch: folder of the torch package.
+        library: folders of Python's own and of installed packages.
+        launcher: folder of the code that calls the model: frames up to its last one are not the model's.
+        launched: names of files in ``launcher`` that are models all the same.
+    """
+
+    def __init__(
+        self, torch: str = "", library: Sequence[str] = (), launcher: str = "", launched: Sequence[str] = ()
+    ) -> None:
+        self._torch = _folder(torch)
+        self._library = tuple(_folder(each) for each in library if each)
+        self._launcher = _folder(launcher)
+        self._launched = frozenset(launched)
+
+    def of_torch(self, file: str) -> bool:
+        """Whether PyTorch brings the file along."""
+        return bool(self._torch) and file.startswith(self._torch)
+
+    def of_user(self, file: str) -> bool:
+        """Whether the file is neither PyTorch's nor Python's nor an installed package's."""
+        generated = file.startswith("<")
+        return not (generated or self.of_torch(file) or file.startswith(self._library) or self._launches(file))
+
+    def inside(self, stack: Sequence[Frame]) -> tuple[Frame, ...]:
+        """The frames of the model: without what calls it, and without PyTorch's."""
+        last = max((index for index, frame in enumerate(stack) if self._launches(frame.file)), default=-1)
+        return tuple(frame for frame in stack[last + 1 :] if not self.of_torch(frame.file))
+
+    def innermost(self, stack: Sequence[Frame]) -> Frame | None:
+        """The line that a reader can change: the innermost of the user's, or of a library where none is the user's."""
+        own = self.inside(stack)
+        return next((frame for frame in reversed(own) if self.of_user(frame.file)), own[-1] if own else None)
+
+    def _launches(self, file: str) -> bool:
+        # The separator at the end of the folder keeps "…/launcher_models/" out.
+        named = file.rpartition("/")[2]
+        return bool(self._launcher) and file.startswith(self._launcher) and named not in self._launched
+
+
+def _folder(path: str) -> str:
+    return path.rstrip("/") + "/" if path else ""
+
+
+@dataclass(frozen=True)
 class Break:
     """A place where Dynamo stopped capturing and Python went on by itself.
 
@@ -125,6 +198,8 @@ class Break:
         whole_frame: whether the function was given up as a whole and runs eagerly for good, instead of being split.
         times: how often it was met (every recompilation meets it anew).
         registry: the number in PyTorch's published list, ``"GB0170"``; empty if it gave none.
+        stack: the model's lines that led to it, outermost first, those of libraries included.
+        compile_ids: the compilations that met it.
     """
 
     file: str
@@ -138,11 +213,19 @@ class Break:
     whole_frame: bool
     times: int = 1
     registry: str = ""
+    stack: tuple[Frame, ...] = ()
+    compile_ids: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
         """``file.py:LINE``."""
         return f"{self.file}:{self.line}"
+
+    @property
+    def library(self) -> str:
+        """The library line that the user's line led to; empty if the break is in the user's line itself."""
+        last = self.stack[-1] if self.stack else None
+        return "" if last is None or last.place == self.place else last.place
 
 
 @dataclass(frozen=True)
@@ -181,6 +264,7 @@ class Graph:
         operations: calls in it, as Dynamo captured them.
         guards: conditions that are checked before every call.
         guard_seconds: one check of all of them, as PyTorch measured it; None where it did not.
+        compile_seconds: of compiling it, all phases; None where PyTorch did not say.
     """
 
     compile_id: str
@@ -188,6 +272,22 @@ class Graph:
     operations: int
     guards: int
     guard_seconds: float | None
+    compile_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class EmptyFrame:
+    """A function in whose first call Dynamo found no tensor operation: it is never looked at again.
+
+    Attributes:
+        file: of the function.
+        line: its first.
+        function: its name.
+    """
+
+    file: str
+    line: int
+    function: str
 
 
 @dataclass(frozen=True)
@@ -202,6 +302,7 @@ class CompileTrace:
         cache_events: how often each cache was hit, missed or passed by.
         kernels: generated by Inductor (C++ loops or Triton kernels); 0 for another backend.
         handler_seconds: time spent in the collector itself.
+        empty: functions that Dynamo gave up since their first call did nothing with tensors.
     """
 
     graphs: tuple[Graph, ...] = ()
@@ -211,6 +312,7 @@ class CompileTrace:
     cache_events: Mapping[str, int] = field(default_factory=dict)
     kernels: int = 0
     handler_seconds: float = 0.0
+    empty: tuple[EmptyFrame, ...] = ()
 
     @property
     def guards(self) -> int:
@@ -224,30 +326,36 @@ class CompileTrace:
 
 
 def read_events(
-    events: Sequence[Event], *, library: str = "", kernels: int = 0, handler_seconds: float = 0.0
+    events: Sequence[Event], *, folders: Folders | None = None, kernels: int = 0, handler_seconds: float = 0.0
 ) -> CompileTrace:
     """Turn the events of one block into records.
 
     Args:
         events: in the order they came.
-        library: folder of the torch package: lines in it are PyTorch's own and never the user's.
+        folders: whose lines are whose; without it every line counts as the user's.
         kernels: passed on.
         handler_seconds: passed on.
     """
+    folders = folders or Folders()
     metrics = {event.compile_id: event.detail for event in events if event.kind == "compilation_metrics"}
     frames = {
-        compile_id: _Frame(entry["co_name"], str(entry.get("co_filename")), int(entry.get("co_firstlineno") or 0))
+        compile_id: Frame(str(entry.get("co_filename")), int(entry.get("co_firstlineno") or 0), entry["co_name"])
         for compile_id, entry in metrics.items()
         if entry.get("co_name")
     }
+    recompiles = tuple(_recompile(event, frames) for event in events if event.kind == "recompile_reasons")
+    graphs = _graphs(events, frames, metrics)
+    captured = {graph.compile_id for graph in graphs}
+    breaks = _breaks(events, frames, metrics, recompiles, folders, captured)
     return CompileTrace(
-        graphs=_graphs(events, frames, metrics),
-        breaks=_breaks(events, frames, metrics, library),
-        recompiles=tuple(_recompile(event, frames) for event in events if event.kind == "recompile_reasons"),
+        graphs=graphs,
+        breaks=breaks,
+        recompiles=recompiles,
         phases=phase_seconds([event.detail for event in events if event.kind == "chromium_event"]),
         cache_events=Counter(event.kind for event in events if _CACHE_EVENT.fullmatch(event.kind)),
         kernels=kernels,
         handler_seconds=handler_seconds,
+        empty=_empty(metrics, frames, graphs, breaks),
     )
 
 
@@ -287,23 +395,16 @@ def _phase(name: str, inherited: str) -> str:
     return next((phase for pattern, phase in _PHASE_PATTERNS if pattern.match(name)), inherited)
 
 
-@dataclass(frozen=True)
-class _Frame:
-    function: str
-    file: str
-    line: int
-
-
-def _frame_of(compile_id: str, frames: Mapping[str, _Frame]) -> _Frame:
+def _frame_of(compile_id: str, frames: Mapping[str, Frame]) -> Frame:
     """The frame of a compilation, or of an earlier one of the same code when this one was given up before it began."""
     if compile_id in frames:
         return frames[compile_id]
     same = f"{compile_id.split('/')[0]}/"
-    return next((frame for key, frame in frames.items() if key.startswith(same)), _Frame("?", "?", 0))
+    return next((frame for key, frame in frames.items() if key.startswith(same)), Frame("?", 0, "?"))
 
 
 def _graphs(
-    events: Sequence[Event], frames: Mapping[str, _Frame], metrics: Mapping[str, Mapping[str, Any]]
+    events: Sequence[Event], frames: Mapping[str, Frame], metrics: Mapping[str, Mapping[str, Any]]
 ) -> tuple[Graph, ...]:
     latency = {
         event.compile_id: float(found[1]) * 1e-6
@@ -319,89 +420,175 @@ def _graphs(
             int(metrics.get(compile_id, {}).get("graph_op_count") or len(_GRAPH_OPERATION.findall(text))),
             int(metrics.get(compile_id, {}).get("guard_count") or 0),
             latency.get(compile_id),
+            metrics.get(compile_id, {}).get("entire_frame_compile_time_s"),
         )
         for compile_id, text in texts.items()
     )
 
 
+def _empty(
+    metrics: Mapping[str, Mapping[str, Any]],
+    frames: Mapping[str, Frame],
+    graphs: Sequence[Graph],
+    breaks: Sequence[Break],
+) -> tuple[EmptyFrame, ...]:
+    explained = {graph.compile_id for graph in graphs} | {each for entry in breaks for each in entry.compile_ids}
+    found = [
+        frames[compile_id]
+        for compile_id, entry in metrics.items()
+        if compile_id in frames
+        and compile_id not in explained
+        and not entry.get("fail_type")
+        and not frames[compile_id].function.startswith(RESUMED)
+    ]
+    return tuple(dict.fromkeys(EmptyFrame(frame.file, frame.line, frame.function) for frame in found))
+
+
 def _breaks(
     events: Sequence[Event],
-    frames: Mapping[str, _Frame],
+    frames: Mapping[str, Frame],
     metrics: Mapping[str, Mapping[str, Any]],
-    library: str,
+    recompiles: Sequence[Recompile],
+    folders: Folders,
+    captured: Collection[str],
 ) -> tuple[Break, ...]:
-    found = [
-        (event.compile_id, _break(event.payload, _frame_of(event.compile_id, frames), library))
-        for event in events
-        if event.kind == "dynamo_graph_break_reason"
-    ]
-    told = {compile_id for compile_id, _ in found}
+    resumed = {_plain_function(each.function) for each in frames.values() if each.function.startswith(RESUMED)}
+    found = []
+    for event in events:
+        if event.kind == "dynamo_graph_break_reason":
+            frame = _frame_of(event.compile_id, frames)
+            each = _break(event.payload, event.compile_id, frame, folders)
+            # torch 2.10 does not say it: nothing was captured, and nothing goes on behind the break.
+            given_up = event.compile_id not in captured and _plain_function(frame.function) not in resumed
+            found.append(replace(each, whole_frame=each.whole_frame or given_up))
+    told = {compile_id for entry in found for compile_id in entry.compile_ids}
     # Some failures never reach the graph-break artifact: the recompile limit, and errors of a backend that Dynamo
     # suppresses. They stand in the metrics of the compilation alone.
     found += [
-        (compile_id, _failure(entry, _frame_of(compile_id, frames)))
+        _failure(entry, compile_id, _frame_of(compile_id, frames), recompiles, folders)
         for compile_id, entry in metrics.items()
         if entry.get("fail_type") and compile_id not in told
     ]
+    return merge_breaks(found)
+
+
+def _plain_function(name: str) -> str:
+    return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
+
+
+def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
+    """One entry for every place and reason; how often it was met is added up."""
     merged: dict[tuple[str, int, str], Break] = {}
-    for _, each in found:
+    for each in breaks:
         key = (each.file, each.line, each.reason)
         before = merged.get(key)
-        merged[key] = each if before is None else _replace_times(before, before.times + 1)
+        if before is None:
+            merged[key] = each
+            continue
+        compile_ids = tuple(dict.fromkeys(before.compile_ids + each.compile_ids))
+        merged[key] = replace(
+            before,
+            times=before.times + each.times,
+            compile_ids=compile_ids,
+            whole_frame=before.whole_frame or each.whole_frame,
+        )
     return tuple(merged.values())
 
 
-def _replace_times(each: Break, times: int) -> Break:
-    return Break(**{**each.__dict__, "times": times})
+def _stack(text: str) -> tuple[Frame, ...]:
+    return tuple(
+        Frame(m["file"], int(m["line"]), m["function"].strip(), (m["source"] or "").strip())
+        for m in _TRACEBACK_LINE.finditer(text)
+    )
 
 
-def _break(text: str, frame: _Frame, library: str) -> Break:
+def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
     before, _, traceback = text.partition("User code traceback:")
-    traceback = traceback.split("\nTraceback (most recent call last):")[0]
-    stack = [
-        (m["file"], int(m["line"]), m["function"].strip(), m["source"].strip())
-        for m in _TRACEBACK_LINE.finditer(traceback)
-    ]
-    own = [entry for entry in stack if not library or not entry[0].startswith(library)]
+    stack = _stack(traceback.split("\nTraceback (most recent call last):")[0])
+    own = folders.inside(stack)
     named = re.search(r"Graph break in user code at (.*):(\d+)", text)
-    if own:
-        file, line, function, source = own[-1]
-    elif named and not (library and named[1].startswith(library)):
-        file, line, function, source = named[1], int(named[2]), frame.function, ""
-    else:
-        file, line, function, source = frame.file, frame.line, frame.function, ""
+    place = folders.innermost(stack)
+    if place is None and named and not folders.of_torch(named[1]):
+        place = Frame(named[1], int(named[2]), frame.function)
+    place = place or frame
     first = before.partition("*** While handling this graph break")[0].split("Graph Break Reason:")[-1]
     reason, explanation, hints = _message(first)
     number = _REGISTRY_NUMBER.search(first)
     return Break(
-        file=file,
-        line=line,
-        function=function,
-        source=source,
+        file=place.file,
+        line=place.line,
+        function=place.function,
+        source=place.source,
         reason=reason,
         explanation=explanation,
         hints=hints,
         category=categorise(reason, explanation),
         whole_frame=any(marker in text for marker in _WHOLE_FRAME),
         registry=f"GB{number[1]}" if number else "",
+        stack=own,
+        compile_ids=(compile_id,),
     )
 
 
-def _failure(entry: Mapping[str, Any], frame: _Frame) -> Break:
+def _failure(
+    entry: Mapping[str, Any], compile_id: str, frame: Frame, recompiles: Sequence[Recompile], folders: Folders
+) -> Break:
+    """A compilation that failed without a graph-break message."""
     text = str(entry.get("fail_reason") or entry["fail_type"])
     reason, explanation, hints = _message(text)
+    category = categorise(reason, explanation)
     number = _REGISTRY_NUMBER.search(text)
+    same = f"{compile_id.split('/')[0]}/"
+    last = next((each for each in reversed(recompiles) if each.compile_id.startswith(same)), None)
+    place = folders.innermost(_stack(text))
+    if place is None and category == "recompile limit" and last is not None:
+        # The line whose guard failed last is what has to change, not the function's first line.
+        place = Frame(last.file, last.line, last.function)
+    if place is None:
+        place = Frame(
+            str(entry.get("fail_user_frame_filename") or frame.file),
+            int(entry.get("fail_user_frame_lineno") or frame.line),
+            str(entry.get("co_name") or frame.function),
+        )
     return Break(
-        file=str(entry.get("fail_user_frame_filename") or entry.get("co_filename") or frame.file),
-        line=int(entry.get("fail_user_frame_lineno") or entry.get("co_firstlineno") or frame.line),
-        function=str(entry.get("co_name") or frame.function),
-        source="",
+        file=place.file,
+        line=place.line,
+        function=place.function,
+        source=place.source,
         reason=reason,
         explanation=explanation,
         hints=hints,
-        category=categorise(reason, explanation),
+        category=category,
         whole_frame=True,
         registry=f"GB{number[1]}" if number else "",
+        stack=folders.inside(_stack(text)),
+        compile_ids=(compile_id,),
+    )
+
+
+def innermost_in(text: str, folders: Folders) -> Frame | None:
+    """The user's line that a text with a traceback in it names."""
+    return folders.innermost(_stack(text))
+
+
+def broken_in_error(text: str, kind: str, folders: Folders) -> Break | None:
+    """The place that a failed compilation's error names, as a break; None if it names none of the model's."""
+    stack = folders.inside(_stack(text.partition("from user code:")[2]))
+    place = folders.innermost(stack)
+    if place is None:
+        return None
+    reason, explanation, hints = _message(text.split("\n\n")[0])
+    return Break(
+        file=place.file,
+        line=place.line,
+        function=place.function,
+        source=place.source,
+        reason=f"{kind}: {reason}",
+        explanation=explanation,
+        hints=hints,
+        category="compile error",
+        whole_frame=True,
+        stack=stack,
     )
 
 
@@ -411,8 +598,10 @@ def _message(text: str) -> tuple[str, str, tuple[str, ...]]:
     explanation = re.search(r"^  Explanation: (.*?)(?=^  Hint: |^  Developer debug context:|\Z)", text, re.S | re.M)
     hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
     said = explanation[1] if explanation else ""
+    # Above an explanation the last line is the kind of break; an error of another kind begins with what it is.
+    title = (head[-1] if explanation else head[0]) if head else "no reason given"
     return (
-        head[-1] if head else "no reason given",
+        title.removeprefix("torch._dynamo.exc.Unsupported: "),
         _one_line(said.split("\n\n")[0]),
         tuple(_one_line(hint) for hint in hints),
     )
@@ -431,7 +620,7 @@ def categorise(reason: str, explanation: str = "") -> str:
     return "other"
 
 
-def _recompile(event: Event, frames: Mapping[str, _Frame]) -> Recompile:
+def _recompile(event: Event, frames: Mapping[str, Frame]) -> Recompile:
     text = event.payload
     try:
         reasons = json.loads(text)
@@ -441,12 +630,15 @@ def _recompile(event: Event, frames: Mapping[str, _Frame]) -> Recompile:
     frame = _frame_of(event.compile_id, frames)
     first_line = newest.split("\n")[0]
     guard = _one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0])
-    made_at = _TRACEBACK_LINE.search(newest)
+    made_at = next(iter(_stack(newest)), None)
+    noted = _GUARD_MADE_AT.search(first_line)
+    if made_at is None and noted and frame.file.endswith(f"/{noted['file']}"):
+        made_at = Frame(frame.file, int(noted["line"]), frame.function)
     return Recompile(
         event.compile_id,
         frame.function,
-        made_at["file"] if made_at else frame.file,
-        int(made_at["line"]) if made_at else frame.line,
+        made_at.file if made_at else frame.file,
+        made_at.line if made_at else frame.line,
         guard,
         next((cause for marker, cause in _RECOMPILE_CAUSES if marker in first_line), "other"),
     )

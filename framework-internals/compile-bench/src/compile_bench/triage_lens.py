@@ -1,4 +1,4 @@
-"""The main job's part on breaks and recompilations."""
+"""The main job's part on what does not get into a graph."""
 
 from __future__ import annotations
 
@@ -12,19 +12,30 @@ from benchkit.run import Run
 from compile_bench.harness import Harness, WorkerFailure
 from compile_bench.records import triage_record
 from compile_bench.results import Case
+from compile_bench.triage_records import bill_records
 
 
 def configure_triage(device: Device, quick: bool) -> Mapping[str, Json]:
-    """What is traced: names of targets."""
-    return {"triage": ["planted"]}
+    """Names of targets, and whether they get a bill (prices and mends, with Inductor) or breaks are only counted."""
+    return {"triage": ["planted"], "triage_bill": not quick}
 
 
 def collect_triage(run: Run, harness: Harness, repository: Path) -> None:
-    """Trace the targets of the configuration; one that fails leaves the others standing."""
+    """Triage the targets of the configuration; one that fails leaves the others standing."""
     for name in run.configuration["triage"]:
         case = Case(name, run.device, train=True)
         try:
-            with run.working(f"tracing {name}"):
-                run.add(triage_record(harness.triage(case), repository))
+            with run.working(f"triage of {name}"):
+                if run.configuration["triage_bill"]:
+                    _bill(run, harness, case, repository)
+                else:
+                    run.add(triage_record(harness.triage(case), repository))
         except (WorkerFailure, UserError) as error:
             run.absent(f"the break table of {name}", str(error))
+
+
+def _bill(run: Run, harness: Harness, case: Case, repository: Path) -> None:
+    from compile_bench.bill import draw_up  # imports torch, which a report does not need
+
+    for record in bill_records(draw_up(harness, case, root=repository), repository):
+        run.add(record)

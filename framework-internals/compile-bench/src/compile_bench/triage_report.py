@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from benchkit import numbers
@@ -14,9 +15,88 @@ from compile_bench.results import FIRST_STEPS
 def triage_context(results: Results) -> dict[str, Any]:
     """The variables of ``triage.md.j2``."""
     return {
+        "bills": [_bill(record, results) for record in results.select("bill")],
         "triages": [_triage(record) for record in results.select("triage")],
         "natural": [_triage(record) for record in results.select("compilation") if _has_list(record)],
     }
+
+
+def _bill(record: Record, results: Results) -> dict[str, Any]:
+    """Tables and sentences of one target's bill."""
+    target = str(record.labels["target"])
+    findings = results.select("finding", target=target)
+    priced = [each for each in findings if "gap" in each.values]
+    tracing, collecting = record["tracing"].value, record["collecting"].value
+    return {
+        "target": target,
+        "kinds": " and ".join(record.data["kinds"]),
+        "count": plural(len(findings), "finding"),
+        "dearest": _dearest(priced),
+        "table": markdown_table(_BILL, [_bill_row(each) for each in findings], left=4) if findings else "",
+        "shared": any(each.data["share"] > 1 for each in findings),
+        "mended": [_mended(each) for each in findings if each.data["mend"] and each.data["mend"]["accepted"]],
+        "refused": [_refused(each) for each in findings if each.data["mend"] and not each.data["mend"]["accepted"]],
+        "together": next((_together(each) for each in results.select("mended", target=target)), ""),
+        "overhead": f"{collecting / tracing * 100:.1f} %" if tracing else "",
+        "absent": list(record.data["absent"]),
+    }
+
+
+_BILL = ("line", "code", "category", "in", "gap a step", "bytes across", "compiling", "mended")
+
+
+def _bill_row(each: Record) -> tuple[str, ...]:
+    mend = each.data["mend"]
+    kinds = each.data["kinds"]
+    gap = each.values.get("gap")
+    return (
+        f"`{each.data['place']}`",
+        f"`{each.data['source']}`" if each.data["source"] else "",
+        each.data["category"],
+        "both" if len(kinds) > 1 else kinds[0],
+        "–" if gap is None else numbers.with_unit(gap.value, "s"),
+        numbers.with_unit(each["crossing"].value, "B") if "crossing" in each.values else "–",
+        numbers.with_unit(each["compiling"].value, "s") if "compiling" in each.values else "–",
+        "–" if mend is None else ("yes" if mend["accepted"] else "no"),
+    )
+
+
+def _dearest(priced: Sequence[Record]) -> str:
+    if not priced:
+        return ""
+    first = max(priced, key=lambda each: each["gap"].value)
+    return f"`{first.data['place']}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
+
+
+def _mended(each: Record) -> dict[str, Any]:
+    before, after = (int(each[f"breaks {when}"].value) for when in ("before", "after"))
+    return {
+        "place": each.data["place"],
+        "title": each.data["mend"]["title"],
+        "effect": each.data["mend"]["effect"],
+        "breaks": f"{plural(before, 'break')} before, {after} after",
+        "patch": each.data["patch"].rstrip("\n"),
+    }
+
+
+def _refused(each: Record) -> dict[str, str]:
+    return {"place": each.data["place"], "title": each.data["mend"]["title"], "why": each.data["mend"]["verdict"]}
+
+
+def _together(each: Record) -> str:
+    rows = []
+    for when in ("before", "after"):
+        step, first = each.values.get(f"step {when}"), each.values.get(f"first steps {when}")
+        rows.append(
+            (
+                when,
+                numbers.count(each[f"breaks {when}"].value),
+                numbers.count(each[f"graphs {when}"].value),
+                "–" if step is None else numbers.quantity(step),
+                "–" if first is None else numbers.with_unit(first.value, "s"),
+            )
+        )
+    return markdown_table(["all mends together", "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
 
 
 def _triage(record: Record) -> dict[str, Any]:

@@ -1,28 +1,263 @@
-"""Tracing without generating code, in a process of its own."""
+"""Tracing a target without generating code, in a process of its own."""
 
 from __future__ import annotations
 
+import logging
+import random
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 
-from compile_bench.collector import Collector
+from benchkit import UserError
+from compile_bench.collector import Collector, CudaGraphSkips, folders
+from compile_bench.eager_frames import EagerFrame, EagerWatch
+from compile_bench.findings import SilentEager, Survey
 from compile_bench.measuring import load_case
+from compile_bench.mending.holding import overlays
+from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
+from compile_bench.target import Target
+from compile_bench.trace import (
+    Break,
+    CompileTrace,
+    Folders,
+    Frame,
+    Recompile,
+    broken_in_error,
+    innermost_in,
+    merge_breaks,
+)
+
+SEEDS = (0, 1, 2)
+
+# Three steps with the same arguments: what changes from call to call of itself shows before any shape does.
+_STEADY_CALLS = 3
+
+# Lines that are taken out of the way one after the other in search of what lies behind.
+_MOST_ROUNDS = 8
 
 
 def triage(case: Case) -> Triage:
-    """Count graph breaks and recompilations over a case's schedule.
+    """Count graph breaks and recompilations over a case's schedule."""
+    found = survey(case, seeds=(0,))
+    return Triage(case, replace(found.trace, breaks=found.breaks), found.calls)
 
-    ``aot_eager`` follows the backward pass too, ``eager`` the forward pass alone.
+
+def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> Survey:
+    """Find what keeps a case out of graphs, over several seeds.
+
+    ``aot_eager`` follows the backward pass too, ``eager`` the forward pass alone. What lies behind a function that
+    Dynamo gave up as a whole is looked for in further rounds (:mod:`compile_bench.mending.holding`) if ``behind``.
     """
+    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # warnings of breaks: they are in the trace
+    whose = folders()
     target = load_case(case)
-    backend = "aot_eager" if case.train else "eager"
-    model = cast(nn.Module, torch.compile(target.copied(), backend=backend, dynamic=case.dynamic))
-    # Twice with the first arguments: what changes from call to call of itself shows before any shape does.
-    calls = (target.args, target.args, *target.schedule)
-    with Collector() as collector:
-        for args in calls:
-            target.step(model, args, train=case.train)()
-    return Triage(case, collector.trace(), len(calls))
+    start = time.perf_counter()
+    look = _look(target, case, seeds, whose)
+    seconds = time.perf_counter() - start
+    if behind:
+        look.breaks += _behind(look, case, seeds[:1], whose)
+    merged = merge_breaks(each for _, each in look.breaks)
+    return Survey(
+        case,
+        merged,
+        tuple(_seeds_of(each, look.breaks) for each in merged),
+        tuple(look.eager.values()),
+        look.traces[0],
+        _distinct(recompile for trace in look.traces for recompile in trace.recompiles),
+        _STEADY_CALLS + sum(1 for _ in target.schedule),
+        tuple(look.failures),
+        sum(trace.handler_seconds for trace in look.traces),
+        seconds,
+        frozenset(each.file for each in merged if whose.of_user(each.file)),
+        tuple(look.notes),
+    )
+
+
+@dataclass
+class _Look:
+    """What was seen with one state of the source."""
+
+    traces: list[CompileTrace] = field(default_factory=list)
+    breaks: list[tuple[int, Break]] = field(default_factory=list)
+    eager: dict[Frame, SilentEager] = field(default_factory=dict)
+    failures: dict[str, None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _Look:
+    """Trace a target with every seed."""
+    look = _Look()
+    for seed in seeds:
+        torch.compiler.reset()
+        model = own_model(target, case)
+        compiled = _traced(model, case)
+        seed_everything(seed)
+        error: Exception | None = None
+        with Collector() as collector:
+            try:
+                for each in (*(target,) * (_STEADY_CALLS - 1), *target.calls()):
+                    each.step(compiled, train=case.train)()
+            except Exception as raised:  # whatever the model or the compiler raises
+                error = raised
+        trace = collector.trace()
+        look.traces.append(trace)
+        look.breaks += [(seed, each) for each in trace.breaks]
+        if error is not None:
+            _refuse_if_eager_fails(target, case)
+            look.failures[_one_line(error)] = None
+            found = broken_in_error(str(error), type(error).__name__, whose)
+            look.breaks += [(seed, found)] if found is not None else []
+            continue
+        step = target.step(compiled, train=case.train)
+        for silent in _silent(EagerWatch(model.modules(), whose).run(step), trace, whose):
+            look.eager.setdefault(silent.frame, silent)
+    return look
+
+
+def _refuse_if_eager_fails(target: Target, case: Case) -> None:
+    """A model that raises by itself has nothing to be triaged."""
+    try:
+        target.step(own_model(target, case), train=case.train)()
+    except Exception as error:  # whatever the model raises
+        raise UserError(f"{case.target} raises by itself, uncompiled, in {case.kind}: {_one_line(error)}") from error
+
+
+def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> list[tuple[int, Break]]:
+    """The breaks behind functions that were given up, one given-up line after the other taken out of the way."""
+    found: list[tuple[int, Break]] = []
+    held: dict[tuple[str, int], None] = {}
+    latest = look.breaks
+    for _ in range(_MOST_ROUNDS):
+        in_the_way = {
+            (each.file, each.line): None for _, each in latest if each.whole_frame and whose.of_user(each.file)
+        }
+        new = [place for place in in_the_way if place not in held]
+        if not new:
+            break
+        held |= dict.fromkeys(new)
+        recording, replaying = overlays(held)
+        try:
+            with overlaid(recording):
+                forget_user_modules(whose)
+                target = load_case(case)
+                seed_everything(seeds[0])
+                target.step(target.model, train=case.train)()
+            with overlaid(replaying):
+                forget_user_modules(whose)
+                latest = _look(load_case(case), case, seeds, whose).breaks
+        except Exception as error:  # a held value may be one that the model cannot go on with
+            look.notes.append(f"behind {Path(new[0][0]).name}:{new[0][1]} nothing could be traced: {_one_line(error)}")
+            break
+        known = {(each.file, each.line) for _, each in look.breaks + found}
+        found += [
+            (seed, each)
+            for seed, each in latest
+            if (each.file, each.line) not in known | set(held) and not _made_by_holding(each)
+        ]
+    if held:
+        forget_user_modules(whose)  # they hold recorded values
+    return found
+
+
+def _made_by_holding(each: Break) -> bool:
+    """Whether a held value, of a kind that the code would not have had there, may be the only cause."""
+    return each.category == "compile error" or each.reason == "Observed exception"
+
+
+def own_model(target: Target, case: Case) -> nn.Module:
+    """A model with the target's weights that no other step disturbs; made anew where it cannot be copied."""
+    try:
+        return target.copied()
+    except Exception:  # a lock, an open file, whatever deepcopy raises for what the model holds
+        return load_case(case).model
+
+
+def lost_graphs(case: Case) -> list[SilentEager]:
+    """Why CUDA graphs are left out of a case when they are asked for, each with the line that PyTorch names."""
+    target = load_case(case)
+    compiled = cast(nn.Module, torch.compile(own_model(target, case), mode="reduce-overhead", dynamic=case.dynamic))
+    step = target.step(compiled, train=case.train)
+    with CudaGraphSkips() as skips:
+        for _ in range(_STEADY_CALLS):
+            torch.compiler.cudagraph_mark_step_begin()
+            step()
+    return read_lost_graphs(skips, folders())
+
+
+def read_lost_graphs(skips: CudaGraphSkips, whose: Folders) -> list[SilentEager]:
+    """The reasons that were collected, as findings."""
+    found = []
+    for reason, message in zip(skips.reasons, skips.messages, strict=True):
+        place = innermost_in(message, whose) or Frame("?", 0, "?")
+        found.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are left out: {reason}"))
+    return found
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, Python and NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _traced(model: nn.Module, case: Case) -> nn.Module:
+    return cast(nn.Module, torch.compile(model, backend="aot_eager" if case.train else "eager", dynamic=case.dynamic))
+
+
+def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -> list[SilentEager]:
+    """The eager functions that no break explains."""
+    places = {(each.file, each.line) for each in trace.breaks}
+    places |= {(frame.file, frame.line) for each in trace.breaks for frame in each.stack}
+    given_up = {(each.file, each.function) for each in trace.breaks if each.whole_frame}
+    given_up |= {(each.stack[-1].file, each.stack[-1].function) for each in trace.breaks if each.stack}
+    empty = {(each.file, each.line) for each in trace.empty}
+    found: list[SilentEager] = []
+    for each in frames:
+        chain = [*each.callers, each.frame]
+        if (each.frame.file, each.frame.function) in given_up or any((f.file, f.line) in places for f in chain):
+            continue
+        if any((known.frame.file, known.function) in {(f.file, f.function) for f in each.callers} for known in found):
+            continue  # called by a function that is on the list
+        found.append(_silent_kind(each, (each.frame.file, each.frame.line) in empty))
+    return found
+
+
+def _silent_kind(each: EagerFrame, empty: bool) -> SilentEager:
+    name = each.frame.function
+    if empty:
+        reason = (
+            f"{name} did nothing with tensors when it was first called; Dynamo leaves it alone from then on, "
+            "and later calls compute eagerly"
+        )
+        return SilentEager("silent eager", each.frame, name, reason)
+    if each.method_of and name != "forward":
+        reason = (
+            f"torch.compile(model) compiles forward; {each.method_of}.{name}, called by itself, runs as it was written"
+        )
+        return SilentEager("method not compiled", each.callers[-1] if each.callers else each.frame, name, reason)
+    return SilentEager("silent eager", each.frame, name, f"{name} computes outside any graph, and Dynamo says nothing")
+
+
+def _seeds_of(each: Break, breaks: Sequence[tuple[int, Break]]) -> tuple[int, ...]:
+    key = (each.file, each.line, each.reason)
+    return tuple(dict.fromkeys(seed for seed, other in breaks if (other.file, other.line, other.reason) == key))
+
+
+def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:
+    found: dict[tuple[str, int, str], Recompile] = {}
+    for each in recompiles:
+        found.setdefault((each.file, each.line, re.sub(r"\d+", "N", each.guard)), each)
+    return tuple(found.values())
+
+
+def _one_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

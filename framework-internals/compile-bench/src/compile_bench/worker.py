@@ -26,6 +26,11 @@ JOBS = {
     "agreement": "compile_bench.agreement_worker:agreement",
     "inventory": "compile_bench.lock_worker:inventory",
     "triage": "compile_bench.triage_worker:triage",
+    "survey": "compile_bench.triage_worker:survey",
+    "lost_graphs": "compile_bench.triage_worker:lost_graphs",
+    "price": "compile_bench.pricing:price",
+    "trials": "compile_bench.mending.trial:trials",
+    "prove": "compile_bench.mending.trial:prove",
 }
 
 

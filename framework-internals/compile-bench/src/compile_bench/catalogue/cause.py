@@ -1,0 +1,107 @@
+"""A cause of breaks, recompilations or silent eager execution, as the catalogue holds it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["break", "recompile", "silent"]
+
+
+@dataclass(frozen=True)
+class Repro:
+    """The smallest program that shows a cause, and the same program without it.
+
+    Attributes:
+        broken: a function or module.
+        mended: computes the same in one graph.
+        calls: arguments, call by call.
+        mended_calls: where ``mended`` takes its arguments in another form.
+        around: what the n-th call happens in, and what changes before it.
+        method: name of the method that is called; empty to call the object itself.
+    """
+
+    broken: Callable[..., Any]
+    mended: Callable[..., Any]
+    calls: Sequence[tuple[Any, ...]]
+    mended_calls: Sequence[tuple[Any, ...]] | None = None
+    around: Callable[[int], AbstractContextManager[Any]] | None = None
+    method: str = ""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One entry.
+
+    Attributes:
+        name: what the command line and reports call it.
+        title: what the code does, in a phrase.
+        theme: the family that it is listed in.
+        kind: what comes of it.
+        pattern: regular expression that PyTorch's reason (for a recompilation: its guard or cause) matches.
+        why: one or two sentences.
+        advice: what to do instead.
+        make: makes the programs, fresh with every call.
+        code: regular expression of source lines that the entry is about; empty for any.
+        settings: of ``torch._dynamo.config``, for the mended program.
+        options: of ``torch.compile``, for the broken program.
+        equal: whether both programs give the same outputs (a repro that draws random numbers does not).
+    """
+
+    name: str
+    title: str
+    theme: str
+    kind: Kind
+    pattern: str
+    why: str
+    advice: str
+    make: Callable[[], Repro]
+    code: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    equal: bool = True
+
+
+CAUSES: dict[str, Cause] = {}
+
+
+def match(reason: str, source: str) -> Cause | None:
+    """The cause that a break is an instance of, as far as reason and source line tell; None if they do not."""
+    fitting = [each for each in CAUSES.values() if each.kind == "break" and re.search(each.pattern, reason)]
+    # The more of the line an entry is about, the closer it is.
+    said = {each.name: len(found[0]) for each in fitting if each.code and (found := re.search(each.code, source))}
+    if said:
+        return CAUSES[max(said, key=said.__getitem__)]
+    # A reason that many causes share says nothing without the line.
+    return next((each for each in fitting if each.name in _TOLD_BY_REASON), None)
+
+
+_TOLD_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "rnn-allowed"))
+
+
+class Theme:
+    """Registers the causes of one family.
+
+    Args:
+        title: of the family.
+        kind: of its causes, unless one says otherwise.
+    """
+
+    def __init__(self, title: str, kind: Kind = "break") -> None:
+        self.title = title
+        self.kind: Kind = kind
+
+    def cause(
+        self, name: str, title: str, *, pattern: str, why: str, advice: str, kind: Kind | None = None, **more: Any
+    ) -> Callable[[Callable[[], Repro]], Callable[[], Repro]]:
+        """Make the decorated function the repro of a new cause; arguments as for :class:`Cause`."""
+
+        def register(make: Callable[[], Repro]) -> Callable[[], Repro]:
+            assert name not in CAUSES, name
+            CAUSES[name] = Cause(name, title, self.title, kind or self.kind, pattern, why, advice, make, **more)
+            return make
+
+        return register

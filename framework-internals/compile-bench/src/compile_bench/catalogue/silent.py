@@ -1,0 +1,65 @@
+"""What runs eagerly without a word in any log."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from compile_bench.catalogue.cause import Repro, Theme
+
+theme = Theme("Eager without a word", "silent")
+
+
+@theme.cause(
+    "empty-first-call",
+    "a first call that does nothing with tensors",
+    pattern="did nothing with tensors",
+    equal=False,
+    why="Dynamo leaves a function alone for good when its first call holds no tensor operation.",
+    advice="Warm up with a call that takes the way of all others, or split the function.",
+)
+def _empty() -> Repro:
+    def broken(x: Tensor, mask: Tensor | None) -> Tensor:
+        return x if mask is None else (x * mask).sin()
+
+    def mended(x: Tensor, mask: Tensor) -> Tensor:
+        return (x * mask).sin()
+
+    ones = torch.ones(4)
+    return Repro(broken, mended, [(ones, None), (ones, ones)], [(ones, ones)] * 2)
+
+
+@theme.cause(
+    "other-method",
+    "another method than forward",
+    pattern="compiles forward",
+    why="torch.compile(model) compiles forward; model.encode(x) runs the method as it is written.",
+    advice="model.encode = torch.compile(model.encode), or call it from forward.",
+)
+def _method() -> Repro:
+    class Encoder(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin()
+
+        def encode(self, x: Tensor) -> Tensor:
+            return x.sin().cos()
+
+    return Repro(Encoder(), Encoder().encode, [(torch.ones(4),)] * 2, method="encode")
+
+
+@theme.cause(
+    "given-up-after-limit",
+    "a function past the recompile limit",
+    pattern="recompile.limit",
+    options={"dynamic": False},
+    why="Past torch._dynamo.config.recompile_limit new inputs run eagerly. A warning says so once; the trace does not.",
+    advice="Triage names the line of the guard that keeps failing: keep what it watches constant, or in a tensor.",
+)
+def _limit() -> Repro:
+    def doubled(x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+    calls = [(torch.ones(size),) for size in range(2, 14)]
+    dynamic = [(torch.ones(size),) for size in range(2, 14)]
+    torch._dynamo.mark_dynamic(dynamic[0][0], 0)
+    return Repro(doubled, doubled, calls, dynamic)

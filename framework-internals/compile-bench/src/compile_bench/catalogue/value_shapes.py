@@ -1,0 +1,229 @@
+"""Shapes that depend on the values of tensors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from compile_bench.catalogue.cause import Repro, Theme
+
+theme = Theme("Shapes that depend on values")
+SHAPE = r"Dynamic shape operator|data-dependent out"
+_VECTOR = (torch.tensor([0.3, -0.6, 0.1, 0.9]),)
+
+
+@theme.cause(
+    "boolean-mask",
+    "a tensor indexed by a mask",
+    pattern=SHAPE,
+    code=r"\w\[[^\]]*[<>=]",
+    why="How many elements the mask keeps is a value.",
+    advice="torch.where(mask, x, neutral element) keeps the shape. (Assigning, x[mask] = v, does not break.)",
+)
+def _mask() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x[x > 0].sum()
+
+    def mended(x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, 0).sum()
+
+    return Repro(broken, mended, [_VECTOR])
+
+
+@theme.cause(
+    "dynamic-shape-captured",
+    "a shape that depends on values and is needed",
+    pattern=SHAPE,
+    settings={"capture_dynamic_output_shape_ops": True},
+    why="Dynamo can carry such a size as a symbol without a value.",
+    advice="torch._dynamo.config.capture_dynamic_output_shape_ops = True.",
+)
+def _captured() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x[x > 0].sum()
+
+    return Repro(broken, broken, [_VECTOR])
+
+
+@theme.cause(
+    "nonzero",
+    "nonzero(), argwhere()",
+    pattern=SHAPE,
+    code=r"\b(nonzero|argwhere)\(",
+    why="The number of rows of the result is a value.",
+    advice="Work with the mask, whose sum is the count; torch.nonzero_static gives a fixed size.",
+)
+def _nonzero() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * len(torch.nonzero(x > 0))
+
+    def mended(x: Tensor) -> Tensor:
+        return x * (x > 0).sum()
+
+    return Repro(broken, mended, [_VECTOR])
+
+
+@theme.cause(
+    "masked-select",
+    "masked_select()",
+    pattern=SHAPE,
+    code=r"masked_select\(",
+    why="As for indexing by a mask.",
+    advice="torch.where, and divide by the mask's sum for a mean.",
+)
+def _masked_select() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x.masked_select(x > 0).mean()
+
+    def mended(x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, 0).sum() / (x > 0).sum()
+
+    return Repro(broken, mended, [_VECTOR])
+
+
+@theme.cause(
+    "unique",
+    "torch.unique()",
+    pattern=SHAPE,
+    code=r"\bunique\(",
+    why="How many distinct values there are is a value.",
+    advice="Sort and compare neighbours, if the count or a flag for each element is enough.",
+)
+def _unique() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * torch.unique(x).shape[0]
+
+    def mended(x: Tensor) -> Tensor:
+        ordered = x.sort().values
+        return x * (1 + (ordered[1:] != ordered[:-1]).sum())
+
+    return Repro(broken, mended, [(torch.tensor([1, 2, 2, 3]),)])
+
+
+@theme.cause(
+    "unique-consecutive",
+    "torch.unique_consecutive()",
+    pattern=SHAPE,
+    code=r"unique_consecutive\(",
+    why="As for unique().",
+    advice="Compare neighbours.",
+)
+def _unique_consecutive() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * torch.unique_consecutive(x).shape[0]
+
+    def mended(x: Tensor) -> Tensor:
+        return x * (1 + (x[1:] != x[:-1]).sum())
+
+    return Repro(broken, mended, [(torch.tensor([1, 2, 2, 3]),)])
+
+
+@theme.cause(
+    "repeat-interleave",
+    "repeat_interleave() by a tensor",
+    pattern=SHAPE,
+    code=r"repeat_interleave\(",
+    why="The result is as long as the sum of the repeats.",
+    advice="Give output_size where the sum is known.",
+)
+def _repeat() -> Repro:
+    def broken(x: Tensor, repeats: Tensor) -> Tensor:
+        return torch.repeat_interleave(x, repeats)
+
+    def mended(x: Tensor, repeats: Tensor) -> Tensor:
+        return torch.repeat_interleave(x, repeats, output_size=6)
+
+    return Repro(broken, mended, [(*_VECTOR, torch.tensor([1, 2, 1, 2]))])
+
+
+@theme.cause(
+    "one-hot",
+    "one_hot() without a number of classes",
+    pattern=SHAPE,
+    code=r"one_hot\(",
+    why="Without num_classes the width is one more than the largest value.",
+    advice="Give num_classes.",
+)
+def _one_hot() -> Repro:
+    def broken(labels: Tensor) -> Tensor:
+        return F.one_hot(labels) * 2
+
+    def mended(labels: Tensor) -> Tensor:
+        return F.one_hot(labels, num_classes=4) * 2
+
+    return Repro(broken, mended, [(torch.tensor([0, 3, 1]),)])
+
+
+@theme.cause(
+    "bincount",
+    "torch.bincount()",
+    pattern=SHAPE,
+    code=r"bincount\(",
+    why="The result is as long as the largest value, even with minlength.",
+    advice="scatter_add into a tensor of the wanted length.",
+)
+def _bincount() -> Repro:
+    def broken(labels: Tensor) -> Tensor:
+        return torch.bincount(labels, minlength=4) * 2
+
+    def mended(labels: Tensor) -> Tensor:
+        return labels.new_zeros(4).scatter_add(0, labels, torch.ones_like(labels)) * 2
+
+    return Repro(broken, mended, [(torch.tensor([0, 3, 1, 1]),)])
+
+
+@theme.cause(
+    "slice-by-value",
+    "a slice as long as a tensor says",
+    pattern=r"Tensor\.item\(\)|Data dependent operator",
+    code=r"\[[^\]]*:[^\]]*(int\(|item\()|\[[^\]]*(int\(|item\()[^\]]*:",
+    why="The length is a value.",
+    advice="A mask of positions below the length.",
+)
+def _slice() -> Repro:
+    def broken(x: Tensor, length: Tensor) -> Tensor:
+        return x[: int(length)].sum()
+
+    def mended(x: Tensor, length: Tensor) -> Tensor:
+        return (x * (torch.arange(len(x)) < length)).sum()
+
+    return Repro(broken, mended, [(*_VECTOR, torch.tensor(2))])
+
+
+@theme.cause(
+    "length-by-value",
+    "arange() or zeros() as long as a tensor says",
+    pattern=r"Tensor\.item\(\)|Data dependent operator",
+    code=r"\b(arange|zeros|ones|full|empty)\(",
+    why="The length is a value.",
+    advice="Make it as long as it can get, once, and mask.",
+)
+def _length() -> Repro:
+    def broken(x: Tensor, length: Tensor) -> Tensor:
+        return torch.arange(int(length)).sum() * x
+
+    def mended(x: Tensor, length: Tensor) -> Tensor:
+        positions = torch.arange(8)
+        return torch.where(positions < length, positions, 0).sum() * x
+
+    return Repro(broken, mended, [(*_VECTOR, torch.tensor(3))])
+
+
+@theme.cause(
+    "topk-by-value",
+    "topk() with k from a tensor",
+    pattern=r"Tensor\.item\(\)|Data dependent operator",
+    code=r"topk\(",
+    why="k is the length of the result.",
+    advice="Pass k as an int, or sort and mask.",
+)
+def _topk() -> Repro:
+    def broken(x: Tensor, k: Tensor) -> Tensor:
+        return x.topk(k.item()).values.sum()  # type: ignore[arg-type]
+
+    def mended(x: Tensor, k: Tensor) -> Tensor:
+        ordered = x.sort(descending=True).values
+        return torch.where(torch.arange(len(x)) < k, ordered, 0).sum()
+
+    return Repro(broken, mended, [(*_VECTOR, torch.tensor(2))])

@@ -1,0 +1,196 @@
+"""Try a change for every break, keep what is proved, and put what is kept together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+
+from compile_bench.findings import Figures, Finding, Mark, Mend, Proposal, Survey, Trial, mark
+from compile_bench.harness import Harness, WorkerFailure
+from compile_bench.mending.overlay import Overlay
+from compile_bench.mending.rewrites import Candidate, candidates
+from compile_bench.mending.source import Edit, Source, unified_diff
+from compile_bench.results import Case
+from compile_bench.trace import Break
+
+
+@dataclass(frozen=True)
+class Mending:
+    """Changes that were tried.
+
+    Attributes:
+        mends: by place (file and line) of the break.
+        together: everything that was accepted as one change; None without any.
+        overlay: the sources with it.
+    """
+
+    mends: dict[tuple[str, int], Mend]
+    together: Mend | None
+    overlay: Overlay
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One candidate at one place, with what came of it."""
+
+    place: tuple[str, int]
+    candidate: Candidate
+    overlay: Overlay
+    trial: Trial
+
+    def with_verdict(self, verdict: str) -> _Attempt:
+        return replace(self, trial=replace(self.trial, verdict=verdict))
+
+
+class Mender:
+    """Tries changes of a target's sources.
+
+    Args:
+        harness: runs every trial in a fresh process.
+        case: whose outputs and gradients are compared.
+        surveys: what the unchanged target does.
+        root: folder that patches are relative to.
+    """
+
+    def __init__(self, harness: Harness, case: Case, surveys: Sequence[Survey], root: Path) -> None:
+        self._harness = harness
+        self._case = case
+        self._kinds = tuple(survey.case.train for survey in surveys)
+        self._breaks = {mark(each): each for survey in surveys for each in survey.breaks}
+        # Seeds beyond the first are only tried where one of them found something that the first did not.
+        needed = {seeds[0] for survey in surveys for seeds in survey.seeds if seeds}
+        self._seeds = tuple(sorted(needed | {0}))
+        self._graphs = len(surveys[0].trace.graphs)
+        self._root = root
+        self._reference = harness.folder / "reference.pt"
+
+    def mend(self, findings: Sequence[Finding]) -> Mending:
+        """Try to mend every finding in a file of the user's.
+
+        Raises:
+            WorkerFailure: if the unchanged model cannot be run for comparison.
+            UserError: likewise.
+        """
+        tried = self._tried(self._attempts(findings))
+        passed = {place: attempts[-1] for place, attempts in tried.items() if not attempts[-1].trial.verdict}
+        together, overlay = self._proved(list(passed.values()))
+        if together is not None and not together.accepted:
+            # One of them is at fault: each is proved by itself, and then once more those that hold.
+            verdicts = {place: self._prove(each.overlay, place).verdict for place, each in passed.items()}
+            tried = {
+                place: [*attempts[:-1], attempts[-1].with_verdict(verdicts.get(place, attempts[-1].trial.verdict))]
+                for place, attempts in tried.items()
+            }
+            passed = {place: each for place, each in passed.items() if not verdicts[place]}
+            together, overlay = self._proved(list(passed.values()))
+        return Mending({place: self._mend(attempts[-1]) for place, attempts in tried.items()}, together, overlay)
+
+    def _attempts(self, findings: Sequence[Finding]) -> dict[tuple[str, int], list[_Attempt]]:
+        """Candidates by place, those left out that do not fit the code."""
+        attempts: dict[tuple[str, int], list[_Attempt]] = {}
+        places = dict.fromkeys((each.file, each.line) for each in findings if each.user_file)
+        for place in places:
+            for found in (each for each in self._breaks.values() if (each.file, each.line) == place):
+                for candidate in _candidates(found):
+                    try:
+                        overlay = {place[0]: candidate.source.apply(candidate.edits)}
+                    except (ValueError, SyntaxError):
+                        continue
+                    attempts.setdefault(place, []).append(_Attempt(place, candidate, overlay, Trial("not tried", 0, 0)))
+        return attempts
+
+    def _tried(self, attempts: dict[tuple[str, int], list[_Attempt]]) -> dict[tuple[str, int], list[_Attempt]]:
+        if not attempts:
+            return {}
+        proposals = [
+            Proposal(tuple(each.overlay for each in ways), self._allowed({place})) for place, ways in attempts.items()
+        ]
+        results = cast(
+            list[list[Trial]],
+            self._harness.ask(
+                "trials", self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=self._reference
+            ),
+        )
+        return {
+            place: [replace(way, trial=trial) for way, trial in zip(attempts[place], trials, strict=False)]
+            for place, trials in zip(attempts, results, strict=True)
+        }
+
+    def _prove(self, overlay: Overlay, *places: tuple[str, int]) -> Trial:
+        self._harness.toolchain_seconds()
+        try:
+            answer = self._harness.ask(
+                "prove",
+                self._case,
+                overlay=overlay,
+                kinds=self._kinds,
+                seeds=self._seeds,
+                allowed=self._allowed(set(places)),
+                path=self._reference,
+            )
+        except WorkerFailure as error:
+            return Trial(str(error), 0, 0)
+        return cast(Trial, answer)
+
+    def _proved(self, passed: Sequence[_Attempt]) -> tuple[Mend | None, Overlay]:
+        """All changes that passed, as one, with Inductor."""
+        if not passed:
+            return None, {}
+        edits: dict[str, list[Edit]] = {}
+        sources = {each.place[0]: each.candidate.source for each in passed}
+        for each in passed:
+            edits.setdefault(each.place[0], []).extend(each.candidate.edits)
+        rewrites = [each.candidate.rewrite for each in passed]
+        cases = ", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites))
+        effects = "; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect))
+        attempt = Mend(cases, "all of them together", effects, "", tuple(edits), False, "")
+        try:
+            overlay = {file: source.apply(edits[file]) for file, source in sources.items()}
+        except (ValueError, SyntaxError) as error:
+            return replace(attempt, verdict=f"two of the changes are in each other's way: {error}"), {}
+        trial = self._prove(overlay, *(each.place for each in passed))
+        if trial.verdict:
+            return replace(attempt, verdict=trial.verdict), {}
+        return self._accepted(attempt, sources, overlay, trial), overlay
+
+    def _mend(self, attempt: _Attempt) -> Mend:
+        rewrite, file = attempt.candidate.rewrite, attempt.place[0]
+        mend = Mend(rewrite.case, rewrite.title, rewrite.effect, "", (file,), False, attempt.trial.verdict)
+        if attempt.trial.verdict:
+            return mend
+        return self._accepted(mend, {file: attempt.candidate.source}, attempt.overlay, attempt.trial)
+
+    def _accepted(self, mend: Mend, sources: Mapping[str, Source], overlay: Overlay, trial: Trial) -> Mend:
+        diffs = [unified_diff(self._relative(file), source.content, overlay[file]) for file, source in sources.items()]
+        return replace(
+            mend,
+            patch="".join(diffs),
+            accepted=True,
+            verdict="outputs and gradients are within their bounds",
+            before=Figures(self._graphs, len(self._breaks)),
+            after=Figures(trial.graphs, trial.breaks),
+        )
+
+    def _allowed(self, places: Collection[tuple[str, int]]) -> frozenset[Mark]:
+        return frozenset(key for key, each in self._breaks.items() if (each.file, each.line) not in places)
+
+    def _relative(self, file: str) -> str:
+        return Path(os.path.relpath(file, self._root)).as_posix()
+
+
+def patch_root(files: Sequence[str], here: Path) -> Path:
+    """The folder that patches are applied in: the working directory, or the files' own where they lie elsewhere."""
+    folders = [Path(file).parent for file in files]
+    if not folders or all(folder.is_relative_to(here) for folder in folders):
+        return here
+    return Path(os.path.commonpath(folders))
+
+
+def _candidates(found: Break) -> list[Candidate]:
+    try:
+        return list(candidates(Source.read(Path(found.file)), found))
+    except (OSError, SyntaxError):
+        return []

@@ -1,0 +1,183 @@
+"""Does a changed model compute what the unchanged one does? Outputs and gradients, on several inputs.
+
+The unchanged model's values are written down once (:func:`reference`), and every changed one is compared with them
+(:func:`holds`), the last one compiled with Inductor in a process of its own. Branches are only told apart by inputs
+that take either side, so every floating-point argument is also negated and scaled. The bound is that of
+:mod:`compile_bench.accuracy`. A model that draws random numbers is compared under the same seed, with Inductor drawing
+as eager does, and the bound is then calibrated by what compiling the unchanged model alone does to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, widened
+from compile_bench.measuring import load_case
+from compile_bench.results import Case
+from compile_bench.target import Target
+from compile_bench.triage_worker import own_model, seed_everything
+
+_SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one step of a model gave.
+
+    Attributes:
+        values: outputs as one vector, every gradient and every floating-point buffer, in float64.
+        signature: shape and dtype of every output tensor.
+    """
+
+    values: dict[str, Tensor]
+    signature: tuple[tuple[tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the unchanged model gives for one variant of the arguments.
+
+    Attributes:
+        scale: that floating-point arguments are multiplied by.
+        eager: as it is.
+        exact: in float64; ``eager`` where it draws random numbers or does not run in float64.
+        allowance: by value, what the bound adds to the eager error.
+    """
+
+    scale: float
+    eager: Observation
+    exact: Observation
+    allowance: dict[str, float]
+
+
+def reference(case: Case, *, path: Path) -> None:
+    """Write what the unchanged model of a case gives, for :func:`holds`."""
+    target = load_case(case)
+    random = target.is_step or draws_random_numbers(target, train=case.train)
+    calibration = compiled(own_model(target, case), case, random=True) if random else None
+    expected = [each for scale in _SCALES if (each := _expected(target, case, scale, calibration)) is not None]
+    torch.save((random, expected), path)
+
+
+def holds(case: Case, *, path: Path, with_inductor: bool) -> str:
+    """Compare the model of a case as it now is, eager or compiled.
+
+    Returns:
+        Empty if all outputs and gradients are within their bounds; else what is not, in one sentence.
+    """
+    target = load_case(case)
+    random, expected = cast(tuple[bool, list[Expected]], torch.load(path, weights_only=False))
+    if not expected:
+        return "the unchanged model gave no finite output to compare with"
+    model = own_model(target, case)
+    call = compiled(model, case, random=random) if with_inductor else model
+    for each in expected:
+        load_state(model, target.model)
+        try:
+            found = observe(scaled(target, each.scale), call, model, case)
+        except Exception as error:  # whatever the changed model or the compiler raises
+            return f"the changed model raised {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        difference = _difference(each, found)
+        if difference:
+            return difference + ("" if each.scale == 1 else f" (arguments × {each.scale:.3g})")
+    return ""
+
+
+def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
+    """The model with Inductor; if it draws random numbers, drawing them as eager does."""
+    options: dict[str, Any] | None = {"fallback_random": True} if random else None
+    return torch.compile(model, dynamic=case.dynamic, options=options)
+
+
+def load_state(model: nn.Module, source: nn.Module) -> None:
+    """Give a model another's weights and buffers."""
+    model.load_state_dict(source.state_dict())
+
+
+def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case) -> Observation:
+    """Outputs, gradients and buffers of one call."""
+    model.zero_grad(set_to_none=True)
+    seed_everything(0)
+    train = case.train and not target.is_step
+    with torch.set_grad_enabled(case.train), target.precision():
+        output = call(*target.args, **target.kwargs)
+    values = {"output": flat(output)}
+    if train:
+        target.scalar(output).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
+    buffers = {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
+    values |= {name: tensor.detach().double().flatten().clone() for name, tensor in {**gradients, **buffers}.items()}
+    model.zero_grad(set_to_none=True)
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return Observation(values, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
+
+
+def scaled(target: Target, scale: float) -> Target:
+    """The target with its floating-point arguments multiplied."""
+
+    def multiplied(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf * scale if leaf.is_floating_point() else leaf, value)
+
+    return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
+
+
+def _expected(target: Target, case: Case, scale: float, calibration: Callable[..., Any] | None) -> Expected | None:
+    """None where the model does not take arguments of that scale."""
+    variant = scaled(target, scale)
+    try:
+        model = own_model(target, case)
+        eager = observe(variant, model, model, case)
+    except Exception:  # an argument that the model checks: the other variants remain
+        if scale == 1.0:
+            raise
+        return None
+    if not all(bool(value.isfinite().all()) for value in eager.values.values()):
+        return None
+    allowance = dict.fromkeys(eager.values, rounding_allowance(variant))
+    if calibration is not None:
+        module = cast(Any, calibration)._orig_mod
+        load_state(module, target.model)
+        distances = observe(variant, calibration, module, case).values
+        for name, value in eager.values.items():
+            allowance[name] += FACTOR * _distance(distances[name], value)
+        return Expected(scale, eager, eager, allowance)
+    try:
+        wide = widened(variant)
+        exact = observe(wide, wide.model, wide.model, case)
+    except RuntimeError:  # a dtype written into the model, or an operator without a float64 kernel
+        exact = eager
+    return Expected(scale, eager, exact, allowance)
+
+
+def _distance(values: Tensor, reference: Tensor) -> float:
+    size = torch.linalg.vector_norm(reference).item() or 1.0
+    return torch.linalg.vector_norm(values - reference).item() / size
+
+
+def _difference(expected: Expected, found: Observation) -> str:
+    if found.signature != expected.eager.signature:
+        return f"the output is {_described(found)} instead of {_described(expected.eager)}"
+    missing = sorted(set(expected.eager.values) ^ set(found.values))
+    if missing:
+        return f"{missing[0]} is there in one of the two only"
+    for name, value in found.values.items():
+        eager, exact = expected.eager.values[name], expected.exact.values[name]
+        if value.shape != exact.shape:
+            return f"{name} has {value.numel()} elements instead of {exact.numel()}"
+        pair = error_pair(name, eager, value, exact, expected.allowance[name])
+        if not pair.holds:
+            return f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}"
+    return ""
+
+
+def _described(observation: Observation) -> str:
+    return (
+        ", ".join(f"{dtype.removeprefix('torch.')}{list(shape)}" for shape, dtype in observation.signature) or "empty"
+    )

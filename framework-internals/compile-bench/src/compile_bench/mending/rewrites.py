@@ -1,0 +1,493 @@
+"""Changes of the source that mend a break, each tied to a case of the catalogue.
+
+A rewrite looks at the statement that broke and either proposes edits or nothing. It proposes only what computes the
+same by construction, says what else is different afterwards (``effect``), and leaves the proof to
+:mod:`compile_bench.mending.mend`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from compile_bench.mending.pure import is_elementwise, is_exact_in_float32, is_quiet
+from compile_bench.mending.source import Edit, Source
+from compile_bench.trace import Break
+
+Make = Callable[[Source, ast.stmt, Break], list[Edit]]
+
+_COMPILING = "torch.compiler.is_compiling()"
+_LOG_METHODS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "exception", "log"))
+_OUTPUT = frozenset(
+    [
+        "print",
+        "pprint",
+        "pprint.pprint",
+        "warnings.warn",
+        "sys.stdout.write",
+        "sys.stderr.write",
+        "sys.stdout.flush",
+        "sys.stderr.flush",
+        "traceback.print_stack",
+        "traceback.print_exc",
+        "tqdm.write",
+        "click.echo",
+    ]
+)
+_UPKEEP = frozenset(
+    [
+        "gc.collect",
+        "torch.cuda.synchronize",
+        "torch.cuda.empty_cache",
+        "torch.cuda.reset_peak_memory_stats",
+        "breakpoint",
+        "pdb.set_trace",
+    ]
+)
+_CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A way to change a statement.
+
+    Attributes:
+        case: of the catalogue.
+        title: what it does.
+        effect: what is different for the user afterwards; empty if nothing is.
+        make: from the file, the statement and the break to edits; none where it does not apply.
+    """
+
+    case: str
+    title: str
+    effect: str
+    make: Make
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rewrite with its edits of one file."""
+
+    rewrite: Rewrite
+    source: Source
+    edits: tuple[Edit, ...]
+
+
+def candidates(source: Source, found: Break) -> Iterator[Candidate]:
+    """What may mend a break, the least invasive first.
+
+    Args:
+        source: the file that the break is in.
+        found: the break.
+    """
+    statement = source.statement(found.line)
+    if statement is None:
+        return
+    for rewrite in REWRITES:
+        edits = rewrite.make(source, statement, found)
+        if edits:
+            yield Candidate(rewrite, source, tuple(edits))
+
+
+# -- output and upkeep ---------------------------------------------------------------------------------------------
+
+
+def _guard_output(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    call = _called(statement)
+    if call is None or not all(is_quiet(each) for each in [*call.args, *(word.value for word in call.keywords)]):
+        return []
+    name = _dotted(call.func)
+    logs = isinstance(call.func, ast.Attribute) and call.func.attr in _LOG_METHODS and "log" in name.lower()
+    return _guarded(source, statement) if name in _OUTPUT or logs else []
+
+
+def _guard_upkeep(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    call = _called(statement)
+    return _guarded(source, statement) if call is not None and _dotted(call.func) in _UPKEEP else []
+
+
+def _guarded(source: Source, statement: ast.stmt) -> list[Edit]:
+    """The statement, only while not compiling."""
+    if not source.alone(statement):
+        text = source.text(statement)
+        return [source.replace(statement, f"{text} if not {_COMPILING} else None"), *with_torch(source)]
+    return [*_indented(source, statement, f"if not {_COMPILING}:"), *with_torch(source)]
+
+
+def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
+    """Put a statement into a block of its own. Lines inside of multi-line strings stay where they are."""
+    indent, unit = source.indent(statement), _unit(source.indent(statement))
+    edits = [Edit(source.start(statement), source.start(statement), f"{head}{source.newline}{indent}{unit}")]
+    frozen = {
+        line
+        for node in ast.walk(statement)
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno is not None
+        for line in range(node.lineno + 1, node.end_lineno + 1)
+    }
+    assert statement.end_lineno is not None
+    inner = range(statement.lineno + 1, statement.end_lineno + 1)
+    starts = [source.line_start(line) for line in inner if line not in frozen and source.line(line).strip()]
+    return edits + [Edit(start, start, unit) for start in starts]
+
+
+def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    edits = []
+    for node in _expressions(statement):
+        if isinstance(node, ast.Call) and not node.args and not node.keywords:
+            owner, _dot, name = _dotted(node.func).rpartition(".")
+            if owner == "time" and name.removesuffix("_ns") in _CLOCKS:
+                zero = "0" if name.endswith("_ns") else "0.0"
+                edits.append(source.replace(node, f"({zero} if {_COMPILING} else {source.text(node)})"))
+    return [*edits, *with_torch(source)] if edits else []
+
+
+# -- what the code asks for ----------------------------------------------------------------------------------------
+
+
+def _drop_graph_break(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    call = _called(statement)
+    if call is None or _dotted(call.func).rpartition(".")[2] != "graph_break":
+        return []
+    if len(source.block(statement)) == 1 or not source.alone(statement):
+        return [source.replace(statement, "pass")]
+    assert statement.end_lineno is not None
+    return [Edit(source.line_start(statement.lineno), source.line_start(statement.end_lineno + 1), "")]
+
+
+def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if "disable" not in found.reason:
+        return []
+    called = {_dotted(node.func).rpartition(".")[2] for node in _expressions(statement) if isinstance(node, ast.Call)}
+    edits = []
+    for function in ast.walk(source.tree):
+        if isinstance(function, ast.FunctionDef) and function.name in called:
+            for decorator in function.decorator_list:
+                bare = decorator.func if isinstance(decorator, ast.Call) else decorator
+                if _dotted(bare) in ("torch.compiler.disable", "torch._dynamo.disable"):
+                    assert decorator.end_lineno is not None
+                    first, last = source.line_start(decorator.lineno), source.line_start(decorator.end_lineno + 1)
+                    edits.append(Edit(first, last, ""))
+    return edits
+
+
+# -- branches on values --------------------------------------------------------------------------------------------
+
+
+def _where(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if found.category not in ("data-dependent control flow", "tensor value read by Python"):
+        return []
+    edits = (
+        _where_statement(source, statement) if isinstance(statement, ast.If) else _where_expression(source, statement)
+    )
+    return [*edits, *with_torch(source)] if edits else []
+
+
+def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
+    if isinstance(branch.test, ast.BoolOp):
+        return _where_nested(source, branch, branch.test)
+    condition = _condition(source, branch.test)
+    if (
+        condition is None
+        or len(branch.body) != 1
+        or not source.alone(branch)
+        or source.line(branch.lineno).lstrip()[:2] != "if"
+    ):
+        return []
+    taken, other = branch.body[0], branch.orelse[0] if len(branch.orelse) == 1 else None
+    if isinstance(taken, ast.Return) and taken.value is not None:
+        block = source.block(branch)
+        behind = block[block.index(branch) + 1 :]
+        last = other if other is not None else (behind[0] if not branch.orelse and behind else None)
+        if isinstance(last, ast.Return) and last.value is not None:
+            chosen = _chosen(source, condition, taken.value, last.value)
+            return [_instead(source, branch, last, f"return {chosen}")] if chosen else []
+        return []
+    name = _assigned(taken)
+    if name is None or not isinstance(taken, ast.Assign):
+        return []
+    if other is not None:
+        if _assigned(other) != name or not isinstance(other, ast.Assign):
+            return []
+        chosen = _chosen(source, condition, taken.value, other.value)
+    elif branch.orelse:
+        return []
+    else:
+        chosen = _chosen(source, condition, taken.value, ast.parse(name, mode="eval").body, name)
+    return [_instead(source, branch, branch, f"{name} = {chosen}")] if chosen else []
+
+
+def _instead(source: Source, first: ast.stmt, last: ast.stmt, text: str) -> Edit:
+    """``text`` in the place of statements; their comments go above it."""
+    start, end = source.start(first), source.end(last)
+    above = "".join(f"{comment}{source.newline}{source.indent(first)}" for comment in source.comments(start, end))
+    return Edit(start, end, above + text)
+
+
+def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit]:
+    """``if self.flag and tensor: x = f(x)``: the flag stays a branch."""
+    *flags, last = test.values
+    plain = all(_dotted(flag.operand if isinstance(flag, ast.UnaryOp) else flag).startswith("self.") for flag in flags)
+    if not isinstance(test.op, ast.And) or not plain or branch.orelse or len(branch.body) != 1:
+        return []
+    condition, taken = _condition(source, last), branch.body[0]
+    name = _assigned(taken)
+    if condition is None or name is None or not isinstance(taken, ast.Assign):
+        return []
+    chosen = _chosen(source, condition, taken.value, ast.parse(name, mode="eval").body, name)
+    return [Edit(source.end(flags[-1]), source.end(last), ""), source.replace(taken.value, chosen)] if chosen else []
+
+
+def _where_expression(source: Source, statement: ast.stmt) -> list[Edit]:
+    edits = []
+    for node in _expressions(statement):
+        if isinstance(node, ast.IfExp):
+            condition = _condition(source, node.test)
+            chosen = condition and _chosen(source, condition, node.body, node.orelse)
+            if chosen:
+                edits.append(source.replace(node, chosen))
+    return edits
+
+
+def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr, other_text: str = "") -> str:
+    """``torch.where`` over both values; over the argument where both are the same call of one argument."""
+    text = other_text or source.text(other)
+    if isinstance(taken, ast.Call) and isinstance(other, ast.Call) and not other_text:
+        same = source.text(taken.func) == source.text(other.func) and not taken.keywords and not other.keywords
+        if same and len(taken.args) == len(other.args) == 1 and not isinstance(taken.args[0], ast.Starred):
+            inner = _chosen(source, condition, taken.args[0], other.args[0])
+            return f"{source.text(taken.func)}({inner})" if inner else ""
+    numbers = [node for node in (taken, other) if isinstance(node, ast.Constant)]
+    if len(numbers) == 1 or len({type(number.value) for number in numbers}) > 1:
+        return ""  # a number in one case, a tensor or another kind of number in the other
+    if not all(is_exact_in_float32(number) for number in numbers):
+        return ""
+    if not (is_elementwise(taken) and is_elementwise(other)):
+        return ""
+    return f"torch.where({condition}, {source.text(taken)}, {text})"
+
+
+def _condition(source: Source, test: ast.expr) -> str | None:
+    """A condition as a tensor: without the ``bool()``, ``float()`` and ``.item()`` that read it."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _condition(source, test.operand)
+        return None if inner is None else f"torch.logical_not({inner})"
+    if isinstance(test, ast.Call) and _dotted(test.func) == "bool" and len(test.args) == 1:
+        return _condition(source, test.args[0])
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        if isinstance(test.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
+            return None
+        return _without_reads(source, test)
+    if isinstance(test, (ast.Name, ast.Subscript)) or (
+        isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute)
+    ):
+        return _without_reads(source, test)
+    return None
+
+
+def _without_reads(source: Source, node: ast.expr) -> str:
+    start, text = source.start(node), source.text(node).encode("utf-8")
+    reads = [each for each in ast.walk(node) if isinstance(each, ast.Call) and _read_tensor(each) is not None]
+    for read in sorted(reads, key=source.start, reverse=True):
+        tensor = _read_tensor(read)
+        assert tensor is not None
+        if source.end(read) <= start + len(text):
+            inner = source.text(tensor).encode("utf-8")
+            text = text[: source.start(read) - start] + inner + text[source.end(read) - start :]
+    return text.decode("utf-8")
+
+
+def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if not isinstance(statement, ast.If) or found.category != "data-dependent control flow":
+        return []
+    if len(statement.body) != 1 or statement.orelse or not isinstance(statement.body[0], ast.Raise):
+        return []
+    condition = _condition(source, statement.test)
+    if condition is None or source.line(statement.lineno).lstrip()[:3] != "if ":
+        return []
+    raised = statement.body[0].exc
+    said = raised.args[0] if isinstance(raised, ast.Call) and raised.args else None
+    told = isinstance(said, ast.Constant) and isinstance(said.value, str)
+    message = source.text(said) if said is not None and told else repr(source.text(statement.test))
+    indent, unit = source.indent(statement), _unit(source.indent(statement))
+    kept = f"torch._assert_async(torch.logical_not({condition}), {message})"
+    start = source.start(statement)
+    newline = source.newline
+    head = f"if {_COMPILING}:{newline}{indent}{unit}{kept}{newline}{indent}elif"
+    return [Edit(start, start + 2, head), *with_torch(source)]
+
+
+# -- values that Python reads --------------------------------------------------------------------------------------
+
+
+def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if found.category != "tensor value read by Python":
+        return []
+    edits = []
+    for node in _expressions(statement):
+        if not isinstance(node, ast.Call) or not _only_computed_with(source, node):
+            continue
+        tensor = _read_tensor(node)
+        if tensor is None:
+            continue
+        text = source.text(tensor)
+        atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+        # item() cuts the gradient; so does detach().
+        kept = f"{text}.detach()" if atom else f"({text}).detach()"
+        edits.append(source.replace(node, f"{kept}.long()" if _dotted(node.func) == "int" else kept))
+    return edits
+
+
+def _read_tensor(node: ast.Call) -> ast.expr | None:
+    """The expression whose value a call reads into Python."""
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
+        return node.func.value
+    if isinstance(node.func, ast.Name) and node.func.id in ("float", "int") and len(node.args) == 1:
+        argument = node.args[0]
+        inner = _read_tensor(argument) if isinstance(argument, ast.Call) else None
+        return inner or (argument if not isinstance(argument, (ast.Constant, ast.Starred)) else None)
+    return None
+
+
+def _only_computed_with(source: Source, node: ast.expr) -> bool:
+    """Whether a value goes into arithmetic alone, where a tensor of no dimensions does as well as a number."""
+    parent = source.parents[node]
+    if isinstance(parent, (ast.BinOp, ast.UnaryOp)):
+        return True
+    if isinstance(parent, (ast.Return, ast.Assign)):
+        function = source.function(node)
+        if isinstance(parent, ast.Assign) and function is not None and (name := _assigned(parent)) is not None:
+            uses = [each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == name]
+            loads = [each for each in uses if isinstance(each.ctx, ast.Load)]
+            return bool(loads) and all(isinstance(source.parents[each], (ast.BinOp, ast.UnaryOp)) for each in loads)
+        return isinstance(parent, ast.Return) and function is not None and _calls_compute(source, function.name)
+    return False
+
+
+def _calls_compute(source: Source, name: str) -> bool:
+    """Whether all calls of a function in its file go into arithmetic."""
+    calls = [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] == name
+    ]
+    return bool(calls) and all(isinstance(source.parents[call], (ast.BinOp, ast.UnaryOp)) for call in calls)
+
+
+def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if found.category != "data-dependent shape":
+        return []
+    edits = []
+    for node in _expressions(statement):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sum"):
+            continue
+        picked = node.func.value
+        if node.args or node.keywords or not isinstance(picked, ast.Subscript):
+            continue
+        mask, values = picked.slice, source.text(picked.value)
+        if isinstance(mask, ast.Compare) and source.text(mask.left) in (values, f"{values}.abs()"):
+            edits.append(source.replace(node, f"torch.where({source.text(mask)}, {values}, 0).sum()"))
+    return [*edits, *with_torch(source)] if edits else []
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+def _setting(name: str, value: str, mark: str) -> Make:
+    def make(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+        text = f"{found.category} {found.reason}"
+        return with_torch(source, f"torch._dynamo.config.{name} = {value}") if mark in text else []
+
+    return make
+
+
+# Case of the catalogue, name in torch._dynamo.config, value, and what the category or reason of a break says.
+_SETTINGS = (
+    ("item-captured", "capture_scalar_outputs", "True", "tensor value read by Python"),
+    ("dynamic-shape-captured", "capture_dynamic_output_shape_ops", "True", "data-dependent shape"),
+    ("rnn-allowed", "allow_rnn", "True", "RNN, GRU, or LSTM"),
+    ("parameter-made-inside", "graph_break_on_nn_param_ctor", "False", "`torch.nn.Parameter()` constructor"),
+)
+CHANGED_SETTINGS = tuple(name for _, name, _, _ in _SETTINGS)
+_PROCESS_WIDE = "a setting of the whole process: every model compiled in it is traced like that"
+
+REWRITES = (
+    Rewrite("graph-break-call", "remove the call of graph_break()", "", _drop_graph_break),
+    Rewrite("print", "write only while not compiling", "a compiled model no longer writes this", _guard_output),
+    Rewrite("upkeep", "do it only while not compiling", "a compiled model no longer does this", _guard_upkeep),
+    Rewrite("clock", "read the clock only while not compiling", "times read 0 in a compiled model", _read_no_clock),
+    Rewrite(
+        "raise-on-value",
+        "check on the device while compiling",
+        "compiled, the error is a RuntimeError, and on a GPU one of the device",
+        _assert_async,
+    ),
+    Rewrite(
+        "branch-on-value",
+        "compute both sides and choose with torch.where",
+        "both sides are computed; NaN or infinity in the one not chosen can reach the gradient",
+        _where,
+    ),
+    Rewrite("item", "keep the value a tensor without dimensions", "", _keep_tensor),
+    Rewrite("boolean-mask", "sum with zeros in the place of what is masked", "the order of the sum", _masked_sum),
+    Rewrite(
+        "disabled-function", "compile the function too", "a function kept out on purpose is compiled", _drop_disable
+    ),
+    *(Rewrite(case, name, _PROCESS_WIDE, _setting(name, value, mark)) for case, name, value, mark in _SETTINGS),
+)
+
+
+# -- helpers -------------------------------------------------------------------------------------------------------
+
+
+def with_torch(source: Source, line: str = "") -> list[Edit]:
+    """Edits that give a module ``import torch``, where it has not, and then ``line``, both after its imports."""
+    imports = [node for node in source.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    has_torch = any(
+        isinstance(node, ast.Import) and any(a.name.partition(".")[0] == "torch" and not a.asname for a in node.names)
+        for node in imports
+    )
+    lines = ([] if has_torch else ["import torch"]) + (["", line] if line else [])
+    if not lines:
+        return []
+    first = source.tree.body[0]
+    has_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    last = imports[-1] if imports else (first if has_docstring else None)
+    offset = 0 if last is None else source.line_start((last.end_lineno or last.lineno) + 1)
+    return [Edit(offset, offset, "".join(f"{each}{source.newline}" for each in lines))]
+
+
+def _called(statement: ast.stmt) -> ast.Call | None:
+    """The call that is all of a statement."""
+    return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of a statement without the statements inside of it, and without functions that run later."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        later = (ast.stmt, ast.Lambda)
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, later)]
+
+
+def _assigned(statement: ast.AST) -> str | None:
+    """The one plain name that a statement assigns to."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id
+    return None
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c`` of names and attributes; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def _unit(indent: str) -> str:
+    return "\t" if indent.endswith("\t") else "    "

@@ -1,0 +1,189 @@
+"""A source file with its syntax tree, edits by position, and unified diffs. Formatting outside an edit is kept."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import tokenize
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Bytes ``start`` to ``end`` of a file become ``text``."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Source:
+    """One file of Python, as bytes and as a tree.
+
+    Args:
+        path: of the file.
+        content: its bytes.
+
+    Raises:
+        SyntaxError: if it is not Python.
+    """
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path = path
+        self.content = content
+        self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+        self.tree = ast.parse(content, filename=str(path))
+        # The syntax tree counts columns in bytes of UTF-8, whatever the file is encoded in.
+        self._lines = content.decode(self.encoding).encode("utf-8").splitlines(keepends=True)
+        if content.startswith(b"\xef\xbb\xbf"):
+            raise SyntaxError(f"{path} begins with a byte-order mark")
+        if self.encoding not in ("utf-8", "ascii"):
+            raise SyntaxError(f"{path} is encoded in {self.encoding}; only UTF-8 is changed")
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line))
+
+    @classmethod
+    def read(cls, path: Path) -> Source:
+        """The file on disk."""
+        return cls(path, path.read_bytes())
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """The node that every node is in."""
+        return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around a node, from the inside out."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def statement(self, line: int) -> ast.stmt | None:
+        """The innermost statement that a line is in; of ``if``, ``for`` and the like only the head counts."""
+        found: ast.stmt | None = None
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.stmt) and node.lineno <= line <= head_end(node):
+                narrower = found is None or (node.lineno, -head_end(node)) >= (found.lineno, -head_end(found))
+                found = node if narrower else found
+        return found
+
+    def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """The function that a node is in."""
+        functions = (each for each in self.above(node) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
+        return next(functions, None)
+
+    def block(self, statement: ast.stmt) -> list[ast.stmt]:
+        """The statements that a statement stands among, itself included."""
+        parent = self.parents[statement]
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(parent, name, None)
+            if isinstance(block, list) and statement in block:
+                return block
+        return [statement]
+
+    def start(self, node: ast.expr | ast.stmt) -> int:
+        """Offset of a node's first byte."""
+        return self._starts[node.lineno - 1] + node.col_offset
+
+    def end(self, node: ast.expr | ast.stmt) -> int:
+        """Offset behind a node's last byte."""
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self._starts[node.end_lineno - 1] + node.end_col_offset
+
+    def text(self, node: ast.expr | ast.stmt) -> str:
+        """A node's source, as it is written."""
+        return self.content[self.start(node) : self.end(node)].decode("utf-8")
+
+    def line(self, number: int) -> str:
+        """A line's text without its end."""
+        return self._lines[number - 1].decode("utf-8").rstrip("\r\n") if 0 < number <= len(self._lines) else ""
+
+    def line_start(self, number: int) -> int:
+        """Offset of a line's first byte; of the line behind the last, the file's length."""
+        return self._starts[number - 1]
+
+    def indent(self, statement: ast.stmt) -> str:
+        """The white space before a statement."""
+        line = self._lines[statement.lineno - 1][: statement.col_offset].decode("utf-8")
+        return line[: len(line) - len(line.lstrip())]
+
+    @property
+    def newline(self) -> str:
+        """How the file ends its lines."""
+        return "\r\n" if self._lines and self._lines[0].endswith(b"\r\n") else "\n"
+
+    def alone(self, statement: ast.stmt) -> bool:
+        """Whether a statement has its lines for itself: nothing before it, no ``; other`` behind it."""
+        assert statement.end_lineno is not None
+        before = self._lines[statement.lineno - 1][: statement.col_offset]
+        after = self._lines[statement.end_lineno - 1][statement.end_col_offset :].strip()
+        return not before.strip() and (not after or after.startswith(b"#"))
+
+    def comments(self, start: int, end: int) -> list[str]:
+        """The comments between two offsets."""
+        found = []
+        for token in tokenize.tokenize(io.BytesIO(self.content).readline):
+            if token.type == tokenize.COMMENT:
+                line, column = token.start
+                text = self._lines[line - 1].decode("utf-8")
+                if start <= self._starts[line - 1] + len(text[:column].encode("utf-8")) < end:
+                    found.append(token.string)
+        return found
+
+    def replace(self, node: ast.expr | ast.stmt, text: str) -> Edit:
+        """An edit that puts ``text`` in a node's place."""
+        return Edit(self.start(node), self.end(node), text)
+
+    def apply(self, edits: Iterable[Edit]) -> bytes:
+        """The file with edits made.
+
+        Raises:
+            ValueError: if two of them overlap.
+            SyntaxError: if the result is not Python.
+        """
+        content, last = self.content, len(self.content)
+        for edit in sorted(set(edits), key=lambda edit: (edit.start, edit.end), reverse=True):
+            if edit.end > last:
+                raise ValueError(f"two edits of {self.path} overlap at byte {edit.end}")
+            content = content[: edit.start] + edit.text.encode("utf-8") + content[edit.end :]
+            last = edit.start
+        ast.parse(content, filename=str(self.path))
+        return content
+
+
+def head_end(statement: ast.stmt) -> int:
+    """The last line of a statement, or of what stands before its block."""
+    body = getattr(statement, "body", None)
+    if isinstance(body, list) and body:
+        return max(statement.lineno, body[0].lineno - 1)
+    if isinstance(statement, ast.Match):
+        return statement.subject.end_lineno or statement.lineno
+    assert statement.end_lineno is not None
+    return statement.end_lineno
+
+
+def unified_diff(name: str, before: bytes, after: bytes) -> str:
+    """A patch for ``git apply`` and ``patch -p1``.
+
+    Args:
+        name: of the file, relative to where the patch is applied, with slashes.
+        before: its bytes.
+        after: as they are to be.
+    """
+    lines = difflib.unified_diff(_lines(before), _lines(after), f"a/{name}", f"b/{name}")
+    return "".join(_marked(line) for line in lines)
+
+
+def _lines(content: bytes) -> list[str]:
+    # str.splitlines also parts at form feeds and the like; a patch knows newlines only.
+    return io.StringIO(content.decode("utf-8"), newline="\n").readlines()
+
+
+def _marked(line: str) -> str:
+    return line if line.endswith("\n") else line + "\n\\ No newline at end of file\n"

@@ -1,0 +1,97 @@
+"""Changes of the source, tried: do the breaks fall, and does the changed model compute the same?
+
+Candidates are tried one after the other in one process, without a code generator. What passes is put together and
+proved in a process of its own, with Inductor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchkit import UserError
+from compile_bench.collector import folders, settings_restored
+from compile_bench.findings import Mark, Proposal, Trial, mark
+from compile_bench.mending.overlay import Overlay, forget_user_modules, overlaid
+from compile_bench.mending.proof import holds, reference
+from compile_bench.mending.rewrites import CHANGED_SETTINGS
+from compile_bench.results import Case
+from compile_bench.triage_worker import survey
+
+
+def trials(
+    case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposals: Sequence[Proposal], path: Path
+) -> list[list[Trial]]:
+    """Try the candidates of every proposal until one passes.
+
+    Args:
+        case: whose outputs and gradients are compared, eagerly.
+        kinds: training, inference or both: where breaks are looked for.
+        seeds: for that.
+        proposals: one for every break.
+        path: file for what the unchanged model gives, for :func:`prove` as well.
+
+    Returns:
+        For every proposal the trials in turn; the last one may have passed.
+    """
+    reference(case, path=path)
+    results = []
+    for proposal in proposals:
+        tried: list[Trial] = []
+        for overlay in proposal.overlays:
+            tried.append(_trial(case, overlay, kinds, seeds, proposal.allowed, path, compiled=False))
+            if not tried[-1].verdict:
+                break
+        results.append(tried)
+    return results
+
+
+def prove(
+    case: Case, *, overlay: Overlay, kinds: Sequence[bool], seeds: Sequence[int], allowed: frozenset[Mark], path: Path
+) -> Trial:
+    """Try changed sources with Inductor; arguments as for :func:`trials`.
+
+    Args:
+        case: as above.
+        overlay: the changed sources.
+        kinds: as above.
+        seeds: as above.
+        allowed: the breaks that may be left.
+        path: what :func:`trials` wrote.
+    """
+    return _trial(case, overlay, kinds, seeds, allowed, path, compiled=True)
+
+
+def _trial(
+    case: Case,
+    overlay: Overlay,
+    kinds: Sequence[bool],
+    seeds: Sequence[int],
+    allowed: frozenset[Mark],
+    path: Path,
+    *,
+    compiled: bool,
+) -> Trial:
+    whose = folders()
+    with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
+        surveys = []
+        for train in kinds:
+            forget_user_modules(whose)
+            try:
+                surveys.append(survey(replace(case, train=train), seeds=seeds, behind=False))
+            except UserError as error:
+                return Trial(f"the changed model fails: {error}", 0, 0)
+        failures = [failure for each in surveys for failure in each.failures]
+        left = {mark(each): each for found in surveys for each in found.breaks}
+        graphs = len(surveys[0].trace.graphs)
+        new = [each for key, each in left.items() if key not in allowed]
+        if new:
+            return Trial(f"it still breaks: {Path(new[0].file).name}:{new[0].line}, {new[0].reason}", len(left), graphs)
+        if failures:
+            return Trial(f"the changed model fails: {failures[0]}", len(left), graphs)
+        forget_user_modules(whose)
+        torch.compiler.reset()
+        return Trial(holds(case, path=path, with_inductor=compiled), len(left), graphs)

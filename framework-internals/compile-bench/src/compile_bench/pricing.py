@@ -1,0 +1,212 @@
+"""What every break costs: the gap that Python leaves between two graphs, what crosses it, what it adds to compiling."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from benchkit import Quantity
+from compile_bench.collector import Collector, compile_id, folders, inductor, prepare_toolchain
+from compile_bench.findings import Figures, Price, Priced
+from compile_bench.measuring import load_case
+from compile_bench.mending.overlay import Overlay, overlaid
+from compile_bench.results import FIRST_STEPS, Case
+from compile_bench.trace import RESUMED, Break, CompileTrace
+from compile_bench.triage_worker import own_model, seed_everything
+
+_STEPS = 40
+_MOST_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """From the end of one graph to the start of the next, within a step."""
+
+    before: str
+    after: str
+    seconds: tuple[float, ...]
+    functions: frozenset[tuple[str, str]]
+
+
+class GapProfiler:
+    """A backend that is Inductor and notes when each of its graphs runs."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, int] = {}
+        self._on = False
+        self._runs: list[tuple[str, float, float]] = []
+        self._entered: list[tuple[int, str, str, bool]] = []
+
+    def __call__(self, module: Any, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph."""
+        identity, run = compile_id(), inductor(module, inputs)
+
+        def timed(*args: Any) -> Any:
+            if not self._on:
+                return run(*args)
+            start = time.perf_counter()
+            result = run(*args)
+            self._runs.append((identity, start, time.perf_counter()))
+            self.outputs.setdefault(identity, _bytes(result))
+            return result
+
+        return timed
+
+    def gaps(self, step: Callable[[], Any]) -> tuple[list[_Gap], list[float]]:
+        """Do steps, all compiling being done, and measure.
+
+        Returns:
+            The gaps of a step in turn, and the seconds of every step.
+        """
+        functions = self._functions(step)
+        self._on = True
+        steps: list[list[tuple[str, float, float]]] = []
+        seconds: list[float] = []
+        begin = time.perf_counter()
+        while len(steps) < _STEPS and (len(steps) < 3 or time.perf_counter() - begin < _MOST_SECONDS):
+            self._runs.clear()
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+            steps.append(list(self._runs))
+        self._on = False
+        order = [identity for identity, _, _ in steps[-1]]
+        alike = [runs for runs in steps if [identity for identity, _, _ in runs] == order]
+        gaps = [
+            _Gap(
+                order[index],
+                order[index + 1],
+                tuple(runs[index + 1][1] - runs[index][2] for runs in alike),
+                functions.get(index + 1, frozenset()),
+            )
+            for index in range(len(order) - 1)
+        ]
+        return gaps, seconds
+
+    def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
+        """The user's functions that were running between graph number n and the next."""
+        whose = folders()
+        active: list[tuple[str, str]] = []
+        seen: dict[int, set[tuple[str, str]]] = {}
+
+        def event(frame: FrameType, kind: str, _: Any) -> None:
+            if kind not in ("call", "return") or not whose.of_user(frame.f_code.co_filename):
+                return
+            entry = (frame.f_code.co_filename, frame.f_code.co_name)
+            if kind == "call":
+                active.append(entry)
+            seen.setdefault(len(self._runs), set()).update(active)
+            if kind == "return" and active:
+                active.pop()
+
+        self._runs.clear()
+        self._on = True
+        before = sys.getprofile()
+        sys.setprofile(event)
+        try:
+            step()
+        finally:
+            sys.setprofile(before)
+            self._on = False
+        return {index: frozenset(functions) for index, functions in seen.items()}
+
+
+def price(case: Case, *, overlay: Overlay | None = None) -> Priced:
+    """Compile a case with Inductor and price its breaks.
+
+    The gaps are those of the forward pass: backward graphs run inside the autograd engine.
+
+    Args:
+        case: of what.
+        overlay: changed sources, if any.
+    """
+    with overlaid(overlay or {}):
+        target = load_case(case)
+        prepare_toolchain(case.device)
+        profiler = GapProfiler()
+        model = cast(nn.Module, torch.compile(own_model(target, case), backend=profiler, dynamic=case.dynamic))
+        step = _waiting(target.step(model, train=case.train), case)
+        seed_everything(0)
+        with Collector() as collector:
+            start = time.perf_counter()
+            for _ in range(FIRST_STEPS):
+                step()
+            first_seconds = time.perf_counter() - start
+        trace = collector.trace()
+        gaps, seconds = profiler.gaps(step)
+    priced = {(each.file, each.line): each for each in trace.breaks}
+    charged = {place: _gaps_of(each, gaps) for place, each in priced.items()}
+    prices = {
+        place: Price(
+            _sum(charged[place]),
+            max((_sharing(gap, charged) for gap in charged[place]), default=1),
+            sum(profiler.outputs.get(gap.before, 0) for gap in charged[place]),
+            _compile_seconds(each, trace),
+        )
+        for place, each in priced.items()
+    }
+    figures = Figures(len(trace.graphs), len(priced), _quantity(seconds), first_seconds)
+    return Priced(prices, figures)
+
+
+def _waiting(step: Callable[[], Any], case: Case) -> Callable[[], Any]:
+    """On a GPU a step lasts until the device is done."""
+    if case.device == "cpu":
+        return step
+
+    def waited() -> Any:
+        result = step()
+        torch.cuda.synchronize()
+        return result
+
+    return waited
+
+
+def _gaps_of(found: Break, gaps: Sequence[_Gap]) -> list[_Gap]:
+    """The gaps that a break is answerable for."""
+    if found.whole_frame:
+        return [gap for gap in gaps if (found.file, found.function) in gap.functions]
+    own = [gap for gap in gaps if gap.before in found.compile_ids]
+    if own:
+        return own
+    # Nothing was computed between this break and the one before it. Compilations are numbered as they are met.
+    numbers = [_number(each) for each in found.compile_ids]
+    return [gap for gap in gaps if any(_number(gap.before) < each < _number(gap.after) for each in numbers)][:1]
+
+
+def _number(compile_id: str) -> int:
+    return int(compile_id.split("/")[0])
+
+
+def _sharing(gap: _Gap, charged: dict[tuple[str, int], list[_Gap]]) -> int:
+    return sum(any(gap is other for other in gaps) for gaps in charged.values())
+
+
+def _sum(gaps: Sequence[_Gap]) -> Quantity | None:
+    """The gaps of one break together, step by step."""
+    steps = [sum(each) for each in zip(*(gap.seconds for gap in gaps), strict=True)]
+    return _quantity(steps) if steps else None
+
+
+def _quantity(seconds: Sequence[float]) -> Quantity:
+    cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else [seconds[0]] * 4
+    return Quantity(statistics.median(seconds), "s", cuts[0], cuts[3], len(seconds), "p20-p80")
+
+
+def _compile_seconds(found: Break, trace: CompileTrace) -> float:
+    """Of the functions that go on behind the break, in it and in the user's functions around it."""
+    names = {f"{RESUMED}{frame.function}_at_{frame.line}" for frame in found.stack}
+    return sum(graph.compile_seconds or 0.0 for graph in trace.graphs if graph.function in names)
+
+
+def _bytes(result: Any) -> int:
+    tensors = [each for each in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(each, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,104 @@
+"""Every cause of the catalogue on this torch: it happens as recorded, and its fix reaches one equal graph."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compile_bench.catalogue import CAUSES, match
+from compile_bench.catalogue.examine import examine
+from compile_bench.catalogue.page import describe, html, markdown, program
+from compile_bench.catalogue.versions import recorded, standing, this_torch
+from compile_bench.cli import app
+from compile_bench.mending.rewrites import REWRITES
+
+PAGE = Path(__file__).parents[1] / "catalogue"
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the causes do
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_cause(name):
+    outcome = examine(CAUSES[name])
+    known = recorded().get(this_torch(), {}).get(name)
+    if known is None:
+        pytest.skip(f"torch {this_torch()} is not on record; compile-bench catalogue --record adds it")
+    assert (outcome.happens, outcome.whole, outcome.equal) == (known["happens"], known["whole"], known["equal"]), (
+        outcome
+    )
+
+
+def test_at_least_eighty_causes_hold_on_the_tested_torch():
+    holding = [name for name in CAUSES if standing(name, "2.13.0") == "holds"]
+    assert len(holding) == len(CAUSES) >= 80
+    assert {CAUSES[name].kind for name in holding} == {"break", "recompile", "silent"}
+
+
+def test_every_version_has_an_outcome_of_every_cause():
+    assert list(recorded()) == ["2.10.0", "2.11.0", "2.13.0", "2.15.0"]
+    for outcomes in recorded().values():
+        assert set(outcomes) == set(CAUSES)
+
+
+def test_every_rewrite_is_of_a_cause():
+    assert {rewrite.case for rewrite in REWRITES} <= set(CAUSES)
+
+
+def test_patterns_are_expressions():
+    for cause in CAUSES.values():
+        re.compile(cause.pattern)
+        re.compile(cause.code)
+
+
+@pytest.mark.parametrize(
+    ("reason", "source", "name"),
+    [
+        ("Data-dependent branching", "if x.sum() > 0:", "branch-on-value"),
+        ("Unsupported Tensor.item() call with capture_scalar_outputs=False", "x = x / y.item()", "item"),
+        ("Attempted to call function marked as skipped", "t = time.perf_counter()", "clock"),
+        ("Data-dependent branching", "if self.training and torch.rand([]) < 0.3:", "layer-dropped"),
+        ("Attempted to wrap RNN, GRU, or LSTM", "x, _ = self.lstm(x)", "rnn-allowed"),
+        ("Attempted to call function marked as skipped", "y = frobnicate(x)", None),
+    ],
+)
+def test_a_break_is_recognised(reason, source, name):
+    cause = match(reason, source)
+    assert (cause and cause.name) == name
+
+
+@pytest.mark.parametrize(("file", "content"), [("CATALOGUE.md", markdown), ("CATALOGUE.html", html)])
+def test_the_committed_page_is_current(file, content):
+    assert (PAGE / file).read_text(encoding="utf-8") == content(), "run: compile-bench catalogue --render catalogue"
+
+
+def test_the_html_page_is_whole_and_loads_nothing():
+    opened = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            opened.append((tag, dict(attributes)))
+
+    Reader().feed(html())
+    assert {entry["id"] for tag, entry in opened if tag == "details"} == set(CAUSES)
+    assert not [entry for _, entry in opened if "src" in entry or "href" in entry]
+
+
+def test_a_program_is_shown_without_its_decorator():
+    text = program(CAUSES["print"])
+    assert text.startswith("def _print() -> Repro:\n    def broken(x: Tensor) -> Tensor:")
+    assert "return Repro(broken, mended," in text
+
+
+def test_commands():
+    runner = CliRunner()
+    listed = runner.invoke(app, ["catalogue"])
+    assert listed.exit_code == 0
+    assert all(f"| {name} " in listed.output for name in CAUSES)
+    assert describe(CAUSES["item"]) in runner.invoke(app, ["catalogue", "item"]).output
+    checked = runner.invoke(app, ["catalogue", "item", "--check"])
+    assert (checked.exit_code, checked.output) == (0, "1 of 1 cause as stated on this torch\n")
+    unknown = runner.invoke(app, ["catalogue", "iten"])
+    assert unknown.exit_code == 2
+    assert "no cause 'iten'" in unknown.output

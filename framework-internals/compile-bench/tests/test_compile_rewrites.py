@@ -1,0 +1,206 @@
+"""Changes of the source: what they make of a statement, what they leave alone, and that patches apply."""
+
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from compile_bench.mending.rewrites import candidates
+from compile_bench.mending.source import Edit, Source, unified_diff
+from compile_bench.trace import Break, categorise
+
+BRANCH = "Data-dependent branching"
+ITEM = "Unsupported Tensor.item() call with capture_scalar_outputs=False"
+SKIPPED = "Attempted to call function marked as skipped"
+SHAPE = "Dynamic shape operator"
+HEAD = "import torch\nimport time, sys, gc, logging\n\nlog = logging.getLogger()\n\n\n"
+
+
+def source_of(body, head=HEAD):
+    return Source(Path("model.py"), (head + textwrap.dedent(body).lstrip("\n")).encode())
+
+
+def proposals(source, reason):
+    """Rewritten bodies by case, for a break at the line that is marked."""
+    line = next(n for n, text in enumerate(source.content.decode().splitlines(), 1) if text.endswith("# here"))
+    found = Break("model.py", line, "f", "", reason, "", (), categorise(reason), False)
+    return {c.rewrite.case: source.apply(c.edits).decode().removeprefix(HEAD) for c in candidates(source, found)}
+
+
+def first(body, reason, head=HEAD):
+    answer = proposals(source_of(body, head), reason)
+    return next(iter(answer.items())) if answer else (None, None)
+
+
+def test_output_is_guarded_and_keeps_its_lines():
+    case, text = first(
+        """
+        def f(x):
+            print(  # here
+                "norm",
+                x.norm().item(),
+            )
+            return x
+        """,
+        "Failed to trace builtin operator",
+    )
+    assert case == "print"
+    assert text == textwrap.dedent(
+        """\
+        def f(x):
+            if not torch.compiler.is_compiling():
+                print(  # here
+                    "norm",
+                    x.norm().item(),
+                )
+            return x
+        """
+    )
+
+
+def test_lines_of_a_string_stay_where_they_are():
+    _, text = first('def f(x):\n    print("""a\n  b""")  # here\n', "Failed to trace builtin operator")
+    assert text.endswith('        print("""a\n  b""")  # here\n')
+
+
+def test_a_print_that_does_something_else_is_left_alone():
+    assert first("def f(x):\n    print(self.count())  # here\n", "Failed to trace builtin operator") == (None, None)
+    assert first("def f(x):\n    print(n := 3)  # here\n", "Failed to trace builtin operator") == (None, None)
+
+
+def test_tabs_and_one_line_blocks_are_kept():
+    _, text = first("def f(x):\n\tlog.info('a')  # here\n", "logging.Logger method not supported")
+    assert text == "def f(x):\n\tif not torch.compiler.is_compiling():\n\t\tlog.info('a')  # here\n"
+    _, text = first("def f(x):\n    if x: print(1)  # here\n", "Failed to trace builtin operator")
+    assert text == "def f(x):\n    if x: print(1) if not torch.compiler.is_compiling() else None  # here\n"
+
+
+def test_import_of_torch_is_added_behind_the_others():
+    _, text = first(
+        "def f(x):\n    print(1)  # here\n", "Failed to trace builtin operator", head='"""Doc."""\nimport os\n'
+    )
+    assert text.startswith('"""Doc."""\nimport os\nimport torch\ndef f')
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "def f(x):\n    if x.mean() > 0:  # here\n        x = x * 0.5\n    return x\n",
+            "def f(x):\n    # here\n    x = torch.where(x.mean() > 0, x * 0.5, x)\n    return x\n",
+        ),
+        (
+            "def f(x):\n    if not (x > 0).all():  # here\n        y = x\n    else:\n        y = -x\n    return y\n",
+            "def f(x):\n    # here\n    y = torch.where(torch.logical_not((x > 0).all()), x, -x)\n    return y\n",
+        ),
+        (
+            "def f(x):\n    if x.max().item() > 3:  # here\n        return x.relu()\n    return x\n",
+            "def f(x):\n    # here\n    return torch.where(x.max() > 3, x.relu(), x)\n",
+        ),
+        (
+            "def f(x):\n    s = 2.0 if bool(x.sum() > 0) else 0.5  # here\n    return x * s\n",
+            "def f(x):\n    s = torch.where(x.sum() > 0, 2.0, 0.5)  # here\n    return x * s\n",
+        ),
+        (
+            "def f(self, x):\n    if self.training and x.sum() > 0:  # here\n        x = x + 1\n    return x\n",
+            "def f(self, x):\n    if self.training:  # here\n"
+            "        x = torch.where(x.sum() > 0, x + 1, x)\n    return x\n",
+        ),
+        (
+            "def f(self, x):\n    if x.sum() > 0:  # here\n        return self.out(x * 2)\n    return self.out(x)\n",
+            "def f(self, x):\n    # here\n    return self.out(torch.where(x.sum() > 0, x * 2, x))\n",
+        ),
+    ],
+)
+def test_branches_become_where(body, expected):
+    assert proposals(source_of(body), BRANCH)["branch-on-value"] == expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def f(x):\n    if x.sum() > 0:  # here\n        x += 1\n    return x\n",  # in place: others may hold x
+        "def f(x):\n    if x.sum() > 0:  # here\n        x = x.sum(0)\n    return x\n",  # another shape
+        "def f(x):\n    if x.sum() > 0:  # here\n        x = self.layer(x)\n    return x\n",  # may do anything
+        "def f(x):\n    if x.sum() > 0:  # here\n        x = x + 1\n        self.n = 1\n    return x\n",
+        "def f(x):\n    s = 0.1 if x.sum() > 0 else 0.2  # here\n    return x * s\n",  # not exact in float32
+        "def f(x):\n    s = 2 if x.sum() > 0 else 0.5  # here\n    return x * s\n",  # two kinds of number
+        "def f(x):\n    if x.sum() > 0:  # here\n        return x\n    y = x + 1\n    return y\n",
+        "def f(x):\n    if self.on or x.sum() > 0:  # here\n        x = x + 1\n    return x\n",
+    ],
+)
+def test_branches_that_where_would_change_are_left_alone(body):
+    assert "branch-on-value" not in proposals(source_of(body), BRANCH)
+
+
+def test_an_error_is_raised_on_the_device_while_compiling():
+    body = "def f(x):\n    if torch.isnan(x).any():  # here\n        raise ValueError('not a number')\n    return x\n"
+    assert proposals(source_of(body), BRANCH)["raise-on-value"] == (
+        "def f(x):\n    if torch.compiler.is_compiling():\n"
+        "        torch._assert_async(torch.logical_not(torch.isnan(x).any()), 'not a number')\n"
+        "    elif torch.isnan(x).any():  # here\n        raise ValueError('not a number')\n    return x\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("    return x / x.abs().max().item()  # here\n", "    return x / x.abs().max().detach()  # here\n"),
+        ("    return x * float(x.std() + 1)  # here\n", "    return x * (x.std() + 1).detach()  # here\n"),
+        ("    s = x.max().item()  # here\n    return x / s\n", "    s = x.max().detach()  # here\n    return x / s\n"),
+    ],
+)
+def test_a_value_stays_a_tensor_cut_from_the_gradient(body, expected):
+    assert proposals(source_of("def f(x):\n" + body), ITEM)["item"] == "def f(x):\n" + expected
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    self.history.append(x.max().item())  # here\n",  # whoever reads it expects a number
+        "    s = x.max().item()  # here\n    log(s)\n    return x * s\n",
+        "    return x.max().item()  # here\n",
+    ],
+)
+def test_a_value_that_leaves_arithmetic_stays_a_number(body):
+    assert set(proposals(source_of("def f(x):\n" + body), ITEM)) == {"item-captured"}
+
+
+def test_settings_go_behind_the_imports():
+    text = proposals(source_of("def f(x):\n    return x[x > 0].mean()  # here\n"), SHAPE)["dynamic-shape-captured"]
+    assert text.startswith("import torch\nimport time, sys, gc, logging\n\ntorch._dynamo.config.capture_dynamic_output")
+
+
+def test_small_ones():
+    assert first("def f(x):\n    torch._dynamo.graph_break()  # here\n    return x\n", "graph_break()") == (
+        "graph-break-call",
+        "def f(x):\n    return x\n",
+    )
+    assert first("def f(x):\n    gc.collect()  # here\n    return x\n", SKIPPED)[0] == "upkeep"
+    assert first("def f(x):\n    t = time.time()  # here\n", SKIPPED) == (
+        "clock",
+        "def f(x):\n    t = (0.0 if torch.compiler.is_compiling() else time.time())  # here\n",
+    )
+    text = proposals(source_of("def f(x):\n    return x[x > 0].sum()  # here\n"), SHAPE)["boolean-mask"]
+    assert text == "def f(x):\n    return torch.where(x > 0, x, 0).sum()  # here\n"
+
+
+def test_overlapping_edits_are_refused():
+    with pytest.raises(ValueError, match="overlap"):
+        source_of("a = 1\n").apply([Edit(0, 5, "x"), Edit(3, 8, "y")])
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+@pytest.mark.parametrize("tool", [["git", "apply"], ["patch", "-p1", "--binary", "-i"]])
+def test_patches_apply(tmp_path, ending, newline, tool):
+    if tool[0] == "patch" and subprocess.run(["which", "patch"], capture_output=True).returncode:
+        pytest.skip("there is no patch here")
+    before = f"# é{newline}def f(x):{newline}    return x{ending.replace(chr(10), newline)}".encode()
+    after = before.replace(b"return x", b"return x + 1")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "model.py").write_bytes(before)
+    (tmp_path / "a.patch").write_bytes(unified_diff("sub/model.py", before, after).encode())
+    subprocess.run([*tool, "a.patch"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "sub" / "model.py").read_bytes() == after

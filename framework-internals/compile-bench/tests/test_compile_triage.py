@@ -1,0 +1,250 @@
+"""Triage from end to end on a small model of two files, its parts, and its answers to targets that are no use."""
+
+import linecache
+import logging
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from compile_bench import Case, Harness
+from compile_bench.bill import draw_up
+from compile_bench.cli import app
+from compile_bench.cli_triage import describe_bill, write_patches
+from compile_bench.collector import CudaGraphSkips, folders
+from compile_bench.eager_frames import EagerWatch
+from compile_bench.mending.holding import overlays
+from compile_bench.mending.overlay import forget_user_modules, overlaid
+from compile_bench.mending.proof import holds, reference
+from compile_bench.target import load_target
+from compile_bench.trace import Folders, Frame
+from compile_bench.triage_records import bill_records
+from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
+
+MODEL = """\
+import torch
+from torch import nn
+from triage_helper import scaled
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.a(x)
+        if x.mean() > 0:
+            x = x + 0.5
+        x = scaled(x)
+        print("seen", end="")
+        return self.b(x)
+
+
+def target():
+    torch.manual_seed(0)
+    return Small(), (torch.randn(4, 8),)
+
+
+def raises():
+    raise ValueError("not today")
+
+
+def nothing():
+    return 3
+
+
+class Raising(nn.Module):
+    def forward(self, x):
+        return x @ torch.ones(3)
+
+
+def unfit():
+    return Raising(), (torch.randn(4, 8),)
+
+
+def hangs():
+    import time
+
+    time.sleep(600)
+"""
+HELPER = """\
+def scaled(x):
+    return (
+        x
+        / x.abs().max().item()
+    )
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "triage_model.py").write_text(MODEL)
+    (tmp_path / "triage_helper.py").write_text(HELPER)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    yield tmp_path
+    sys.path[:] = before
+    for name in ("triage_model", "triage_helper"):
+        sys.modules.pop(name, None)
+    torch.compiler.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_breaks_are_found_priced_mended_and_proved(folder):
+    target = f"{folder / 'triage_model.py'}:target"
+    with Harness.open("cpu", limit=400) as harness:
+        bill = draw_up(harness, Case(target, "cpu"))
+    assert not bill.absent
+    places = {each.place: each for each in bill.findings}
+    model, helper = folder / "triage_model.py", folder / "triage_helper.py"
+    assert set(places) == {f"{model}:14", f"{model}:17", f"{helper}:4"}
+    assert {each.kinds for each in bill.findings} == {("training", "inference")}
+    assert {each.case for each in bill.findings} == {"branch-on-value", "print", "item"}
+    gaps = [each.price.gap.value for each in bill.findings]
+    assert gaps == sorted(gaps, reverse=True)
+    # The first graph hands over x, the condition and what the backward pass needs: x is 4 · 8 numbers of 4 bytes.
+    assert places[f"{model}:14"].price.crossing >= 128
+    assert [each.mend.verdict for each in bill.findings if not each.mend.accepted] == []
+    assert (bill.together.before.breaks, bill.together.after.breaks) == (3, 0)
+    assert (bill.together.before.graphs, bill.together.after.graphs) == (4, 1)
+    assert bill.together.after.step is not None
+
+    patches = write_patches(bill, folder / "patches")
+    printed = describe_bill(bill, patches)
+    assert "triage_model.py:14: Data-dependent branching" in printed
+    assert "patches/" in printed
+    for patch in patches.values():
+        subprocess.run(["git", "apply", "--check", str(patch)], cwd=folder, check=True)
+    records = bill_records(bill, folder)
+    assert [record.name for record in records] == ["bill", "finding", "finding", "finding", "mended"]
+    subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
+    forget_user_modules(folders())
+    assert survey(Case(target, "cpu"), seeds=(0,)).breaks == ()
+
+
+def test_a_change_of_what_is_computed_is_refused(folder, tmp_path):
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu"), tmp_path / "reference.pt"
+    reference(case, path=path)
+    assert holds(case, path=path, with_inductor=False) == ""
+    for wrong, message in (
+        (MODEL.replace("x + 0.5", "x + 0.51"), "output is off by"),
+        (MODEL.replace("mean() > 0", "mean() > 1e9"), "arguments ×"),  # right where the branch is not taken
+        (MODEL.replace("return self.b(x)", "return self.b(x).double()"), "float64[4, 8] instead of float32[4, 8]"),
+        (MODEL.replace("return self.b(x)", "return self.b(x.detach())"), "is there in one of the two only"),
+    ):
+        with overlaid({str(folder / "triage_model.py"): wrong.encode()}):
+            forget_user_modules(folders())
+            assert message in holds(case, path=path, with_inductor=False)
+
+
+def test_an_overlay_is_what_is_imported_and_shown(folder):
+    path = folder / "triage_model.py"
+    with overlaid({str(path): MODEL.replace("nn.Linear(8, 8)", "nn.Linear(8, 3)").encode()}):
+        assert load_target(f"{path}:target", "cpu").model.b.out_features == 3
+        assert "nn.Linear(8, 3)" in linecache.getline(str(path), 9)
+    assert "nn.Linear(8, 8)" in linecache.getline(str(path), 9)
+    forget_user_modules(folders())
+    assert load_target(f"{path}:target", "cpu").model.b.out_features == 8
+    assert path.read_text() == MODEL
+
+
+def test_held_lines_keep_the_numbers_of_those_behind(folder):
+    path = folder / "triage_helper.py"
+    recording, replaying = overlays([(str(path), 4), (str(folder / "triage_model.py"), 14)])
+    for overlay in (recording, replaying):
+        assert len(overlay[str(path)].splitlines()) == len(HELPER.splitlines())
+        assert b"__compile_bench_h" in overlay[str(folder / "triage_model.py")].splitlines()[13]
+
+
+def test_the_innermost_line_is_the_users():
+    whose = Folders("/site/torch", ["/site"], "/bench", ["zoo.py"])
+    stack = [
+        Frame("/bench/worker.py", 1, "main"),
+        Frame("/site/torch/nn/modules/module.py", 1, "_call_impl"),
+        Frame("/home/model.py", 5, "forward"),
+        Frame("/site/other/layer.py", 7, "forward"),
+    ]
+    assert whose.innermost(stack) == stack[2]
+    assert whose.inside(stack) == tuple(stack[2:])
+    assert whose.innermost([stack[0], stack[3]]) == stack[3]  # nothing of the user's
+    assert whose.innermost(stack[:2]) is None
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x).relu()
+
+    def encode(self, x):
+        return self.layer(x) * 2
+
+    def passed(self, x):
+        return x
+
+
+def test_functions_that_compute_eagerly_are_seen():
+    torch.compiler.reset()
+    model = Encoder()
+    compiled = torch.compile(model, backend="eager")
+    x = torch.ones(2, 4)
+    compiled(x)
+    watch = EagerWatch(model.modules(), folders())
+    assert watch.run(lambda: compiled(x)) == ()
+    assert watch.run(lambda: compiled.passed(x)) == ()
+    (found,) = watch.run(lambda: compiled.encode(x))
+    assert (found.frame.function, found.method_of) == ("encode", "Encoder")
+    assert sys.getprofile() is None
+
+
+def test_a_lost_cuda_graph_has_its_line():
+    with CudaGraphSkips() as skips:
+        logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs").debug(
+            "skipping cudagraphs due to mutated inputs (1 instances). Found from : \n"
+            '   File "/home/model.py", line 7, in forward\n    self.seen.add_(1)\n'
+        )
+    (found,) = read_lost_graphs(skips, Folders())
+    assert found.frame == Frame("/home/model.py", 7, "forward", "self.seen.add_(1)")
+    assert found.reason == "CUDA graphs are left out: mutated inputs (1 instances). Found from :"
+
+
+@pytest.mark.gpu
+def test_a_lost_cuda_graph_is_found(folder):
+    (folder / "triage_model.py").write_text(
+        "import torch\n\n\nclass Moved(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return x + torch.ones(4).sum()\n\n\ndef target():\n    return Moved(), (torch.ones(4),)\n"
+    )
+    found = lost_graphs(Case(f"{folder / 'triage_model.py'}:target", "cuda", train=False))
+    assert found
+    assert found[0].kind == "CUDA graph lost"
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "message"),
+    [
+        ("missing", 2, "has no 'missing'"),
+        ("raises", 2, "raised ValueError: not today"),
+        ("nothing", 2, "returned an object of type int"),
+        ("unfit", 2, "raises by itself, uncompiled, in inference: RuntimeError: size mismatch"),
+        ("hangs", 3, "was ended after its time limit"),
+    ],
+)
+def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message):
+    limit = "12" if function == "hangs" else "200"
+    answer = CliRunner().invoke(
+        app, ["triage", f"triage_model.py:{function}", "--device", "cpu", "--limit", limit, "--no-price", "--infer"]
+    )
+    assert answer.exit_code == status
+    assert message in answer.output.replace("\n", " ")
+    assert len(textwrap.dedent(answer.output).strip().splitlines()) == 1

@@ -1,0 +1,75 @@
+"""The report's section on the break bill, from made-up findings."""
+
+from pathlib import Path
+
+from benchkit import Quantity
+from benchkit.environment import capture
+from benchkit.report import render
+from benchkit.results import Results
+from compile_bench.findings import Bill, Figures, Finding, Mend, Price, Survey
+from compile_bench.report import REPORT
+from compile_bench.results import Case
+from compile_bench.trace import CompileTrace
+from compile_bench.triage_records import bill_records
+
+ROOT = Path(__file__).parents[3]
+PATCH = "--- a/a/model.py\n+++ b/a/model.py\n@@ -12 +12 @@\n-if x:\n+x = torch.where(x)\n"
+
+
+def finding(line, gap, mend=None, share=1):
+    price = Price(Quantity(gap, "s", gap, gap, 40, "p20-p80"), share, 4096, 1.5)
+    return Finding(
+        kind="graph break",
+        file=str(ROOT / "a/model.py"),
+        line=line,
+        end_line=line,
+        function="forward",
+        source="if x.sum() > 0:",
+        category="data-dependent control flow",
+        reason="Data-dependent branching",
+        explanation="",
+        advice="torch.where",
+        case="branch-on-value",
+        kinds=("training", "inference"),
+        seeds=(0,),
+        times=3,
+        price=price,
+        mend=mend,
+    )
+
+
+def bill():
+    survey = Survey(Case("planted"), (), (), (), CompileTrace(), (), 3, (), 0.01, 2.0)
+    mended = Mend("branch-on-value", "choose", "both sides run", PATCH, ("a",), True, "", Figures(4, 2), Figures(3, 1))
+    refused = Mend("item", "keep", "", "", ("a",), False, "output is off by 1")
+    step = Quantity(2e-3, "s", 1.9e-3, 2.1e-3, 40, "p20-p80")
+    faster = Quantity(1e-3, "s", 0.9e-3, 1.1e-3, 40, "p20-p80")
+    together = Mend(
+        "branch-on-value", "all", "", PATCH, ("a",), True, "", Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
+    )
+    findings = (finding(12, 3e-4, mended), finding(20, 1e-4, refused, share=2))
+    return Bill("planted", findings, (), (survey,), together, ("prices: a process was ended",))
+
+
+def test_the_bill_is_shown_dearest_first():
+    records = bill_records(bill(), ROOT)
+    text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, tuple(records), (), complete=True), REPORT)
+    section = text[text.index("What a model with trouble gets") :]
+    assert "(`planted`, training): 2 findings, the dearest `a/model.py:12` with 300 µs of Python a step." in section
+    row = "| `a/model.py:12` | `if x.sum() > 0:` | data-dependent control flow | both | 300 µs | 4.00 KiB |"
+    assert row in section
+    assert section.index("a/model.py:12") < section.index("a/model.py:20")
+    assert "Breaks between the same two graphs share one gap" in section
+    assert f"```diff\n{PATCH}```" in section
+    assert "choose: 2 breaks before, 1 after; outputs and gradients within their float64 bounds. Note: both" in section
+    assert "`a/model.py:20` — keep was tried and not accepted: output is off by 1." in section
+    assert "| before | 2 | 4 | 2.00 ms (1.90–2.10) | 9.00 s |" in section
+    assert "The collector took 0.5 % of the time that tracing took." in section
+    assert "Not done: prices: a process was ended." in section
+
+
+def test_a_bill_without_findings_has_no_table():
+    (record,) = bill_records(Bill("mlp", (), (), bill().surveys), ROOT)
+    text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, (record,), (), complete=True), REPORT)
+    assert "(`mlp`, training): 0 findings." in text
+    assert "gap a step" not in text
