@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from benchkit import Quantity, UserError
 from compile_bench import Case, Harness, WorkerFailure, judge
 from compile_bench.cli import app
-from compile_bench.cli_check import budget_exceeded
-from compile_bench.cli_measure import describe_bench
+from compile_bench.cli.checking import budget_exceeded
+from compile_bench.cli.measuring import describe_bench
 from compile_bench.harness import run_limited
 from compile_bench.measuring import self_comparison
 from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchkit import Quantity, UserError
-from compile_bench.cli_measure import describe_shapes
+from compile_bench.cli.measuring import describe_shapes
 from compile_bench.results import Case
 from compile_bench.shape_worker import _prepare, make_calls, shapes, varying_sizes
 from compile_bench.shapes import Passes, ShapeStudy

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from compile_bench import Case, Harness
 from compile_bench.bill import draw_up
 from compile_bench.cli import app
-from compile_bench.cli_triage import describe_bill, write_patches
+from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerWatch
 from compile_bench.mending.holding import overlays

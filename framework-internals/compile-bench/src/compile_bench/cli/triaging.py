@@ -13,7 +13,7 @@ import typer
 from benchkit import UserError, numbers
 from benchkit.progress import working
 from benchkit.report import markdown_table
-from compile_bench.cli_common import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place
+from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place
 from compile_bench.findings import Bill, Finding, Mend
 from compile_bench.harness import DEFAULT_LIMIT, Harness
 from compile_bench.records import plural

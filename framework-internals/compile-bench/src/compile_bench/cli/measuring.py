@@ -10,7 +10,7 @@ import typer
 from benchkit import UserError, numbers
 from benchkit.progress import working
 from benchkit.report import markdown_table
-from compile_bench.cli_common import (
+from compile_bench.cli.options import (
     NOT_MEASURED,
     DeviceName,
     Dynamic,
@@ -23,7 +23,7 @@ from compile_bench.cli_common import (
     case_of,
     leave,
 )
-from compile_bench.cli_triage import describe_triage
+from compile_bench.cli.triaging import describe_triage
 from compile_bench.harness import DEFAULT_LIMIT, Harness, WorkerFailure
 from compile_bench.records import plural
 from compile_bench.results import Bench, Triage

@@ -9,7 +9,7 @@ import typer
 
 from benchkit import numbers
 from benchkit.progress import working
-from compile_bench.cli_common import (
+from compile_bench.cli.options import (
     OVER_BUDGET,
     DeviceName,
     Dynamic,

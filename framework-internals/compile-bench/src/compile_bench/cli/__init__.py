@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from compile_bench.cli_check import check, lock
-from compile_bench.cli_measure import run, shapes, zoo
-from compile_bench.cli_triage import catalogue, triage
+from compile_bench.cli.checking import check, lock
+from compile_bench.cli.measuring import run, shapes, zoo
+from compile_bench.cli.triaging import catalogue, triage
 
 app = typer.Typer(
     add_completion=False,
