@@ -24,7 +24,10 @@ def test_kernels_do_not_spill(rung: str, architecture: str) -> None:
         assert max(kernel.spill_stores, kernel.spill_loads, kernel.stack_frame) <= allowed, kernel
         # 64 registers let four blocks of 256 threads live on a multiprocessor (of 65,536 registers): enough loads in
         # flight to cover the latency of device memory. The sum over groups is small, and one block of 1,024.
-        assert kernel.registers <= 64, kernel
+        # On sm_120, whose 1,536 threads a multiprocessor leave more of them, three blocks of the backward kernel do.
+        assert kernel.registers <= (72 if architecture == "sm_120" and "bias_gelu_backward" in kernel.name else 64), (
+            kernel
+        )
         # What four of them may have of shared memory on the smallest multiprocessor (100 KiB on sm_120) is not asked:
         # two blocks of the backward kernel keep a memory of that size busy.
         assert kernel.shared_memory <= 48 * 1024, kernel
