@@ -19,15 +19,14 @@ def test_kernels_do_not_spill(rung: str, architecture: str) -> None:
     kernels = compile_cuda(CSRC / rung / "cuda.cu", architecture)
     assert len(kernels) == KERNELS[rung]
     for kernel in kernels:
-        # Four vectors of float64 a thread are more than their tanh leaves room for; nothing but a comparison takes them.
+        # Four vectors of float64 a thread are more than their tanh leaves room for; only a comparison takes them.
         allowed = 32 if "bias_gelu_forwardIdLi2ELi4E" in kernel.name else 0
         assert max(kernel.spill_stores, kernel.spill_loads, kernel.stack_frame) <= allowed, kernel
         # 64 registers let four blocks of 256 threads live on a multiprocessor (of 65,536 registers): enough loads in
         # flight to cover the latency of device memory. The sum over groups is small, and one block of 1,024.
-        # On sm_120, whose 1,536 threads a multiprocessor leave more of them, three blocks of the backward kernel do.
-        assert kernel.registers <= (72 if architecture == "sm_120" and "bias_gelu_backward" in kernel.name else 64), (
-            kernel
-        )
+        # Three blocks of the backward kernel do on sm_120, which has 1,536 threads a multiprocessor.
+        three_blocks = architecture == "sm_120" and "bias_gelu_backward" in kernel.name
+        assert kernel.registers <= (80 if three_blocks else 64), kernel
         # What four of them may have of shared memory on the smallest multiprocessor (100 KiB on sm_120) is not asked:
         # two blocks of the backward kernel keep a memory of that size busy.
         assert kernel.shared_memory <= 48 * 1024, kernel
