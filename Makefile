@@ -1,6 +1,7 @@
-.PHONY: setup test lint reports
+.PHONY: setup test test-all lint reports
 
 setup: ; ./scripts/setup.sh
 test: ; ./scripts/test.sh
+test-all: ; ./scripts/test.sh --all
 lint: ; ./scripts/test.sh --lint-only
 reports: ; ./scripts/run_all.sh

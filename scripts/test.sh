@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Set-up, lint (ruff, mypy, import contracts), tests. Arguments go to pytest; --lint-only stops before the tests.
+# Tests marked slow are left out, for an answer in minutes: --all, or a -m of your own, takes them in.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./scripts/setup.sh
@@ -18,6 +19,13 @@ else
     exit 1
 fi
 [[ ${1:-} == --lint-only ]] && exit 0
-[[ ${SETUP:-1} == 0 ]] && exec $python -m pytest "$@"
+selection=(-m "not slow")
+if [[ ${1:-} == --all ]]; then
+    shift
+    selection=()
+elif [[ " $* " == *" -m "* ]]; then
+    selection=()
+fi
+[[ ${SETUP:-1} == 0 ]] && exec $python -m pytest "${selection[@]}" "$@"
 # A process a core, each with one thread an operator: two threads of two processes on two cores wait for one another.
-OMP_NUM_THREADS=1 exec $python -m pytest --numprocesses 2 --dist loadfile "$@"
+OMP_NUM_THREADS=1 exec $python -m pytest --numprocesses 2 --dist loadfile "${selection[@]}" "$@"
