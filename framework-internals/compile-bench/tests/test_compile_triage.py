@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from compile_bench import Case, Harness
+from compile_bench import Case, Harness, pricing
 from compile_bench.bill import draw_up
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
@@ -20,6 +20,7 @@ from compile_bench.eager_frames import EagerWatch
 from compile_bench.mending.holding import overlays
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
+from compile_bench.pricing import GapProfiler
 from compile_bench.target import load_target
 from compile_bench.trace import Folders, Frame
 from compile_bench.triage_records import bill_records
@@ -206,6 +207,37 @@ def test_functions_that_compute_eagerly_are_seen():
     (found,) = watch.run(lambda: compiled.encode(x))
     assert (found.frame.function, found.method_of) == ("encode", "Encoder")
     assert sys.getprofile() is None
+
+
+class Counting(nn.Module):
+    """Reads a number of its own that changes: compiled anew at every call, until Dynamo gives it up."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = x + 1
+        torch._dynamo.graph_break()
+        return x * self.calls
+
+
+def test_a_gap_is_measured_once_nothing_is_compiled_any_more(monkeypatch):
+    torch._dynamo.reset()
+    profiler = GapProfiler()
+    timed = []
+
+    def compile_graph(module, inputs):
+        timed.append(profiler._on)
+        return module.forward
+
+    monkeypatch.setattr(pricing, "inductor", compile_graph)
+    model = torch.compile(Counting(), backend=profiler)
+    model(torch.ones(4))
+    profiler.gaps(lambda: model(torch.ones(4)))
+    assert len(timed) > 6
+    assert not any(timed)
 
 
 def test_a_lost_cuda_graph_has_its_line():

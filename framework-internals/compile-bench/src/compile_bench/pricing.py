@@ -24,6 +24,9 @@ from compile_bench.triage_worker import own_model, seed_everything
 
 _STEPS = 40
 _MOST_SECONDS = 3.0
+# Steps allowed until nothing is compiled any more. A function that is compiled anew at every call is given up after
+# eight compilations (torch._dynamo.config.recompile_limit), of which the first steps have had some.
+_SETTLING_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,13 @@ class GapProfiler:
     def __init__(self) -> None:
         self.outputs: dict[str, int] = {}
         self._on = False
+        self._compiled = 0
         self._runs: list[tuple[str, float, float]] = []
         self._entered: list[tuple[int, str, str, bool]] = []
 
     def __call__(self, module: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph."""
+        self._compiled += 1
         identity, run = compile_id(), inductor(module, inputs)
 
         def timed(*args: Any) -> Any:
@@ -61,11 +66,12 @@ class GapProfiler:
         return timed
 
     def gaps(self, step: Callable[[], Any]) -> tuple[list[_Gap], list[float]]:
-        """Do steps, all compiling being done, and measure.
+        """Do steps until nothing is compiled any more, then measure.
 
         Returns:
             The gaps of a step in turn, and the seconds of every step.
         """
+        self._settle(step)
         functions = self._functions(step)
         self._on = True
         steps: list[list[tuple[str, float, float]]] = []
@@ -90,6 +96,14 @@ class GapProfiler:
             for index in range(len(order) - 1)
         ]
         return gaps, seconds
+
+    def _settle(self, step: Callable[[], Any]) -> None:
+        """A gap in which something is compiled says nothing about Python's part of it."""
+        for _ in range(_SETTLING_STEPS):
+            before = self._compiled
+            step()
+            if self._compiled == before:
+                return
 
     def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
         """The user's functions that were running between graph number n and the next."""
