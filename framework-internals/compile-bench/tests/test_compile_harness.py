@@ -104,6 +104,7 @@ def test_a_crash_is_a_failure_and_the_folder_is_gone(file):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_triage_lists_the_planted_trouble_and_nothing_else():
     result = command("triage", "planted", "--device", "cpu")
     assert result.exit_code == 0, result.output

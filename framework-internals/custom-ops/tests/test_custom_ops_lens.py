@@ -21,6 +21,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lens, "configure", lambda device, quick: SMALL)
     built = lens.build_lens(Path(__file__).resolve().parents[1])

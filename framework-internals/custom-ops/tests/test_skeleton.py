@@ -18,6 +18,7 @@ from custom_ops.cli import app
 runner = CliRunner()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(native_build.missing_cxx() is not None, reason=str(native_build.missing_cxx()))
 def test_a_new_operator_builds_and_passes_its_tests(tmp_path: Path) -> None:
     result = runner.invoke(app, ["new", "square", "--folder", str(tmp_path)])

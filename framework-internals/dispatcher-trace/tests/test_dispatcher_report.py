@@ -124,7 +124,7 @@ def test_the_main_job(tmp_path: Path) -> None:
     counted = story.totals(results)
     assert counted["bit_equal"] == counted["walks"] == len(walks) + 2
     assert counted["same_operators"] == counted["walks"] - 1  # the GPT step's promote_types, at Undefined
-    assert results.one("program", step="GPT step").data["only_untraced"] == {"aten::promote_types": 1}
+    assert results.one("program", step="GPT step").data["only_untraced"] == {"aten::promote_types": 2}
     assert results.one("restored").data == {"equal": True, "equal_after_exception": True}
     assert len(results.select("agreement")) == 9
     assert results.one("overhead")["hops"].value == 2

@@ -35,6 +35,7 @@ def test_no_parity_is_exit_status_1(monkeypatch):
     assert "NO PARITY tiny, 1 steps, seed 0, float32: step 0: the loss off by 5.0e-01" in result.output
 
 
+@pytest.mark.slow
 def test_train_then_resume_then_sample(tmp_path):
     run = ["train", "--preset", "tiny", "--steps", "2", "--batch-size", "2", "--device", "cpu", "--out", str(tmp_path)]
     result = invoke(*run, "--steps-per-dispatch", "2", "--scan", "--remat")
@@ -57,6 +58,7 @@ def test_converge_compares_the_ends_of_training(monkeypatch):
     assert "NOT ALIKE tiny, 2 steps: JAX less torch" in result.output
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_without_what_fails():
     result = invoke(
         *(
@@ -82,6 +84,7 @@ def test_a_sweep_goes_on_without_what_fails():
     assert sum(" × " in line for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_bench_compares_the_engines():
     result = invoke("bench", "--batch-size", "1", "--rounds", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output

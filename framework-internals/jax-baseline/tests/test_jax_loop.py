@@ -242,6 +242,7 @@ def test_sampling_from_the_cache_writes_what_torch_writes():
         next(sampling.sample_bytes(params, config, b"a", 1, temperature=-1, seed=0))
 
 
+@pytest.mark.slow
 def test_every_examples_own_loss_and_gradient():
     params = from_torch(init_numpy(MODEL, 0), MODEL)
     x, y = (part.astype(np.int32) for part in batch(load_corpus().train, 0, 0, 3, MODEL.block_size))

@@ -63,6 +63,7 @@ print(json.dumps([log.loss for log in logs if isinstance(log, StepLog)]), flush=
 """
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_device_does(alone):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -128,6 +128,7 @@ def test_optimizer_without_clipping_is_adamw_alone():
     assert len(make_optimizer(TRAINING).init(params)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_scan_remat_and_several_steps_a_dispatch_are_the_same_training():
     config = replace(TRAINING, ema_decay=0.9)
