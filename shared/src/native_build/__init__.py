@@ -3,18 +3,23 @@
 from native_build.extension import BuildError, load_extension
 from native_build.kernel_resources import KernelResources, compile_cuda
 from native_build.stable_library import (
+    ARCHITECTURES,
+    TORCH_VERSIONS,
     LibraryError,
     LibraryRecord,
     Unit,
     build_library,
     build_library_once,
     cached_library,
+    instruction_levels,
     load_library,
     read_record,
 )
 from native_build.toolchain import find_nvcc, missing_cuda, missing_cxx, missing_gpu
 
 __all__ = [
+    "ARCHITECTURES",
+    "TORCH_VERSIONS",
     "BuildError",
     "KernelResources",
     "LibraryError",
@@ -25,6 +30,7 @@ __all__ = [
     "cached_library",
     "compile_cuda",
     "find_nvcc",
+    "instruction_levels",
     "load_extension",
     "load_library",
     "missing_cuda",

@@ -16,7 +16,7 @@ import platform
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +31,28 @@ from native_build.toolchain import SHARED_STANDARD_LIBRARY, cxx_compiler, find_n
 _MARK = "native_build library record: "
 _SYMBOL = "native_build_library_record"
 _UNDEFINED = re.compile(r"^.*undefined reference to [`'](.+)'.*$", re.MULTILINE)
+
+
+# The versions of torch that a library is meant for, the oldest and the newest.
+TORCH_VERSIONS = ("2.10", "2.15")
+
+# Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
+# other GPU since the H100 what its driver translates.
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
+
+_X86_LEVELS: dict[str, tuple[str, ...]] = {
+    "baseline": (),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+}
+
+
+def instruction_levels() -> Mapping[str, tuple[str, ...]]:
+    """Names of the instruction sets that CPU kernels are compiled for on this processor's family, and their flags.
+
+    A library chooses among them at run time: it may be used on another processor than it was built on.
+    """
+    return _X86_LEVELS if platform.machine() == "x86_64" else {"baseline": ()}
 
 
 class LibraryError(UserError):

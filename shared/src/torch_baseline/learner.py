@@ -15,10 +15,11 @@ from torch_baseline.config import TrainConfig
 from torch_baseline.model import GPT
 from torch_baseline.optim import EMA
 from torch_baseline.parallel import spread_like, whole
+from torch_baseline.records import Validated
 
 
 @dataclass
-class Learner:
+class Learner(Validated):
     """The state of a run.
 
     Attributes:
@@ -38,13 +39,6 @@ class Learner:
     step: int = 0
     best_loss: float = math.inf
     stale: int = 0
-
-    def note_validation(self, loss: float) -> bool:
-        """Take in a validation loss; return whether it is the lowest so far."""
-        best = loss < self.best_loss
-        self.best_loss = min(loss, self.best_loss)
-        self.stale = 0 if best else self.stale + 1
-        return best
 
     def checkpoint(self, config: TrainConfig, data_sha256: str) -> Checkpoint:
         """Return the state, whole and on the CPU, for any number of processes to go on from; all must call it."""

@@ -38,6 +38,25 @@ class Start:
     step: int
 
 
+class Validated:
+    """What a run remembers of its validations; a dataclass that inherits this declares both fields.
+
+    Attributes:
+        best_loss: lowest validation loss so far, nats per byte.
+        stale: validations since then.
+    """
+
+    best_loss: float
+    stale: int
+
+    def note_validation(self, loss: float) -> bool:
+        """Take in a validation loss; return whether it is the lowest so far."""
+        best = loss < self.best_loss
+        self.best_loss = min(loss, self.best_loss)
+        self.stale = 0 if best else self.stale + 1
+        return best
+
+
 @dataclass(frozen=True)
 class StepLog:
     """One optimizer step.

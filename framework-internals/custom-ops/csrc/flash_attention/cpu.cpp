@@ -9,54 +9,21 @@
 #include <limits>
 #include <vector>
 
+#include "../common/cpu.h"
 #include "check.h"
 #include "flash_attention.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define FLASH_AVX2 __attribute__((target("avx2,fma,f16c")))
 #endif
-#define FLASH_INLINE __attribute__((always_inline)) inline
 
 namespace custom_ops::flash_attention {
 namespace {
 
 constexpr int64_t kBlock = 64;
 
-using Half = _Float16;
-struct BFloat16 {
-  uint16_t bits;
-};
-
 template <typename T>
-struct WideOf {
-  using Type = float;
-};
-template <>
-struct WideOf<double> {
-  using Type = double;
-};
-
-FLASH_INLINE double widen(double value) { return value; }
-FLASH_INLINE float widen(float value) { return value; }
-FLASH_INLINE float widen(Half value) { return static_cast<float>(value); }
-FLASH_INLINE float widen(BFloat16 value) {
-  const uint32_t word = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  std::memcpy(&wide, &word, sizeof wide);
-  return wide;
-}
-FLASH_INLINE void narrow(double value, double& out) { out = value; }
-FLASH_INLINE void narrow(float value, float& out) { out = value; }
-FLASH_INLINE void narrow(float value, Half& out) { out = static_cast<Half>(value); }
-FLASH_INLINE void narrow(float value, BFloat16& out) {
-  uint32_t word;
-  std::memcpy(&word, &value, sizeof word);
-  const uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;  // to nearest, ties to even
-  out.bits = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
-}
-
-template <typename T>
-FLASH_INLINE T* row_of(const Tensor& tensor, int64_t batch, int64_t head, int64_t row) {
+CUSTOM_OPS_INLINE T* row_of(const Tensor& tensor, int64_t batch, int64_t head, int64_t row) {
   return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride +
          row * tensor.seq_stride;
 }
@@ -71,7 +38,7 @@ struct Rows {
   explicit Rows(int64_t head_size) : plain(kBlock * head_size), turned(kBlock * head_size) {}
 
   template <typename T>
-  FLASH_INLINE void load(const Tensor& tensor, int64_t batch, int64_t head, int64_t first, int64_t end,
+  CUSTOM_OPS_INLINE void load(const Tensor& tensor, int64_t batch, int64_t head, int64_t first, int64_t end,
                          int64_t head_size) {
     count = std::min(kBlock, end - first);
     std::fill(turned.begin(), turned.end(), Wide{0});
@@ -87,7 +54,7 @@ struct Rows {
 
 // scores (kBlock x kBlock) = left right^T
 template <typename Wide>
-FLASH_INLINE void multiply_rows(Wide* scores, const Rows<Wide>& left, const Rows<Wide>& right, int64_t head_size) {
+CUSTOM_OPS_INLINE void multiply_rows(Wide* scores, const Rows<Wide>& left, const Rows<Wide>& right, int64_t head_size) {
   for (int64_t i = 0; i < left.count; ++i) {
     Wide row[kBlock] = {};
     const Wide* own = left.plain.data() + i * head_size;
@@ -103,7 +70,7 @@ FLASH_INLINE void multiply_rows(Wide* scores, const Rows<Wide>& left, const Rows
 // sums (rows x head_size) = sums * correction + weights values. A tile's product is summed from zero: long rows lose
 // less.
 template <typename Wide>
-FLASH_INLINE void add_weighted(std::vector<Wide>& sums, const Wide* weights, int64_t rows, const Rows<Wide>& values,
+CUSTOM_OPS_INLINE void add_weighted(std::vector<Wide>& sums, const Wide* weights, int64_t rows, const Rows<Wide>& values,
                                const Wide* correction, int64_t head_size, std::vector<Wide>& product) {
   for (int64_t i = 0; i < rows; ++i) {
     std::fill(product.begin(), product.end(), Wide{0});
@@ -129,8 +96,8 @@ Place place_of(int64_t task, int64_t rows, int64_t heads) {
 }
 
 template <typename T>
-FLASH_INLINE void forward_block(const Forward& args, int64_t task) {
-  using Wide = typename WideOf<T>::Type;
+CUSTOM_OPS_INLINE void forward_block(const Forward& args, int64_t task) {
+  using Wide = typename WideOf<T>::type;
   constexpr Wide kInfinity = std::numeric_limits<Wide>::infinity();
   const Problem& problem = args.problem;
   const int64_t head_size = problem.head_size;
@@ -178,7 +145,7 @@ FLASH_INLINE void forward_block(const Forward& args, int64_t task) {
 
 // log-sum-exp and delta (the sum of out times its gradient, minus the gradient of lse) of some queries.
 template <typename T, typename Wide>
-FLASH_INLINE void load_statistics(const Backward& args, int64_t batch, int64_t head, int64_t first, int64_t count,
+CUSTOM_OPS_INLINE void load_statistics(const Backward& args, int64_t batch, int64_t head, int64_t first, int64_t count,
                                   Wide* lse, Wide* delta) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t index = (batch * args.problem.heads_q + head) * args.problem.seq_q + first + i;
@@ -192,7 +159,7 @@ FLASH_INLINE void load_statistics(const Backward& args, int64_t batch, int64_t h
 }
 
 template <typename T, typename Wide>
-FLASH_INLINE void write_rows(const Tensor& to, const Place& at, int64_t count, const std::vector<Wide>& sums,
+CUSTOM_OPS_INLINE void write_rows(const Tensor& to, const Place& at, int64_t count, const std::vector<Wide>& sums,
                              Wide factor, int64_t head_size) {
   for (int64_t i = 0; i < count; ++i) {
     T* row = row_of<T>(to, at.batch, at.head, at.first + i);
@@ -202,8 +169,8 @@ FLASH_INLINE void write_rows(const Tensor& to, const Place& at, int64_t count, c
 
 // One block of rows of dQ (kKeys: of dK and dV) against all tiles of the other side.
 template <typename T, bool kKeys>
-FLASH_INLINE void backward_block(const Backward& args, int64_t task) {
-  using Wide = typename WideOf<T>::Type;
+CUSTOM_OPS_INLINE void backward_block(const Backward& args, int64_t task) {
+  using Wide = typename WideOf<T>::type;
   const Problem& problem = args.problem;
   const int64_t head_size = problem.head_size, group = problem.heads_q / problem.heads_kv;
   const Place at = place_of(task, kKeys ? problem.seq_kv : problem.seq_q, kKeys ? problem.heads_kv : problem.heads_q);
@@ -250,11 +217,11 @@ int64_t query_blocks(const Problem& problem) { return problem.batch * problem.he
 int64_t key_blocks(const Problem& problem) { return problem.batch * problem.heads_kv * blocks_of(problem.seq_kv); }
 
 template <typename T>
-FLASH_INLINE void forward_tasks(const Forward& args, int64_t begin, int64_t end) {
+CUSTOM_OPS_INLINE void forward_tasks(const Forward& args, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) forward_block<T>(args, task);
 }
 template <typename T>
-FLASH_INLINE void backward_tasks(const Backward& args, int64_t begin, int64_t end) {
+CUSTOM_OPS_INLINE void backward_tasks(const Backward& args, int64_t begin, int64_t end) {
   const int64_t queries = query_blocks(args.problem);
   for (int64_t task = begin; task < end; ++task) {
     if (task < queries) backward_block<T, false>(args, task);
@@ -262,7 +229,7 @@ FLASH_INLINE void backward_tasks(const Backward& args, int64_t begin, int64_t en
   }
 }
 
-FLASH_INLINE void run(const Forward& args, int64_t begin, int64_t end) {
+CUSTOM_OPS_INLINE void run(const Forward& args, int64_t begin, int64_t end) {
   switch (args.problem.dtype) {
     case ScalarType::kFloat32: return forward_tasks<float>(args, begin, end);
     case ScalarType::kFloat64: return forward_tasks<double>(args, begin, end);
@@ -270,7 +237,7 @@ FLASH_INLINE void run(const Forward& args, int64_t begin, int64_t end) {
     case ScalarType::kBFloat16: return forward_tasks<BFloat16>(args, begin, end);
   }
 }
-FLASH_INLINE void run(const Backward& args, int64_t begin, int64_t end) {
+CUSTOM_OPS_INLINE void run(const Backward& args, int64_t begin, int64_t end) {
   switch (args.problem.dtype) {
     case ScalarType::kFloat32: return backward_tasks<float>(args, begin, end);
     case ScalarType::kFloat64: return backward_tasks<double>(args, begin, end);

@@ -244,7 +244,7 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
 
 def _compile(machine: str, commands: dict[str, list[str]], link: list[str]) -> Path:
     digest = hashlib.sha256(repr((sorted(commands.items()), link)).encode())
-    for source in sorted(SOURCES.iterdir()):
+    for source in sorted([*SOURCES.iterdir(), *(SOURCES.parent / "common").iterdir()]):
         digest.update(source.read_bytes())
     library = Path(tempfile.gettempdir()) / f"custom-ops-attention-{digest.hexdigest()[:16]}" / f"{machine}.so"
     if library.exists():

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from native_build import Unit, build_library, build_library_once, cached_library, find_nvcc
+from native_build import (
+    ARCHITECTURES,
+    TORCH_VERSIONS,
+    Unit,
+    build_library,
+    build_library_once,
+    cached_library,
+    find_nvcc,
+    instruction_levels,
+)
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 FILE_NAME = "_C.abi3.so"
-
-TORCH_VERSIONS = ("2.10", "2.15")
-
-# Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
-# other GPU since the H100 what its driver translates.
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
-
-# The levels of csrc/stable/cpu_levels.cpp.
-_LEVELS = {
-    "baseline": (),
-    "avx2": ("-march=x86-64-v3",),
-    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
-}
 
 RUNGS = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
 
@@ -44,9 +39,8 @@ def units(*, cuda: bool) -> list[Unit]:
     found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
     found.append(Unit(CSRC / "flash_attention" / "cpu.cpp"))
     found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
-    levels = _LEVELS if platform.machine() == "x86_64" else {"baseline": ()}
     for name in ("bias_gelu", "conv_bn_relu", "scale"):
-        for level, instructions in levels.items():
+        for level, instructions in instruction_levels().items():
             # Nobody reads the processor's floating-point flags, and GCC vectorises no comparison while somebody might.
             options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
             found.append(Unit(CSRC / name / "cpu.cpp", options))
@@ -79,7 +73,7 @@ def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path
     Args:
         output: path of the library.
         architectures: of the CUDA kernels; empty for a library without them, which needs no nvcc; by default
-            :data:`ARCHITECTURES` where there is nvcc, and none elsewhere.
+            :data:`native_build.ARCHITECTURES` where there is nvcc, and none elsewhere.
 
     Returns:
         ``output``.

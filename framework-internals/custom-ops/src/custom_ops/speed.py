@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -69,19 +69,31 @@ def _one(
     columns: int,
     seconds: float,
 ) -> Iterator[Record]:
+    timed = _timed(contest, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
+    for form, clock, values in timed:
+        labels = {"op": contest.op, "form": form, "dtype": name_of(dtype), "count": count}
+        yield Record("speed", {**labels, "limit": contest.limit, "clock": clock}, values)
+
+
+def _timed(
+    contest: Contest,
+    forms: Mapping[str, Callable[..., Any]],
+    device: Device,
+    count: int,
+    dtype: torch.dtype,
+    *,
+    columns: int,
+    seconds: float,
+    over: str,
+) -> Iterator[tuple[str, str, dict[str, Quantity]]]:
+    """Each form with its clock and the values ``time``, ``rate`` and ``speedup`` over the form ``over``."""
     inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
     comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
     moved = contest.traffic(*inputs[0]).bytes
     for form in forms:
         time = comparison[form].quantity()
-        yield Record(
-            "speed",
-            {
-                "op": contest.op, "form": form, "dtype": name_of(dtype), "count": count, "limit": contest.limit,
-                "clock": comparison[form].method,
-            },
-            {"time": time, "rate": time.per(moved, "B/s"), "speedup": comparison.speedup(form, over="torch")},
-        )  # fmt: skip
+        speedup = comparison.speedup(form, over=over)
+        yield form, comparison[form].method, {"time": time, "rate": time.per(moved, "B/s"), "speedup": speedup}
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,20 +167,9 @@ def accesses(
     contest = contests()["bias_gelu"]
     forms = {name: partial(_with_access, operator, number) for name, number in ACCESSES.items()}
     for dtype in dtypes:
-        inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
-        comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
-        moved = contest.traffic(*inputs[0]).bytes
-        for name in forms:
-            time = comparison[name].quantity()
-            yield Record(
-                "access",
-                {"access": name, "dtype": name_of(dtype), "count": count},
-                {
-                    "time": time,
-                    "rate": time.per(moved, "B/s"),
-                    "speedup": comparison.speedup(name, over="one element"),
-                },
-            )
+        timed = _timed(contest, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
+        for name, _, values in timed:
+            yield Record("access", {"access": name, "dtype": name_of(dtype), "count": count}, values)
 
 
 def _with_access(operator: Any, access: int, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

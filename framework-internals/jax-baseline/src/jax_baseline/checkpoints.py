@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from benchkit import UserError
 from jax_baseline.train import TrainState
+from torch_baseline.records import Validated
 
 LAST, BEST = "last", "best"
 
@@ -26,7 +27,7 @@ _KEPT = {LAST: 2, BEST: 1}
 
 
 @dataclass
-class Standing:
+class Standing(Validated):
     """What a run is, and how it stands, besides its arrays.
 
     Attributes:
@@ -42,13 +43,6 @@ class Standing:
     data_sha256: str
     best_loss: float = math.inf
     stale: int = 0
-
-    def note_validation(self, loss: float) -> bool:
-        """Take in a validation loss; return whether it is the lowest so far."""
-        best = loss < self.best_loss
-        self.best_loss = min(loss, self.best_loss)
-        self.stale = 0 if best else self.stale + 1
-        return best
 
 
 @dataclass

@@ -16,7 +16,7 @@ from rich.table import Table
 from benchkit import UserError, compare, numbers
 from benchkit.device import resolve_device
 from benchkit.timing import rotating_inputs
-from native_build import read_record
+from native_build import ARCHITECTURES, read_record
 from rmsnorm_fused import prebuild, rms_norm
 from rmsnorm_fused.accuracy import expected
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
@@ -121,7 +121,7 @@ def build(
     cuda: Annotated[bool, typer.Option(help="With the CUDA kernels; needs nvcc, but no GPU.")] = True,
     architectures: Annotated[
         str, typer.Option(help="Of the CUDA kernels: sm_XY is machine code, compute_XY what a driver translates.")
-    ] = ",".join(prebuild.ARCHITECTURES),
+    ] = ",".join(ARCHITECTURES),
 ) -> None:
     """Compile the kernels into one library for machines without a compiler (LibTorch's stable ABI)."""
     with _one_line_errors():

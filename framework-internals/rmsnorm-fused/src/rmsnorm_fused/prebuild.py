@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
-from native_build import BuildError, Unit, build_library, find_nvcc
+from native_build import ARCHITECTURES, TORCH_VERSIONS, BuildError, Unit, build_library, find_nvcc, instruction_levels
 from rmsnorm_fused.paths import CSRC
 
 VARIABLE = "RMSNORM_FUSED_LIBRARY"
 FILE_NAME = "rms_norm_prebuilt.so"
 HERE = Path(__file__).resolve().parent  # where a wheel carries it
-
-TORCH_VERSIONS = ("2.10", "2.15")
-
-# Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
-# other GPU since the H100 what its driver translates.
-ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
-
-# The levels of csrc/cpu_levels.h.
-_LEVELS = {
-    "baseline": (),
-    "avx2": ("-march=x86-64-v3",),
-    "avx512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
-}
 
 
 def library_path() -> Path:
@@ -55,11 +41,10 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
         raise BuildError(f"the C++ sources are not in {CSRC} (install the package editable from its checkout)")
     if cuda and find_nvcc() is None:
         raise BuildError("no nvcc (install the CUDA toolkit, set CUDA_HOME to where it is, or do without: --no-cuda)")
-    levels = _LEVELS if platform.machine() == "x86_64" else {"baseline": ()}
     units = [Unit(path) for path in sorted(CSRC.glob("*.cu"))] if cuda else []
     units += [
         Unit(CSRC / "rms_norm_cpu.cpp", ("-fopenmp-simd", f"-DRMS_NORM_CPU_LEVEL={level}", *flags))
-        for level, flags in levels.items()
+        for level, flags in instruction_levels().items()
     ]
     units.append(Unit(CSRC / "stable.cpp", ("-DRMS_NORM_CUDA",) if cuda else ()))
     output = folder / FILE_NAME
