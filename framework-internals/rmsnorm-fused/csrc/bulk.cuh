@@ -84,7 +84,7 @@ template <class S> __device__ void deal(const Cut& cut, Control<S>& control) {
   }
 }
 
-// The units to work at; asked by all lanes of the producer.
+// The units to work at; asked by the producer's first lane alone.
 template <class S> class Units {
  public:
   __device__ Units(const Cut& cut, Control<S>& control, uint32_t rank) : cut_(cut), control_(control), rank_(rank) {}
@@ -92,29 +92,28 @@ template <class S> class Units {
   __device__ __forceinline__ uint32_t next() {
     uint32_t unit = blockIdx.x / cut_.cluster + turn_ * cut_.teams;
     if (cut_.counter) {
-      const int place = turn_ % kDealt, lane = threadIdx.x % 32;
-      if (!S::kDeals && rank_ == 0) draw(place, lane);
-      if (cut_.cluster > 1 && lane == 0) ptx::arrive_expecting(&control_.dealt[place], sizeof(uint32_t));
+      const int place = turn_ % kDealt;
+      if (!S::kDeals && rank_ == 0) draw(place);
+      if (cut_.cluster > 1) ptx::arrive_expecting(&control_.dealt[place], sizeof(uint32_t));
       ptx::wait_for_cluster(&control_.dealt[place], turn_ / kDealt & 1);
       unit = control_.deal[place];
-      if (S::kDeals && rank_ == 0 && lane == 0) ptx::arrive(&control_.taken[turn_ % kAhead]);
+      if (S::kDeals && rank_ == 0) ptx::arrive(&control_.taken[turn_ % kAhead]);
     }
     ++turn_;
     return unit < cut_.units ? unit : kNoUnit;
   }
 
  private:
-  // Without a warp for it: tells the cluster the unit drawn at the turn before, and draws the next. No branch may part the
-  // lanes around the atomic addition, or they wait for its answer where they meet again.
-  __device__ __forceinline__ void draw(int place, int lane) {
-    const uint32_t unit = turn_ == 0 ? blockIdx.x / cut_.cluster : cut_.teams + __shfl_sync(0xffffffffu, drawn_, 0);
+  // Without a warp for it: tells the cluster the unit drawn at the turn before, and draws the next.
+  __device__ __forceinline__ void draw(int place) {
+    const uint32_t unit = turn_ == 0 ? blockIdx.x / cut_.cluster : cut_.teams + drawn_;
     if (cut_.cluster > 1) {
-      if (lane < cut_.cluster) ptx::send(&control_.deal[place], unit, &control_.dealt[place], lane);
-    } else if (lane == 0) {
+      for (int block = 0; block < cut_.cluster; ++block) ptx::send(&control_.deal[place], unit, &control_.dealt[place], block);
+    } else {
       control_.deal[place] = unit;
       ptx::arrive(&control_.dealt[place]);
     }
-    ptx::add_one(cut_.counter, lane == 0, drawn_);
+    drawn_ = atomicAdd(cut_.counter, 1u);
   }
 
   const Cut& cut_;
@@ -140,7 +139,7 @@ template <class T, class S> __device__ void produce(const Cut& cut, Control<S>& 
   Place at;
   at.parity = 1;  // a stage that was never full counts as emptied
   for (;;) {
-    const uint32_t unit = units.next();
+    const uint32_t unit = __shfl_sync(0xffffffffu, lane == 0 ? units.next() : 0u, 0);
     const uint32_t first_row = unit * cut.rows;
     const int rows = unit == kNoUnit ? 0 : min(cut.rows, static_cast<int>(static_cast<uint32_t>(cut.rows_in_all) - first_row));
     for (int tile = 0; tile < (unit == kNoUnit ? 1 : S::kTiles); ++tile) {

@@ -76,17 +76,6 @@ __device__ __forceinline__ void send(const void* slot, uint32_t word, uint64_t* 
                : "memory");
 }
 
-// Adds one to a counter in global memory where `asked`; `before` is what it was, once that is needed.
-__device__ __forceinline__ void add_one(uint32_t* counter, bool asked, uint32_t& before) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\t"
-      "setp.ne.u32 p, %2, 0;\n\t"
-      "@p atom.global.add.u32 %0, [%1], 1;\n\t}"
-      : "+r"(before)
-      : "l"(counter), "r"(static_cast<uint32_t>(asked))
-      : "memory");
-}
-
 __device__ __forceinline__ uint32_t rank_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
