@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -10,15 +11,17 @@ from pathlib import Path
 
 import torch
 
+from benchkit import UserError
 from benchkit.device import Device
 from benchkit.limits import memory_limits, product_limits
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
-from custom_ops import attention, measure, speed, training
-from custom_ops.builds import architectures_here, load
+from custom_ops import attention, build_costs, measure, speed, training
+from custom_ops.builds import load
 from custom_ops.checks import DTYPES
 from custom_ops.contestants import contests
 from custom_ops.report import REPORT
+from native_build import BuildError
 
 
 def build_lens(root: Path) -> Lens:
@@ -27,9 +30,9 @@ def build_lens(root: Path) -> Lens:
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Sizes up to 512 MiB an operand on a GPU and 64 MiB on a CPU: from what a cache holds to what none does."""
+    """Sizes up to 512 MiB an operand on a GPU and 16 MiB on a CPU: from what a cache holds to what none does."""
     gpu = device == "cuda"
-    powers = [12, 18] if quick else [*range(12, 26, 2), 27] if gpu else [12, 16, 20, 24]
+    powers = [12, 18] if quick else [*range(12, 26, 2), 27] if gpu else [12, 16, 20, 22]
     return {
         "builds": not quick,
         "call_counts": [1, 1024] if quick else [1, 16, 1024],
@@ -40,7 +43,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "correctness_count": 100_003 if quick else 500_003,
         "attention": _attention_sizes(gpu, quick),
         "preset": None if quick else "gpt2-124m" if gpu else "tiny",
-        "seconds": 0.05 if quick else 0.4 if gpu else 0.2,
+        "seconds": 0.05 if quick else 0.4 if gpu else 0.1,
     }
 
 
@@ -62,6 +65,7 @@ def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
 
 def collect(run: Run) -> None:
     """Measure everything that the report shows."""
+    _collect_builds(run)
     info = load()
     run.record(
         "serving",
@@ -74,7 +78,6 @@ def collect(run: Run) -> None:
     _collect_speed(run)
     _collect_attention(run)
     _collect_training(run)
-    _collect_builds(run)
     if run.device == "cpu":
         run.absent("The CUDA kernels", "this run was on a CPU")
         run.absent("Peak memory", "torch keeps no count of a CPU's")
@@ -92,6 +95,8 @@ def _keep(run: Run, what: str, measured: Callable[[], Iterable[Record]]) -> None
         try:
             for record in measured():
                 run.add(record)
+        except UserError as error:  # something is not there on this machine
+            run.absent(what[:1].upper() + what[1:], str(error).rstrip("."))
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
@@ -119,18 +124,25 @@ def _collect_training(run: Run) -> None:
 
 
 def _collect_builds(run: Run) -> None:
+    """Build every road from nothing; what the run needs of it is not compiled a second time."""
     if not run.configuration["builds"]:
         run.absent("What each road's build costs", "a quick run does not build anew")
         return
-    builds: dict[str, Callable[[], Record]] = {
-        "just in time": measure.build_just_in_time,
-        "of rung 1's wheel": measure.build_ahead_of_time,
-        "of rung 2's wheel": measure.build_torch_library,
-        "on the stable ABI": partial(measure.build_stable_library, architectures_here()),
-        "at run time": measure.build_at_run_time,
-    }
-    for name, build in builds.items():  # a road may be closed on this machine: no compiler, no NVRTC
-        _keep(run, f"the cost of a build {name}", partial(_one, build))
+    with tempfile.TemporaryDirectory() as folder:
+        with run.working("building every road from nothing"):
+            outcomes = build_costs.build_all(Path(folder))
+        for road, outcome in outcomes.items():  # a road may be closed on this machine
+            what = f"what a build costs: {road}"
+            _keep(run, what, partial(_load_and_use, outcome))
+    _keep(run, f"what a build costs: {build_costs.RUN_TIME}", partial(_one, build_costs.build_at_run_time))
+
+
+def _load_and_use(built: build_costs.Built | BuildError) -> list[Record]:
+    if isinstance(built, BuildError):
+        raise built
+    record = built.record()
+    build_costs.use(built)
+    return [record]
 
 
 def _collect_correctness(run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Figure, ReportSpec
-from custom_ops import attention_report
+from custom_ops import attention_report, build_costs
 from custom_ops.contestants import OURS
 from custom_ops.figures import attention_figure, calls_figure, speed_figure
 from custom_ops.roads.wrappers import SHIPPED
@@ -16,17 +16,17 @@ _COMPILED = "torch.compile"
 
 # What no measurement tells: for each road what it fits, and what it cannot do.
 _ROADS = {
-    "pybind11, just in time": (
+    build_costs.JUST_IN_TIME: (
         "the sources; a compiler at every user's",
         "no dispatch, no derivative, no graph: a function, until Python registers it",
     ),
-    "pybind11, wheel": ("one Python, one torch", "as above, and built again for each torch"),
-    "TORCH_LIBRARY, abi3 wheel": ("every Python from 3.11, one torch", "derivatives of its own take more C++"),
-    "stable ABI, all operators": (
+    build_costs.WHEEL: ("one Python, one torch", "as above, and built again for each torch"),
+    build_costs.TORCH_LIBRARY: ("every Python from 3.11, one torch", "derivatives of its own take more C++"),
+    build_costs.STABLE: (
         "every Python from 3.11, torch 2.10 to 2.15",
         "no autograd nodes: derivatives are Python's",
     ),
-    "NVRTC, one kernel": ("every torch with CUDA; no compiler at all", "no CPU; a launch is Python's"),
+    build_costs.RUN_TIME: ("every torch with CUDA; no compiler at all", "no CPU; a launch is Python's"),
 }
 
 
