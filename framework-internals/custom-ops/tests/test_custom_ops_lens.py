@@ -1,12 +1,19 @@
 """The lens: a small run measures, records and renders."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchkit.results import load
-from benchkit.run import measure_and_write
+from benchkit import Record
+from benchkit.report import render
+from benchkit.results import Recorder, load
+from benchkit.run import Run, measure_and_write
 from custom_ops import lens
+from custom_ops.report import REPORT
+
+COMMITTED = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
 
 SMALL = {
     "builds": False,
@@ -16,6 +23,17 @@ SMALL = {
     "dtypes": ["float32", "bfloat16"],
     "large_count": 4096,
     "correctness_count": 2000,
+    "attention": {
+        "lengths": [32, 64],
+        "head_sizes": [16, 32],
+        "tokens": 64,
+        "width": 32,
+        "accuracy_lengths": [32, 64],
+        "accuracy_dtypes": ["float32", "bfloat16"],
+        "kernel_length": 32,
+        "memory_lengths": [32],
+        "seconds": 0.01,
+    },
     "preset": "tiny",
     "seconds": 0.01,
 }
@@ -26,6 +44,7 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lens, "configure", lambda device, quick: SMALL)
     built = lens.build_lens(Path(__file__).resolve().parents[1])
     monkeypatch.setattr(lens, "memory_limits", lambda device, seconds: limits(device))
+    monkeypatch.setattr(lens, "product_limits", lambda device, size, seconds: products(device))
     report = measure_and_write(built, device="cpu", quick=True, out=tmp_path)
     text = report.read_text()
     results = load(tmp_path / "results.json")
@@ -35,7 +54,35 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "operators agree with what the profiler counted" in " ".join(text.split())
     losses = {round(record["loss"].value, 4) for record in results.select("training")}
     assert len(losses) == 1
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"speed.svg", "calls.svg"}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {"speed.svg", "attention.svg", "calls.svg"}
+
+
+def test_a_failed_measurement_does_not_take_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its reason stands in the report, its traceback on stderr, and what was measured before and after is kept."""
+
+    def failing() -> Iterator[Record]:
+        yield Record("first")
+        raise RuntimeError("CUDA error: out of memory.\nand more")
+
+    run = Run("cpu", {}, Recorder(tmp_path, lens="custom-ops", environment=COMMITTED.environment, configuration={}))
+    lens._keep(run, "attention's speed", failing)
+    lens._keep(run, "a training step", lambda: [Record("second")])
+    assert [record.name for record in run.recorder.results.records] == ["first", "second"]
+    (absence,) = run.recorder.results.absences
+    assert (absence.what, absence.why) == ("Attention's speed", "it ended with RuntimeError: CUDA error: out of memory")
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted({record.name for record in COMMITTED.records} - {"serving"}))
+def test_report_renders_without(name: str) -> None:
+    records = tuple(record for record in COMMITTED.records if record.name != name)
+    assert render(replace(COMMITTED, records=records), REPORT).startswith("# custom-ops")
+
+
+def test_report_renders_with_nothing_but_the_build() -> None:
+    text = render(replace(COMMITTED, records=tuple(COMMITTED.select("serving"))), REPORT)
+    assert "This run's measurements failed" in text
+    assert "## Attention" not in text
 
 
 def limits(device: str) -> list:
@@ -51,3 +98,10 @@ def test_configuration_is_smaller_when_quick() -> None:
         assert full.keys() == quick.keys()
         assert max(quick["counts"]) < max(full["counts"])
         assert quick["seconds"] < full["seconds"]
+
+
+def products(device: str) -> list:
+    """As :func:`limits`, of small matrices."""
+    from benchkit.limits import product_limits
+
+    return list(product_limits(device, size=64, seconds=0.01))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ from benchkit import Record, UserError, numbers
 from benchkit.device import resolve_device
 from benchkit.limits import memory_limits
 from benchkit.progress import working
-from custom_ops import measure, prebuild, skeleton, speed
+from custom_ops import build_costs, prebuild, skeleton, speed
 from custom_ops.builds import build_info, load
 from custom_ops.checks import DTYPES
 from custom_ops.contestants import contests
@@ -67,8 +69,8 @@ def _build_just_in_time(out: Path) -> str:
 
 def _build_ahead_of_time(out: Path) -> str:
     wheel = ahead_of_time.build_wheel(out)
-    with working("loading the wheel in a fresh process"):
-        measure.load_wheel_apart(wheel)
+    with working("loading the wheel in a fresh process"), tempfile.TemporaryDirectory() as folder:
+        build_costs.load_wheel(Path(shutil.copy2(wheel, folder)))
     return f"{wheel}\ninstall it with: python -m pip install --no-deps --force-reinstall {wheel}"
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchkit import Record, Results
 from benchkit.plotting import COLOURS, HATCHES, MARKERS, draw_limit, new_figure
+from custom_ops.attention_report import best_of_torch, ceilings, own
 
 
 def speed_figure(results: Results) -> Figure:
@@ -29,7 +33,8 @@ def speed_figure(results: Results) -> Figure:
                     linewidth=1.4,
                 )
         traffic = str(results.select("speed", op=op)[0].labels["limit"])
-        draw_limit(axes, results.one("memory limit", traffic=traffic)["bandwidth"].value / 1e9, traffic)
+        for limit in results.select("memory limit", traffic=traffic):
+            draw_limit(axes, limit["bandwidth"].value / 1e9, traffic)
         axes.set_title(op, fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -70,3 +75,48 @@ def calls_figure(results: Results) -> Figure:
     axes.set_xlabel(f"µs a call, {smallest} element")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure
+
+
+def attention_figure(results: Results) -> Figure:
+    """Operations per second over the length: a column for each dtype and head size, forward above backward."""
+    columns = list(
+        dict.fromkeys((str(record.labels["dtype"]), int(record.labels["head_size"])) for record in own(results))
+    )
+    figure, _ = new_figure(2.7 * len(columns) + 0.6, 5.6)
+    figure.clear()
+    grid = figure.subplots(2, len(columns), sharex=True, sharey="col", squeeze=False)
+    lengths = sorted({int(record.labels["length"]) for record in own(results)})
+    fastest = max(record["rate"].value for record in results.select("attention"))
+    scale, unit = (1e12, "TFLOP/s") if fastest > 1e12 else (1e9, "GFLOP/s")
+    for row, direction in zip(grid, ("forward", "backward"), strict=True):
+        for axes, (dtype, head_size) in zip(row, columns, strict=True):
+            records = own(results, dtype=dtype, head_size=head_size, direction=direction)
+            _draw_rates(axes, records, "custom_ops", 0, scale)
+            _draw_rates(axes, [best_of_torch(results, record) for record in records], "PyTorch's best", 1, scale)
+            limits = ceilings(results, dtype)
+            for name, limit in limits.items():
+                draw_limit(axes, limit / scale, name)
+            axes.set_title(f"{direction}, {dtype}, head size {head_size}", fontsize=9)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+            axes.set_ylim(0, 1.15 * max(limits.values()) / scale if limits else None)
+    figure.supxlabel("tokens of a sequence", fontsize=9)
+    figure.supylabel(unit, fontsize=9)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+    return figure
+
+
+def _draw_rates(axes: Axes, records: Sequence[Record], name: str, index: int, scale: float) -> None:
+    """A line without a mask and a broken one with it."""
+    for causal, style in ((False, "-"), (True, ":")):
+        chosen = [record for record in records if record.labels["causal"] == causal]
+        axes.plot(
+            [int(record.labels["length"]) for record in chosen],
+            [record["rate"].value / scale for record in chosen],
+            label=f"{name}, causal" if causal else name,
+            color=COLOURS[index],
+            marker=MARKERS[index],
+            markersize=4,
+            linewidth=1.4,
+            linestyle=style,
+        )

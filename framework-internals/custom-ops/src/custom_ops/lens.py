@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from benchkit import UserError
 from benchkit.device import Device
-from benchkit.limits import memory_limits
-from benchkit.results import Json
+from benchkit.limits import memory_limits, product_limits
+from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
-from custom_ops import measure, speed, training
-from custom_ops.builds import architectures_here, load
+from custom_ops import attention, build_costs, measure, speed, training
+from custom_ops.builds import load
 from custom_ops.checks import DTYPES
 from custom_ops.contestants import contests
 from custom_ops.report import REPORT
@@ -25,9 +30,9 @@ def build_lens(root: Path) -> Lens:
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Sizes up to 512 MiB an operand on a GPU and 64 MiB on a CPU: from what a cache holds to what none does."""
+    """Sizes up to 512 MiB an operand on a GPU and 16 MiB on a CPU: from what a cache holds to what none does."""
     gpu = device == "cuda"
-    powers = [12, 18] if quick else [*range(12, 26, 2), 27] if gpu else [12, 16, 20, 24]
+    powers = [12, 18] if quick else [*range(12, 26, 2), 27] if gpu else [12, 16, 20, 22]
     return {
         "builds": not quick,
         "call_counts": [1, 1024] if quick else [1, 16, 1024],
@@ -36,107 +41,164 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "dtypes": ["float32", "bfloat16"],
         "large_count": 2**18 if quick else 2 ** (27 if gpu else 22),
         "correctness_count": 100_003 if quick else 500_003,
+        "attention": _attention_sizes(gpu, quick),
         "preset": None if quick else "gpt2-124m" if gpu else "tiny",
-        "seconds": 0.05 if quick else 0.4 if gpu else 0.2,
+        "seconds": 0.05 if quick else 0.4 if gpu else 0.1,
+    }
+
+
+def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
+    """16,384 tokens in all, 2048 wide, on a GPU; on a CPU what takes milliseconds."""
+    longest = 14 if gpu else 10
+    return {
+        "lengths": [256] if quick else [1024, 4096, 16384] if gpu else [128, 512],
+        "head_sizes": [64] if quick else [64, 128],
+        "tokens": 16384 if gpu else 512,
+        "width": 2048 if gpu else 128,
+        "accuracy_lengths": [2**power for power in range(7, 10 if quick else longest + 1)],
+        "accuracy_dtypes": ["float32", "float16", "bfloat16"],
+        "kernel_length": 1024 if gpu else 256,
+        "memory_lengths": [1024] if quick else [1024, 4096, 16384],
+        "seconds": 0.02 if quick else 0.2 if gpu else 0.05,
     }
 
 
 def collect(run: Run) -> None:
     """Measure everything that the report shows."""
+    _collect_builds(run)
     info = load()
     run.record(
         "serving",
         {"road": str(info.road), "cuda": str(info.cuda), "sha256": str(info.sha256)},
         data=dict(info.not_served),
     )
-    _collect_builds(run)
+    _collect_limits(run)
     _collect_correctness(run)
-    with run.working("the limit of memory"):
-        for record in memory_limits(run.device, seconds=run.configuration["seconds"]):
-            run.add(record)
     _collect_calls(run)
     _collect_speed(run)
+    _collect_attention(run)
     _collect_training(run)
     if run.device == "cpu":
         run.absent("The CUDA kernels", "this run was on a CPU")
         run.absent("Peak memory", "torch keeps no count of a CPU's")
 
 
+def _keep(run: Run, what: str, measured: Callable[[], Iterable[Record]]) -> None:
+    """Keep the records of one measurement; if it fails, say so and go on: the others stand without it.
+
+    Args:
+        run: in progress.
+        what: it is, as a reader of the report would look for it.
+        measured: starts it.
+    """
+    with run.working(what):
+        try:
+            for record in measured():
+                run.add(record)
+        except UserError as error:  # something is not there on this machine
+            run.absent(what[:1].upper() + what[1:], str(error).rstrip("."))
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+            run.absent(what[:1].upper() + what[1:], f"it ended with {type(error).__name__}: {reason}")
+
+
+def _one(measured: Callable[[], Record]) -> list[Record]:
+    return [measured()]
+
+
+def _collect_limits(run: Run) -> None:
+    seconds = run.configuration["seconds"]
+    _keep(run, "the limit of memory", partial(memory_limits, run.device, seconds=seconds))
+    size = 256 if run.configuration["builds"] is False else None
+    _keep(run, "the limit of products", partial(product_limits, run.device, size=size, seconds=seconds))
+
+
 def _collect_training(run: Run) -> None:
-    preset = run.configuration["preset"]
+    what, preset = "the operators in a training step", run.configuration["preset"]
     if preset is None:
-        run.absent("The operators in a training step", "a quick run does not train")
+        run.absent(what.capitalize(), "a quick run does not train")
         return
-    with run.working("the operators in a training step"):
-        for record in training.training_steps(run.device, preset, seconds=5 * run.configuration["seconds"]):
-            run.add(record)
+    seconds = 5 * run.configuration["seconds"]
+    _keep(run, what, partial(training.training_steps, run.device, preset, seconds=seconds))
 
 
 def _collect_builds(run: Run) -> None:
+    """Build every road from nothing; what the run needs of it is not compiled a second time."""
     if not run.configuration["builds"]:
         run.absent("What each road's build costs", "a quick run does not build anew")
         return
-    for build in (
-        measure.build_just_in_time,
-        measure.build_ahead_of_time,
-        measure.build_torch_library,
-        lambda: measure.build_stable_library(architectures_here()),
-        measure.build_at_run_time,
-    ):
-        with run.working("building, from nothing"):
-            try:
-                run.add(build())
-            except BuildError as error:  # one road closed on this machine; everything else can be measured
-                run.absent("The cost of a build", str(error))
+    with tempfile.TemporaryDirectory() as folder:
+        with run.working("building every road from nothing"):
+            outcomes = build_costs.build_all(Path(folder))
+        for road, outcome in outcomes.items():  # a road may be closed on this machine
+            what = f"what a build costs: {road}"
+            _keep(run, what, partial(_load_and_use, outcome))
+    _keep(run, f"what a build costs: {build_costs.RUN_TIME}", partial(_one, build_costs.build_at_run_time))
+
+
+def _load_and_use(built: build_costs.Built | BuildError) -> list[Record]:
+    if isinstance(built, BuildError):
+        raise built
+    record = built.record()
+    build_costs.use(built)
+    return [record]
 
 
 def _collect_correctness(run: Run) -> None:
-    with run.working("correctness"):
-        for record in measure.correctness(run.device, run.configuration["correctness_count"], DTYPES):
-            run.add(record)
-        rows = max(run.configuration["correctness_count"] // 1024, 1)
-        for record in measure.accuracy(run.device, DTYPES, rows=rows, columns=1024):
-            run.add(record)
+    count = run.configuration["correctness_count"]
+    _keep(run, "correctness", partial(measure.correctness, run.device, count, DTYPES))
+    rows = max(count // 1024, 1)
+    _keep(run, "accuracy", partial(measure.accuracy, run.device, DTYPES, rows=rows, columns=1024))
 
 
 def _collect_calls(run: Run) -> None:
-    with run.working("calls"):
-        for record in measure.capabilities(run.device):
-            run.add(record)
-        counts, seconds = run.configuration["call_counts"], run.configuration["seconds"]
-        for record in measure.call_times(run.device, counts, seconds=4 * seconds):
-            run.add(record)
+    counts, seconds = run.configuration["call_counts"], run.configuration["seconds"]
+    _keep(run, "what each wrapper can do", partial(measure.capabilities, run.device))
+    _keep(run, "what a call costs", partial(measure.call_times, run.device, counts, seconds=4 * seconds))
 
 
 def _collect_speed(run: Run) -> None:
     device, configuration = run.device, run.configuration
     seconds, large, columns = configuration["seconds"], configuration["large_count"], configuration["columns"]
     dtypes = [getattr(torch, name) for name in configuration["dtypes"]]
-    compiled = configuration["builds"] and device == "cuda"
-    with run.working("sizes"):
-        for record in speed.operators(
-            device,
-            list(contests()),
-            configuration["counts"],
-            dtypes,
-            columns=columns,
-            compiled=compiled,
-            seconds=seconds,
-        ):
-            run.add(record)
-    with run.working("fusion, layouts and choices"):
-        for record in speed.fusions(device, large, torch.float32, columns=columns, seconds=seconds):
-            run.add(record)
-        for record in measure.layouts(device, int(large**0.5), torch.float32, seconds=seconds):
-            run.add(record)
-        side = 56 if configuration["builds"] else 14
-        for record in measure.convolutions(device, batch=64 if device == "cuda" else 2, side=side, seconds=seconds):
-            run.add(record)
-        if device == "cuda":
-            for record in speed.accesses(device, large, dtypes, columns=columns, seconds=seconds):
-                run.add(record)
-            for record in speed.plans(device, large, dtypes, columns=columns, seconds=seconds):
-                run.add(record)
-            for dtype in dtypes:
-                for record in speed.peak_memory(device, large, dtype, columns=columns):
-                    run.add(record)
+    sampled: dict[str, Json] = {"columns": columns, "seconds": seconds}
+    sizes = partial(
+        speed.operators, device, list(contests()), configuration["counts"], dtypes,
+        compiled=configuration["builds"] and device == "cuda", **sampled,
+    )  # fmt: skip
+    _keep(run, "the operators over sizes", sizes)
+    _keep(run, "launches and bytes", partial(speed.fusions, device, large, torch.float32, **sampled))
+    side = int(large**0.5)
+    _keep(run, "operands that lie badly", partial(measure.layouts, device, side, torch.float32, seconds=seconds))
+    images, pixels = 64 if device == "cuda" else 2, 56 if configuration["builds"] else 14
+    convolutions = partial(measure.convolutions, device, batch=images, side=pixels, seconds=seconds)
+    _keep(run, "the fused convolution", convolutions)
+    if device == "cuda":
+        _keep(run, "bias_gelu's access to memory", partial(speed.accesses, device, large, dtypes, **sampled))
+        _keep(run, "the plans of bias_gelu's backward", partial(speed.plans, device, large, dtypes, **sampled))
+        for dtype in dtypes:
+            peak = partial(speed.peak_memory, device, large, dtype, columns=columns)
+            _keep(run, f"bias_gelu's peak memory in {speed.name_of(dtype)}", peak)
+
+
+def _collect_attention(run: Run) -> None:
+    device, sizes = run.device, run.configuration["attention"]
+    seconds, width, head_sizes = sizes["seconds"], sizes["width"], sizes["head_sizes"]
+    dtypes = [getattr(torch, name) for name in run.configuration["dtypes"]]
+    every = [getattr(torch, name) for name in sizes["accuracy_dtypes"]]
+    errors = partial(attention.accuracy, device, sizes["accuracy_lengths"], every, head_size=head_sizes[0])
+    _keep(run, "attention's accuracy", errors)
+    for dtype in dtypes:
+        speeds = partial(
+            attention.speeds, device, sizes["lengths"], head_sizes, [dtype],
+            tokens=sizes["tokens"], width=width, seconds=seconds,
+        )  # fmt: skip
+        _keep(run, f"attention's speed in {speed.name_of(dtype)}", speeds)
+    length = sizes["kernel_length"]
+    beside = partial(attention.kernels, device, length, head_sizes, dtypes, width=width, seconds=seconds)
+    _keep(run, "attention's kernels one beside another", beside)
+    if device == "cuda":
+        lengths = sizes["memory_lengths"]
+        peak = partial(attention.memory, device, lengths, dtypes, head_size=head_sizes[-1], width=width)
+        _keep(run, "attention's peak memory", peak)

@@ -2,184 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
 import warnings
-import zipfile
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import native_build
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.timing import rotating_inputs
-from custom_ops import prebuild, runtime_compiled
 from custom_ops.accounting import count_launches, vector_add_traffic
-from custom_ops.builds import VARIABLE, kernels
+from custom_ops.builds import kernels
 from custom_ops.contestants import ALPHA
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import fuse
 from custom_ops.operators.elementwise import axpb, vector_add
-from custom_ops.roads import ahead_of_time
 from custom_ops.roads.wrappers import AddFunction, wrappers
 from custom_ops.speed import launches, name_of
 from custom_ops.torch_internals import Unsupported
-
-_LOAD = """
-import json, time
-from custom_ops.roads import {road} as road
-import torch
-start = time.perf_counter()
-module = road.load()
-seconds = time.perf_counter() - start
-a = torch.arange(5.0)
-assert torch.equal(module.vector_add(a, a), a + a)
-print(json.dumps([seconds, module.__file__]))
-"""
-
-_LOAD_SCALE = """
-import json, time, torch
-start = time.perf_counter()
-import custom_ops_scale
-seconds = time.perf_counter() - start
-a = torch.arange(5.0)
-assert custom_ops_scale.add_one(1) == 2
-assert torch.equal(torch.ops.custom_ops_scale.scale(a), 1.23 * a)
-print(json.dumps([seconds, custom_ops_scale._C.__file__]))
-"""
-
-_LOAD_LIBRARY = """
-import json, os, time, torch
-start = time.perf_counter()
-torch.ops.load_library(os.environ["CUSTOM_OPS_LIBRARY"])
-seconds = time.perf_counter() - start
-a = torch.arange(5.0)
-assert torch.equal(torch.ops.custom_ops.vector_add(a, a), a + a)
-print(json.dumps([seconds, os.environ["CUSTOM_OPS_LIBRARY"]]))
-"""
-
-
-def build_just_in_time() -> Record:
-    """Build rung 1 just in time into an empty cache, and load from it: a record ``build``, label ``road``.
-
-    Returns:
-        The values ``build``, ``load`` (in a fresh process that finds the result, without importing torch) and
-        ``library`` (bytes of the shared library).
-
-    Raises:
-        native_build.BuildError: when a compiler is missing or fails.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        cache = {"FRAMEWORK_INTERNALS_BUILD_DIR": folder}
-        cold, library = _run_fresh(_LOAD.format(road="just_in_time"), cache)
-        cached, _ = _run_fresh(_LOAD.format(road="just_in_time"), cache)
-        values = {"build": Quantity(cold, "s"), "load": Quantity(cached, "s"), "library": _size(library)}
-    return Record("build", {"road": "pybind11, just in time"}, values)
-
-
-def build_ahead_of_time() -> Record:
-    """Build rung 1 into a wheel and load it: as :func:`build_just_in_time`, with the wheel's size and name."""
-    return _build_wheel("pybind11, wheel", "vector_add", _LOAD.format(road="ahead_of_time"))
-
-
-def build_torch_library() -> Record:
-    """Build rung 2, ``TORCH_LIBRARY`` in an abi3 wheel, and load it: as :func:`build_ahead_of_time`."""
-    return _build_wheel("TORCH_LIBRARY, abi3 wheel", "scale", _LOAD_SCALE)
-
-
-def _build_wheel(road: str, rung: str, script: str) -> Record:
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        wheel = ahead_of_time.build_wheel(Path(folder), rung)
-        seconds = time.perf_counter() - start
-        loading, size = _load_wheel(wheel, script)
-        values = {
-            "build": Quantity(seconds, "s"),
-            "load": Quantity(loading, "s"),
-            "library": size,
-            "wheel": _size(wheel),
-        }
-    return Record("build", {"road": road}, values, data={"file": wheel.name})
-
-
-def build_stable_library(architectures: tuple[str, ...]) -> Record:
-    """Build rung 6, all operators on the stable ABI, and load it: as :func:`build_just_in_time`.
-
-    Args:
-        architectures: of the CUDA kernels; a wheel to give away has more of them than one machine needs.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / prebuild.FILE_NAME
-        start = time.perf_counter()
-        prebuild.build(library, architectures=architectures)
-        seconds = time.perf_counter() - start
-        loading, _ = _run_fresh(_LOAD_LIBRARY, {VARIABLE: str(library)})
-        values = {"build": Quantity(seconds, "s"), "load": Quantity(loading, "s"), "library": _size(library)}
-    return Record("build", {"road": "stable ABI, all operators"}, values, data={"architectures": list(architectures)})
-
-
-def build_at_run_time() -> Record:
-    """Compile one kernel with NVRTC: a record ``build`` with the value ``build`` alone.
-
-    Raises:
-        native_build.BuildError: when there is no NVRTC.
-    """
-    start = time.perf_counter()
-    compiled = runtime_compiled.compile_for("bias_gelu_forward<float, 4, 1, false>", "sm_90")
-    values = {"build": Quantity(time.perf_counter() - start, "s"), "library": Quantity(len(compiled.cubin), "B")}
-    return Record("build", {"road": "NVRTC, one kernel"}, values)
-
-
-def load_wheel_apart(wheel: Path) -> tuple[float, Quantity]:
-    """Load rung 1's wheel, unpacked aside, in a fresh process, which adds two tensors with it.
-
-    Args:
-        wheel: made by :func:`custom_ops.roads.ahead_of_time.build_wheel`.
-
-    Returns:
-        The seconds of loading, without importing torch, and the bytes of the shared library.
-
-    Raises:
-        native_build.BuildError: when it does not load or adds wrongly.
-    """
-    return _load_wheel(wheel, _LOAD.format(road="ahead_of_time"))
-
-
-def _load_wheel(wheel: Path, script: str) -> tuple[float, Quantity]:
-    with tempfile.TemporaryDirectory() as folder:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder)
-        seconds, library = _run_fresh(script, {}, Path(folder))
-        return seconds, _size(library)
-
-
-def _run_fresh(script: str, environment: dict[str, str], *first_on_path: Path) -> tuple[float, Path]:
-    path = os.pathsep.join([*(str(folder) for folder in first_on_path), *sys.path])
-    answer = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment, "PYTHONPATH": path},
-    )
-    if answer.returncode != 0:
-        last = (answer.stderr.strip() or "no output").splitlines()[-1]
-        raise native_build.BuildError(f"what was built does not load in a fresh process: {last}")
-    seconds, file = json.loads(answer.stdout.splitlines()[-1])
-    return seconds, Path(file)
-
-
-def _size(path: Path) -> Quantity:
-    return Quantity(path.stat().st_size, "B")
 
 
 def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iterator[Record]:

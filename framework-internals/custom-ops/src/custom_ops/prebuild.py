@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,12 +96,25 @@ def build_once(architectures: tuple[str, ...]) -> Path:
     )
 
 
+def keep(library: Path, architectures: tuple[str, ...]) -> None:
+    """Put a library that :func:`build` made for this machine into the user's cache, unless one is there."""
+    path = _cache_path(architectures)
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(shutil.copy2(library, path.with_suffix(f".{os.getpid()}.partial")))
+        partial.replace(path)
+
+
 def cached(architectures: tuple[str, ...]) -> Path | None:
     """The library for this machine if the user's cache has it."""
-    path = cached_library(
+    path = _cache_path(architectures)
+    return path if path.is_file() else None
+
+
+def _cache_path(architectures: tuple[str, ...]) -> Path:
+    return cached_library(
         "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
     )
-    return path if path.is_file() else None
 
 
 def _folders() -> list[Path]:

@@ -7,32 +7,34 @@ from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Figure, ReportSpec
+from custom_ops import attention_report, build_costs
 from custom_ops.contestants import OURS
-from custom_ops.figures import calls_figure, speed_figure
+from custom_ops.figures import attention_figure, calls_figure, speed_figure
 from custom_ops.roads.wrappers import SHIPPED
 
 _COMPILED = "torch.compile"
 
 # What no measurement tells: for each road what it fits, and what it cannot do.
 _ROADS = {
-    "pybind11, just in time": (
+    build_costs.JUST_IN_TIME: (
         "the sources; a compiler at every user's",
         "no dispatch, no derivative, no graph: a function, until Python registers it",
     ),
-    "pybind11, wheel": ("one Python, one torch", "as above, and built again for each torch"),
-    "TORCH_LIBRARY, abi3 wheel": ("every Python from 3.11, one torch", "derivatives of its own take more C++"),
-    "stable ABI, all operators": (
+    build_costs.WHEEL: ("one Python, one torch", "as above, and built again for each torch"),
+    build_costs.TORCH_LIBRARY: ("every Python from 3.11, one torch", "derivatives of its own take more C++"),
+    build_costs.STABLE: (
         "every Python from 3.11, torch 2.10 to 2.15",
         "no autograd nodes: derivatives are Python's",
     ),
-    "NVRTC, one kernel": ("every torch with CUDA; no compiler at all", "no CPU; a launch is Python's"),
+    build_costs.RUN_TIME: ("every torch with CUDA; no compiler at all", "no CPU; a launch is Python's"),
 }
 
 
 def _context(results: Results) -> dict[str, Any]:
+    """The template's variables. A measurement that failed has no records: its table is empty then."""
     counts = [_count(record) for record in results.select("call")]
-    smallest, largest = min(counts), max(counts)
-    fusions = results.select("fusion")
+    smallest, largest = min(counts, default=0), max(counts, default=0)
+    largest_speeds = _largest_of_each(results)
     return {
         "serving": results.one("serving"),
         "build_rows": [_build_row(record) for record in results.select("build")],
@@ -40,17 +42,18 @@ def _context(results: Results) -> dict[str, Any]:
         "smallest": smallest,
         "largest": largest,
         "own_call": _own_call(results, smallest),
-        "speed_rows": [_speed_row(results, record) for record in _largest_of_each(results)],
-        "large": _count(_largest_of_each(results)[0]),
+        "speed_rows": [_speed_row(results, record) for record in largest_speeds],
+        "large": max((_count(record) for record in largest_speeds), default=0),
         "limits": [(record.labels["traffic"], record["bandwidth"]) for record in results.select("memory limit")],
-        "clock": results.select("speed", form=OURS)[0].labels["clock"],
-        "fusion_rows": [_fusion_row(record) for record in fusions],
-        "fusion_count": _count(fusions[0]),
+        "products": [(record.labels["dtype"], record["rate"]) for record in results.select("product limit")],
+        "clock": next((record.labels["clock"] for record in results.select("speed", form=OURS)), None),
+        "fusion_rows": [_fusion_row(record) for record in results.select("fusion")],
+        "fusion_count": max(map(_count, results.select("fusion")), default=0),
         "launches_agree": _launches_agree(results),
         "layout_rows": _layout_rows(results),
-        "layout_count": _count(results.select("layout")[0]),
+        "layout_count": max(map(_count, results.select("layout")), default=0),
         "convolution_rows": [_convolution_row(record) for record in results.select("convolution")],
-        "convolution": results.select("convolution")[0],
+        "convolution": next(iter(results.select("convolution")), None),
         "access_rows": [_choice_row(record, "access") for record in results.select("access")],
         "plan_rows": [_plan_row(record) for record in _best_plans(results)],
         "memory_rows": [_memory_row(record) for record in results.select("peak memory")],
@@ -61,23 +64,39 @@ def _context(results: Results) -> dict[str, Any]:
         "preset": next((record.labels["preset"] for record in results.select("training")), None),
         "worth": _worth(results),
         "not_worth": _not_worth(results),
+        **attention_report.context(results),
     }
 
 
 def _finding(results: Results) -> str:
-    gelu = max(results.select("speed", op="bias_gelu", form=OURS, dtype="float32"), key=_count)
-    add = max(results.select("speed", op="vector_add", form=OURS, dtype="float32"), key=_count)
-    smallest = min(_count(record) for record in results.select("call"))
-    own, peer = (
-        results.one("call", form=form, count=smallest, grad=False)["time"].value for form in (SHIPPED, "torch.add")
-    )
+    sentences = (_speed_finding(results), attention_report.finding(results), _call_finding(results))
+    return " ".join(sentence for sentence in sentences if sentence) or "This run's measurements failed."
+
+
+def _speed_finding(results: Results) -> str | None:
+    found = [results.select("speed", op=op, form=OURS, dtype="float32") for op in ("bias_gelu", "vector_add")]
+    if not all(found):
+        return None
+    gelu, add = (max(records, key=_count) for records in found)
     exact = "bit-equal to torch.add" if _bit_equal(results) else "not bit-equal to torch.add"
     return (
         f"On {numbers.count(_count(gelu))} float32 elements bias_gelu in one kernel is "
         f"{numbers.quantity(gelu['speedup'])} as fast as torch's two, at {_share(results, gelu)} of what this "
         f"machine's memory allows; vector_add, which has nothing to fuse, is {exact} and runs at "
-        f"{numbers.quantity(add['speedup'])} its speed. A call on {smallest} element costs "
-        f"{numbers.with_unit(own, 's')} from Python, torch.add {numbers.with_unit(peer, 's')}."
+        f"{numbers.quantity(add['speedup'])} its speed."
+    )
+
+
+def _call_finding(results: Results) -> str | None:
+    counts = [_count(record) for record in results.select("call")]
+    if not counts:
+        return None
+    own, peer = (
+        results.one("call", form=form, count=min(counts), grad=False)["time"].value for form in (SHIPPED, "torch.add")
+    )
+    return (
+        f"A call on {min(counts)} element costs {numbers.with_unit(own, 's')} from Python, torch.add "
+        f"{numbers.with_unit(peer, 's')}."
     )
 
 
@@ -86,13 +105,13 @@ def _count(record: Record) -> int:
 
 
 def _share(results: Results, record: Record) -> str:
-    limit = results.one("memory limit", traffic=record.labels["limit"])["bandwidth"].value
-    return numbers.percent(record["rate"].value / limit, 0)
+    limits = results.select("memory limit", traffic=record.labels["limit"])
+    return numbers.percent(record["rate"].value / limits[0]["bandwidth"].value, 0) if limits else "–"
 
 
 def _largest_of_each(results: Results) -> list[Record]:
     records = results.select("speed", form=OURS)
-    largest = max(_count(record) for record in records)
+    largest = max(map(_count, records), default=0)
     return [record for record in records if _count(record) == largest]
 
 
@@ -100,7 +119,9 @@ def _bit_equal(results: Results) -> bool:
     return all(record["differing"].value == 0 for record in results.select("correctness", op="vector_add"))
 
 
-def _own_call(results: Results, count: int) -> str:
+def _own_call(results: Results, count: int) -> str | None:
+    if not results.select("call"):
+        return None
     own, peer = (
         results.one("call", form=form, count=count, grad=False)["time"].value for form in (SHIPPED, "torch.add")
     )
@@ -129,7 +150,7 @@ def _build_row(record: Record) -> tuple[str, ...]:
 
 def _call_rows(results: Results, smallest: int, largest: int) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for wrapper in results.select("wrapper"):
+    for wrapper in results.select("wrapper") if results.select("call") else ():
         form = wrapper.labels["form"]
         small = results.one("call", form=form, count=smallest, grad=False)
         graded = results.one("call", form=form, count=smallest, grad=True)
@@ -290,22 +311,32 @@ def _clause(record: Record) -> str:
 
 
 def _figures(results: Results) -> Sequence[Figure]:
-    clock = results.select("speed", form=OURS)[0].labels["clock"]
-    timed = "the kernels alone, replayed from a CUDA graph" if clock == "cuda-graph" else "whole calls"
-    return [
-        Figure(
-            "speed",
+    """Those that there are records for."""
+    speeds, figures = results.select("speed", form=OURS), []
+    if speeds:
+        timed = "the kernels alone, replayed from a CUDA graph" if _replayed(speeds) else "whole calls"
+        caption = (
             f"The bytes that an ideal kernel moves, over the time that each form takes ({timed}), float32; "
-            "small operands lie in a cache and may pass the limit of memory.",
-            lambda: speed_figure(results),
-        ),
-        Figure(
-            "calls",
+            "small operands lie in a cache and may pass the limit of memory."
+        )
+        figures.append(Figure("speed", caption, lambda: speed_figure(results)))
+    if results.select("attention"):
+        caption = (
+            "Attention's operations, as many as its definition asks for, over the time; dashed the products alone that "
+            "this machine reached in the same run."
+        )
+        figures.append(Figure("attention", caption, lambda: attention_figure(results)))
+    if results.select("call") and results.select("wrapper"):
+        caption = (
             "What one call costs Python, by the way the same kernel is reached; bars are medians, lines reach "
-            "from the 20th to the 80th percentile.",
-            lambda: calls_figure(results),
-        ),
-    ]
+            "from the 20th to the 80th percentile."
+        )
+        figures.append(Figure("calls", caption, lambda: calls_figure(results)))
+    return figures
+
+
+def _replayed(records: Sequence[Record]) -> bool:
+    return records[0].labels["clock"] == "cuda-graph"
 
 
 REPORT = ReportSpec("custom_ops", _context, _figures, _finding)

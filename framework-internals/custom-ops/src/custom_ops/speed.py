@@ -13,7 +13,7 @@ from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.results import Label
 from benchkit.timing import rotating_inputs
-from custom_ops.accounting import Traffic, count_launches
+from custom_ops.accounting import Traffic, count_launches, size_of
 from custom_ops.contestants import OURS, Contest, contests
 
 ACCESSES = {"chosen": 0, "one element": 1, "one vector": 2, "two vectors": 3, "four vectors": 4}
@@ -71,7 +71,7 @@ def _one(
 ) -> Iterator[Record]:
     timed = _timed(contest, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
     for form, clock, values in timed:
-        labels = {"op": contest.op, "form": form, "dtype": name_of(dtype), "count": count}
+        labels: dict[str, Label] = {"op": contest.op, "form": form, "dtype": name_of(dtype), "count": count}
         yield Record("speed", {**labels, "limit": contest.limit, "clock": clock}, values)
 
 
@@ -221,24 +221,33 @@ def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int)
         columns: of the rows.
 
     Yields:
-        The values ``saved``, kept from the forward to the backward pass, and ``peak``, both without the operands and
-        their gradients, in bytes, with ``operand``, the bytes of x.
+        The values of :func:`peaks`.
     """
     contest = contests()["bias_gelu"]
-    x, bias = (tensor.requires_grad_() for tensor in contest.operands(count, columns, dtype, device))
+    leaves = [tensor.requires_grad_() for tensor in contest.operands(count, columns, dtype, device)]
     for form in (OURS, "torch"):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        y = contest.forms[form](x, bias)
-        saved = torch.cuda.memory_allocated() - before
-        y.backward(torch.ones_like(y))
-        peak = torch.cuda.max_memory_allocated() - before
-        del y
-        x.grad = bias.grad = None
-        size = x.numel() * x.element_size()
-        yield Record(
-            "peak memory",
-            {"form": form, "dtype": name_of(dtype), "count": count},
-            {"saved": Quantity(saved, "B"), "peak": Quantity(peak, "B"), "operand": Quantity(size, "B")},
-        )
+        values = peaks(partial(contest.forms[form], *leaves), leaves)
+        yield Record("peak memory", {"form": form, "dtype": name_of(dtype), "count": count}, values)
+
+
+def peaks(forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -> dict[str, Quantity]:
+    """What a forward and a backward pass take of GPU memory, in bytes.
+
+    Args:
+        forward: makes a result of the shape and dtype of the first of ``leaves``.
+        leaves: what it is differentiable in; their gradients are counted and then dropped.
+
+    Returns:
+        ``saved``, kept from the forward to the backward pass; ``peak``; both beyond the leaves themselves; and
+        ``operand``, the bytes of the first of ``leaves``.
+    """
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = forward()
+    saved = torch.cuda.memory_allocated() - before
+    result.backward(torch.ones_like(result))
+    peak = torch.cuda.max_memory_allocated() - before
+    for leaf in leaves:
+        leaf.grad = None
+    return {"saved": Quantity(saved, "B"), "peak": Quantity(peak, "B"), "operand": Quantity(size_of(leaves[0]), "B")}

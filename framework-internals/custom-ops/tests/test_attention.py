@@ -1,0 +1,104 @@
+"""The measurements of attention: what they compare with, and what the report concludes from them."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchkit import Quantity, Record, Results
+from benchkit.results import load
+from custom_ops import attention, attention_report
+from custom_ops.contestants import OURS
+from custom_ops.operators.flash_attention import reference
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_exact_head_in_blocks_is_attention_in_one_piece(causal: bool) -> None:
+    q, k, v, grad = torch.randn(4, 1, 1, 70, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = reference(*leaves, causal, None)[0]
+    whole = (out, *torch.autograd.grad(out, leaves, grad))
+    blocks = attention.exact_head(*(x[0, 0] for x in (q, k, v, grad)), causal=causal, rows=32)
+    for part, right in zip(blocks, whole, strict=True):
+        torch.testing.assert_close(part, right[0, 0], rtol=1e-12, atol=1e-14)
+
+
+def test_speeds_name_the_best_of_torch() -> None:
+    records = list(attention.speeds("cpu", [32], [16], [torch.float32], tokens=64, width=32, seconds=0.01))
+    for causal in (False, True):
+        for direction in ("forward", "backward"):
+            chosen = [r for r in records if (r.labels["causal"], r.labels["direction"]) == (causal, direction)]
+            assert {r.labels["form"]: r.labels["best"] for r in chosen} == {OURS: False, "flash": True}
+            assert all(r["error"].value < 1e-6 for r in chosen)
+            time, rate = chosen[0]["time"].value, chosen[0]["rate"].value
+            # Two sequences of two heads: 4·S²·D each, half under a mask, five products backward for two forward.
+            flops = 2 * 2 * 4 * 32**2 * 16 * (0.5 if causal else 1) * (2.5 if direction == "backward" else 1)
+            assert rate * time == pytest.approx(flops)
+
+
+def test_accuracy_covers_all_results() -> None:
+    records = list(attention.accuracy("cpu", [48], [torch.float32], head_size=16))
+    assert {(r.labels["form"], r.labels["causal"]) for r in records} == {
+        (form, causal) for form in (OURS, "torch") for causal in (False, True)
+    }
+    for record in records:
+        assert set(record.values) == {"out", "dq", "dk", "dv"}
+        assert all(0 < error.value < 1e-6 for error in record.values.values())
+
+
+@pytest.mark.gpu
+def test_measurements_on_a_gpu() -> None:
+    speeds = partial(attention.speeds, "cuda", [256], [64], tokens=512, width=128, seconds=0.01)
+    forms = {str(r.labels["form"]) for r in speeds([torch.bfloat16])}
+    assert OURS in forms
+    assert "flash" in forms
+    records = list(speeds([torch.float32]))
+    assert {r.labels["clock"] for r in records} == {"cuda-graph"}
+    assert all(r["error"].value < 2e-6 for r in records)
+    kernels = attention.kernels("cuda", 128, [64], [torch.float32], width=128, seconds=0.01)
+    assert {"chosen", "naive", "mma.sync", attention.MATH} <= {str(r.labels["kernel"]) for r in kernels}
+    memory = {
+        str(r.labels["form"]): r["peak"].value
+        for r in attention.memory("cuda", [1024], [torch.float32], head_size=64, width=128)
+    }
+    assert memory[OURS] < memory[attention.MATH]
+
+
+def as_measured(speed: float, error: float, length: int = 4096) -> Results:
+    """Results with one float32 forward measurement: ours ``speed`` times as fast as efficient, flash slower still."""
+    base = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
+    shape = {"dtype": "float32", "head_size": 64, "length": length, "causal": False, "batch": 1, "heads": 32}
+
+    def record(form: str, time: float, found: float, best: bool) -> Record:
+        values = {"time": Quantity(time, "s"), "rate": Quantity(1e12 / time, "FLOP/s"), "error": Quantity(found, "")}
+        if form == OURS:
+            values["speedup"] = Quantity(speed, "×")
+        labels = {**shape, "direction": "forward", "form": form, "best": best, "clock": "cuda-graph"}
+        return Record("attention", labels, values)
+
+    records = (
+        record(OURS, 1 / speed, error, False), record("efficient", 1.0, 1e-6, True), record("flash", 2.0, 9e-7, False)
+    )  # fmt: skip
+    return replace(base, records=(*base.records, *records))
+
+
+@pytest.mark.parametrize(
+    ("speed", "error", "verdict"),
+    [
+        (3.2, 9e-7, "3.20× as fast as efficient, at 0.900× its error; at least 3.0× is asked: **met**"),
+        (2.9, 9e-7, "2.90× as fast as efficient, at 0.900× its error; at least 3.0× is asked: **not met**"),
+        (9.0, 2e-6, "at least 3.0× is asked: **not met, for the error is larger**"),
+    ],
+)
+def test_verdict_weighs_speed_and_error(speed: float, error: float, verdict: str) -> None:
+    (found,) = attention_report.context(as_measured(speed, error))["attention_verdicts"]
+    assert found.startswith("float32, forward, head size 64, 4,096 tokens and more: ")
+    assert found.endswith(verdict)
+
+
+def test_short_sequences_have_no_verdict() -> None:
+    found = attention_report.context(as_measured(3.2, 9e-7, length=1024))
+    assert found["attention_verdicts"] == []
+    assert len(found["attention_tables"]["forward"]) == 1

@@ -1,0 +1,53 @@
+"""What a build costs: measured in a fresh process, whose failure is a reason and not a crash."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from custom_ops import build_costs, prebuild
+from custom_ops.roads import just_in_time
+from native_build import BuildError
+
+
+def test_a_closed_road_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tmp_path / "made.so"
+    made.write_bytes(b"library")
+
+    def run(script: str, road: str, folder: str) -> tuple[float, Path]:
+        assert list(Path(folder).iterdir()) == []
+        if road == build_costs.STABLE:
+            raise BuildError("no nvcc")
+        return 1.5, made
+
+    monkeypatch.setattr(build_costs, "_run_fresh", run)
+    outcomes = build_costs.build_all(tmp_path)
+    assert list(outcomes) == list(build_costs.BUILDERS)
+    stable = outcomes.pop(build_costs.STABLE)
+    assert isinstance(stable, BuildError)
+    assert outcomes[build_costs.WHEEL] == build_costs.Built(build_costs.WHEEL, made, 1.5)
+
+
+def test_errors_of_a_fresh_process_are_its_last_line() -> None:
+    script = "from native_build import BuildError\nraise BuildError('no compiler: install g++')"
+    with pytest.raises(BuildError, match=r"^no compiler: install g\+\+$"):
+        build_costs._run_fresh(script)
+
+
+def test_what_was_built_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library goes to the user's cache if none is there; the extension is loaded from where it was built."""
+    cache, library = tmp_path / "cache" / "operators.so", tmp_path / "built.so"
+    library.write_bytes(b"new")
+    monkeypatch.setattr(prebuild, "_cache_path", lambda architectures: cache)
+    for _ in range(2):
+        build_costs.use(build_costs.Built(build_costs.STABLE, library, 1.0))
+        assert cache.read_bytes() == b"new"
+        library.write_bytes(b"newer")
+
+    seen: list[str | None] = []
+    monkeypatch.setattr(just_in_time, "load", lambda: seen.append(os.environ.get(build_costs._CACHE)))
+    monkeypatch.delenv(build_costs._CACHE, raising=False)
+    extension = tmp_path / "cpython-torch" / "module-digest" / "module.so"
+    build_costs.use(build_costs.Built(build_costs.JUST_IN_TIME, extension, 1.0))
+    assert seen == [str(tmp_path)]
+    assert build_costs._CACHE not in os.environ
