@@ -82,7 +82,9 @@ def test_a_lost_cuda_graph_has_a_reason(harness, tmp_path):
     case = Case(f"{path}:target", "cuda", train=False, mode="reduce-overhead")
     bench = harness.bench(case, steady_seconds=0.2, warm=False)
     # Torch 2.10 speaks of "non gpu ops", 2.11 of "cpu ops" and "DeviceCopy ops", 2.15 of "cross-device ops".
-    assert any(re.search("cpu|non gpu|Copy|cross-device", reason) for reason in bench.no_cudagraphs), bench.no_cudagraphs
+    assert any(re.search("cpu|non gpu|Copy|cross-device", reason) for reason in bench.no_cudagraphs), (
+        bench.no_cudagraphs
+    )
 
 
 @pytest.mark.parametrize("name", SURVEY)

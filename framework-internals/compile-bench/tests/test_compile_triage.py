@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,14 @@ from compile_bench import Case, Harness, pricing
 from compile_bench.bill import draw_up
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
-from compile_bench.collector import CudaGraphSkips, folders
+from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerWatch
 from compile_bench.mending.holding import overlays
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
-from compile_bench.pricing import GapProfiler
+from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
 from compile_bench.target import load_target
-from compile_bench.trace import Folders, Frame
+from compile_bench.trace import Break, Folders, Frame
 from compile_bench.triage_records import bill_records
 from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey
 
@@ -210,6 +211,9 @@ def test_functions_that_compute_eagerly_are_seen():
     assert sys.getprofile() is None
 
 
+BREAK = Break("model.py", 7, "forward", "print(x)", "side effect", "", (), "side effect", whole_frame=False)
+
+
 class Counting(nn.Module):
     """Reads a number of its own that changes: compiled anew at every call, until Dynamo gives it up."""
 
@@ -236,9 +240,21 @@ def test_a_gap_is_measured_once_nothing_is_compiled_any_more(monkeypatch):
     monkeypatch.setattr(pricing, "inductor", compile_graph)
     model = torch.compile(Counting(), backend=profiler)
     model(torch.ones(4))
+    with Collector() as collector:
+        assert profiler.settle(lambda: model(torch.ones(4)))
+    before = len(timed)
     profiler.gaps(lambda: model(torch.ones(4)))
-    assert len(timed) > 6
+    assert before == len(timed) > 6
     assert not any(timed)
+    limit, *_ = recompile_limits(collector.trace().breaks)
+    assert (Path(limit.file).name, limit.category) == (Path(__file__).name, "recompile limit")
+    around = replace(BREAK, function=limit.function)
+    assert "is compiled anew until the recompile limit" in why_no_gap(around, settled=True, limits=[limit])
+
+
+def test_a_break_without_a_gap_has_a_reason():
+    assert "still compiled in every step after 15" in why_no_gap(BREAK, settled=False, limits=())
+    assert why_no_gap(BREAK, settled=True, limits=()).startswith("no graph runs both before and behind")
 
 
 STACK = 'File "/home/model.py", line 7, in forward\n    self.seen.add_(1)'
