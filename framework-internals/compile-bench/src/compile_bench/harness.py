@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from typing import TypeVar, cast
 
 from benchkit import UserError
 from benchkit.device import Device
-from compile_bench.nursery import Nursery, Order
+from compile_bench.nursery import Nursery, Order, nursery
 from compile_bench.results import Bench, Case, Compiled, FirstSteps, Request, Triage
 from native_build import missing_cxx
 
@@ -64,9 +63,7 @@ class Harness:
         self._toolchain: float | None = None
         self._caches = itertools.count(1)
         self._preparing = threading.Lock()
-        self._nurseries: list[Nursery] = []
-        self._idle: dict[tuple[str, ...], list[Nursery]] = defaultdict(list)
-        self._choosing = threading.Lock()
+        self._busy: list[Nursery] = []
         self._stopped = False
         self._compile_threads: int | None = None
 
@@ -79,7 +76,7 @@ class Harness:
             try:
                 yield harness
             finally:
-                harness.close()
+                harness.stop()
 
     def toolchain_seconds(self) -> float:
         """Seconds that Inductor needs, once per cache folder, to find out about compiler and machine.
@@ -175,19 +172,13 @@ class Harness:
     def stop(self) -> None:
         """End every process that still runs and begin no other: who waits for one gets a :class:`WorkerFailure`."""
         self._stopped = True
-        for nursery in list(self._nurseries):
-            nursery.stop()
-
-    def close(self) -> None:
-        """End all processes that measurements were forked from."""
-        self._stopped = True
-        for nursery in self._nurseries:
-            nursery.close()
+        for each in list(self._busy):
+            each.stop()
 
     @property
     def busy(self) -> bool:
         """Whether a measuring process runs."""
-        return any(nursery.busy for nursery in list(self._nurseries))
+        return any(each.busy for each in list(self._busy))
 
     @contextmanager
     def sharing(self, processes: int) -> Iterator[None]:
@@ -263,14 +254,14 @@ class Harness:
         if limit <= 0:
             raise WorkerFailure(f"{what} was not begun: the time for all measurements was over")
         cache.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder, self._nursery(request.job) as nursery:
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder, self._nursery(request.job) as found:
             request_path, result_path, log_path = (Path(folder) / name for name in ("request", "result", "log"))
             request_path.write_bytes(pickle.dumps(request))
             directory = str(Path.cwd())
             path = [directory, *filter(None, sys.path)]
             environment = self._environment(cache)
             order = Order(str(request_path), str(result_path), str(log_path), environment, directory, path)
-            status = nursery.run(order, limit)
+            status = found.run(order, limit)
             log = log_path.read_text(errors="replace")
             if status is None and limit < self.limit:
                 raise WorkerFailure(f"{what} was ended: the time for all measurements was over")
@@ -285,19 +276,13 @@ class Harness:
 
     @contextmanager
     def _nursery(self, job: str) -> Iterator[Nursery]:
-        """One that nobody else uses meanwhile."""
         modules = _TORCH if self.device == "cuda" or job in _IMPORTS_TIMED else _COMPILER
-        with self._choosing:
-            if not self._idle[modules]:
-                log = self.folder / f"nursery-{len(self._nurseries)}.log"
-                self._nurseries.append(Nursery(modules, self._environment(self.folder), log))
-                self._idle[modules].append(self._nurseries[-1])
-            nursery = self._idle[modules].pop()
-        try:
-            yield nursery
-        finally:
-            if nursery.alive:
-                self._idle[modules].append(nursery)
+        with nursery(modules, self._environment(self.folder)) as found:
+            self._busy.append(found)
+            try:
+                yield found
+            finally:
+                self._busy.remove(found)
 
     def _environment(self, cache: Path) -> dict[str, str]:
         """This process's, with caches below ``cache`` and with this process's import path."""

@@ -9,6 +9,7 @@ and its exit status once it has ended.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
@@ -17,9 +18,13 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -52,22 +57,20 @@ class Nursery:
     Args:
         modules: imported before the first fork. None of them may start threads of Python's or a GPU's driver.
         environment: of the server; what a module reads from it while it is imported comes from here.
-        log: file for what the server itself prints.
     """
 
-    def __init__(self, modules: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        self._log = log
+    def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         self._child = 0
         self._stopped = False
-        with log.open("wb") as output:
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", "from compile_bench.nursery import serve; serve()", *modules],
-                env=dict(environment),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                start_new_session=True,
-            )
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the server
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", "from compile_bench.nursery import serve; serve()", *modules],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
 
     def run(self, order: Order, limit: float) -> int | None:
         """Fork a process and wait for it; whatever is left of its process group is ended when this returns.
@@ -93,8 +96,10 @@ class Nursery:
             self._server.stdin.flush()
         begun = self._server.stdout.readline()
         if not begun:
-            Path(order.log).write_bytes(self._log.read_bytes())
-            return self._server.wait()
+            status = self._server.wait()
+            self._log.seek(0)
+            Path(order.log).write_bytes(self._log.read())
+            return status
         self._child = int(begun)
         if self._stopped:
             _end(self._child)
@@ -106,9 +111,9 @@ class Nursery:
         return status if in_time else None
 
     @property
-    def alive(self) -> bool:
-        """Whether the server takes orders."""
-        return self._server.poll() is None
+    def usable(self) -> bool:
+        """Whether it takes another order."""
+        return not self._stopped and self._server.poll() is None
 
     @property
     def busy(self) -> bool:
@@ -130,6 +135,48 @@ class Nursery:
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+        self._log.close()
+
+
+# Of this process, for all harnesses: what no order is done by at the moment, by modules and environment.
+_idle: dict[tuple[object, ...], list[Nursery]] = defaultdict(list)
+_choosing = threading.Lock()
+
+# What interpreter, torch and OpenMP read while they start; an order brings an environment of its own for the rest.
+_READ_AT_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "CUDA_", "LD_")
+_OF_AN_ORDER = ("TORCHINDUCTOR_CACHE_DIR",)
+
+
+@contextmanager
+def nursery(modules: Sequence[str], environment: Mapping[str, str]) -> Iterator[Nursery]:
+    """A nursery that nobody else uses meanwhile, and that is kept for the next one.
+
+    Args:
+        modules: that it has imported.
+        environment: as for :class:`Nursery`.
+    """
+    read = {
+        (name, value)
+        for name, value in environment.items()
+        if name.startswith(_READ_AT_START) and name not in _OF_AN_ORDER
+    }
+    key = (*modules, frozenset(read))
+    with _choosing:
+        found = _idle[key].pop() if _idle[key] else Nursery(modules, environment)
+    try:
+        yield found
+    finally:
+        if found.usable:
+            _idle[key].append(found)
+        else:
+            found.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for nurseries in _idle.values():
+        for each in nurseries:
+            each.close()
 
 
 def _end(pid: int) -> None:
