@@ -1,5 +1,7 @@
 """On a CUDA GPU: the training step stays in one graph, its results hold, and CUDA graphs are used."""
 
+import re
+
 import pytest
 import torch
 
@@ -73,13 +75,16 @@ def test_a_lost_cuda_graph_has_a_reason(harness, tmp_path):
         "import torch\n"
         "class Model(torch.nn.Module):\n"
         "    def forward(self, x):\n"
-        "        return x * torch.ones(3).sin().to(x.device)\n"
+        "        return x * x.cpu().sin().to(x.device)\n"  # a constant would be moved to the GPU
         "def target():\n"
         "    return Model(), (torch.ones(8, 3),)\n"
     )
     case = Case(f"{path}:target", "cuda", train=False, mode="reduce-overhead")
     bench = harness.bench(case, steady_seconds=0.2, warm=False)
-    assert any("cpu" in reason for reason in bench.no_cudagraphs), bench.no_cudagraphs
+    # Torch 2.10 speaks of "non gpu ops", 2.11 of "cpu ops" and "DeviceCopy ops", 2.15 of "cross-device ops".
+    assert any(re.search("cpu|non gpu|Copy|cross-device", reason) for reason in bench.no_cudagraphs), (
+        bench.no_cudagraphs
+    )
 
 
 @pytest.mark.parametrize("name", SURVEY)

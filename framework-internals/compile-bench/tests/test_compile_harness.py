@@ -1,8 +1,6 @@
 """The harness and the command line: fresh processes, their failures, and one real compilation."""
 
-import os
 import signal
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,7 +14,6 @@ from compile_bench import Case, Harness, WorkerFailure, judge
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
 from compile_bench.cli.measuring import describe_bench
-from compile_bench.harness import run_limited
 from compile_bench.measuring import self_comparison
 from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.trace import Break, CompileTrace, Recompile
@@ -64,18 +61,18 @@ def command(*arguments):
 
 
 def test_a_hanging_process_is_ended_with_its_children(tmp_path):
-    child = tmp_path / "child"
-    program = (
-        "import pathlib, subprocess, sys, time\n"
-        "process = subprocess.Popen(['sleep', '60'])\n"
-        "pathlib.Path(sys.argv[1]).write_text(str(process.pid))\n"
-        "time.sleep(60)\n"
+    (tmp_path / "hanging.py").write_text(
+        "import pathlib, subprocess, time\n"
+        "def target():\n"
+        "    process = subprocess.Popen(['sleep', '60'])\n"
+        "    pathlib.Path(__file__).with_name('child').write_text(str(process.pid))\n"
+        "    time.sleep(60)\n"
     )
     start = time.monotonic()
-    command = [sys.executable, "-c", program, str(child)]
-    assert run_limited(command, dict(os.environ), tmp_path / "log", limit=3.0) is None
-    assert time.monotonic() - start < 20
-    pid = int(child.read_text())
+    with Harness.open("cpu", limit=3.0) as harness, pytest.raises(WorkerFailure, match=r"time limit of 3 s"):
+        harness.eager(Case(f"{tmp_path / 'hanging.py'}:target"))
+    assert time.monotonic() - start < 40
+    pid = int((tmp_path / "child").read_text())
     for _ in range(50):
         if not _alive(pid):
             break
@@ -239,7 +236,7 @@ def test_a_compilation_that_hangs_is_ended_and_the_rest_goes_on(file):
 def test_a_stopped_harness_ends_its_processes_and_begins_no_other(file):
     with Harness.open("cpu") as harness, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(harness.triage, Case(f"{file}:hangs", train=False))
-        while not harness._running:
+        while not harness.busy:
             time.sleep(0.05)
         harness.stop()
         with pytest.raises(WorkerFailure, match="ended with status -9"):

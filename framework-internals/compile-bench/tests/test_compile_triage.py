@@ -5,6 +5,8 @@ import logging
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,14 +17,14 @@ from compile_bench import Case, Harness, pricing
 from compile_bench.bill import draw_up
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
-from compile_bench.collector import CudaGraphSkips, folders
+from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerWatch
 from compile_bench.mending.holding import overlays
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
-from compile_bench.pricing import GapProfiler
+from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
 from compile_bench.target import load_target
-from compile_bench.trace import Folders, Frame
+from compile_bench.trace import Break, Folders, Frame
 from compile_bench.triage_records import bill_records
 from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey
 
@@ -209,6 +211,9 @@ def test_functions_that_compute_eagerly_are_seen():
     assert sys.getprofile() is None
 
 
+BREAK = Break("model.py", 7, "forward", "print(x)", "side effect", "", (), "side effect", whole_frame=False)
+
+
 class Counting(nn.Module):
     """Reads a number of its own that changes: compiled anew at every call, until Dynamo gives it up."""
 
@@ -235,31 +240,77 @@ def test_a_gap_is_measured_once_nothing_is_compiled_any_more(monkeypatch):
     monkeypatch.setattr(pricing, "inductor", compile_graph)
     model = torch.compile(Counting(), backend=profiler)
     model(torch.ones(4))
+    with Collector() as collector:
+        assert profiler.settle(lambda: model(torch.ones(4)))
+    before = len(timed)
     profiler.gaps(lambda: model(torch.ones(4)))
-    assert len(timed) > 6
+    assert before == len(timed) > 6
     assert not any(timed)
+    limit, *_ = recompile_limits(collector.trace().breaks)
+    assert (Path(limit.file).name, limit.category) == (Path(__file__).name, "recompile limit")
+    around = replace(BREAK, function=limit.function)
+    assert "is compiled anew until the recompile limit" in why_no_gap(around, settled=True, limits=[limit])
 
 
-def test_a_lost_cuda_graph_has_its_line():
+def test_a_break_without_a_gap_has_a_reason():
+    assert "still compiled in every step after 15" in why_no_gap(BREAK, settled=False, limits=())
+    assert why_no_gap(BREAK, settled=True, limits=()).startswith("no graph runs both before and behind")
+
+
+STACK = 'File "/home/model.py", line 7, in forward\n    self.seen.add_(1)'
+SKIPS = {
+    "a whole graph": (
+        "torch._inductor.cudagraph_utils.__cudagraphs",
+        (f"skipping cudagraphs due to mutated inputs (1 instances). Found from : \n   {STACK}\n",),
+        "mutated inputs (1 instances)",
+    ),
+    "handed on": (
+        "torch._inductor.cudagraph_utils.__cudagraphs",
+        (f"skipping cudagraphs due to skipping cudagraphs due to cpu device (ones). Found from : \n   {STACK}\n",),
+        "cpu device (ones)",
+    ),
+    "torch 2.10, a part": (
+        "torch._inductor.utils.__perf_hints",
+        (f"cudagraph partition due to non gpu ops. Found from : \n   {STACK}", "cudagraph partition into 3 partitions"),
+        "non gpu ops (a part of the graph)",
+    ),
+    "torch 2.11, a part": (
+        "torch._inductor.scheduler.__cudagraphs",
+        (
+            "Created 3 graph partitions: 2 cudagraphable, 1 non-cudagraphable",
+            "  Partition 1: 2 nodes, non-cudagraphable, inputs=1, outputs=1",
+            "    op1: reason=DeviceCopy ops, ir=DeviceCopy, fx=prims.device_put.default(sin, cpu)",
+            *(" " * 9 + line for line in STACK.split("\n")),
+            "    op2: reason=DeviceCopy ops, ir=DeviceCopy, fx=prims.device_put.default(mul, cpu)",
+            '         File "/home/model.py", line 9, in forward',
+            "    op3: reason=partition includes all ops when cudagraphs is disabled, ir=ComputedBuffer",
+            '         File "/home/model.py", line 10, in forward',
+        ),
+        "DeviceCopy ops (a part of the graph)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("logger", "messages", "reason"), SKIPS.values(), ids=SKIPS)
+def test_a_lost_cuda_graph_has_its_line(logger, messages, reason):
     with CudaGraphSkips() as skips:
-        logging.getLogger("torch._inductor.cudagraph_utils.__cudagraphs").debug(
-            "skipping cudagraphs due to mutated inputs (1 instances). Found from : \n"
-            '   File "/home/model.py", line 7, in forward\n    self.seen.add_(1)\n'
-        )
+        for message in messages:
+            logging.getLogger(logger).debug(message)
     (found,) = read_lost_graphs(skips, Folders())
-    assert found.frame == Frame("/home/model.py", 7, "forward", "self.seen.add_(1)")
-    assert found.reason == "CUDA graphs are left out: mutated inputs (1 instances). Found from :"
+    assert (found.frame.file, found.frame.line) == ("/home/model.py", 7)
+    assert found.frame.source == "self.seen.add_(1)"
+    assert found.reason == f"CUDA graphs are left out: {reason}"
 
 
 @pytest.mark.gpu
 def test_a_lost_cuda_graph_is_found(folder):
     (folder / "triage_model.py").write_text(
         "import torch\n\n\nclass Moved(torch.nn.Module):\n    def forward(self, x):\n"
-        "        return x + torch.ones(4).sum()\n\n\ndef target():\n    return Moved(), (torch.ones(4),)\n"
+        "        return x + x.cpu().sin().to(x.device)\n\n\ndef target():\n    return Moved(), (torch.ones(4),)\n"
     )
     found = lost_graphs(Case(f"{folder / 'triage_model.py'}:target", "cuda", train=False))
-    assert found
-    assert found[0].kind == "CUDA graph lost"
+    assert {each.kind for each in found} == {"CUDA graph lost"}
+    assert (Path(found[0].frame.file).name, found[0].frame.line) == ("triage_model.py", 6)
 
 
 @pytest.mark.parametrize(

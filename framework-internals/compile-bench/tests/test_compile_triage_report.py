@@ -9,7 +9,7 @@ from benchkit.results import Results
 from compile_bench.findings import Bill, Figures, Finding, Mend, Price, Survey
 from compile_bench.report import REPORT
 from compile_bench.results import Case
-from compile_bench.trace import CompileTrace
+from compile_bench.trace import CompileTrace, Recompile
 from compile_bench.triage_records import bill_records
 
 ROOT = Path(__file__).parents[3]
@@ -17,7 +17,8 @@ PATCH = "--- a/a/model.py\n+++ b/a/model.py\n@@ -12 +12 @@\n-if x:\n+x = torch.w
 
 
 def finding(line, gap, mend=None, share=1):
-    price = Price(Quantity(gap, "s", gap, gap, 40, "p20-p80"), share, 4096, 1.5)
+    quantity = Quantity(gap, "s", gap, gap, 40, "p20-p80") if gap else None
+    price = Price(quantity, share, 4096, 1.5, "" if gap else "forward is given up")
     return Finding(
         kind="graph break",
         file=str(ROOT / "a/model.py"),
@@ -47,18 +48,23 @@ def bill():
     together = Mend(
         "branch-on-value", "all", "", PATCH, ("a",), True, "", Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
     )
-    findings = (finding(12, 3e-4, mended), finding(20, 1e-4, refused, share=2))
-    return Bill("planted", findings, (), (survey,), together, ("prices: a process was ended",))
+    findings = (finding(12, 3e-4, mended), finding(20, 1e-4, refused, share=2), finding(30, 0))
+    again = Recompile("0/1", "forward", str(ROOT / "a/model.py"), 9, "self.calls == 1", "Python value")
+    return Bill("planted", findings, (again,), (survey,), together, ("prices: a process was ended",))
 
 
 def test_the_bill_is_shown_dearest_first():
     records = bill_records(bill(), ROOT)
     text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, tuple(records), (), complete=True), REPORT)
     section = text[text.index("What a model with trouble gets") :]
-    assert "(`planted`, training): 2 findings, the dearest `a/model.py:12` with 300 µs of Python a step." in section
+    assert "(`planted`, training): 3 findings, the dearest `a/model.py:12` with 300 µs of Python a step." in section
     row = "| `a/model.py:12` | `if x.sum() > 0:` | data-dependent control flow | both | 300 µs | 4.00 KiB |"
     assert row in section
     assert section.index("a/model.py:12") < section.index("a/model.py:20")
+    assert "| `a/model.py:30` | `if x.sum() > 0:` | data-dependent control flow | both | – | 4.00 KiB |" in section
+    assert "No gap is given for `a/model.py:30`: forward is given up." in section
+    assert "It is compiled again for 1 cause:" in section
+    assert "| `a/model.py:9` | Python value | `self.calls == 1` |" in section
     assert "Breaks between the same two graphs share one gap" in section
     assert f"```diff\n{PATCH}```" in section
     assert "choose: 2 breaks before, 1 after; outputs and gradients within their float64 bounds. Note: both" in section

@@ -25,13 +25,10 @@ _INNERMOST = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in ')
 def agreement(case: Case) -> Agreement:
     """Count a target's graphs and breaks by the collector, by ``explain`` and by PyTorch's log."""
     target = load_case(case)
-    with Collector() as collector:
+    with _logged() as messages, Collector() as collector:
         _once(target, case)
     own = collector.trace()
-    _reset()
-    with _logged() as messages:
-        _once(target, case)
-    _reset()
+    torch.compiler.reset()
     graphs, breaks, error = _explain(target, case)
     return Agreement(
         case,
@@ -51,10 +48,6 @@ def _once(target: Target, case: Case) -> None:
     model = target.copied()
     compiled: Any = torch.compile(model, backend="eager")
     target.step(compiled, train=case.train)()
-
-
-def _reset() -> None:
-    torch.compiler.reset()
 
 
 def _explain(target: Target, case: Case) -> tuple[int, int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -52,6 +53,7 @@ def draw_up(
         findings += [_of_silent(each, surveys[0]) for each in lost or ()]
     priced = _attempted(lambda: cast(Priced, harness.ask("price", main)), "prices", absent) if price else None
     if priced is not None:
+        findings = _with_limits(findings, priced.limits, sound[0])
         findings = [replace(each, price=priced.prices.get((each.file, each.line))) for each in findings]
     together: Mend | None = None
     if mend and findings:
@@ -73,14 +75,15 @@ def draw_up(
 
 
 def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[str]) -> list[Survey]:
+    asked = [partial(harness.ask, "survey", replace(case, train=train)) for train in kinds]
     surveys: list[Survey] = []
     failure: WorkerFailure | UserError | None = None
-    for train in kinds:
-        try:
-            surveys.append(cast(Survey, harness.ask("survey", replace(case, train=train))))
-        except (WorkerFailure, UserError) as error:
-            failure = error
-            absent.append(str(error))
+    for found in harness.ask_all(asked):
+        if isinstance(found, (WorkerFailure, UserError)):
+            failure = found
+            absent.append(str(found))
+        else:
+            surveys.append(cast(Survey, found))
     if not surveys:
         assert failure is not None
         raise failure
@@ -107,6 +110,13 @@ def _findings(surveys: Sequence[Survey]) -> list[Finding]:
         for silent in survey.eager:
             _add(found, _of_silent(silent, survey))
     return list(found.values())
+
+
+def _with_limits(findings: Sequence[Finding], limits: Sequence[Break], survey: Survey) -> list[Finding]:
+    """Also the functions that are given up only after more calls than a survey makes."""
+    known = {(each.file, each.line) for each in findings if each.kind == "recompile limit"}
+    new = [each for each in limits if (each.file, each.line) not in known]
+    return [*findings, *(_of_break(each, (), survey) for each in new)]
 
 
 def _add(found: dict[tuple[str, int, str], Finding], new: Finding) -> None:

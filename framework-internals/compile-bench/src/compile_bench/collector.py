@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import re
 import sysconfig
 import time
 import warnings
@@ -46,6 +47,13 @@ _SURFACE = (
     ("torch._guards", "CompileContext"),
     ("torch._inductor.config", "force_disable_caches"),
 )
+
+
+# Behind the reason why only a part of a graph, and not all of it, runs without CUDA graphs.
+PARTIAL = " (a part of the graph)"
+
+# What the scheduler says of every operator where CUDA graphs were not asked for.
+_CUT_OFF = "when cudagraphs is disabled"
 
 
 class Collector(logging.Handler):
@@ -180,29 +188,58 @@ def prepare_toolchain(device: str) -> float:
 
 
 class CudaGraphSkips(logging.Handler):
-    """Collects, inside a ``with`` block, why Inductor did not use CUDA graphs.
+    """Collects, inside a ``with`` block, why Inductor did not use CUDA graphs, for a graph or for a part of it.
+
+    A graph with an operator that cannot be captured (on the CPU, or a copy to it) is cut around that operator, and the
+    parts before and behind are captured. Torch 2.10 calls that a partition in a performance hint; later ones list the
+    parts at level DEBUG, an operator in one record and its stack, line by line, in records of their own.
 
     Attributes:
         reasons: each once, in PyTorch's words.
         messages: in full, with the lines of the model that PyTorch names; one a reason.
     """
 
-    # The artifact log that the message goes to was "perf_hints" before it was "cudagraphs".
-    _LOGGERS = tuple(f"torch._inductor.cudagraph_utils.__{name}" for name in ("cudagraphs", "perf_hints"))
+    # The artifact log of a skip was "perf_hints" before it was "cudagraphs".
+    _LOGGERS = (
+        "torch._inductor.cudagraph_utils.__cudagraphs",
+        "torch._inductor.cudagraph_utils.__perf_hints",
+        "torch._inductor.scheduler.__cudagraphs",
+        "torch._inductor.utils.__perf_hints",
+    )
+    _SKIPPED = re.compile(r"(?:skipping cudagraphs due to )+(?P<reason>.+)", re.DOTALL)  # twice, where handed on
+    _CUT = re.compile(r"cudagraph partition due to (?P<reason>.+)", re.DOTALL)
+    _CUT_NODE = re.compile(r" {4}\S+: reason=(?P<reason>[^,]+), ir=")
+    _STACK_LINE = " " * 9
 
     def __init__(self) -> None:
         super().__init__(level=logging.DEBUG)
         self.reasons: list[str] = []
         self.messages: list[str] = []
+        self._in_stack = False
         self._saved: list[tuple[logging.Logger, int, bool]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the reason of a message about a skip."""
-        _, found, reason = record.getMessage().partition("skipping cudagraphs due to ")
-        line = reason.strip().split("\n")[0].rstrip(". ")
-        if found and line not in self.reasons:
-            self.reasons.append(line)
-            self.messages.append(reason.strip())
+        message = record.getMessage()
+        if self._in_stack and message.startswith(self._STACK_LINE):
+            self.messages[-1] += "\n" + message
+            return
+        self._in_stack = False
+        if found := self._SKIPPED.search(message):
+            self._keep(found["reason"], "")
+        elif found := self._CUT.search(message):
+            self._keep(found["reason"], PARTIAL)
+        elif (found := self._CUT_NODE.match(message)) and _CUT_OFF not in found["reason"]:
+            self._in_stack = self._keep(found["reason"], PARTIAL)
+
+    def _keep(self, text: str, suffix: str) -> bool:
+        """Whether the reason is new; its first line is the reason, the rest says where."""
+        reason = re.sub(r"\.? *Found from.*", "", text.strip().split("\n")[0]).rstrip(". ") + suffix
+        if reason in self.reasons:
+            return False
+        self.reasons.append(reason)
+        self.messages.append(text.strip())
+        return True
 
     def __enter__(self) -> CudaGraphSkips:
         for logger in map(logging.getLogger, self._LOGGERS):

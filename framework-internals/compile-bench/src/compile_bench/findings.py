@@ -79,16 +79,18 @@ class Price:
     """What a break costs.
 
     Attributes:
-        gap: Python between the graph before the break and the next one, per step; None where no graph runs before it.
+        gap: Python between the graph before the break and the next one, per step; None where there is none to measure.
         share: how many breaks lie in that gap together.
         crossing: bytes of the tensors that the graph before hands over to Python.
         compile_seconds: of the functions that exist because the graph was split here.
+        no_gap: why there is no gap, as a clause; empty where there is one.
     """
 
     gap: Quantity | None
     share: int
     crossing: int
     compile_seconds: float
+    no_gap: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,11 @@ class Mend:
 
 @dataclass(frozen=True)
 class Priced:
-    """Prices by place (file and line), and the whole model's figures."""
+    """Prices by place (file and line), the whole model's figures, and functions given up at the recompile limit."""
 
     prices: dict[tuple[str, int], Price]
     figures: Figures
+    limits: tuple[Break, ...] = ()
 
 
 @dataclass(frozen=True)

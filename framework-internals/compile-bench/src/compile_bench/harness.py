@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
+import math
 import os
 import pickle
+import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from benchkit import UserError
 from benchkit.device import Device
+from compile_bench.nursery import Nursery, Order, nursery
 from compile_bench.results import Bench, Case, Compiled, FirstSteps, Request, Triage
 from native_build import missing_cxx
 
 DEFAULT_LIMIT = 600.0
+
+Result = TypeVar("Result")
+
+# Jobs whose figures hold the import of the compiler; the others are forked from an interpreter that has done it. On a
+# GPU all start from torch alone: whether the compiler's import touches the driver depends on its version.
+_IMPORTS_TIMED = frozenset(("eager", "compiled", "shapes", "self-comparison"))
+_TORCH = ("torch",)
+_COMPILER = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
 
 
 class WorkerFailure(Exception):
@@ -36,6 +46,9 @@ class Harness:
         device: what is measured.
         limit: seconds after which a process and all that it started are ended.
 
+    Attributes:
+        deadline: of ``time.monotonic()``, at which whatever runs is ended and nothing is begun any more; None for none.
+
     Example:
         >>> with Harness.open("cpu") as harness:  # doctest: +SKIP
         ...     bench = harness.bench(Case("mlp"))
@@ -46,10 +59,11 @@ class Harness:
         self.folder = folder
         self.device = device
         self.limit = limit
+        self.deadline: float | None = None
         self._toolchain: float | None = None
         self._caches = itertools.count(1)
         self._preparing = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._busy: list[Nursery] = []
         self._stopped = False
         self._compile_threads: int | None = None
 
@@ -58,7 +72,11 @@ class Harness:
     def open(cls, device: Device, *, limit: float = DEFAULT_LIMIT) -> Iterator[Harness]:
         """A harness whose caches are gone when the block ends."""
         with tempfile.TemporaryDirectory(prefix="compile-bench-", ignore_cleanup_errors=True) as folder:
-            yield cls(Path(folder), device, limit)
+            harness = cls(Path(folder), device, limit)
+            try:
+                yield harness
+            finally:
+                harness.stop()
 
     def toolchain_seconds(self) -> float:
         """Seconds that Inductor needs, once per cache folder, to find out about compiler and machine.
@@ -154,8 +172,13 @@ class Harness:
     def stop(self) -> None:
         """End every process that still runs and begin no other: who waits for one gets a :class:`WorkerFailure`."""
         self._stopped = True
-        for process in list(self._running):
-            _end(process)
+        for each in list(self._busy):
+            each.stop()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a measuring process runs."""
+        return any(each.busy for each in list(self._busy))
 
     @contextmanager
     def sharing(self, processes: int) -> Iterator[None]:
@@ -165,7 +188,7 @@ class Harness:
             processes: how many compile side by side; by default each would start a worker for every core.
         """
         before = self._compile_threads
-        self._compile_threads = max((os.cpu_count() or 1) // processes, 1) if processes > 1 else before
+        self._compile_threads = math.ceil((os.cpu_count() or 1) / processes) if processes > 1 else before
         try:
             yield
         finally:
@@ -189,6 +212,31 @@ class Harness:
         """
         return self._run(Request(job, case, arguments), cache or self.new_cache())
 
+    def ask_all(self, questions: Sequence[Callable[[], Result]]) -> list[Result | WorkerFailure | UserError]:
+        """Several questions at once, of jobs that time nothing: two at a time on a CPU, one on a GPU with its memory.
+
+        Returns:
+            The answers in order, failures among them.
+        """
+
+        def answer(question: Callable[[], Result]) -> Result | WorkerFailure | UserError:
+            try:
+                return question()
+            except (WorkerFailure, UserError) as error:
+                return error
+
+        with ThreadPoolExecutor(self.beside) as pool:
+            try:
+                return list(pool.map(answer, questions))
+            except BaseException:
+                self.stop()  # the threads of the pool wait for these processes
+                raise
+
+    @property
+    def beside(self) -> int:
+        """How many jobs that time nothing run at once."""
+        return 2 if self.device == "cpu" else 1
+
     def new_cache(self) -> Path:
         """A folder for the compiler's caches, empty but for what the toolchain's check left."""
         cache = self.folder / f"cache-{next(self._caches)}"
@@ -201,22 +249,40 @@ class Harness:
         """Answer a request in a fresh process."""
         if self._stopped:
             raise WorkerFailure(f"{request.case.target} ({request.job}) was not begun: measuring was stopped")
+        what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
+        limit = self.limit if self.deadline is None else min(self.limit, self.deadline - time.monotonic())
+        if limit <= 0:
+            raise WorkerFailure(f"{what} was not begun: the time for all measurements was over")
         cache.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder, self._nursery(request.job) as found:
             request_path, result_path, log_path = (Path(folder) / name for name in ("request", "result", "log"))
             request_path.write_bytes(pickle.dumps(request))
-            command = [sys.executable, "-m", "compile_bench.worker", str(request_path), str(result_path)]
-            status = run_limited(command, self._environment(cache), log_path, self.limit, self._running)
+            directory = str(Path.cwd())
+            path = [directory, *filter(None, sys.path)]
+            environment = self._environment(cache)
+            order = Order(str(request_path), str(result_path), str(log_path), environment, directory, path)
+            status = found.run(order, limit)
             log = log_path.read_text(errors="replace")
-            what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
+            if status is None and limit < self.limit:
+                raise WorkerFailure(f"{what} was ended: the time for all measurements was over")
             if status is None:
-                raise WorkerFailure(f"{what} was ended after its time limit of {self.limit:g} s")
+                raise WorkerFailure(f"{what} was ended after its time limit of {limit:g} s")
             if status != 0 or not result_path.exists():
                 raise WorkerFailure(f"{what} ended with status {status}: {_last_line(log)}")
             result = pickle.loads(result_path.read_bytes())
         if isinstance(result, UserError):
             raise result
         return result
+
+    @contextmanager
+    def _nursery(self, job: str) -> Iterator[Nursery]:
+        modules = _TORCH if self.device == "cuda" or job in _IMPORTS_TIMED else _COMPILER
+        with nursery(modules, self._environment(self.folder)) as found:
+            self._busy.append(found)
+            try:
+                yield found
+            finally:
+                self._busy.remove(found)
 
     def _environment(self, cache: Path) -> dict[str, str]:
         """This process's, with caches below ``cache`` and with this process's import path."""
@@ -230,47 +296,8 @@ class Harness:
         }
 
 
-def run_limited(
-    command: list[str],
-    environment: dict[str, str],
-    log: Path,
-    limit: float,
-    running: set[subprocess.Popen[bytes]] | None = None,
-) -> int | None:
-    """Run a command in a session of its own; whatever is left of the session is ended when it returns.
-
-    Args:
-        command: program and arguments.
-        environment: all of it.
-        log: file for its output.
-        limit: seconds.
-        running: the process is in this set as long as it runs.
-
-    Returns:
-        The exit status, or None if it had not ended after ``limit`` seconds.
-    """
-    running = set() if running is None else running
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-        running.add(process)
-        try:
-            return process.wait(timeout=limit)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _end(process)
-            running.discard(process)
-            process.wait()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all of its session: the compiler's own workers may outlive it, and hang with it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def _last_line(log: str) -> str:
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it wrote nothing"
+    """The line of the exception, behind which CUDA's go on with advice; else the last one."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()] or ["it wrote nothing"]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return (raised or lines)[-1][:300]

@@ -99,6 +99,7 @@ def compiled(
         steady = sample(eager_step, step, case, steady_seconds)
     with _turn(turn, fcntl.LOCK_SH):
         profiles = profile_step(eager_step, case.device), profile_step(step, case.device)
+        del eager_step  # its weights and gradients: the float64 copies need the memory
         accuracy = _accuracy(target, module, own, case)
     return Compiled(first, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from compile_bench.findings import Figures, Price, Priced
 from compile_bench.measuring import load_case
 from compile_bench.mending.overlay import Overlay, overlaid
 from compile_bench.results import FIRST_STEPS, Case
-from compile_bench.trace import RESUMED, Break, CompileTrace
+from compile_bench.trace import RECOMPILE_LIMIT, RESUMED, Break, CompileTrace, merge_breaks, plain_function
 from compile_bench.triage_worker import own_model, seed_everything
 
 _STEPS = 40
@@ -66,12 +67,11 @@ class GapProfiler:
         return timed
 
     def gaps(self, step: Callable[[], Any]) -> tuple[list[_Gap], list[float]]:
-        """Do steps until nothing is compiled any more, then measure.
+        """Measure steps, which should have been settled.
 
         Returns:
             The gaps of a step in turn, and the seconds of every step.
         """
-        self._settle(step)
         functions = self._functions(step)
         self._on = True
         steps: list[list[tuple[str, float, float]]] = []
@@ -97,13 +97,18 @@ class GapProfiler:
         ]
         return gaps, seconds
 
-    def _settle(self, step: Callable[[], Any]) -> None:
-        """A gap in which something is compiled says nothing about Python's part of it."""
+    def settle(self, step: Callable[[], Any]) -> bool:
+        """Do steps until nothing is compiled any more: a gap with compiling in it says nothing about Python's part.
+
+        Returns:
+            Whether that was reached.
+        """
         for _ in range(_SETTLING_STEPS):
             before = self._compiled
             step()
             if self._compiled == before:
-                return
+                return True
+        return False
 
     def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
         """The user's functions that were running between graph number n and the next."""
@@ -155,20 +160,49 @@ def price(case: Case, *, overlay: Overlay | None = None) -> Priced:
                 step()
             first_seconds = time.perf_counter() - start
         trace = collector.trace()
+        with Collector() as collector:
+            settled = profiler.settle(step)
+        limits = recompile_limits((*trace.breaks, *collector.trace().breaks))
         gaps, seconds = profiler.gaps(step)
     priced = {(each.file, each.line): each for each in trace.breaks}
-    charged = {place: _gaps_of(each, gaps) for place, each in priced.items()}
+    charged = {place: _gaps_of(each, gaps) if settled else [] for place, each in priced.items()}
     prices = {
         place: Price(
             _sum(charged[place]),
             max((_sharing(gap, charged) for gap in charged[place]), default=1),
             sum(profiler.outputs.get(gap.before, 0) for gap in charged[place]),
             _compile_seconds(each, trace),
+            "" if charged[place] else why_no_gap(each, settled=settled, limits=limits),
         )
         for place, each in priced.items()
     }
     figures = Figures(len(trace.graphs), len(priced), _quantity(seconds), first_seconds)
-    return Priced(prices, figures)
+    return Priced(prices, figures, limits)
+
+
+def recompile_limits(breaks: Sequence[Break]) -> tuple[Break, ...]:
+    """The functions that were given up because they had been compiled too often, each once."""
+    return merge_breaks(each for each in breaks if each.category == RECOMPILE_LIMIT)
+
+
+def why_no_gap(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
+    """Why a break has no gap that could be measured, as a clause.
+
+    Args:
+        found: the break.
+        settled: whether steps were reached in which nothing is compiled.
+        limits: functions that hit the recompile limit on the way there.
+    """
+    if not settled:
+        return f"something is still compiled in every step after {FIRST_STEPS + _SETTLING_STEPS} of them"
+    around = {plain_function(frame.function) for frame in found.stack} | {plain_function(found.function)}
+    for limit in limits:
+        if plain_function(limit.function) in around:
+            return (
+                f"{plain_function(limit.function)} is compiled anew until the recompile limit and then given up "
+                f"(for what changes at {Path(limit.file).name}:{limit.line}): no graph runs around the break any more"
+            )
+    return "no graph runs both before and behind it in a settled step"
 
 
 def _waiting(step: Callable[[], Any], case: Case) -> Callable[[], Any]:

@@ -37,12 +37,14 @@ _PHASE_PATTERNS = tuple(
     )
 )
 
+RECOMPILE_LIMIT = "recompile limit"
+
 # Reason -> category, first match. The registry numbers of PyTorch's own list change between releases; the wording of
 # the kinds below has been the same from 2.10 on.
 _CATEGORIES = tuple(
     (re.compile(pattern, re.IGNORECASE), category)
     for pattern, category in (
-        (r"recompile.?limit|cache.?size.?limit", "recompile limit"),
+        (r"recompile.?limit|cache.?size.?limit", RECOMPILE_LIMIT),
         (r"data.dependent branch|data.dependent jump|dynamic control flow", "data-dependent control flow"),
         (
             r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist",
@@ -452,14 +454,14 @@ def _breaks(
     folders: Folders,
     captured: Collection[str],
 ) -> tuple[Break, ...]:
-    resumed = {_plain_function(each.function) for each in frames.values() if each.function.startswith(RESUMED)}
+    resumed = {plain_function(each.function) for each in frames.values() if each.function.startswith(RESUMED)}
     found = []
     for event in events:
         if event.kind == "dynamo_graph_break_reason":
             frame = _frame_of(event.compile_id, frames)
             each = _break(event.payload, event.compile_id, frame, folders)
             # torch 2.10 does not say it: nothing was captured, and nothing goes on behind the break.
-            given_up = event.compile_id not in captured and _plain_function(frame.function) not in resumed
+            given_up = event.compile_id not in captured and plain_function(frame.function) not in resumed
             found.append(replace(each, whole_frame=each.whole_frame or given_up))
     told = {compile_id for entry in found for compile_id in entry.compile_ids}
     # Some failures never reach the graph-break artifact: the recompile limit, and errors of a backend that Dynamo
@@ -472,7 +474,8 @@ def _breaks(
     return merge_breaks(found)
 
 
-def _plain_function(name: str) -> str:
+def plain_function(name: str) -> str:
+    """A function's own name, also where Dynamo names the part of it that goes on behind a break."""
     return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
 
 
@@ -541,7 +544,7 @@ def _failure(
     same = f"{compile_id.split('/')[0]}/"
     last = next((each for each in reversed(recompiles) if each.compile_id.startswith(same)), None)
     place = folders.innermost(_stack(text))
-    if place is None and category == "recompile limit" and last is not None:
+    if place is None and category == RECOMPILE_LIMIT and last is not None:
         # The line whose guard failed last is what has to change, not the function's first line.
         place = Frame(last.file, last.line, last.function)
     if place is None:

@@ -62,6 +62,7 @@ def _finding(finding: Finding, index: int, target: str, root: Path) -> Record:
         "advice": finding.advice,
         "kinds": list(finding.kinds),
         "share": 1 if finding.price is None else finding.price.share,
+        "no gap": "" if finding.price is None else finding.price.no_gap,
         "mend": None
         if mend is None
         else {"title": mend.title, "effect": mend.effect, "accepted": mend.accepted, "verdict": mend.verdict},

@@ -33,6 +33,9 @@ def _bill(record: Record, results: Results) -> dict[str, Any]:
         "count": plural(len(findings), "finding"),
         "dearest": _dearest(priced),
         "table": markdown_table(_BILL, [_bill_row(each) for each in findings], left=4) if findings else "",
+        "no_gap": _without_gap(findings),
+        "recompiles": plural(len(record.data["recompiles"]), "cause"),
+        "recompile_table": _recompile_table(record.data["recompiles"]),
         "shared": any(each.data["share"] > 1 for each in findings),
         "mended": [_mended(each) for each in findings if each.data["mend"] and each.data["mend"]["accepted"]],
         "refused": [_refused(each) for each in findings if each.data["mend"] and not each.data["mend"]["accepted"]],
@@ -66,6 +69,20 @@ def _dearest(priced: Sequence[Record]) -> str:
         return ""
     first = max(priced, key=lambda each: each["gap"].value)
     return f"`{first.data['place']}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
+
+
+def _without_gap(findings: Sequence[Record]) -> list[str]:
+    """One sentence for every reason why breaks have no gap."""
+    places: dict[str, list[str]] = {}
+    for each in findings:
+        if each.data.get("no gap"):
+            places.setdefault(each.data["no gap"], []).append(f"`{each.data['place']}`")
+    return [f"No gap is given for {', '.join(dict.fromkeys(lines))}: {why}." for why, lines in places.items()]
+
+
+def _recompile_table(recompiles: Sequence[dict[str, Any]]) -> str:
+    rows = [(f"`{each['file']}:{each['line']}`", each["cause"], f"`{each['guard']}`") for each in recompiles]
+    return markdown_table(["compiled again at", "cause", "guard that failed"], rows, left=3) if rows else ""
 
 
 def _mended(each: Record) -> dict[str, Any]:

@@ -1,15 +1,13 @@
-"""One measurement in a process of its own: ``python -m compile_bench.worker REQUEST RESULT``.
+"""One measurement in a process of its own, which :mod:`compile_bench.nursery` forks.
 
-Both files are pickles that :mod:`compile_bench.harness` writes and reads. A fresh process is the point: what was
-compiled, cached or warmed up before would be in the figures otherwise.
+Request and result are pickles that :mod:`compile_bench.harness` writes and reads. A process of its own is the point:
+what was compiled, cached or warmed up before would be in the figures otherwise.
 """
 
 from __future__ import annotations
 
 import importlib
 import pickle
-import sys
-import warnings
 from pathlib import Path
 
 from benchkit import UserError
@@ -33,24 +31,23 @@ JOBS = {
     "prove": "compile_bench.mending.trial:prove",
 }
 
+# Jobs that trace and time nothing run side by side: the threads of two processes on two cores wait for one another.
+TRACING = frozenset(("agreement", "triage", "survey", "trials"))
+
 
 def answer(request: Request) -> object:
     """Do what a request asks for."""
+    if request.job in TRACING:
+        importlib.import_module("torch").set_num_threads(1)
     module, _, function = JOBS[request.job].partition(":")
     return getattr(importlib.import_module(module), function)(request.case, **request.arguments)
 
 
-def main() -> None:
-    """Answer the request in the first argument's file into the second's."""
-    request_path, result_path = Path(sys.argv[1]), Path(sys.argv[2])
+def answer_to(request_path: Path, result_path: Path) -> None:
+    """Answer the request in one file into the other."""
     request = pickle.loads(request_path.read_bytes())
-    warnings.simplefilter("ignore")  # what PyTorch warns about while compiling is on the record already
     try:
         result = answer(request)
     except UserError as error:
         result = error
     result_path.write_bytes(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -56,13 +56,14 @@ class Planted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return something; how is the point."""
-        self.calls += 1  # read below: a new constant with every call
         x = self.inner(x)
         if x.mean() > 0:  # a branch on a tensor's value
             x = x * 0.5
         x = x / x.abs().max().item()  # a tensor's value read by Python
         print(end="")  # a side effect in the middle
-        return self.outer(x) * self.calls
+        x = self.outer(x) * (1 + self.calls)  # a constant to the compiler, which is another in the second call
+        self.calls = 1
+        return x
 
 
 def planted(device: Device) -> Target:

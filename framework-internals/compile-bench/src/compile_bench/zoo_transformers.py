@@ -147,7 +147,12 @@ def _encoder(hidden: int, layers: int, heads: int, **more: Any) -> Sizes:
 _NO_CACHE: Sizes = {"use_cache": False}
 _NO_DROPOUT: Sizes = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _SMALL_EXPERTS: Sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 32}
-_REAL_EXPERTS: Sizes = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
+_REAL_EXPERTS: Sizes = {
+    "num_experts": 32,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "head_dim": 128,
+}
 _SMALL_EARS: Sizes = {
     "conv_dim": (32, 32, 32),
     "conv_stride": (5, 4, 4),
@@ -187,7 +192,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _NO_CACHE,
     ),
     "qwen3-moe": Architecture(
-        "Qwen3 30B-A3B (transformers), a mixture of experts, 2 layers",
+        "Qwen3 30B-A3B (transformers), 32 of its 128 experts, 2 layers",
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
         _decoder(128, 256, 2, 4, 2, 512, **_SMALL_EXPERTS),

@@ -125,6 +125,8 @@ def _details(finding: Finding, patches: dict[str, Path]) -> list[str]:
         lines.append(f"  in the library: {finding.library}")
     if finding.price is not None and finding.price.share > 1:
         lines.append(f"  the gap is shared by {finding.price.share} breaks")
+    if finding.price is not None and finding.price.no_gap:
+        lines.append(f"  no gap: {finding.price.no_gap}")
     if finding.advice:
         named = f" (catalogue: {finding.case})" if finding.case else ""
         lines.append(f"  do: {finding.advice}{named}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -108,16 +109,27 @@ class Mender:
         proposals = [
             Proposal(tuple(each.overlay for each in ways), self._allowed({place})) for place, ways in attempts.items()
         ]
-        results = cast(
-            list[list[Trial]],
-            self._harness.ask(
-                "trials", self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=self._reference
-            ),
+        # Every process makes a reference of its own: the first one's is what the proof is held against.
+        parts = [proposals[start :: self._harness.beside] for start in range(self._harness.beside)]
+        answers = self._harness.ask_all(
+            [partial(self._trials, part, index) for index, part in enumerate(parts) if part]
         )
+        results: list[list[Trial]] = [[] for _ in proposals]
+        for start, answer in enumerate(answers):
+            if isinstance(answer, Exception):
+                raise answer
+            results[start :: self._harness.beside] = answer
         return {
             place: [replace(way, trial=trial) for way, trial in zip(attempts[place], trials, strict=False)]
             for place, trials in zip(attempts, results, strict=True)
         }
+
+    def _trials(self, proposals: Sequence[Proposal], index: int) -> list[list[Trial]]:
+        path = self._reference if index == 0 else self._reference.with_suffix(f".{index}.pt")
+        answer = self._harness.ask(
+            "trials", self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
+        )
+        return cast(list[list[Trial]], answer)
 
     def _prove(self, overlay: Overlay, *places: tuple[str, int]) -> Trial:
         self._harness.toolchain_seconds()
