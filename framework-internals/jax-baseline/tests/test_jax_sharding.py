@@ -114,10 +114,12 @@ def test_too_few_devices_is_one_line():
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.timeout(200, method="thread")  # NCCL waits for ever
 def test_two_gpus_train_as_one_does():
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two CUDA GPUs that JAX sees")
-    with Worker("jax_baseline.mesh_trial:MeshTrial", {"model": MODEL, "training": TRAINING}) as worker:
+    arguments = {"model": MODEL, "training": TRAINING}
+    with Worker("jax_baseline.mesh_trial:MeshTrial", arguments, limit_seconds=100) as worker:
         alone = worker.call("run", data=1, fsdp=1)
         for data, fsdp in ((2, 1), (1, 2)):
             found = worker.call("run", data=data, fsdp=fsdp)

@@ -201,6 +201,7 @@ def test_written_out_derivatives_are_the_derivatives(kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(90, method="thread")
 def test_step_on_the_gpu_with_cudnn_attention():
     if not torch.cuda.is_available() or jax.default_backend() != "gpu":
         pytest.skip("needs a CUDA GPU that both torch and JAX see")

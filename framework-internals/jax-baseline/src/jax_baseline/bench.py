@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryDirectory
 
-from benchkit import Comparison, Timing, UserError, compare
+from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
 from jax_baseline.engines import EngineSpec, KernelTime, Preparation
 from jax_baseline.worker import Worker, WorkerError
@@ -20,20 +20,20 @@ _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Several engines, timed against one another.
+class MeasuredEngine:
+    """One engine, timed against the reference.
 
     Attributes:
-        preparations: what the first step took, by engine.
-        comparison: seconds of ``steps`` steps.
-        steps: that one sample holds.
-        peak_memory: bytes by engine; None on a CPU.
+        preparation: what its first step took.
+        timing: seconds of the steps of one sample.
+        speedup: over the reference, paired round by round; 1 for the reference itself.
+        peak_memory: bytes; None on a CPU.
     """
 
-    preparations: Mapping[str, Preparation]
-    comparison: Comparison
-    steps: int
-    peak_memory: Mapping[str, int | None]
+    preparation: Preparation
+    timing: Timing
+    speedup: Quantity
+    peak_memory: int | None
 
 
 @dataclass(frozen=True)
@@ -61,29 +61,76 @@ def measure_engines(
     device: Device,
     rounds: int,
     steps: int = 1,
-) -> Measured:
+    together: int | None = None,
+) -> dict[str, MeasuredEngine | str]:
     """Time the engines in processes of their own that stay alive, one of them running at any time.
 
+    The first engine is the reference. It is in every group, so that each engine's samples are paired with its own.
+
     Args:
-        engines: by the name they are reported under.
+        engines: by the name they are reported under; one that fails costs itself alone, unless it is the reference.
         model: the shape.
         training: batch, dtype, optimizer.
         device: where they run.
         rounds: of one sample each.
         steps: that one sample holds; enough of them that the message to the worker (a tenth of a millisecond) is lost.
+        together: how many engines besides the reference the device's memory holds at a time; by default all of them.
+
+    Returns:
+        What was measured by engine, in their order, or the reason why nothing was.
 
     Raises:
-        RuntimeError: if the first losses differ by more than rounding explains.
+        WorkerError: if the reference fails.
     """
+    reference, *others = engines
+    found: dict[str, MeasuredEngine | str] = {}
     with _workers(device) as start:
-        workers, preparations = {}, {}
-        for name, spec in engines.items():
-            workers[name] = start(spec, model, training)
-            preparations[name] = Preparation(**workers[name].call("prepare"))
-        _require_agreement({name: preparations[name] for name in engines if engines[name].devices == 1}, training.dtype)
-        comparison = _compare(workers, rounds, steps)
-        peaks = {name: worker.call("peak_memory") for name, worker in workers.items()}
-    return Measured(preparations, comparison, steps, peaks)
+        first = start(engines[reference], model, training)
+        expected = _prepare(first, steps)
+        for group in _groups(others, together) or [[]]:
+            with _workers(device) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
+                # Processes start at the same time; what is timed, compiling included, they do one after another.
+                starting = {name: pool.submit(start_more, engines[name], model, training) for name in group}
+                ready = {reference: (first, expected)}
+                for name, started in starting.items():
+                    try:
+                        worker = started.result()
+                        preparation = _prepare(worker, steps)
+                        if engines[name].devices == 1:  # those of several have more rows, and so another loss
+                            _require_agreement(preparation.loss, expected.loss, training.dtype)
+                        ready[name] = (worker, preparation)
+                    except (WorkerError, ValueError) as error:
+                        found[name] = str(error)
+                for name, measured in _measure_group(ready, reference, rounds, steps).items():
+                    found.setdefault(name, measured)
+    return {name: found[name] for name in engines}
+
+
+def _prepare(worker: Worker, steps: int) -> Preparation:
+    """The first step, and a sample's worth of others, which shows whether they fit into memory beside those before."""
+    try:
+        preparation = Preparation(**worker.call("prepare"))
+        worker.call("run", steps=steps)
+    except WorkerError:
+        worker.close()  # and with it what it holds of the device
+        raise
+    return preparation
+
+
+def _measure_group(
+    ready: Mapping[str, tuple[Worker, Preparation]], reference: str, rounds: int, steps: int
+) -> dict[str, MeasuredEngine]:
+    comparison = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
+    return {
+        name: MeasuredEngine(
+            preparation, comparison[name], comparison.speedup(name, over=reference), worker.call("peak_memory")
+        )
+        for name, (worker, preparation) in ready.items()
+    }
+
+
+def _groups(names: Sequence[str], size: int | None) -> list[Sequence[str]]:
+    return [names[index : index + size] for index in range(0, len(names), size)] if size else [names]
 
 
 def sweep(
@@ -112,8 +159,7 @@ def sweep(
     Yields:
         Each engine with what was found, or with the reason why nothing was, group by group.
     """
-    names = list(engines)
-    for group in (names[index : index + together] for index in range(0, len(names), together)):
+    for group in _groups(list(engines), together):
         with _workers(device) as start, ThreadPoolExecutor(together) as pool:
 
             def prepare(name: str, start: _Start = start) -> tuple[Worker, Preparation] | str:
@@ -180,13 +226,9 @@ def _compare(workers: Mapping[str, Worker], rounds: int, steps: int) -> Comparis
     )
 
 
-def _require_agreement(preparations: Mapping[str, Preparation], dtype: str) -> None:
-    # Engines of several devices have more rows, and so another loss.
-    reference, *others = preparations or [""]
-    for name in others:
-        difference = abs(preparations[name].loss - preparations[reference].loss)
-        if not difference <= _AGREEMENT[dtype]:
-            raise RuntimeError(
-                f"{name} and {reference} do not compute the same: first losses {preparations[name].loss:.6f} and "
-                f"{preparations[reference].loss:.6f}, at most {_AGREEMENT[dtype]:.0e} apart in {dtype}"
-            )
+def _require_agreement(loss: float, expected: float, dtype: str) -> None:
+    if not abs(loss - expected) <= _AGREEMENT[dtype]:
+        raise ValueError(
+            f"it does not compute the same as the reference: first losses {loss:.6f} and {expected:.6f}, "
+            f"at most {_AGREEMENT[dtype]:.0e} apart in {dtype}"
+        )

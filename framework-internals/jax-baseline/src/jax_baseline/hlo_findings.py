@@ -55,6 +55,7 @@ def figures(results: Results) -> Sequence[Figure]:
             partial(_draw_step, record),
         )
         for record in results.select("hlo step")
+        if record["kernels timed"].value  # none where the profiler may not read the GPU's activity
     ]
     for record in results.select("region diff"):
         found += [

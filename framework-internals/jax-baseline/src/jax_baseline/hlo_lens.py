@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from benchkit import Quantity, UserError
@@ -36,14 +37,19 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     return {"step": step, "diffs": [diff], "target": target, "layouts": layouts}
 
 
-def collect(run: Run) -> None:
-    """Measure and keep this half."""
+def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
+    """What this half measures, part by part: the name under which a report would miss it, and the work."""
     asked = run.configuration["hlo"]
-    _collect_step(run, asked["step"])
-    for diff in asked["diffs"]:
-        _collect_diff(run, diff)
+    found: list[tuple[str, Callable[[Run], None]]] = [
+        ("XLA's program of the step", partial(_collect_step, asked=asked["step"])),
+        *(
+            (f"XLA beside Inductor, attention {diff['attention']}", partial(_collect_diff, asked=diff))
+            for diff in asked["diffs"]
+        ),
+    ]
     if asked["layouts"]:
-        _collect_target(run, asked["target"], asked["layouts"])
+        found.append(("The GPU's program", partial(_collect_target, asked=asked["target"], layouts=asked["layouts"])))
+    return found
 
 
 def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:

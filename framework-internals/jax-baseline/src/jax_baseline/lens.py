@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchkit import UserError
 from benchkit.device import Device
 from benchkit.report import ReportSpec
 from benchkit.results import Json
 from benchkit.run import Lens, Run
 from jax_baseline import findings, hlo_lens, training_lens
+from jax_baseline.worker import last_line
+
+_LOG = logging.getLogger(__name__)
 
 
 def build_lens(root: Path) -> Lens:
@@ -28,6 +33,12 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def collect(run: Run) -> None:
-    """Measure and keep everything."""
-    training_lens.collect(run)
-    hlo_lens.collect(run)
+    """Measure and keep everything; a part that fails is absent from the report, with the reason, and costs no other."""
+    for name, measure in (*training_lens.sections(run), *hlo_lens.sections(run)):
+        try:
+            measure(run)
+        except UserError:
+            raise
+        except Exception as error:  # compilers and drivers fail in many ways, and there is an hour's work beside it
+            _LOG.exception("%s could not be measured", name)
+            run.absent(name, f"measuring it failed: {last_line(str(error)).rstrip('.')}")

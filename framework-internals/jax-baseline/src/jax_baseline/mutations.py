@@ -82,7 +82,8 @@ def trial(setup: Setup, mutations: Sequence[Mutation] | None = None) -> list[Ver
             is at work, and some warm-up.
         mutations: by default :data:`MUTATIONS`.
     """
-    with jax.enable_x64(setup.training.dtype == "float64"):
+    device = jax.devices(setup.device)[0]  # torch's; by default JAX would take a GPU, where each mistake compiles long
+    with jax.default_device(device), jax.enable_x64(setup.training.dtype == "float64"):
         batches = setup.batches()
         reference = _observe(TorchSide(setup), batches)
         controls = [_observe(side, batches) for side in control_sides(setup)]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jax_baseline.xplane import read_instructions
 
 
 def kernel_seconds(run: Callable[[], Any], names: Collection[str], *, repeats: int) -> dict[str, float]:
@@ -43,28 +45,19 @@ def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
     XLA gives each event of a device's timeline the name of the instruction behind it (``hlo_op``); an instruction that
     is several launches, or that runs in a loop, has several events. On a CPU they are those of the thread pool's tasks.
 
+    On a GPU, call it in a process that nothing else depends on (:class:`jax_baseline.worker.Worker`) and in which torch
+    has profiled nothing: NVIDIA's profiling library serves one of them, and what it does to the other may abort.
+
     Args:
         run: runs compiled functions, and waits for them.
     """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every Python call as an event: none of them is an instruction
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             run()
-        return [
-            event
-            for path in Path(folder).rglob("*.xplane.pb")
-            for event in _named_events(jax.profiler.ProfileData.from_file(str(path)))
-        ]
-
-
-def _named_events(profile: Any) -> Iterator[tuple[str, float]]:
-    """The events with an instruction: of the planes of a GPU if there are any, else of the host's."""
-    planes = list(profile.planes)
-    devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
-    for plane in devices or planes:
-        for line in plane.lines:
-            if devices and not line.name.startswith("Stream"):
-                continue  # XLA's own lines ("XLA Ops") show the same kernels again
-            for event in line.events:
-                name = dict(event.stats).get("hlo_op")
-                if name is not None:
-                    yield str(name), event.duration_ns * 1e-9
+        ran = [event for path in Path(folder).rglob("*.xplane.pb") for event in read_instructions(path.read_bytes())]
+    if jax.default_backend() != "cpu":
+        # The GPU's streams alone: XLA's own lines ("XLA Ops") show the same kernels again, the host's their launches.
+        ran = [event for event in ran if event.plane.startswith("/device:GPU") and event.line.startswith("Stream")]
+    return [(event.instruction, event.seconds) for event in ran]

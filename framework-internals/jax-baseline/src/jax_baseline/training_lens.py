@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from benchkit import Quantity, limits
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
 from jax_baseline.engines import EngineSpec, bench_config, named_engines
-from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
+
+if TYPE_CHECKING:
+    from jax_baseline.bench import MeasuredEngine
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -61,57 +65,59 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     }
 
 
-def collect(run: Run) -> None:
-    """Measure and keep this half."""
-    _collect_parity(run)
-    _collect_mutations(run)
-    _collect_bench(run)
-    _collect_meshes(run)
-    _collect_convergence(run)
-    if run.device == "cpu":
-        run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
-        run.absent("cuDNN's attention", "it needs a CUDA GPU")
+def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
+    """What this half measures, part by part: the name under which a report would miss it, and the work."""
+    return [
+        *(
+            (f"Parity in {dtype}", partial(_collect_parity, dtype=dtype))
+            for dtype in run.configuration["parity"]["dtypes"]
+        ),
+        ("Planted mistakes", _collect_mutations),
+        ("Tokens per second", _collect_bench),
+        ("Meshes of devices", _collect_meshes),
+        ("Training to the end in both frameworks", _collect_convergence),
+    ]
 
 
-def _collect_parity(run: Run) -> None:
+def _collect_parity(run: Run, dtype: Precision) -> None:
     # Here and below: imported when measuring, so that rendering a report loads neither framework.
     from jax_baseline import parity, sides
 
     asked = run.configuration["parity"]
-    for dtype, size in asked["dtypes"].items():
-        with run.working(f"parity in {dtype}"):
-            setup = sides.Setup.preset(
-                asked["preset"],
-                seed=asked["seed"],
-                dtype=dtype,
-                device=run.device,
-                lr=asked["lr"],
-                controls=asked["controls"],
-                **size,
-            )
-            found = sides.run(setup)
-        divergence = found.divergence()
-        run.record(
-            "parity",
-            {"dtype": dtype, **size},
-            {
-                f"{quantity}, {of}": Quantity(value, unit)
-                for quantity in parity.QUANTITIES
-                for of, value, unit in (
-                    ("jax", found.largest(quantity), "nats" if quantity == "loss" else ""),
-                    ("control", found.control_largest(quantity), "nats" if quantity == "loss" else ""),
-                    ("ratio", found.worst_ratio(quantity), ""),
-                )
-            }
-            | {"times control": Quantity(parity.TIMES_CONTROL[dtype], "")},
-            {
-                "torch": list(found.reference),
-                "jax": list(found.candidate),
-                "controls": [list(losses) for losses in found.controls],
-                "bounds": found.bounds("loss"),
-                "divergence": None if divergence is None else str(divergence),
-            },
+    size = asked["dtypes"][dtype]
+    with run.working(f"parity in {dtype}"):
+        setup = sides.Setup.preset(
+            asked["preset"],
+            seed=asked["seed"],
+            dtype=dtype,
+            device=run.device,
+            lr=asked["lr"],
+            controls=asked["controls"],
+            **size,
         )
+        found = sides.run(setup)
+    divergence = found.divergence()
+    run.record(
+        "parity",
+        {"dtype": dtype, **size},
+        {
+            f"{quantity}, {of}": Quantity(value, unit)
+            for quantity in parity.QUANTITIES
+            for of, value, unit in (
+                ("jax", found.largest(quantity), "nats" if quantity == "loss" else ""),
+                ("control", found.control_largest(quantity), "nats" if quantity == "loss" else ""),
+                ("ratio", found.worst_ratio(quantity), ""),
+            )
+        }
+        | {"times control": Quantity(parity.TIMES_CONTROL[dtype], "")},
+        {
+            "torch": list(found.reference),
+            "jax": list(found.candidate),
+            "controls": [list(losses) for losses in found.controls],
+            "bounds": found.bounds("loss"),
+            "divergence": None if divergence is None else str(divergence),
+        },
+    )
 
 
 def _collect_mutations(run: Run) -> None:
@@ -146,14 +152,14 @@ def _collect_meshes(run: Run) -> None:
         orders = [[(row * step) % rows for row in range(rows)] for step in (3, 5, 7)][: asked["orders"]]
         alone = worker.call("run", data=1, fsdp=1)
         controls = [worker.call("run", data=1, fsdp=1, rows=order)["losses"] for order in orders]
-        for data, fsdp in [[1, 1], *asked["shapes"]]:
-            found = alone if (data, fsdp) == (1, 1) else worker.call("run", data=data, fsdp=fsdp)
-            run.record(
-                "mesh",
-                {"data": data, "fsdp": fsdp},
-                {"state": Quantity(found["state_bytes"], "B"), "difference": Quantity(_apart(found, alone), "nats")},
-                {"collectives": found["collectives"], "losses": found["losses"], "controls": controls},
-            )
+        spread = [(data, fsdp, worker.call("run", data=data, fsdp=fsdp)) for data, fsdp in asked["shapes"]]
+    for data, fsdp, found in [(1, 1, alone), *spread]:
+        run.record(
+            "mesh",
+            {"data": data, "fsdp": fsdp},
+            {"state": Quantity(found["state_bytes"], "B"), "difference": Quantity(_apart(found, alone), "nats")},
+            {"collectives": found["collectives"], "losses": found["losses"], "controls": controls},
+        )
 
 
 def _apart(found: Mapping[str, Any], alone: Mapping[str, Any]) -> float:
@@ -192,39 +198,64 @@ def _collect_convergence(run: Run) -> None:
 
 def _collect_bench(run: Run) -> None:
     from jax_baseline.bench import measure_engines
+    from jax_baseline.worker import last_line
     from torch_baseline.model import flops_per_token
 
     asked = run.configuration["bench"]
     model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
     engines = {name: EngineSpec(**spec) for name, spec in asked["engines"].items()}
     with run.working("tokens per second"):
-        measured = measure_engines(
-            engines, model, training, device=run.device, rounds=asked["rounds"], steps=asked["steps"]
+        found = measure_engines(
+            engines,
+            model,
+            training,
+            device=run.device,
+            rounds=asked["rounds"],
+            steps=asked["steps"],
+            together=asked["together"],
         )
-    tokens = training.batch_size * model.block_size
-    peak = _peak(run.device, training)
-    for name, preparation in measured.preparations.items():
-        sample = measured.comparison[name].quantity()
-        rate = sample.per(tokens * asked["steps"] * engines[name].devices, "tokens/s")
-        values = {
-            "rate": rate,
-            "step": Quantity(tokens / rate.value, "s"),
-            "first step": Quantity(preparation.first_step_seconds, "s"),
-            "loss": Quantity(preparation.loss, "nats"),
-            "speedup": measured.comparison.speedup(name, over=asked["reference"]),
-        }
-        values |= {f"{stage} time": Quantity(seconds, "s") for stage, seconds in preparation.compile_seconds.items()}
-        optional: dict[str, tuple[float | None, str]] = {
-            "peak memory": (measured.peak_memory[name], "B"),
-            "temporaries": (preparation.temporaries, "B"),
-            "XLA FLOPs": (preparation.flops, "FLOP"),
-            "MFU": (None if peak is None else rate.value * flops_per_token(model) / peak, "share"),
-        }
-        values |= {key: Quantity(value, unit) for key, (value, unit) in optional.items() if value is not None}
+    tokens, peak = training.batch_size * model.block_size, _peak(run.device, training)
+    share = None if peak is None else flops_per_token(model) / peak
+    for name, engine in found.items():
+        if isinstance(engine, str):
+            run.absent(f"The engine `{name}`", f"it failed: {last_line(engine).rstrip('.')}")
+            continue
+        values = _engine_values(engine, tokens * engines[name].devices, asked["steps"], share)
         run.record("engine", {"engine": name, **asked["engines"][name]}, values)
     run.record(
         "model", values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")}, data=_plain(model, training)
     )
+    if run.device == "cpu":
+        run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
+        run.absent("cuDNN's attention", "it needs a CUDA GPU")
+
+
+def _engine_values(engine: MeasuredEngine, tokens: int, steps: int, share: float | None) -> dict[str, Quantity]:
+    """What is kept of an engine.
+
+    Args:
+        engine: as measured.
+        tokens: of a step.
+        steps: of a sample.
+        share: of the peak that a token a second is.
+    """
+    preparation = engine.preparation
+    rate = engine.timing.quantity().per(tokens * steps, "tokens/s")
+    values = {
+        "rate": rate,
+        "step": Quantity(engine.timing.median / steps, "s"),
+        "first step": Quantity(preparation.first_step_seconds, "s"),
+        "loss": Quantity(preparation.loss, "nats"),
+        "speedup": engine.speedup,
+    }
+    values |= {f"{stage} time": Quantity(seconds, "s") for stage, seconds in preparation.compile_seconds.items()}
+    optional: dict[str, tuple[float | None, str]] = {
+        "peak memory": (engine.peak_memory, "B"),
+        "temporaries": (preparation.temporaries, "B"),
+        "XLA FLOPs": (preparation.flops, "FLOP"),
+        "MFU": (None if share is None else rate.value * share, "share"),
+    }
+    return values | {key: Quantity(value, unit) for key, (value, unit) in optional.items() if value is not None}
 
 
 def _peak(device: Device, training: TrainConfig) -> float | None:

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
@@ -20,11 +21,19 @@ from typing import Any
 
 from benchkit import UserError
 
+# The longest that one answer is known to take is 100 s: torch.compile tuning every kernel of gpt2-124m.
+LIMIT_SECONDS = 300.0
+
 _LAST_LINES = 60
 
 
 class WorkerError(RuntimeError):
     """The child raised or died; the message holds its traceback or the end of its standard error."""
+
+
+def last_line(error: str) -> str:
+    """The last line of a failure that says something: of a traceback, the exception."""
+    return next((line.strip() for line in reversed(error.splitlines()) if line.strip()), "no message")
 
 
 class Worker:
@@ -34,11 +43,19 @@ class Worker:
         factory: ``package.module:function``; called in the child as ``function(**arguments)``.
         arguments: plain JSON.
         environment: variables to set in the child, besides the parent's.
+        limit_seconds: that one answer may take, the first one (imports and the object's making) included; a child that
+            needs longer is ended. Compilers, drivers and collectives can all wait for ever.
     """
 
     def __init__(
-        self, factory: str, arguments: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
+        self,
+        factory: str,
+        arguments: Mapping[str, Any],
+        *,
+        environment: Mapping[str, str] | None = None,
+        limit_seconds: float = LIMIT_SECONDS,
     ) -> None:
+        self._limit = limit_seconds
         # What lets this process find its packages (editable installs, PYTHONPATH, a test runner) holds for the child.
         path = os.pathsep.join(entry for entry in sys.path if entry)
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the child
@@ -72,7 +89,7 @@ class Worker:
 
         Raises:
             UserError: if the method raised one.
-            WorkerError: if it raised anything else, or the child is gone.
+            WorkerError: if it raised anything else, took longer than the limit, or the child is gone.
         """
         return self._ask({"method": method, "arguments": arguments})
 
@@ -89,12 +106,27 @@ class Worker:
         self._errors.close()
 
     def _ask(self, request: Any) -> Any:
+        too_late = threading.Event()
+
+        def end() -> None:
+            too_late.set()
+            self._process.kill()  # the read below then ends
+
+        timer = threading.Timer(self._limit, end)
+        timer.start()
         try:
             self._requests.write(json.dumps(request) + "\n")
             self._requests.flush()
             answer = self._answers.readline()
         except BrokenPipeError:
             answer = ""
+        finally:
+            timer.cancel()
+        if not answer and too_late.is_set():
+            raise WorkerError(
+                f"the worker was ended: no answer after {self._limit:g} s. The end of what it wrote:\n"
+                f"{self._end_of_errors()}"
+            )
         if not answer:
             raise WorkerError(f"the worker ended with status {self._process.wait()}:\n{self._end_of_errors()}")
         kind, value = json.loads(answer)

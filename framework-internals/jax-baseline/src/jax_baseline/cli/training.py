@@ -149,6 +149,7 @@ def bench(
     """Tokens per second of one training step, torch and JAX interleaved round by round."""
     from jax_baseline import bench as benchmark
     from jax_baseline.engines import ENGINES, bench_config, named_engines
+    from jax_baseline.worker import last_line
 
     if engines == "list":
         print("\n".join(f"{name:28} {spec}" for name, spec in ENGINES.items()))
@@ -169,18 +170,21 @@ def bench(
         measured = benchmark.measure_engines(chosen, model, training, device=where, rounds=rounds, steps=steps)
     first = next(iter(chosen))
     rows = []
-    for name, timing in measured.comparison.timings.items():
-        spec, preparation = chosen[name], measured.preparations[name]
-        each = tokens * steps / timing.median
+    for name, engine in measured.items():
+        if isinstance(engine, str):
+            print(f"{name} failed: {last_line(engine)}")
+            continue
+        each = tokens * steps / engine.timing.median
+        collectives = engine.preparation.collectives
         rows.append(
             (
                 name,
-                numbers.count(each * spec.devices),
+                numbers.count(each * chosen[name].devices),
                 numbers.count(each),
-                numbers.with_unit(timing.median / steps, "s"),
-                numbers.quantity(measured.comparison.speedup(name, over=first)),
-                numbers.with_unit(preparation.first_step_seconds, "s"),
-                ", ".join(f"{count} {kind}" for kind, count in sorted(preparation.collectives.items())) or "–",
+                numbers.with_unit(engine.timing.median / steps, "s"),
+                numbers.quantity(engine.speedup),
+                numbers.with_unit(engine.preparation.first_step_seconds, "s"),
+                ", ".join(f"{count} {kind}" for kind, count in sorted(collectives.items())) or "–",
             )
         )
     header = ["engine", "tokens/s", "a device", "step", f"speed over {first}, a device", "first step", "collectives"]
@@ -201,9 +205,10 @@ def _peak_share(model: GPTConfig, device: Device, dtype: Precision) -> float | N
 def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float | None, kernels: int) -> None:
     """One engine of a sweep: a line, and its largest kernels below."""
     from jax_baseline.kernel_times import alike
+    from jax_baseline.worker import last_line
 
     if isinstance(trial, str):
-        print(f"{name:28} failed: {trial.splitlines()[-1]}", flush=True)
+        print(f"{name:28} failed: {last_line(trial)}", flush=True)
         return
     rate = tokens / trial.timing.median
     memory = "" if trial.peak_memory is None else f"  {numbers.with_unit(trial.peak_memory, 'B')}"
