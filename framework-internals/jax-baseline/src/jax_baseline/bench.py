@@ -14,6 +14,8 @@ from jax_baseline.engines import EngineSpec, KernelTime, Preparation
 from jax_baseline.worker import Worker, WorkerError
 from torch_baseline.config import GPTConfig, TrainConfig
 
+ENGINE_FACTORY = "jax_baseline.engines:make_engine"
+
 # First losses must agree this well before anything is timed: far above what rounding does to a mean over thousands of
 # tokens, far below what any difference of the model would.
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
@@ -61,6 +63,8 @@ def measure_engines(
     device: Device,
     rounds: int,
     steps: int = 1,
+    factory: str = ENGINE_FACTORY,
+    inspect: Callable[[str, Worker], None] | None = None,
 ) -> Measured:
     """Time the engines in processes of their own that stay alive, one of them running at any time.
 
@@ -71,11 +75,13 @@ def measure_engines(
         device: where they run.
         rounds: of one sample each.
         steps: that one sample holds; enough of them that the message to the worker (a tenth of a millisecond) is lost.
+        factory: makes an engine in its process, as :func:`jax_baseline.engines.make_engine` does.
+        inspect: called with each engine's name and worker when all are timed and have taken the same number of steps.
 
     Raises:
         RuntimeError: if the first losses differ by more than rounding explains.
     """
-    with _workers(device) as start:
+    with _workers(device, factory) as start:
         workers, preparations = {}, {}
         for name, spec in engines.items():
             workers[name] = start(spec, model, training)
@@ -83,6 +89,8 @@ def measure_engines(
         _require_agreement({name: preparations[name] for name in engines if engines[name].devices == 1}, training.dtype)
         comparison = _compare(workers, rounds, steps)
         peaks = {name: worker.call("peak_memory") for name, worker in workers.items()}
+        for name, worker in workers.items() if inspect else ():
+            inspect(name, worker)
     return Measured(preparations, comparison, steps, peaks)
 
 
@@ -142,7 +150,7 @@ _Start = Callable[[EngineSpec, GPTConfig, TrainConfig], Worker]
 
 
 @contextmanager
-def _workers(device: Device) -> Iterator[_Start]:
+def _workers(device: Device, factory: str = ENGINE_FACTORY) -> Iterator[_Start]:
     """A function that starts a worker; all of them end with the context."""
     with ExitStack() as stack:
         # Compile times are those of a first run: torch.compile keeps its results on disk, XLA only if it is told to.
@@ -162,9 +170,7 @@ def _workers(device: Device) -> Iterator[_Start]:
                 "training": training.as_plain(),
                 "device": device,
             }
-            return stack.enter_context(
-                Worker("jax_baseline.engines:make_engine", arguments, environment={**environment, **spec.environment})
-            )
+            return stack.enter_context(Worker(factory, arguments, environment={**environment, **spec.environment}))
 
         yield start
 

@@ -1,0 +1,123 @@
+"""The measurement: every variant of the step in one run, and what each is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchkit import Quantity
+from benchkit.device import Device
+from benchkit.results import Json
+from benchkit.run import Lens, Run
+from jax_baseline.bench import Measured, measure_engines
+from jax_baseline.engines import EngineSpec, bench_config
+from jax_baseline.worker import Worker, WorkerError
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.model import flops_per_token
+from whole_step.report import REPORT
+from whole_step.variants import variants
+
+NAME = "end-to-end"
+
+
+def build_lens(root: Path) -> Lens:
+    """The end-to-end report as ``benchkit.run`` and the index of reports see it.
+
+    Args:
+        root: the folder under which ``reports/<machine>/`` is.
+    """
+    return Lens(NAME, root, configure, collect, REPORT)
+
+
+def configure(device: Device, quick: bool) -> Mapping[str, Json]:
+    """Sizes for a machine, as plain JSON."""
+    size: dict[str, Json]
+    if device == "cuda":
+        size = {"preset": "gpt2-124m", "batch_size": 32, "dtype": "bfloat16", "rounds": 5 if quick else 10, "steps": 8}
+    else:
+        size = {"preset": "tiny", "batch_size": 4, "dtype": "float32", "rounds": 4 if quick else 10, "steps": 4}
+    chosen = {
+        name: {key: value for key, value in asdict(variant).items() if key != "spec"} | {"engine": asdict(variant.spec)}
+        for name, variant in variants(device).items()
+    }
+    return {**size, "variants": chosen, "reference": "eager", "dissect": not quick}
+
+
+def collect(run: Run) -> None:
+    """Time every variant against the others, then take each apart; records ``variant``, ``dissection``, ``hop``."""
+    asked = run.configuration
+    model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
+    engines = {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()}
+    last: dict[str, float] = {}
+    apart: dict[str, Mapping[str, Any]] = {}
+
+    def inspect(name: str, worker: Worker) -> None:
+        last[name] = worker.call("next_loss")
+        if asked["dissect"]:
+            try:
+                apart[name] = worker.call("dissect")
+            except WorkerError as error:  # the times stand without it
+                run.absent(f"Where the time of {name} goes", str(error).strip().splitlines()[-1])
+
+    with run.working("one training step, every variant"):
+        measured = measure_engines(
+            engines,
+            model,
+            training,
+            device=run.device,
+            rounds=asked["rounds"],
+            steps=asked["steps"],
+            factory="whole_step.dissection:make_dissected_engine",
+            inspect=inspect,
+        )
+    _record_variants(run, measured, last, model, training)
+    if asked["dissect"]:
+        _record_dissections(run, apart)
+    else:
+        run.absent("Where the time goes", "quick runs take no step apart")
+    if run.device == "cpu":
+        run.absent("Peak memory and model FLOPs utilisation", "they are those of a GPU")
+
+
+def _record_variants(
+    run: Run, measured: Measured, last: Mapping[str, float], model: GPTConfig, training: TrainConfig
+) -> None:
+    import torch
+
+    from torch_baseline.throughput import peak_flops
+
+    asked = run.configuration
+    tokens = training.batch_size * model.block_size
+    peak = peak_flops(torch.device(run.device), training.dtype)
+    for name, preparation in measured.preparations.items():
+        sample = measured.comparison[name].quantity()
+        rate = sample.per(tokens * asked["steps"], "tokens/s")
+        values = {
+            "rate": rate,
+            "step": Quantity(tokens / rate.value, "s"),
+            "first step": Quantity(preparation.first_step_seconds, "s"),
+            "first loss": Quantity(preparation.loss, "nats"),
+            "last loss": Quantity(last[name], "nats"),
+            "speedup": measured.comparison.speedup(name, over=asked["reference"]),
+        }
+        if over := asked["variants"][name]["over"]:
+            values["change"] = measured.comparison.speedup(name, over=over)
+        if (memory := measured.peak_memory[name]) is not None:
+            values["peak memory"] = Quantity(memory, "B")
+        if peak is not None:
+            values["MFU"] = Quantity(rate.value * flops_per_token(model) / peak, "share")
+        run.record("variant", {"variant": name}, values)
+
+
+def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> None:
+    from dispatcher_trace.cost import hop_costs
+
+    for kind, cost in hop_costs().items():
+        run.record("hop", {"kind": kind}, {"cost": cost})
+    units = {"operators": "", "kernels": "", "kernel_seconds": "s", "operator_seconds": "s", "compiled_seconds": "s"}
+    for name, found in apart.items():
+        values = {key: Quantity(found[key], unit) for key, unit in units.items() if key in found}
+        if values:
+            run.record("dissection", {"variant": name}, values, {"hops": found.get("hops", {})})
