@@ -1,5 +1,7 @@
 """Write ``framework-internals/README.md``: every committed report, by machine, with its one-line finding.
 
+On top the end-to-end step, on the machine that has the most to show of it: one with a GPU, where there is a report.
+
 A pure function of the ``results.json`` files; quick runs are left out.
 """
 
@@ -15,6 +17,8 @@ import jinja2
 from benchkit import UserError
 from benchkit.results import Results, load, write_text_atomically
 from benchkit.run import Lens, report_directories
+from whole_step.measure import build_lens as build_end_to_end
+from whole_step.report import variant_table
 
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / "framework-internals"
@@ -35,6 +39,17 @@ class Entry:
     report: str
     finding: str
     results: Results
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """The end-to-end report that opens the index."""
+
+    machine: str
+    report: str
+    figure: str
+    finding: str
+    table: str
 
 
 def build_lens(name: str) -> Lens:
@@ -58,6 +73,24 @@ def entries() -> dict[str, list[Entry]]:
     return dict(sorted(found.items()))
 
 
+def whole_step() -> WholeStep | None:
+    """The end-to-end report to show; None before there is one."""
+    lens = build_end_to_end(HOUSE)
+    found = {
+        path: load(path / "results.json") for path in report_directories(HOUSE) if not path.name.endswith("-quick")
+    }
+    if not found:
+        return None
+    directory, results = max(found.items(), key=lambda item: item[1].environment.gpu is not None)
+    return WholeStep(
+        directory.name,
+        str((directory / "report.md").relative_to(HOUSE)),
+        str((directory / "figures" / "throughput.svg").relative_to(HOUSE)),
+        lens.report.finding(results),
+        variant_table(results),
+    )
+
+
 def render() -> str:
     """The text of the index."""
     environment = jinja2.Environment(
@@ -67,7 +100,7 @@ def render() -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template("index.md.j2").render(lenses=LENSES, machines=entries())
+    return environment.get_template("index.md.j2").render(lenses=LENSES, machines=entries(), whole_step=whole_step())
 
 
 def main() -> None:

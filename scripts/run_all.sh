@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The main job: set-up, then every subproject's scripts/run.py, a summary, and the index of reports.
+# The main job: set-up, every subproject's scripts/run.py, the end-to-end step, a summary, and the index of reports.
 #
 #   ./scripts/run_all.sh                      everything, on the GPU where there is one
-#   ./scripts/run_all.sh --only custom-ops    one subproject (may be repeated)
+#   ./scripts/run_all.sh --only custom-ops    one job (may be repeated)
 #   ./scripts/run_all.sh --quick              fewer and smaller measurements, under three minutes on two cores
 #   SETUP=0 PYTHON=python3 ./scripts/run_all.sh --device cuda   in a ready environment, nothing installed
 set -euo pipefail

@@ -91,9 +91,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(arguments, message):
 
 @pytest.fixture
 def house(tmp_path, monkeypatch):
-    """Five subprojects whose run.py prints a path; the second fails."""
-    for name in run_all.LENSES:
-        script = tmp_path / "framework-internals" / name / "scripts" / "run.py"
+    """Six jobs whose script prints a path; the second fails."""
+    for name, path in run_all.JOBS.items():
+        script = tmp_path / path
         script.parent.mkdir(parents=True)
         status = 3 if name == "compile-bench" else 0
         script.write_text(f"import sys\nprint(sys.argv[1:])\nprint({str(tmp_path / name)!r})\nsys.exit({status})\n")
@@ -109,7 +109,7 @@ def test_it_goes_on_past_a_failing_lens_and_names_it(house, monkeypatch, capsys)
     printed = capsys.readouterr()
     assert "run_all: failed: compile-bench" in printed.err
     assert "failed with status 3" in printed.out
-    assert all(f"{number}/5 {name}" in printed.out for number, name in enumerate(run_all.LENSES, start=1))
+    assert all(f"{number}/6 {name}" in printed.out for number, name in enumerate(run_all.JOBS, start=1))
 
 
 def test_only_runs_what_it_names(house, monkeypatch, capsys):

@@ -14,6 +14,8 @@ from jax_baseline.engines import EngineSpec, KernelTime, Preparation
 from jax_baseline.worker import Worker, WorkerError
 from torch_baseline.config import GPTConfig, TrainConfig
 
+ENGINE_FACTORY = "jax_baseline.engines:make_engine"
+
 # First losses must agree this well before anything is timed: far above what rounding does to a mean over thousands of
 # tokens, far below what any difference of the model would.
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
@@ -62,6 +64,8 @@ def measure_engines(
     rounds: int,
     steps: int = 1,
     together: int | None = None,
+    factory: str = ENGINE_FACTORY,
+    inspect: Callable[[str, Worker], None] | None = None,
 ) -> dict[str, MeasuredEngine | str]:
     """Time the engines in processes of their own that stay alive, one of them running at any time.
 
@@ -75,6 +79,9 @@ def measure_engines(
         rounds: of one sample each.
         steps: that one sample holds; enough of them that the message to the worker (a tenth of a millisecond) is lost.
         together: how many engines besides the reference the device's memory holds at a time; by default all of them.
+        factory: makes an engine in its process, as :func:`jax_baseline.engines.make_engine` does.
+        inspect: called once with each engine's name and worker, when its group is timed and all in it have taken as many
+            steps, :func:`steps_taken`.
 
     Returns:
         What was measured by engine, in their order, or the reason why nothing was.
@@ -84,11 +91,11 @@ def measure_engines(
     """
     reference, *others = engines
     found: dict[str, MeasuredEngine | str] = {}
-    with _workers(device) as start:
+    with _workers(device, factory) as start:
         first = start(engines[reference], model, training)
         expected = _prepare(first, steps)
         for group in _groups(others, together) or [[]]:
-            with _workers(device) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
+            with _workers(device, factory) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
                 # Processes start at the same time; what is timed, compiling included, they do one after another.
                 starting = {name: pool.submit(start_more, engines[name], model, training) for name in group}
                 ready = {reference: (first, expected)}
@@ -102,8 +109,15 @@ def measure_engines(
                     except (WorkerError, ValueError) as error:
                         found[name] = str(error)
                 for name, measured in _measure_group(ready, reference, rounds, steps).items():
+                    if inspect and name not in found:
+                        inspect(name, ready[name][0])
                     found.setdefault(name, measured)
     return {name: found[name] for name in engines}
+
+
+def steps_taken(rounds: int, steps: int) -> int:
+    """Steps that an engine has taken once :func:`measure_engines` has timed it: one, two samples and the rounds."""
+    return 1 + (2 + rounds) * steps
 
 
 def _prepare(worker: Worker, steps: int) -> Preparation:
@@ -188,7 +202,7 @@ _Start = Callable[[EngineSpec, GPTConfig, TrainConfig], Worker]
 
 
 @contextmanager
-def _workers(device: Device) -> Iterator[_Start]:
+def _workers(device: Device, factory: str = ENGINE_FACTORY) -> Iterator[_Start]:
     """A function that starts a worker; all of them end with the context."""
     with ExitStack() as stack:
         # Compile times are those of a first run: torch.compile keeps its results on disk, XLA only if it is told to.
@@ -208,9 +222,7 @@ def _workers(device: Device) -> Iterator[_Start]:
                 "training": training.as_plain(),
                 "device": device,
             }
-            return stack.enter_context(
-                Worker("jax_baseline.engines:make_engine", arguments, environment={**environment, **spec.environment})
-            )
+            return stack.enter_context(Worker(factory, arguments, environment={**environment, **spec.environment}))
 
         yield start
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -36,6 +37,8 @@ class EngineSpec:
         data: devices of JAX with a copy of the weights, see :mod:`jax_baseline.sharding`. The configuration's batch is
             that of each device.
         fsdp: devices that share a copy.
+        parts: of torch's model, ``module:function`` of a function without arguments that returns keyword arguments of
+            :class:`torch_baseline.model.GPT`: its norm, activation or attention.
         options: of the compiler. For torch, options of ``torch.compile`` separated by commas, switched on; for JAX,
             ``XLA_FLAGS``.
     """
@@ -50,6 +53,7 @@ class EngineSpec:
     low_precision_residual: bool = False
     data: int = 1
     fsdp: int = 1
+    parts: str = ""
     options: str = ""
 
     def __post_init__(self) -> None:
@@ -175,6 +179,10 @@ class Engine(Protocol):
         """Take so many steps and wait for the last."""
         ...
 
+    def next_loss(self) -> float:
+        """Make one call of the step and return the loss of the first step in it, before its update."""
+        ...
+
     def peak_memory(self) -> int | None:
         """Most bytes of device memory in use so far; None on a CPU."""
         ...
@@ -214,7 +222,7 @@ class TorchEngine:
 
         self._torch, self._device = torch, device
         attention = causal_attention if spec.attention == "auto" else causal_attention_by(spec.attention)
-        gpt = GPT(model, seed=config.seed, attention=attention).to(device)
+        gpt = GPT(model, seed=config.seed, **{"attention": attention, **_parts(spec.parts)}).to(device)
         if config.dtype == "float64":
             gpt.double()
         if spec.compiled:
@@ -229,7 +237,7 @@ class TorchEngine:
         """Take the first step."""
         self._wait()
         start = time.perf_counter()
-        loss = self._next().item()
+        loss = self.next_loss()
         self._wait()
         return asdict(Preparation(time.perf_counter() - start, loss, {}))
 
@@ -238,6 +246,10 @@ class TorchEngine:
         for _ in range(steps):
             self._next()
         self._wait()
+
+    def next_loss(self) -> float:
+        """Take one step and return its loss."""
+        return float(self._next().item())
 
     def peak_memory(self) -> int | None:
         """Most bytes that tensors have held."""
@@ -313,7 +325,7 @@ class JaxEngine:
         start = time.perf_counter()
         compiled = compile_step(self._step, self._state, *self._batches[0])
         self._step, self._text = compiled.step, compiled.text
-        loss = float(self._next())
+        loss = self.next_loss()
         seconds = time.perf_counter() - start
         stages = {
             "trace": compiled.trace_seconds,
@@ -330,6 +342,10 @@ class JaxEngine:
         for _ in range(steps // self._per_call):
             self._next()
         self._jax.block_until_ready(self._state)
+
+    def next_loss(self) -> float:
+        """Make one call and return the loss of its first step."""
+        return float(self._next())
 
     def peak_memory(self) -> int | None:
         """Most bytes that XLA's allocator has handed out."""
@@ -354,6 +370,14 @@ def bench_config(preset: str, *, batch_size: int, dtype: Precision) -> tuple[GPT
     return GPTConfig.preset(preset), replace(
         training, batch_size=batch_size, dtype=dtype, compile=False, lr=1e-4, min_lr=1e-4, warmup=0
     )
+
+
+def _parts(function: str) -> dict[str, Any]:
+    if not function:
+        return {}
+    module, _, name = function.partition(":")
+    parts: dict[str, Any] = getattr(importlib.import_module(module), name)()
+    return parts
 
 
 def _batches(model: GPTConfig, config: TrainConfig) -> list[tuple[Tokens, Tokens]]:

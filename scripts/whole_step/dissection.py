@@ -1,0 +1,126 @@
+"""Where the time of a step goes: an engine that can also be profiled and traced, by dispatcher-trace."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchkit.device import Device
+from jax_baseline.engines import Engine, make_engine
+
+# Autograd's own span around a compiled forward or backward that Inductor made.
+_COMPILED = "## Call CompiledFxGraph"
+_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+_PROFILED_STEPS = 3
+
+# Which of dispatcher-trace's measured hops stands for a key; one that it does not measure counts as an Autograd key's
+# without a node.
+_NODE, _NO_NODE = "AutogradCPU above `add`, a node is made", "AutogradCPU above `add`, no gradient asked for"
+_HOP_COSTS = {"ADInplaceOrView": "ADInplaceOrView above `alias`", "BackendSelect": "BackendSelect above `empty`"}
+
+
+class DissectedEngine:
+    """An engine of jax-baseline, with a method more.
+
+    Args:
+        engine: to time; torch's can be dissected.
+        framework: ``torch`` or ``jax``.
+        device: it runs on.
+    """
+
+    def __init__(self, engine: Engine, framework: str, device: Device) -> None:
+        self._engine, self._framework, self._device = engine, framework, device
+        self.prepare, self.run, self.peak_memory, self.next_loss = (
+            engine.prepare,
+            engine.run,
+            engine.peak_memory,
+            engine.next_loss,
+        )
+
+    def dissect(self) -> dict[str, Any]:
+        """What the profiler and a trace see of a step.
+
+        Returns:
+            ``kernels`` and ``kernel_seconds`` of a GPU (overlapping ones once); of torch also ``operators`` (calls) and
+            ``hops`` by kind, and on a CPU ``operator_seconds``, their own time, and ``compiled_seconds``, that of
+            compiled programs without the operators that they call.
+        """
+        if self._framework == "jax":
+            if self._device == "cpu":
+                return {}
+            times = self._engine.kernel_times(_PROFILED_STEPS)
+            return {"kernels": sum(k.calls for k in times), "kernel_seconds": sum(k.seconds for k in times)}
+        from dispatcher_trace import profile
+
+        with profile.profiled() as profiled:
+            self._engine.run(_PROFILED_STEPS)
+        found = per_step(profiled.events, profile.operator_spans(profiled.events), _PROFILED_STEPS)
+        return {**found, "hops": self._hops()}
+
+    def _hops(self) -> dict[str, int]:
+        from dispatcher_trace import trace
+
+        with trace(scope="core", kernels=False) as walk:
+            self._engine.run(1)
+        made_node = collections.Counter(
+            (hop.key, bool(hop.made_node)) for call in walk.all_calls for hop in call.hops[:-1]
+        )
+        counts: collections.Counter[str] = collections.Counter()
+        for (key, node), count in made_node.items():
+            counts[_HOP_COSTS.get(key, _NODE if node else _NO_NODE)] += count
+        return dict(counts)
+
+
+def make_dissected_engine(
+    spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
+) -> DissectedEngine:
+    """Make an engine from plain JSON, as :func:`jax_baseline.engines.make_engine`: the factory that a worker calls."""
+    return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
+
+
+def per_step(events: Sequence[Mapping[str, Any]], spans: Sequence[Any], steps: int) -> dict[str, Any]:
+    """Times and counts of one step, from a profile of several.
+
+    Args:
+        events: of the Chrome trace.
+        spans: of its operators, with their own seconds.
+        steps: that were profiled.
+    """
+    on_device = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _ON_DEVICE]
+    found: dict[str, Any] = {"operators": len(spans) / steps}
+    if on_device:
+        return found | {"kernels": len(on_device) / steps, "kernel_seconds": covered(on_device) * 1e-6 / steps}
+    compiled = [
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(_COMPILED)
+    ]
+    inside = [
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat") == "cpu_op"
+        and not e["name"].startswith(_COMPILED)
+        and any(start <= e["ts"] < stop for start, stop in compiled)
+    ]
+    return found | {
+        "operator_seconds": sum(span.seconds for span in spans) / steps,
+        "compiled_seconds": (covered(compiled) - covered(inside)) * 1e-6 / steps,
+    }
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def dispatch_seconds(hops: Mapping[str, int], costs: Mapping[str, float]) -> float:
+    """Seconds that the hops above the backend take.
+
+    Args:
+        hops: of a step, by the measured hop that stands for them.
+        costs: seconds of each, from ``dispatcher_trace.cost.hop_costs``.
+    """
+    return sum(count * max(costs[kind], 0.0) for kind, count in hops.items())

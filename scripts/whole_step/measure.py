@@ -1,0 +1,134 @@
+"""The measurement: every variant of the step in one run, and what each is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchkit import Comparison, Quantity
+from benchkit.device import Device
+from benchkit.results import Json
+from benchkit.run import Lens, Run
+from jax_baseline.bench import MeasuredEngine, measure_engines
+from jax_baseline.engines import EngineSpec, bench_config
+from jax_baseline.worker import Worker, WorkerError
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.model import flops_per_token
+from whole_step.report import REPORT
+from whole_step.variants import variants
+
+NAME = "end-to-end"
+
+
+def build_lens(root: Path) -> Lens:
+    """The end-to-end report as ``benchkit.run`` and the index of reports see it.
+
+    Args:
+        root: the folder under which ``reports/<machine>/`` is.
+    """
+    return Lens(NAME, root, configure, collect, REPORT)
+
+
+def configure(device: Device, quick: bool) -> Mapping[str, Json]:
+    """Sizes for a machine, as plain JSON."""
+    size: dict[str, Json]
+    if device == "cuda":
+        size = {"preset": "gpt2-124m", "batch_size": 8, "dtype": "bfloat16", "rounds": 5 if quick else 10, "steps": 8}
+    else:
+        size = {"preset": "tiny", "batch_size": 4, "dtype": "float32", "rounds": 4 if quick else 10, "steps": 4}
+    chosen = {
+        name: {key: value for key, value in asdict(variant).items() if key != "spec"} | {"engine": asdict(variant.spec)}
+        for name, variant in variants(device).items()
+    }
+    return {**size, "variants": chosen, "reference": "eager", "dissect": not quick}
+
+
+def collect(run: Run) -> None:
+    """Time every variant against the others, then take each apart; records ``variant``, ``dissection``, ``hop``."""
+    asked = run.configuration
+    model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
+    engines = {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()}
+    last: dict[str, float] = {}
+    apart: dict[str, Mapping[str, Any]] = {}
+
+    def inspect(name: str, worker: Worker) -> None:
+        last[name] = worker.call("next_loss")
+        if asked["dissect"]:
+            try:
+                apart[name] = worker.call("dissect")
+            except WorkerError as error:  # the times stand without it
+                run.absent(f"Where the time of {name} goes", str(error).strip().splitlines()[-1])
+
+    with run.working("one training step, every variant"):
+        measured = measure_engines(
+            engines,
+            model,
+            training,
+            device=run.device,
+            rounds=asked["rounds"],
+            steps=asked["steps"],
+            factory="whole_step.dissection:make_dissected_engine",
+            inspect=inspect,
+        )
+    _record_variants(run, _found(run, measured), last, model, training)
+    if asked["dissect"]:
+        _record_dissections(run, apart)
+    else:
+        run.absent("Where the time goes", "quick runs take no step apart")
+    if run.device == "cpu":
+        run.absent("Peak memory and model FLOPs utilisation", "they are those of a GPU")
+
+
+def _found(run: Run, measured: Mapping[str, MeasuredEngine | str]) -> dict[str, MeasuredEngine]:
+    for name, engine in measured.items():
+        if isinstance(engine, str):
+            run.absent(run.configuration["variants"][name]["title"], engine.strip().splitlines()[-1])
+    return {name: engine for name, engine in measured.items() if not isinstance(engine, str)}
+
+
+def _record_variants(
+    run: Run,
+    measured: Mapping[str, MeasuredEngine],
+    last: Mapping[str, float],
+    model: GPTConfig,
+    training: TrainConfig,
+) -> None:
+    import torch
+
+    from torch_baseline.throughput import peak_flops
+
+    asked = run.configuration
+    tokens = training.batch_size * model.block_size
+    peak = peak_flops(torch.device(run.device), training.dtype)
+    comparison = Comparison({name: engine.timing for name, engine in measured.items()})
+    for name, engine in measured.items():
+        rate = engine.timing.quantity().per(tokens * asked["steps"], "tokens/s")
+        values = {
+            "rate": rate,
+            "step": Quantity(tokens / rate.value, "s"),
+            "first step": Quantity(engine.preparation.first_step_seconds, "s"),
+            "first loss": Quantity(engine.preparation.loss, "nats"),
+            "last loss": Quantity(last[name], "nats"),
+            "speedup": engine.speedup,
+        }
+        if (over := asked["variants"][name]["over"]) in measured:
+            values["change"] = comparison.speedup(name, over=over)
+        if engine.peak_memory is not None:
+            values["peak memory"] = Quantity(engine.peak_memory, "B")
+        if peak is not None:
+            values["MFU"] = Quantity(rate.value * flops_per_token(model) / peak, "share")
+        run.record("variant", {"variant": name}, values)
+
+
+def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> None:
+    from dispatcher_trace.cost import hop_costs
+
+    for kind, cost in hop_costs().items():
+        run.record("hop", {"kind": kind}, {"cost": cost})
+    units = {"operators": "", "kernels": "", "kernel_seconds": "s", "operator_seconds": "s", "compiled_seconds": "s"}
+    for name, found in apart.items():
+        values = {key: Quantity(found[key], unit) for key, unit in units.items() if key in found}
+        if values:
+            run.record("dissection", {"variant": name}, values, {"hops": found.get("hops", {})})

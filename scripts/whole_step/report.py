@@ -1,0 +1,284 @@
+"""What the results say of the step: sentences, tables and figures, computed from the records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure as MatplotlibFigure
+
+from benchkit import Quantity, Record, Results, numbers
+from benchkit.plotting import COLOURS, HATCHES, new_figure
+from benchkit.report import Figure, ReportSpec, markdown_table
+from jax_baseline.bench import steps_taken
+from whole_step.dissection import dispatch_seconds
+
+
+class Share(NamedTuple):
+    """One part of a step's time."""
+
+    name: str
+    seconds: float
+
+
+def finding(results: Results) -> str:
+    """The whole in one sentence."""
+    records = results.select("variant")
+    if not records:
+        return "Nothing was measured."
+    best = max(records, key=lambda record: record["rate"].value)
+    first = results.one("variant", variant=results.configuration["reference"])
+    return (
+        f"One training step of {results.configuration['preset']}: {_title(results, first)} trains at "
+        f"{_rate(first)}, {_title(results, best)} at {_rate(best)}, {numbers.quantity(best['speedup'])} as fast; after "
+        f"{steps_before(results)} equal steps the losses of all {len(records)} ways lie within "
+        f"{numbers.error_size(_spread(records))} nats of one another."
+    )
+
+
+def context(results: Results) -> dict[str, Any]:
+    """The template's variables."""
+    return {
+        "asked": results.configuration,
+        "steps_before": steps_before(results),
+        "variant_table": variant_table(results),
+        "changes": _changes(results),
+        "share_table": _share_table(results),
+        "hop_rows": [
+            (str(record.labels["kind"]), numbers.quantity(record["cost"])) for record in results.select("hop")
+        ],
+        "kernel_rows": _kernel_rows(results),
+        "on_gpu": results.environment.gpu is not None,
+    }
+
+
+def figures(results: Results) -> Sequence[Figure]:
+    """The figures that the records allow."""
+    found = []
+    if results.select("variant"):
+        found.append(
+            Figure(
+                "throughput",
+                f"Tokens per second of the same training step of {results.configuration['preset']}, six ways; whiskers "
+                "from the 20th to the 80th percentile of the rounds.",
+                lambda: _draw_throughput(results),
+            )
+        )
+    if _shares(results):
+        found.append(
+            Figure(
+                "time",
+                "Where the time of a step goes. "
+                + (
+                    "The GPU works, or it waits for the host."
+                    if results.environment.gpu
+                    else "The dispatcher's share is its hops times what a hop costs; the rest is Python, autograd's "
+                    "engine, the optimizer's own code, and waiting."
+                ),
+                lambda: _draw_shares(results),
+            )
+        )
+    return found
+
+
+def steps_before(results: Results) -> int:
+    """Steps that every variant had taken before the last loss."""
+    return steps_taken(results.configuration["rounds"], results.configuration["steps"])
+
+
+def variant_table(results: Results) -> str:
+    """One line a variant: speed, memory, compilation, loss; also for the index of reports."""
+    records = results.select("variant")
+    has_mfu = any("MFU" in record.values for record in records)
+    header = ["the step", "tokens/s", "against eager", *(["MFU", "peak memory"] if has_mfu else [])]
+    header += ["first step", f"loss after {steps_before(results)} steps"]
+    rows = []
+    for record in records:
+        optional = [numbers.percent(record["MFU"].value), _optional(record, "peak memory")] if has_mfu else []
+        reference = record.labels["variant"] == results.configuration["reference"]
+        rows.append(
+            [
+                _title(results, record),
+                numbers.quantity(record["rate"]).replace(" tokens/s", ""),
+                "1" if reference else numbers.quantity(record["speedup"]),
+                *optional,
+                numbers.with_unit(record["first step"].value, "s"),
+                f"{record['last loss'].value:.4f}",
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def _changes(results: Results) -> list[dict[str, str]]:
+    """What each variant changes with respect to another, and what came of it."""
+    found = []
+    for record in results.select("variant"):
+        variant = results.configuration["variants"][record.labels["variant"]]
+        if "change" not in record.values:
+            continue
+        over = results.one("variant", variant=variant["over"])
+        found.append(
+            {
+                "title": _title(results, record),
+                "over": _title(results, over),
+                "change": variant["change"],
+                "lens": variant["lens"],
+                "speedup": numbers.quantity(record["change"]),
+                "verdict": _verdict(record["change"]),
+                "counts": _counts(results, str(over.labels["variant"]), str(record.labels["variant"])),
+            }
+        )
+    return found
+
+
+def _verdict(change: Quantity) -> str:
+    assert change.low is not None
+    assert change.high is not None
+    if change.low > 1:
+        return "faster"
+    return "slower" if change.high < 1 else "no difference that this run can tell"
+
+
+def _counts(results: Results, before: str, after: str) -> str:
+    """How many operators, hops and kernels there were before and after, as far as both were counted."""
+    old, new = (results.select("dissection", variant=name) for name in (before, after))
+    if not old or not new:
+        return ""
+    parts = [
+        f"{what} {numbers.count(old[0][key].value)} → {numbers.count(new[0][key].value)}"
+        for key, what in (("operators", "operator calls"), ("kernels", "GPU kernels"))
+        if key in old[0].values and key in new[0].values
+    ]
+    hops = [sum(record.data["hops"].values()) for record in (old[0], new[0])]
+    if all(hops):
+        parts.append(f"hops above the backend {numbers.count(hops[0])} → {numbers.count(hops[1])}")
+    return ", ".join(parts)
+
+
+def _shares(results: Results) -> dict[str, list[Share]]:
+    """The parts of each step that was taken apart, by variant; they add up to the step."""
+    costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
+    found = {}
+    for record in results.select("dissection"):
+        step = results.one("variant", variant=record.labels["variant"])["step"].value
+        if "kernel_seconds" in record.values:
+            busy = min(record["kernel_seconds"].value, step)
+            found[str(record.labels["variant"])] = [Share("kernels", busy), Share("GPU idle", step - busy)]
+        elif "operator_seconds" in record.values:
+            dispatch = dispatch_seconds(record.data["hops"], costs)
+            operators = max(record["operator_seconds"].value - dispatch, 0.0)
+            compiled = record["compiled_seconds"].value
+            rest = max(step - operators - compiled - dispatch, 0.0)
+            found[str(record.labels["variant"])] = [
+                Share("kernels of operators", operators),
+                Share("compiled kernels", compiled),
+                Share("dispatcher", dispatch),
+                Share("rest", rest),
+            ]
+    return found
+
+
+def _share_table(results: Results) -> str:
+    shares = _shares(results)
+    if not shares:
+        return ""
+    names = [share.name for share in next(iter(shares.values()))]
+    rows = [
+        [
+            results.configuration["variants"][variant]["title"],
+            numbers.with_unit(sum(share.seconds for share in parts), "s"),
+            *(
+                f"{numbers.with_unit(share.seconds, 's')} "
+                f"({numbers.percent(share.seconds / sum(part.seconds for part in parts))})"
+                for share in parts
+            ),
+        ]
+        for variant, parts in shares.items()
+    ]
+    return markdown_table(["the step", "in all", *names], rows)
+
+
+def _kernel_rows(results: Results) -> list[list[str]]:
+    costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
+    return [
+        [
+            results.configuration["variants"][record.labels["variant"]]["title"],
+            _count(record, "operators"),
+            numbers.count(sum(record.data["hops"].values())) if record.data["hops"] else "–",
+            numbers.with_unit(dispatch_seconds(record.data["hops"], costs), "s") if record.data["hops"] else "–",
+            _count(record, "kernels"),
+        ]
+        for record in results.select("dissection")
+    ]
+
+
+def _count(record: Record, key: str) -> str:
+    return numbers.count(record[key].value) if key in record.values else "–"
+
+
+def _optional(record: Record, key: str) -> str:
+    return numbers.quantity(record[key]) if key in record.values else "–"
+
+
+def _title(results: Results, record: Record) -> str:
+    title: str = results.configuration["variants"][record.labels["variant"]]["title"]
+    return title
+
+
+def _rate(record: Record) -> str:
+    return f"{numbers.count(record['rate'].value)} tokens/s"
+
+
+def _spread(records: Sequence[Record]) -> float:
+    losses = [record["last loss"].value for record in records]
+    return max(losses) - min(losses)
+
+
+def _draw_throughput(results: Results) -> MatplotlibFigure:
+    records = results.select("variant")
+    figure, axes = new_figure(7.5, 0.55 * len(records) + 0.9)
+    for index, record in enumerate(records):
+        rate = record["rate"]
+        assert rate.low is not None
+        assert rate.high is not None
+        axes.barh(index, rate.value, height=0.68, color=COLOURS[index], hatch=HATCHES[index], edgecolor="white")
+        axes.errorbar(
+            rate.value, index, xerr=[[rate.value - rate.low], [rate.high - rate.value]], color="black", capsize=3
+        )
+        reference = record.labels["variant"] == results.configuration["reference"]
+        speedup = "" if reference else f"  {numbers.significant(record['speedup'].value)}×"
+        axes.text(rate.high, index, f"  {numbers.count(rate.value)}{speedup}", va="center", fontsize=9)
+    axes.set_yticks(range(len(records)), [_title(results, record) for record in records])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(0, 1.28 * max(record["rate"].high or 0.0 for record in records))
+    axes.set_xlabel("tokens/s")
+    return figure
+
+
+def _draw_shares(results: Results) -> MatplotlibFigure:
+    shares: Mapping[str, list[Share]] = _shares(results)
+    figure, axes = new_figure(7.5, 0.55 * len(shares) + 1.3)
+    for row, parts in enumerate(shares.values()):
+        left = 0.0
+        for index, share in enumerate(parts):
+            axes.barh(
+                row,
+                share.seconds * 1e3,
+                left=left,
+                height=0.68,
+                color=COLOURS[index],
+                hatch=HATCHES[index],
+                edgecolor="white",
+                label=share.name if row == 0 else None,
+            )
+            left += share.seconds * 1e3
+    axes.set_yticks(range(len(shares)), [results.configuration["variants"][name]["title"] for name in shares])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel("ms a step")
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, fontsize=9)
+    return figure
+
+
+REPORT = ReportSpec("whole_step", context, figures, finding)
