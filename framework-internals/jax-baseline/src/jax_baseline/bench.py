@@ -80,8 +80,8 @@ def measure_engines(
         steps: that one sample holds; enough of them that the message to the worker (a tenth of a millisecond) is lost.
         together: how many engines besides the reference the device's memory holds at a time; by default all of them.
         factory: makes an engine in its process, as :func:`jax_baseline.engines.make_engine` does.
-        inspect: called once with each engine's name and worker, when its group is timed and all in it have taken as many
-            steps, :func:`steps_taken`.
+        inspect: called once with each engine's name and worker, when its group is timed and all in it have taken
+            :func:`steps_taken` steps.
 
     Returns:
         What was measured by engine, in their order, or the reason why nothing was.
