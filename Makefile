@@ -1,6 +1,7 @@
-.PHONY: setup test test-all lint reports
+.PHONY: setup check test test-all lint reports
 
 setup: ; ./scripts/setup.sh
+check: ; ./.ci/run
 test: ; ./scripts/test.sh
 test-all: ; ./scripts/test.sh --all
 lint: ; ./scripts/test.sh --lint-only

@@ -45,8 +45,11 @@ def test_a_command_of_the_root_readme_runs(command, tmp_path):
     assert done.stdout.strip()
 
 
-def test_every_file_that_the_root_readme_names_is_there():
-    text = (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_every_file_and_target_that_a_page_names_is_there(page):
+    text = (ROOT / page).read_text()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"^make ([\w-]+)", text, re.MULTILINE)) <= targets
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert (ROOT / target).exists(), target
     for script in set(re.findall(r"\./(scripts/\S+\.sh)", text)):
