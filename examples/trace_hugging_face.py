@@ -1,0 +1,29 @@
+"""dispatcher-trace on a Hugging Face GPT-2: its keys, its busiest operators, its hidden copies.
+
+python examples/trace_hugging_face.py [walk.html]    with a path: the whole walk as a page to open in a browser
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from dispatcher_trace import trace
+
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=256)).eval()
+tokens = torch.randint(0, 256, (1, 32))
+
+with torch.no_grad(), trace(scope="core") as walk:
+    logits = model(tokens).logits
+
+print(f"{len(walk.all_calls)} operator calls, {len(walk.hops)} hops")
+print("by key:", ", ".join(f"{key} {count}" for key, count in Counter(hop.key for hop in walk.hops).most_common()))
+busiest = Counter(call.operator for call in walk.all_calls).most_common(5)
+print("most called:", ", ".join(f"{operator} × {count}" for operator, count in busiest))
+for finding in walk.findings:
+    print(finding)
+if len(sys.argv) > 1:
+    Path(sys.argv[1]).write_text(walk.to_html(), encoding="utf-8")
