@@ -1,5 +1,6 @@
 """The harness and the command line: fresh processes, their failures, and one real compilation."""
 
+import fcntl
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from compile_bench import Case, Harness, WorkerFailure, judge
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
 from compile_bench.cli.measuring import describe_bench
-from compile_bench.measuring import self_comparison
+from compile_bench.measuring import _sampling, self_comparison
 from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.trace import Break, CompileTrace, Recompile
 
@@ -156,6 +157,18 @@ def test_a_speedup_is_too_small_when_its_whole_interval_is():
     assert budget_exceeded(clean, made_up(0.9, 1.2), 0, 1, 1.05) == []
     (line,) = budget_exceeded(clean, made_up(0.9, 1.0), 0, 1, 1.05)
     assert "at least 1.05×" in line
+
+
+def test_sampling_waits_for_those_who_compile_as_long_as_its_patience(tmp_path):
+    turn = tmp_path / "turn"
+    with _sampling(None, 0.0) as alone:
+        assert alone
+    with _sampling(turn, 0.0) as alone:
+        assert alone
+    with turn.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        with _sampling(turn, time.time() + 0.1) as alone:
+            assert not alone
 
 
 def test_a_step_is_compared_with_itself():

@@ -34,6 +34,9 @@ SHAPE_PASSES = (1, 100, 10_000)
 # How a process that ran out of a GPU's memory ends.
 _MEMORY = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 
+# Seconds after which a case of the sweep is sampled beside others that still compile: autotuning can take minutes.
+_PATIENCE = 75.0
+
 Work = tuple[str, Callable[[], list[Record]]]
 
 
@@ -188,6 +191,7 @@ class _Measuring:
             steady_seconds=self.run.configuration["sweep_steady_seconds"],
             warm=False,
             turn=self.harness.folder / "turn",
+            patience=time.time() + _PATIENCE,
         )
         return [eager_record(case, eager), *bench_records(bench, self.repository, side_by_side=side_by_side)]
 
