@@ -239,8 +239,8 @@ def test_a_step_that_fails_without_compiling_is_the_users(file):
 
 
 def test_a_compilation_that_hangs_is_ended_and_the_rest_goes_on(file):
-    with Harness.open("cpu", limit=8.0) as harness:
-        with pytest.raises(WorkerFailure, match=r"hangs \(triage, default\) was ended after its time limit of 8 s"):
+    with Harness.open("cpu", limit=3.0) as harness:
+        with pytest.raises(WorkerFailure, match=r"hangs \(triage, default\) was ended after its time limit of 3 s"):
             harness.triage(Case(f"{file}:hangs", train=False))
         harness.limit = 120.0
         assert harness.eager(Case(f"{file}:small")).total > 0

@@ -87,8 +87,8 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
             },
             "steady_seconds": 3.0,
             "sweep_steady_seconds": 1.0,
-            "until_seconds": {"cases": 110.0, "shapes": 140.0, "agreement": 185.0, "more cases": 186.0},
-            "end_seconds": 203.0,
+            "until_seconds": {"cases": 120.0, "shapes": 165.0, "agreement": 182.0, "more cases": 184.0},
+            "end_seconds": 200.0,
             "limit_seconds": 150.0,
         }
     return {
@@ -99,8 +99,8 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
         "agreement": {"targets": ["gpt", *ZOO_NAMES], "kinds": ["training"], "side_by_side": 13},
         "steady_seconds": 3.0,
         "sweep_steady_seconds": 0.5,
-        "until_seconds": {"cases": 90.0, "shapes": 130.0, "agreement": 230.0, "sweep": 420.0, "more cases": 430.0},
-        "end_seconds": 470.0,
+        "until_seconds": {"cases": 90.0, "shapes": 160.0, "agreement": 230.0, "sweep": 420.0, "more cases": 430.0},
+        "end_seconds": 465.0,
         "limit_seconds": 200.0,
     }
 
@@ -133,8 +133,8 @@ def collect(run: Run, root: Path) -> None:
         measuring.cases("cases")
         # A report needs a case, however slow the machine; from here on time is what it is.
         harness.deadline = measuring.start + run.configuration["end_seconds"]
-        measuring.shapes()
         collect_triage(run, harness, repository)
+        measuring.shapes()
         measuring.agreement()
         measuring.sweep()
         measuring.cases("more cases")
