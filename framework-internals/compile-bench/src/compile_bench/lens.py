@@ -245,9 +245,9 @@ class _Measuring:
             elif isinstance(records, Exception):
                 self.run.absent(what, str(records))
             else:
-                for record in records:
-                    if record.labels.get("mode") != "eager" or not self._has(record):
-                        self.run.add(record)
+                self.run.add_all(
+                    record for record in records if record.labels.get("mode") != "eager" or not self._has(record)
+                )
         if late:
             seconds = self.run.configuration["until_seconds"][part]
             names = ", ".join(late) if len(late) < 4 else f"{', '.join(late[:3])} and {plural(len(late) - 3, 'other')}"
