@@ -190,4 +190,6 @@ def test_the_gpu_job_goes_through_all_its_parts_whatever_fails(tmp_path, monkeyp
     absent = {each.what: each.why for each in results.absences}
     assert "status -11" in absent["the break table of planted"]
     assert "out of memory" in absent["llama training, mode default"]
-    assert "## Do the counts agree" in render(results, REPORT)
+    text = render(results, REPORT)
+    assert "## Do the counts agree" in text
+    assert "A process is forked from an interpreter that has imported torch" in text

@@ -129,7 +129,7 @@ def collect(run: Run, root: Path) -> None:
     repository = root.parents[1]
     with Harness.open(run.device, limit=run.configuration["limit_seconds"]) as harness:
         measuring = _Measuring(run, harness, repository)
-        run.record("toolchain", data={"seconds": harness.toolchain_seconds()})
+        run.record("toolchain", data={"seconds": harness.toolchain_seconds(), "forked": True})
         measuring.cases("cases")
         # A report needs a case, however slow the machine; from here on time is what it is.
         harness.deadline = measuring.start + run.configuration["end_seconds"]
