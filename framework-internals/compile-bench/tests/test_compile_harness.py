@@ -103,16 +103,17 @@ def test_a_crash_is_a_failure_and_the_folder_is_gone(file):
 
 
 @pytest.mark.slow
-def test_triage_lists_the_planted_trouble_and_nothing_else():
-    result = command("triage", "planted", "--device", "cpu")
+def test_triage_lists_the_planted_trouble_and_nothing_else(tmp_path):
+    result = command("triage", "planted", "--device", "cpu", "--patches", str(tmp_path))
     assert result.exit_code == 0, result.output
     lines = (PACKAGE / "src/compile_bench/zoo.py").read_text().splitlines()
     for comment in ("a branch on a tensor's value", "a tensor's value read by Python", "a side effect in the middle"):
         number = next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
         assert f"zoo.py:{number} |" in result.output
     assert "3 breaks" in result.output
-    assert "self.calls == 0" in result.output
+    assert "self.started == False" in result.output
     assert "size mismatch" in result.output
+    assert (tmp_path / "all.patch").exists()
 
 
 def test_check_keeps_a_clean_target(file):
