@@ -1,5 +1,7 @@
 """The counts of breaks against PyTorch's own tellers."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -24,6 +26,14 @@ def test_all_three_agree_on_planted_breaks(train):
     found = agreement(Case("planted", train=train))
     assert len(found.places) == 3
     assert found.agrees, found.differences
+
+
+@pytest.mark.slow
+def test_a_break_in_a_library_is_at_the_same_line_in_the_log():
+    pytest.importorskip("transformers")
+    found = agreement(Case("gpt2"))
+    assert found.agrees, found.differences
+    assert [Path(place).name.split(":")[0] for place in found.places] == ["modeling_utils.py"]
 
 
 def test_all_three_agree_where_nothing_breaks():

@@ -19,7 +19,14 @@ PAGE = Path(__file__).parents[1] / "catalogue"
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the causes do
 
 
-@pytest.mark.parametrize("name", CAUSES)
+# The first of every theme and kind, and those that triage mends; the others are slow: all of them take minutes.
+FIRST = {(cause.theme, cause.kind): name for name, cause in reversed(CAUSES.items())}
+QUICK = {*FIRST.values(), *(rewrite.case for rewrite in REWRITES)}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in CAUSES]
+)
 def test_cause(name):
     outcome = examine(CAUSES[name])
     known = recorded().get(this_torch(), {}).get(name)

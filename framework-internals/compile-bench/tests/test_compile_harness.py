@@ -1,5 +1,6 @@
 """The harness and the command line: fresh processes, their failures, and one real compilation."""
 
+import fcntl
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from compile_bench import Case, Harness, WorkerFailure, judge
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
 from compile_bench.cli.measuring import describe_bench
-from compile_bench.measuring import self_comparison
+from compile_bench.measuring import _sampling, self_comparison
 from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.trace import Break, CompileTrace, Recompile
 
@@ -102,16 +103,17 @@ def test_a_crash_is_a_failure_and_the_folder_is_gone(file):
 
 
 @pytest.mark.slow
-def test_triage_lists_the_planted_trouble_and_nothing_else():
-    result = command("triage", "planted", "--device", "cpu")
+def test_triage_lists_the_planted_trouble_and_nothing_else(tmp_path):
+    result = command("triage", "planted", "--device", "cpu", "--patches", str(tmp_path))
     assert result.exit_code == 0, result.output
     lines = (PACKAGE / "src/compile_bench/zoo.py").read_text().splitlines()
     for comment in ("a branch on a tensor's value", "a tensor's value read by Python", "a side effect in the middle"):
         number = next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
         assert f"zoo.py:{number} |" in result.output
     assert "3 breaks" in result.output
-    assert "self.calls == 0" in result.output
+    assert "self.started == False" in result.output
     assert "size mismatch" in result.output
+    assert (tmp_path / "all.patch").exists()
 
 
 def test_check_keeps_a_clean_target(file):
@@ -156,6 +158,18 @@ def test_a_speedup_is_too_small_when_its_whole_interval_is():
     assert budget_exceeded(clean, made_up(0.9, 1.2), 0, 1, 1.05) == []
     (line,) = budget_exceeded(clean, made_up(0.9, 1.0), 0, 1, 1.05)
     assert "at least 1.05×" in line
+
+
+def test_sampling_waits_for_those_who_compile_as_long_as_its_patience(tmp_path):
+    turn = tmp_path / "turn"
+    with _sampling(None, 0.0) as alone:
+        assert alone
+    with _sampling(turn, 0.0) as alone:
+        assert alone
+    with turn.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        with _sampling(turn, time.time() + 0.1) as alone:
+            assert not alone
 
 
 def test_a_step_is_compared_with_itself():
@@ -226,8 +240,8 @@ def test_a_step_that_fails_without_compiling_is_the_users(file):
 
 
 def test_a_compilation_that_hangs_is_ended_and_the_rest_goes_on(file):
-    with Harness.open("cpu", limit=8.0) as harness:
-        with pytest.raises(WorkerFailure, match=r"hangs \(triage, default\) was ended after its time limit of 8 s"):
+    with Harness.open("cpu", limit=3.0) as harness:
+        with pytest.raises(WorkerFailure, match=r"hangs \(triage, default\) was ended after its time limit of 3 s"):
             harness.triage(Case(f"{file}:hangs", train=False))
         harness.limit = 120.0
         assert harness.eager(Case(f"{file}:small")).total > 0

@@ -1,16 +1,24 @@
 """The main job: what fails or comes too late leaves the rest standing, and an interruption ends what runs."""
 
 import time
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from benchkit import Quantity, UserError
 from benchkit.environment import capture
+from benchkit.report import render
 from benchkit.results import Record, Recorder
 from benchkit.run import Run
-from compile_bench import Case, Harness, WorkerFailure
-from compile_bench.lens import _Measuring, configure
+from compile_bench import Bench, Case, Harness, WorkerFailure
+from compile_bench.agreement import Agreement
+from compile_bench.lens import _Measuring, collect, configure
+from compile_bench.report import REPORT
+from compile_bench.results import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
+from compile_bench.shapes import Passes, ShapeAnswer
+from compile_bench.trace import CompileTrace
 
 ROOT = Path(__file__).parents[3]
 
@@ -119,3 +127,69 @@ def test_an_interruption_ends_what_runs(measuring):
     with pytest.raises(KeyboardInterrupt):
         measuring._keep("sweep", [("one", interrupted)], 1)
     assert measuring.harness._stopped
+
+
+def bench(case):
+    """A measured case, made up."""
+    step, even = Quantity(0.01, "s", 0.009, 0.011, 9, "p20-p80"), Quantity(1.0, "×", 0.99, 1.01, 9)
+    steady = Steady(step, step, Quantity(1.5, "×", 1.4, 1.6, 9, "bootstrap 95%"), "cuda-events", None, even)
+    profile = StepProfile(0.9, 4, 7, 2, 1e-5)
+    return Bench(
+        case,
+        FIRST,
+        replace(FIRST, trace=CompileTrace()),
+        None,
+        steady,
+        Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1),
+        Memory(2048, 1024),
+        eager_profile=profile,
+        compiled_profile=profile,
+    )
+
+
+FIRST = FirstSteps((1.0, 0.1, 0.1))
+
+
+def test_the_gpu_job_goes_through_all_its_parts_whatever_fails(tmp_path, monkeypatch):
+    """With a harness that answers at once: on a machine without a GPU, too."""
+
+    def benched(self, case, **options):
+        if case.target == "llama":
+            raise WorkerFailure("llama (compiled) ended with status 1: torch.OutOfMemoryError: CUDA out of memory")
+        if case.target == "t5" and case.mode == "max-autotune":
+            raise UserError("t5: the model raised")
+        return bench(case)
+
+    def ask(self, job, case, cache=None, **arguments):
+        if job == "shapes":
+            passes = Passes(arguments["strategy"], 1.0, Quantity(0.1, "s", 0.1, 0.1, 9, "p20-p80"), 1)
+            return ShapeAnswer(passes, ("[8]", "[5]"), ("args[0] dimension 0",))
+        if job == "agreement":
+            return Agreement(case, 1, (), 0, 0, 1, 0, "", ())
+        raise WorkerFailure(f"{case.target} ({job}, default) ended with status -11: it wrote nothing")
+
+    monkeypatch.setattr(Harness, "bench", benched)
+    monkeypatch.setattr(Harness, "eager", lambda self, case, **options: FIRST)
+    monkeypatch.setattr(Harness, "ask", ask)
+    monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 2.0)
+    configuration = configure("cuda", quick=False)
+    configuration["sweep"]["targets"] = configuration["agreement"]["targets"] = ["gpt", "llama", "t5"]
+    recorder = Recorder(
+        tmp_path, lens="compile-bench", environment=capture("cpu", root=ROOT), configuration=configuration
+    )
+    collect(Run("cuda", configuration, recorder), ROOT / "framework-internals" / "compile-bench")
+    results = recorder.results
+    swept = {(each.labels["target"], each.labels["kind"], each.labels["mode"]) for each in results.select("verdict")}
+    targets, modes = configuration["sweep"]["targets"], configuration["sweep"]["modes"]
+    for target, mode in product(targets, modes):
+        for kind in ("training", "inference"):
+            fails = target == "llama" or (target, mode) == ("t5", "max-autotune")
+            assert ((target, kind, mode) in swept) is not fails
+    assert len(results.select("agreement")) == len(targets)
+    assert len(results.select("shapes")) == 1
+    absent = {each.what: each.why for each in results.absences}
+    assert "status -11" in absent["the break table of planted"]
+    assert "out of memory" in absent["llama training, mode default"]
+    text = render(results, REPORT)
+    assert "## Do the counts agree" in text
+    assert "A process is forked from an interpreter that has imported torch" in text

@@ -146,6 +146,7 @@ def answer(tmp_path_factory):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200).stdout
 
 
+@pytest.mark.slow
 def test_the_plugin_holds_tests_to_their_budgets(answer):
     assert "1 break, 0 allowed" in answer
     assert "test_it.py:5: Data-dependent branching" in answer
@@ -155,6 +156,7 @@ def test_the_plugin_holds_tests_to_their_budgets(answer):
     assert "5 failed, 2 passed" in answer
 
 
+@pytest.mark.slow
 def test_the_plugin_notices_drift(answer):
     assert "graphs: 2 locked, 1 now" in answer
     assert "kernels: 3 locked, 0 now" in answer

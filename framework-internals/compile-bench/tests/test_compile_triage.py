@@ -324,7 +324,7 @@ def test_a_lost_cuda_graph_is_found(folder):
     ],
 )
 def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message):
-    limit = "12" if function == "hangs" else "200"
+    limit = "4" if function == "hangs" else "200"
     answer = CliRunner().invoke(
         app, ["triage", f"triage_model.py:{function}", "--device", "cpu", "--limit", limit, "--no-price", "--infer"]
     )

@@ -14,7 +14,7 @@ from compile_bench.target import load_target
 from compile_bench.zoo import SURVEY, ZOO
 from compile_bench.zoo_transformers import ARCHITECTURES
 
-# Not "planted": its second call computes something else, which is its point.
+# Not "planted": that it breaks is its point.
 OURS = [name for name in ZOO if name not in (*ARCHITECTURES, "planted")]
 
 

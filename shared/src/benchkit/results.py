@@ -10,7 +10,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,11 @@ class Recorder:
 
     def add(self, record: Record) -> None:
         """Append a record and write everything so far."""
-        self._update(records=(*self.results.records, record))
+        self.add_all((record,))
+
+    def add_all(self, records: Iterable[Record]) -> None:
+        """Append records that belong together and write everything so far, once."""
+        self._update(records=(*self.results.records, *records))
 
     def absent(self, what: str, why: str) -> None:
         """Note something that this machine or this run cannot measure."""

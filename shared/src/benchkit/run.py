@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +55,10 @@ class Run:
     def add(self, record: Record) -> None:
         """Keep a record; it is on disk when this returns."""
         self.recorder.add(record)
+
+    def add_all(self, records: Iterable[Record]) -> None:
+        """Keep records that belong together; they are on disk when this returns."""
+        self.recorder.add_all(records)
 
     def record(
         self,

@@ -37,8 +37,7 @@ def test_what_is_written_is_what_is_read(recorder):
 
 
 def test_selecting_and_asking_for_exactly_one(recorder):
-    for n in (1, 2):
-        recorder.add(Record("forward", {"n": n}))
+    recorder.add_all(Record("forward", {"n": n}) for n in (1, 2))
     assert [record.labels["n"] for record in recorder.results.select("forward")] == [1, 2]
     with pytest.raises(LookupError, match="found 2"):
         recorder.results.one("forward")

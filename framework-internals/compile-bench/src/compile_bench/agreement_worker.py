@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compile_bench.agreement import Agreement
-from compile_bench.collector import BREAK_LOGGERS, Collector
+from compile_bench.collector import BREAK_LOGGERS, Collector, folders
 from compile_bench.measuring import load_case
 from compile_bench.results import Case
 from compile_bench.target import Target, describe_error
@@ -27,7 +27,7 @@ def agreement(case: Case) -> Agreement:
     target = load_case(case)
     with _logged() as messages, Collector() as collector:
         _once(target, case)
-    own = collector.trace()
+    own = collector.trace(folders(libraries=False))
     torch.compiler.reset()
     graphs, breaks, error = _explain(target, case)
     return Agreement(

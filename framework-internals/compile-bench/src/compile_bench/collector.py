@@ -130,16 +130,17 @@ class Collector(logging.Handler):
         )
 
 
-def folders(*, launcher: bool = True) -> Folders:
+def folders(*, launcher: bool = True, libraries: bool = True) -> Folders:
     """Whose code a file is, in this interpreter.
 
     Args:
         launcher: whether this package is what calls the model; otherwise its files count as the user's.
+        libraries: whether installed packages are told from the user's code, which PyTorch's own messages do not do.
     """
     paths = sysconfig.get_paths()
     return Folders(
         torch=str(Path(torch.__file__).parent),
-        library=[paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")],
+        library=[paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")] if libraries else [],
         launcher=str(Path(__file__).parent) if launcher else "",
         launched=("zoo.py", "zoo_transformers.py", "resnet.py"),
     )

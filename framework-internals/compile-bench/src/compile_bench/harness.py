@@ -113,6 +113,7 @@ class Harness:
         warm: bool = True,
         mega: bool = False,
         turn: Path | None = None,
+        patience: float = math.inf,
     ) -> Bench:
         """Measure everything about a case, in two to four processes.
 
@@ -123,23 +124,20 @@ class Harness:
             warm: also measure the first steps with warm caches.
             mega: also measure the first steps with empty folders and the cold process's cache artifacts.
             turn: see :func:`compile_bench.measuring.compiled`.
+            patience: likewise.
 
         Raises:
             WorkerFailure: if a process hung or crashed.
             UserError: if the target is at fault.
         """
         self.toolchain_seconds()
+        sampling = {"steady_seconds": steady_seconds, "turn": turn, "patience": patience}
         eager = eager or self.eager(case)
         cache = self.new_cache()
         artifact = cache.with_suffix(".artifact") if mega else None
-        cold_seconds = 0.0 if warm else steady_seconds
-        cold = cast(
-            Compiled,
-            self.ask("compiled", case, cache, steady_seconds=cold_seconds, artifact_out=artifact, turn=turn),
-        )
-        last = cold
-        if warm:
-            last = cast(Compiled, self.ask("compiled", case, cache, steady_seconds=steady_seconds, turn=turn))
+        first = {**sampling, "artifact_out": artifact, **({"steady_seconds": 0.0} if warm else {})}
+        cold = cast(Compiled, self.ask("compiled", case, cache, **first))
+        last = cast(Compiled, self.ask("compiled", case, cache, **sampling)) if warm else cold
         loaded = None
         if artifact is not None and artifact.exists():
             loaded = cast(Compiled, self.ask("compiled", case, steady_seconds=0.0, artifact_in=artifact, turn=turn))

@@ -34,6 +34,9 @@ SHAPE_PASSES = (1, 100, 10_000)
 # How a process that ran out of a GPU's memory ends.
 _MEMORY = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 
+# Seconds after which a case of the sweep is sampled beside others that still compile: autotuning can take minutes.
+_PATIENCE = 75.0
+
 Work = tuple[str, Callable[[], list[Record]]]
 
 
@@ -84,8 +87,8 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
             },
             "steady_seconds": 3.0,
             "sweep_steady_seconds": 1.0,
-            "until_seconds": {"cases": 110.0, "shapes": 140.0, "agreement": 185.0, "more cases": 186.0},
-            "end_seconds": 203.0,
+            "until_seconds": {"cases": 120.0, "shapes": 165.0, "agreement": 182.0, "more cases": 184.0},
+            "end_seconds": 200.0,
             "limit_seconds": 150.0,
         }
     return {
@@ -96,8 +99,8 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
         "agreement": {"targets": ["gpt", *ZOO_NAMES], "kinds": ["training"], "side_by_side": 13},
         "steady_seconds": 3.0,
         "sweep_steady_seconds": 0.5,
-        "until_seconds": {"cases": 90.0, "shapes": 130.0, "agreement": 230.0, "sweep": 420.0, "more cases": 430.0},
-        "end_seconds": 470.0,
+        "until_seconds": {"cases": 90.0, "shapes": 160.0, "agreement": 230.0, "sweep": 420.0, "more cases": 430.0},
+        "end_seconds": 465.0,
         "limit_seconds": 200.0,
     }
 
@@ -126,12 +129,12 @@ def collect(run: Run, root: Path) -> None:
     repository = root.parents[1]
     with Harness.open(run.device, limit=run.configuration["limit_seconds"]) as harness:
         measuring = _Measuring(run, harness, repository)
-        run.record("toolchain", data={"seconds": harness.toolchain_seconds()})
+        run.record("toolchain", data={"seconds": harness.toolchain_seconds(), "forked": True})
         measuring.cases("cases")
         # A report needs a case, however slow the machine; from here on time is what it is.
         harness.deadline = measuring.start + run.configuration["end_seconds"]
-        measuring.shapes()
         collect_triage(run, harness, repository)
+        measuring.shapes()
         measuring.agreement()
         measuring.sweep()
         measuring.cases("more cases")
@@ -188,6 +191,7 @@ class _Measuring:
             steady_seconds=self.run.configuration["sweep_steady_seconds"],
             warm=False,
             turn=self.harness.folder / "turn",
+            patience=time.time() + _PATIENCE,
         )
         return [eager_record(case, eager), *bench_records(bench, self.repository, side_by_side=side_by_side)]
 
@@ -241,9 +245,9 @@ class _Measuring:
             elif isinstance(records, Exception):
                 self.run.absent(what, str(records))
             else:
-                for record in records:
-                    if record.labels.get("mode") != "eager" or not self._has(record):
-                        self.run.add(record)
+                self.run.add_all(
+                    record for record in records if record.labels.get("mode") != "eager" or not self._has(record)
+                )
         if late:
             seconds = self.run.configuration["until_seconds"][part]
             names = ", ".join(late) if len(late) < 4 else f"{', '.join(late[:3])} and {plural(len(late) - 3, 'other')}"

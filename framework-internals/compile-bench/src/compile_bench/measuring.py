@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,7 @@ def compiled(
     artifact_in: Path | None = None,
     artifact_out: Path | None = None,
     turn: Path | None = None,
+    patience: float = math.inf,
 ) -> Compiled:
     """First compiled steps and, where ``steady_seconds`` is not 0, everything about later ones.
 
@@ -74,6 +77,7 @@ def compiled(
         artifact_in: cache artifacts to load before the first step.
         artifact_out: where to keep those of this process, once the first steps are over.
         turn: a file that processes measuring side by side lock: together while they compile, alone while they sample.
+        patience: of ``time.time()``, from which on sampling waits for no other process's compiling.
     """
     with _turn(turn, fcntl.LOCK_SH):
         target = load_case(case)
@@ -95,8 +99,10 @@ def compiled(
         for _ in range(FIRST_STEPS):
             eager_step()
         memory = Memory(_peak(eager_step, case, held_before), compiled_peak)
-    with _turn(turn, fcntl.LOCK_EX):
+    with _sampling(turn, patience) as alone:
         steady = sample(eager_step, step, case, steady_seconds)
+    if not alone:
+        steady = replace(steady, method=f"{steady.method} beside compiling processes")
     with _turn(turn, fcntl.LOCK_SH):
         profiles = profile_step(eager_step, case.device), profile_step(step, case.device)
         del eager_step  # its weights and gradients: the float64 copies need the memory
@@ -113,6 +119,26 @@ def _turn(file: Path | None, kind: int) -> Iterator[None]:
     with file.open("a") as handle:
         fcntl.flock(handle, kind)
         yield
+
+
+@contextmanager
+def _sampling(file: Path | None, patience: float) -> Iterator[bool]:
+    """One process at a time, and without others that compile if they are done in time; whether they were."""
+    if file is None:
+        yield True
+        return
+    with _turn(file.with_suffix(".sampling"), fcntl.LOCK_EX), file.open("a") as handle:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.time() < patience:
+                    time.sleep(0.05)
+                    continue
+                yield False
+                return
+            yield True
+            return
 
 
 def _load_artifacts(file: Path | None) -> float:

@@ -45,17 +45,19 @@ def bench_records(bench: Bench, root: Path, *, side_by_side: int = 1) -> list[Re
         records.append(Record("memory", labels, {name: Quantity(peak, "B") for name, peak in peaks.items()}))
     if bench.eager_profile is not None and bench.compiled_profile is not None:
         records.append(_profile(bench.eager_profile, bench.compiled_profile, bench, labels))
-    records.append(_verdict(bench, labels))
+    records.append(_verdict(bench, labels, planned=side_by_side == 1))
     return records
 
 
-def _verdict(bench: Bench, labels: dict[str, Label]) -> Record:
+def _verdict(bench: Bench, labels: dict[str, Label], *, planned: bool) -> Record:
+    """With plans only where the price is that of a machine to itself."""
     verdict = judge(bench)
     plans = [
         plan(bench, steps, restarts, cache)
         for restarts in PLAN_RESTARTS
         for cache in CACHE_STATES
         for steps in PLAN_STEPS
+        if planned
     ]
     data = {
         "advice": verdict.advice,

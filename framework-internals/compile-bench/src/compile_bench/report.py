@@ -60,6 +60,7 @@ def context(results: Results) -> dict[str, Any]:
         "shapes": [_shapes(record) for record in results.select("shapes")],
         "agreement": _agreement(results),
         "toolchain": _toolchain(results),
+        "forked": any(record.data.get("forked") for record in results.select("toolchain")),
         "pressures": _pressures(results),
         "controls": _controls(results),
         "clocks": sorted({record.data["method"] for record in results.select("steady")}),

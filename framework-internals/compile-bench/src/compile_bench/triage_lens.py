@@ -37,5 +37,4 @@ def collect_triage(run: Run, harness: Harness, repository: Path) -> None:
 def _bill(run: Run, harness: Harness, case: Case, repository: Path) -> None:
     from compile_bench.bill import draw_up  # imports torch, which a report does not need
 
-    for record in bill_records(draw_up(harness, case, root=repository), repository):
-        run.add(record)
+    run.add_all(bill_records(draw_up(harness, case, root=repository), repository))

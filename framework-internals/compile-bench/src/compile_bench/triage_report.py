@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchkit import numbers
@@ -53,7 +54,7 @@ def _bill_row(each: Record) -> tuple[str, ...]:
     kinds = each.data["kinds"]
     gap = each.values.get("gap")
     return (
-        f"`{each.data['place']}`",
+        f"`{_short(each.data['place'])}`",
         f"`{each.data['source']}`" if each.data["source"] else "",
         each.data["category"],
         "both" if len(kinds) > 1 else kinds[0],
@@ -64,11 +65,16 @@ def _bill_row(each: Record) -> tuple[str, ...]:
     )
 
 
+def _short(place: str) -> str:
+    """``file.py:LINE`` without folders, for a table; the patches below it name the whole path."""
+    return place.rpartition("/")[2]
+
+
 def _dearest(priced: Sequence[Record]) -> str:
     if not priced:
         return ""
     first = max(priced, key=lambda each: each["gap"].value)
-    return f"`{first.data['place']}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
+    return f"`{_short(first.data['place'])}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
 
 
 def _without_gap(findings: Sequence[Record]) -> list[str]:
@@ -76,19 +82,19 @@ def _without_gap(findings: Sequence[Record]) -> list[str]:
     places: dict[str, list[str]] = {}
     for each in findings:
         if each.data.get("no gap"):
-            places.setdefault(each.data["no gap"], []).append(f"`{each.data['place']}`")
+            places.setdefault(each.data["no gap"], []).append(f"`{_short(each.data['place'])}`")
     return [f"No gap is given for {', '.join(dict.fromkeys(lines))}: {why}." for why, lines in places.items()]
 
 
 def _recompile_table(recompiles: Sequence[dict[str, Any]]) -> str:
-    rows = [(f"`{each['file']}:{each['line']}`", each["cause"], f"`{each['guard']}`") for each in recompiles]
+    rows = [(f"`{Path(each['file']).name}:{each['line']}`", each["cause"], f"`{each['guard']}`") for each in recompiles]
     return markdown_table(["compiled again at", "cause", "guard that failed"], rows, left=3) if rows else ""
 
 
 def _mended(each: Record) -> dict[str, Any]:
     before, after = (int(each[f"breaks {when}"].value) for when in ("before", "after"))
     return {
-        "place": each.data["place"],
+        "place": _short(each.data["place"]),
         "title": each.data["mend"]["title"],
         "effect": each.data["mend"]["effect"],
         "breaks": f"{plural(before, 'break')} before, {after} after",
@@ -97,7 +103,11 @@ def _mended(each: Record) -> dict[str, Any]:
 
 
 def _refused(each: Record) -> dict[str, str]:
-    return {"place": each.data["place"], "title": each.data["mend"]["title"], "why": each.data["mend"]["verdict"]}
+    return {
+        "place": _short(each.data["place"]),
+        "title": each.data["mend"]["title"],
+        "why": each.data["mend"]["verdict"],
+    }
 
 
 def _together(each: Record) -> str:

@@ -52,7 +52,7 @@ class Planted(nn.Module):
         super().__init__()
         self.inner = nn.Linear(64, 64)
         self.outer = nn.Linear(64, 64)
-        self.calls = 0
+        self.started = False
 
     def forward(self, x: Tensor) -> Tensor:
         """Return something; how is the point."""
@@ -61,9 +61,9 @@ class Planted(nn.Module):
             x = x * 0.5
         x = x / x.abs().max().item()  # a tensor's value read by Python
         print(end="")  # a side effect in the middle
-        x = self.outer(x) * (1 + self.calls)  # a constant to the compiler, which is another in the second call
-        self.calls = 1
-        return x
+        if not self.started:  # a constant to the compiler, which is another in the second call
+            self.started = True
+        return self.outer(x)
 
 
 def planted(device: Device) -> Target:
