@@ -109,6 +109,7 @@ def test_mixed_precision_keeps_float32_masters_and_donates_the_state():
     assert state.params.embedding.is_deleted()
 
 
+@pytest.mark.slow
 def test_without_donation_the_state_stays():
     state = initial_state(SMALL, replace(TRAINING, dtype="float32"))
     x = tokens(SMALL, 4).astype(np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryDirectory
@@ -91,6 +91,7 @@ def measure_engines(
             with _workers(device) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
                 # Processes start at the same time; what is timed, compiling included, they do one after another.
                 starting = {name: pool.submit(start_more, engines[name], model, training) for name in group}
+                wait(starting.values())
                 ready = {reference: (first, expected)}
                 for name, started in starting.items():
                     try:
