@@ -87,6 +87,7 @@ def measure_engines(
     with _workers(device) as start:
         first = start(engines[reference], model, training)
         expected = _prepare(first, steps)
+        devices = engines[reference].devices
         for group in _groups(others, together) or [[]]:
             with _workers(device) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
                 # Processes start at the same time; what is timed, compiling included, they do one after another.
@@ -96,10 +97,9 @@ def measure_engines(
                 for name, started in starting.items():
                     try:
                         worker = started.result()
-                        preparation = _prepare(worker, steps)
-                        if engines[name].devices == 1:  # those of several have more rows, and so another loss
-                            _require_agreement(preparation.loss, expected.loss, training.dtype)
-                        ready[name] = (worker, preparation)
+                        # More devices have more rows, and so another loss.
+                        loss = expected.loss if engines[name].devices == devices else None
+                        ready[name] = (worker, _prepare(worker, steps, loss, training.dtype))
                     except (WorkerError, ValueError) as error:
                         found[name] = str(error)
                 for name, measured in _measure_group(ready, reference, rounds, steps).items():
@@ -107,12 +107,14 @@ def measure_engines(
     return {name: found[name] for name in engines}
 
 
-def _prepare(worker: Worker, steps: int) -> Preparation:
+def _prepare(worker: Worker, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
     """The first step, and a sample's worth of others, which shows whether they fit into memory beside those before."""
     try:
         preparation = Preparation(**worker.call("prepare"))
+        if expected_loss is not None:
+            _require_agreement(preparation.loss, expected_loss, dtype)
         worker.call("run", steps=steps)
-    except WorkerError:
+    except (WorkerError, ValueError):
         worker.close()  # and with it what it holds of the device
         raise
     return preparation
