@@ -85,6 +85,10 @@ class FakeWorker:
         self.log.append((method, self.name))
         if method == "run" and self.name == "too large":
             raise WorkerError("RESOURCE_EXHAUSTED: out of memory")
+        if method == "kernel_times":
+            if self.name == "no profile":
+                raise WorkerError("the worker ended with status -6:\nFatal Python error: Aborted\n")
+            return [["fusion", 2.0, 1e-3]]
         return asdict(Preparation(1.0, self.loss, {})) if method == "prepare" else None
 
     def close(self):
@@ -120,6 +124,18 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     assert ("run", "reference") in log[second:]
     assert found["reference"].speedup.value == 1
     assert len(found["also right"].timing.samples) == 3
+
+
+def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
+    monkeypatch.setattr(bench, "_workers", lambda device: nullcontext(lambda *asked: FakeWorker([], asked[0])))
+    engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large")}
+    shapes = bench_config("tiny", batch_size=2, dtype="float32")
+    found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
+    assert [kernel.name for kernel in found["right"].kernels] == ["fusion"]
+    assert found["no profile"].kernels == ()
+    assert last_line(found["no profile"].unprofiled) == "Fatal Python error: Aborted"
+    assert len(found["no profile"].timing.samples) == 2
+    assert "out of memory" in found["too large"]
 
 
 def test_a_reference_that_fails_is_an_error(monkeypatch):

@@ -45,12 +45,14 @@ class Trial:
         timing: seconds of one step, against the others of its group alone.
         peak_memory: bytes; None on a CPU.
         kernels: seconds a step by kernel, the largest first; empty unless asked for.
+        unprofiled: why there are none although they were asked for.
     """
 
     preparation: Preparation
     timing: Timing
     peak_memory: int | None
-    kernels: tuple[KernelTime, ...]
+    kernels: tuple[KernelTime, ...] = ()
+    unprofiled: str = ""
 
 
 def measure_engines(
@@ -168,7 +170,7 @@ def sweep(
             def prepare(name: str, start: _Start = start) -> tuple[Worker, Preparation] | str:
                 try:
                     worker = start(engines[name], model, training)
-                    return worker, Preparation(**worker.call("prepare"))
+                    return worker, _prepare(worker, steps)
                 except (WorkerError, UserError) as error:
                     return str(error).strip()
 
@@ -179,12 +181,18 @@ def sweep(
                 continue
             comparison = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
             for name, (worker, preparation) in ready.items():
-                table = worker.call("kernel_times", steps=steps) if kernels else []
                 timing = replace(comparison[name], samples=tuple(sample / steps for sample in comparison[name].samples))
-                yield (
-                    name,
-                    Trial(preparation, timing, worker.call("peak_memory"), tuple(KernelTime(*row) for row in table)),
-                )
+                trial = Trial(preparation, timing, worker.call("peak_memory"))
+                yield name, _with_kernels(trial, worker, steps) if kernels else trial
+
+
+def _with_kernels(trial: Trial, worker: Worker, steps: int) -> Trial:
+    """The trial with its kernels; a profiler that fails, or takes the worker with it, costs them alone."""
+    try:
+        table = worker.call("kernel_times", steps=steps)
+    except (WorkerError, UserError) as error:
+        return replace(trial, unprofiled=str(error))
+    return replace(trial, kernels=tuple(KernelTime(*row) for row in table))
 
 
 _Start = Callable[[EngineSpec, GPTConfig, TrainConfig], Worker]
