@@ -21,7 +21,9 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [*arguments])
 
 
-def test_parity_gives_a_verdict():
+def test_parity_gives_a_verdict(monkeypatch):
+    tiny = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16)
+    monkeypatch.setattr("torch_baseline.config.GPTConfig.preset", lambda name: tiny)
     result = invoke("parity", "--preset", "tiny", *SMALL, "--dtype", "float32", "--seed", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "PARITY tiny, 3 steps, seed 1, float32: all within bounds" in result.output
@@ -120,6 +122,7 @@ def test_mistakes_are_user_errors(arguments, message):
     assert message in str(result.exception)
 
 
+@pytest.mark.slow
 def test_a_user_error_is_one_line_and_status_2():
     result = subprocess.run(
         [sys.executable, "-m", "jax_baseline", "parity", "--preset", "huge"],

@@ -52,6 +52,7 @@ def test_parity_holds(dtype, ceiling, low_precision_residual):
     assert found.largest("loss") < ceiling
 
 
+@pytest.mark.slow
 def test_parity_in_bfloat16_is_that_of_torch_with_itself():
     found = sides.run(sides.Setup(SMALL, replace(TRAINING, dtype="bfloat16")))
     assert found.divergence() is None
