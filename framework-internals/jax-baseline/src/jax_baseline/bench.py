@@ -232,7 +232,7 @@ def _compare(workers: Mapping[str, Worker], rounds: int, steps: int) -> Comparis
         # The workers wait for their device themselves: here a call is over when the work is.
         device="cpu",
         clock="wall-clock",
-        warmup_calls=1,
+        warmup_calls=0,  # the first sample's worth of steps was taken when they were prepared
         rounds=rounds,
     )
 

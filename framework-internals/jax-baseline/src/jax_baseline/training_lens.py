@@ -38,7 +38,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         if not quick:
             dtypes["bfloat16"] = small
             names += ["torch-compile", "jit-scan", "jit-4-steps"]
-        bench = {"preset": "tiny", "batch_size": 4, "dtype": "float32", "rounds": 6, "steps": 4}
+        bench = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "rounds": 6, "steps": 4}
         bench["together"] = None
     engines = {name: asdict(spec) for name, spec in named_engines(names).items()}
     learned = {"preset": "tiny", "steps": 200 if quick else 1000, "seeds": [0, 1, 2]} if device == "cuda" else None
