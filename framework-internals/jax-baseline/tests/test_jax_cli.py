@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from benchkit import UserError
 from jax_baseline.cli import app
+from jax_baseline.convergence import Converged
 from jax_baseline.parity import Observation, judge
 from torch_baseline.config import GPTConfig
 
@@ -20,7 +21,9 @@ def invoke(*arguments):
     return CliRunner().invoke(app, [*arguments])
 
 
-def test_parity_gives_a_verdict():
+def test_parity_gives_a_verdict(monkeypatch):
+    tiny = GPTConfig(n_layer=1, n_head=2, n_embd=16, block_size=16)
+    monkeypatch.setattr("torch_baseline.config.GPTConfig.preset", lambda name: tiny)
     result = invoke("parity", "--preset", "tiny", *SMALL, "--dtype", "float32", "--seed", "1", "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert "PARITY tiny, 3 steps, seed 1, float32: all within bounds" in result.output
@@ -50,6 +53,16 @@ def test_train_then_resume_then_sample(tmp_path):
     assert written.output.startswith("abc")
 
 
+def test_ends_are_alike_within_the_noise_of_seeds_and_only_if_both_learned():
+    found = Converged((0, 1, 2), torch=(2.0, 2.1, 2.2), jax=(2.05, 2.1, 2.25), unigram_bits=4.8)
+    assert found.difference == pytest.approx(0.1 / 3)
+    assert found.seed_noise == pytest.approx(0.1)
+    assert found.alike
+    assert not replace(found, jax=(2.3, 2.4, 2.5)).alike  # 0.3 off: over 2 · 0.1 · √(2 / 3)
+    assert not replace(found, unigram_bits=4.2).alike
+
+
+@pytest.mark.slow
 def test_converge_compares_the_ends_of_training(monkeypatch):
     tiny = GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8)
     monkeypatch.setattr("torch_baseline.config.GPTConfig.preset", lambda name: tiny)
@@ -109,6 +122,7 @@ def test_mistakes_are_user_errors(arguments, message):
     assert message in str(result.exception)
 
 
+@pytest.mark.slow
 def test_a_user_error_is_one_line_and_status_2():
     result = subprocess.run(
         [sys.executable, "-m", "jax_baseline", "parity", "--preset", "huge"],

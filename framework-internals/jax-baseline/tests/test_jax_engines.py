@@ -2,14 +2,17 @@
 
 import sys
 import time
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 
 import pytest
 
 from benchkit import UserError
+from benchkit.run import Run
+from jax_baseline import bench, lens
 from jax_baseline.bench import measure_engines
-from jax_baseline.engines import EngineSpec, bench_config
-from jax_baseline.worker import Worker, WorkerError
+from jax_baseline.engines import EngineSpec, Preparation, bench_config
+from jax_baseline.worker import Worker, WorkerError, last_line
 
 
 class Talker:
@@ -68,11 +71,128 @@ def test_a_worker_that_hangs_is_ended(factory):
     assert time.perf_counter() - start < 40
 
 
+class FakeWorker:
+    """An engine whose calls are noted, with the first loss that its options say."""
+
+    def __init__(self, log, spec):
+        self.log, self.name = log, spec.attention
+        self.loss = float(spec.options or 5.0)
+        if self.name == "no start":
+            raise WorkerError("Traceback\n  somewhere\nImportError: no such library\n")
+        log.append(("start", self.name))
+
+    def call(self, method, **arguments):
+        self.log.append((method, self.name))
+        if method == "run" and self.name == "too large":
+            raise WorkerError("RESOURCE_EXHAUSTED: out of memory")
+        if method == "kernel_times":
+            if self.name == "no profile":
+                raise WorkerError("the worker ended with status -6:\nFatal Python error: Aborted\n")
+            return [["fusion", 2.0, 1e-3]]
+        return asdict(Preparation(1.0, self.loss, {})) if method == "prepare" else None
+
+    def close(self):
+        self.log.append(("close", self.name))
+
+
+def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypatch):
+    log = []
+
+    @contextmanager
+    def workers(device):
+        yield lambda spec, model, training: FakeWorker(log, spec)
+
+    monkeypatch.setattr(bench, "_workers", workers)
+    names = ("reference", "right", "no start", "too large", "wrong", "also right")
+    engines = {name: EngineSpec("jax", attention=name, options="5.1" if name == "wrong" else "") for name in names}
+    found = measure_engines(
+        engines, *bench_config("tiny", batch_size=2, dtype="float32"), device="cpu", rounds=3, together=3
+    )
+    assert list(found) == list(names)
+    assert {name for name, engine in found.items() if not isinstance(engine, str)} == {
+        "reference",
+        "right",
+        "also right",
+    }
+    assert last_line(found["no start"]) == "ImportError: no such library"
+    assert "out of memory" in found["too large"]
+    assert "first losses 5.100000 and 5.000000, at most 1e-04 apart in float32" in found["wrong"]
+    assert ("close", "too large") in log  # so that it does not hold memory while others run
+    # The second group starts when the first is measured, and the reference runs in both.
+    second = log.index(("start", "also right"))
+    assert ("run", "right") not in log[second:]
+    assert ("run", "reference") in log[second:]
+    assert found["reference"].speedup.value == 1
+    assert len(found["also right"].timing.samples) == 3
+
+
+def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
+    monkeypatch.setattr(bench, "_workers", lambda device: nullcontext(lambda *asked: FakeWorker([], asked[0])))
+    engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large")}
+    shapes = bench_config("tiny", batch_size=2, dtype="float32")
+    found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
+    assert [kernel.name for kernel in found["right"].kernels] == ["fusion"]
+    assert found["no profile"].kernels == ()
+    assert last_line(found["no profile"].unprofiled) == "Fatal Python error: Aborted"
+    assert len(found["no profile"].timing.samples) == 2
+    assert "out of memory" in found["too large"]
+
+
+def test_a_reference_that_fails_is_an_error(monkeypatch):
+    monkeypatch.setattr(bench, "_workers", lambda device: nullcontext(lambda *asked: FakeWorker([], asked[0])))
+    with pytest.raises(WorkerError, match="out of memory"):
+        measure_engines(
+            {"reference": EngineSpec("jax", attention="too large")},
+            *bench_config("tiny", batch_size=2, dtype="float32"),
+            device="cpu",
+            rounds=1,
+        )
+
+
+class Notes:
+    """A recorder that keeps what it is told."""
+
+    def __init__(self):
+        self.told = {}
+
+    def absent(self, what, why):
+        self.told[what] = why
+
+
+def test_a_part_that_fails_is_absent_from_the_report_and_costs_no_other(monkeypatch, caplog):
+    def fails(run):
+        raise WorkerError("in the worker:\nTraceback\n  somewhere\nXlaRuntimeError: INTERNAL: no stream.\n")
+
+    def needs_a_person(run):
+        raise UserError("JAX sees no device")
+
+    notes, done = Notes(), []
+    parts = [("The first", fails), ("The second", done.append)]
+    monkeypatch.setattr(lens.training_lens, "sections", lambda run: parts)
+    monkeypatch.setattr(lens.hlo_lens, "sections", lambda run: [("The third", done.append)])
+    run = Run("cpu", {}, notes)
+    lens.collect(run)
+    assert done == [run, run]
+    assert notes.told == {"The first": "measuring it failed: XlaRuntimeError: INTERNAL: no stream"}
+    assert "The first could not be measured" in caplog.text
+    parts[0] = ("The first", needs_a_person)
+    with pytest.raises(UserError, match="sees no device"):
+        lens.collect(run)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_part_has_a_name_of_its_own(device):
+    run = Run(device, lens.configure(device, quick=False), Notes())
+    names = [name for half in (lens.training_lens, lens.hlo_lens) for name, _ in half.sections(run)]
+    assert len(set(names)) == len(names) >= 8
+
+
 def test_a_factory_that_fails_raises(factory):
     with pytest.raises(WorkerError, match="ValueError: no greeting"):
         Worker(factory, {"greeting": "nothing"})
 
 
+@pytest.mark.slow
 def test_engines_agree_are_timed_and_fail_alone():
     """In two groups, so that the reference is in both; one engine asks for a compiler flag that there is not."""
     model, training = bench_config("tiny", batch_size=2, dtype="float32")

@@ -13,6 +13,7 @@ from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
 from jax_baseline.hlo.stablehlo import count_operations
 from jax_baseline.hlo.taps import return_everything
 from jax_baseline.model import loss
+from jax_baseline.profile import kernel_seconds
 from jax_baseline.transfer import from_torch
 from jax_baseline.xla_private import complete_text, run_text
 from torch_baseline.config import GPTConfig

@@ -78,7 +78,13 @@ def test_the_loop_is_torchs_loop():
     assert outcome.summary.best_bits == pytest.approx(summary.best_bits, rel=1e-12)
 
 
-@pytest.mark.parametrize("execution", [loop.Execution(steps_per_dispatch=2), loop.Execution(scan=True, remat=True)])
+@pytest.mark.parametrize(
+    "execution",
+    [
+        pytest.param(loop.Execution(steps_per_dispatch=2), marks=pytest.mark.slow),
+        loop.Execution(scan=True, remat=True),
+    ],
+)
 def test_execution_changes_rounding_alone(whole, execution):
     logs = []
     loop.train(MODEL, CONFIG, execution=execution, report=logs.append)
@@ -104,6 +110,7 @@ loop.train(MODEL, replace(CONFIG, out=folder))
 """
 
 
+@pytest.mark.slow
 def test_a_kill_during_a_checkpoint_loses_nothing_that_was_whole(whole, tmp_path):
     outcome, logs, _ = whole
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
@@ -131,6 +138,7 @@ def damage(folder):
     largest.write_bytes(bytes(content))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_named_and_refused(tmp_path):
     config = replace(CONFIG, steps=4, out=tmp_path)
     loop.train(MODEL, config)
@@ -162,6 +170,7 @@ def test_other_runs_and_missing_ones_are_refused(whole, tmp_path):
         loop.train(MODEL, replace(config, out=None), resume=True)
 
 
+@pytest.mark.slow
 def test_patience_ends_a_run_early():
     config = replace(CONFIG, steps=40, lr=0.5, min_lr=0.5, eval_interval=2, patience=2)
     summary = loop.train(MODEL, config).summary
@@ -169,7 +178,9 @@ def test_patience_ends_a_run_early():
     assert summary.steps < 40
 
 
-@pytest.mark.parametrize("execution", [loop.Execution(), loop.Execution(steps_per_dispatch=3)])
+@pytest.mark.parametrize(
+    "execution", [loop.Execution(), pytest.param(loop.Execution(steps_per_dispatch=3), marks=pytest.mark.slow)]
+)
 def test_a_number_that_is_not_finite_is_named(execution):
     config = replace(CONFIG, lr=1e30, min_lr=1e30, warmup=0, clip=0.0)
     with pytest.raises(NonFiniteError, match=r"step 2: the loss is .*(finite|is not).*those before this step"):

@@ -44,7 +44,7 @@ def test_another_basis_computes_the_same_in_another_order(name):
 
 
 @pytest.mark.parametrize(("dtype", "ceiling"), [("float64", 1e-13), ("float32", 1e-5)])
-@pytest.mark.parametrize("low_precision_residual", [False, True])
+@pytest.mark.parametrize("low_precision_residual", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parity_holds(dtype, ceiling, low_precision_residual):
     model = replace(SHAPES["odd heads, untied"], low_precision_residual=low_precision_residual)
     found = sides.run(sides.Setup(model, replace(TRAINING, dtype=dtype, steps=8)))
@@ -52,12 +52,14 @@ def test_parity_holds(dtype, ceiling, low_precision_residual):
     assert found.largest("loss") < ceiling
 
 
+@pytest.mark.slow
 def test_parity_in_bfloat16_is_that_of_torch_with_itself():
     found = sides.run(sides.Setup(SMALL, replace(TRAINING, dtype="bfloat16")))
     assert found.divergence() is None
     assert found.control_largest("loss") < 1e-2
 
 
+@pytest.mark.slow
 def test_a_bfloat16_residual_stream_has_the_same_losses():
     # XLA may leave out a rounding between two operations that it fuses: the norm of a model of width 16 has been 3.5
     # times as far as the controls. The losses must keep their bound.
@@ -70,8 +72,8 @@ def test_a_bfloat16_residual_stream_has_the_same_losses():
     ("wrong", "quantity", "layer"),
     [
         ({"model": {"norm_eps": 1e-3}}, "loss", "blocks.0.attention"),
-        ({"training": {"beta2": 0.999}}, "optimizer state", ""),
-        ({"training": {"weight_decay": 0.0}}, "weights", ""),
+        pytest.param({"training": {"beta2": 0.999}}, "optimizer state", "", marks=pytest.mark.slow),
+        pytest.param({"training": {"weight_decay": 0.0}}, "weights", "", marks=pytest.mark.slow),
     ],
 )
 def test_what_parts_first_is_named(wrong, quantity, layer):

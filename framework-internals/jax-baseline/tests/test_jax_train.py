@@ -54,7 +54,14 @@ def test_logits_equal_torchs_in_float64(name):
     np.testing.assert_allclose(found, expected, rtol=0, atol=300 * EPS64 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("two blocks", marks=pytest.mark.slow),
+        "odd heads, untied",
+        pytest.param("one head, large eps", marks=pytest.mark.slow),
+    ],
+)
 def test_every_gradient_and_weight_equals_torchs_in_float64(name):
     setup = sides.Setup(SHAPES[name], replace(TRAINING, steps=3))
     with jax.enable_x64(True):
@@ -109,6 +116,7 @@ def test_mixed_precision_keeps_float32_masters_and_donates_the_state():
     assert state.params.embedding.is_deleted()
 
 
+@pytest.mark.slow
 def test_without_donation_the_state_stays():
     state = initial_state(SMALL, replace(TRAINING, dtype="float32"))
     x = tokens(SMALL, 4).astype(np.int32)

@@ -111,7 +111,7 @@ def uninterrupted(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize(("how", "last_whole"), [("kill", 6), ("kill-in-write", 3)])
+@pytest.mark.parametrize(("how", "last_whole"), [pytest.param("kill", 6, marks=pytest.mark.slow), ("kill-in-write", 3)])
 def test_a_killed_run_resumes_bit_for_bit(uninterrupted, tmp_path, monkeypatch, how, last_whole):
     assert run(how, tmp_path).returncode == -signal.SIGKILL
     assert checkpoints.load(tmp_path / "last.pt").step == last_whole

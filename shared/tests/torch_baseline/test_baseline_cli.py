@@ -40,6 +40,7 @@ def test_train_resume_and_sample(tmp_path, monkeypatch, capsys):
     assert len(stdout) > 8
 
 
+@pytest.mark.slow
 def test_the_module_runs_on_a_file(tmp_path):
     text = tmp_path / "text"
     text.write_bytes(b"to be or not to be, " * 100)

@@ -85,7 +85,7 @@ def assert_same_run(out, alone):
             torch.testing.assert_close(ours.optimizer[name][key], value, rtol=1e-9, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes_take_the_steps_of_one(alone, tmp_path, kind):
     run_two(tmp_path, kind, tmp_path / kind)
     assert_same_run(tmp_path / kind, alone)

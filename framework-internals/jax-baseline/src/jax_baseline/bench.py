@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryDirectory
@@ -47,12 +47,14 @@ class Trial:
         timing: seconds of one step, against the others of its group alone.
         peak_memory: bytes; None on a CPU.
         kernels: seconds a step by kernel, the largest first; empty unless asked for.
+        unprofiled: why there are none although they were asked for.
     """
 
     preparation: Preparation
     timing: Timing
     peak_memory: int | None
-    kernels: tuple[KernelTime, ...]
+    kernels: tuple[KernelTime, ...] = ()
+    unprofiled: str = ""
 
 
 def measure_engines(
@@ -94,18 +96,19 @@ def measure_engines(
     with _workers(device, factory) as start:
         first = start(engines[reference], model, training)
         expected = _prepare(first, steps)
+        devices = engines[reference].devices
         for group in _groups(others, together) or [[]]:
             with _workers(device, factory) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
                 # Processes start at the same time; what is timed, compiling included, they do one after another.
                 starting = {name: pool.submit(start_more, engines[name], model, training) for name in group}
+                wait(starting.values())
                 ready = {reference: (first, expected)}
                 for name, started in starting.items():
                     try:
                         worker = started.result()
-                        preparation = _prepare(worker, steps)
-                        if engines[name].devices == 1:  # those of several have more rows, and so another loss
-                            _require_agreement(preparation.loss, expected.loss, training.dtype)
-                        ready[name] = (worker, preparation)
+                        # More devices have more rows, and so another loss.
+                        loss = expected.loss if engines[name].devices == devices else None
+                        ready[name] = (worker, _prepare(worker, steps, loss, training.dtype))
                     except (WorkerError, ValueError) as error:
                         found[name] = str(error)
                 for name, measured in _measure_group(ready, reference, rounds, steps).items():
@@ -120,12 +123,14 @@ def steps_taken(rounds: int, steps: int) -> int:
     return 1 + (2 + rounds) * steps
 
 
-def _prepare(worker: Worker, steps: int) -> Preparation:
+def _prepare(worker: Worker, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
     """The first step, and a sample's worth of others, which shows whether they fit into memory beside those before."""
     try:
         preparation = Preparation(**worker.call("prepare"))
+        if expected_loss is not None:
+            _require_agreement(preparation.loss, expected_loss, dtype)
         worker.call("run", steps=steps)
-    except WorkerError:
+    except (WorkerError, ValueError):
         worker.close()  # and with it what it holds of the device
         raise
     return preparation
@@ -179,7 +184,7 @@ def sweep(
             def prepare(name: str, start: _Start = start) -> tuple[Worker, Preparation] | str:
                 try:
                     worker = start(engines[name], model, training)
-                    return worker, Preparation(**worker.call("prepare"))
+                    return worker, _prepare(worker, steps)
                 except (WorkerError, UserError) as error:
                     return str(error).strip()
 
@@ -190,12 +195,18 @@ def sweep(
                 continue
             comparison = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
             for name, (worker, preparation) in ready.items():
-                table = worker.call("kernel_times", steps=steps) if kernels else []
                 timing = replace(comparison[name], samples=tuple(sample / steps for sample in comparison[name].samples))
-                yield (
-                    name,
-                    Trial(preparation, timing, worker.call("peak_memory"), tuple(KernelTime(*row) for row in table)),
-                )
+                trial = Trial(preparation, timing, worker.call("peak_memory"))
+                yield name, _with_kernels(trial, worker, steps) if kernels else trial
+
+
+def _with_kernels(trial: Trial, worker: Worker, steps: int) -> Trial:
+    """The trial with its kernels; a profiler that fails, or takes the worker with it, costs them alone."""
+    try:
+        table = worker.call("kernel_times", steps=steps)
+    except (WorkerError, UserError) as error:
+        return replace(trial, unprofiled=str(error))
+    return replace(trial, kernels=tuple(KernelTime(*row) for row in table))
 
 
 _Start = Callable[[EngineSpec, GPTConfig, TrainConfig], Worker]
@@ -233,7 +244,7 @@ def _compare(workers: Mapping[str, Worker], rounds: int, steps: int) -> Comparis
         # The workers wait for their device themselves: here a call is over when the work is.
         device="cpu",
         clock="wall-clock",
-        warmup_calls=1,
+        warmup_calls=0,  # the first sample's worth of steps was taken when they were prepared
         rounds=rounds,
     )
 

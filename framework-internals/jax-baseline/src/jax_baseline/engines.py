@@ -100,6 +100,8 @@ ENGINES: Mapping[str, EngineSpec] = {
     "cudnn-bf16-residual-4-steps": EngineSpec(
         "jax", attention="cudnn", low_precision_residual=True, steps_per_dispatch=4
     ),
+    # Not measured yet: the launches of torch's compiled forward and backward replayed as CUDA graphs.
+    "torch-compile-graphs": EngineSpec("torch", options="triton.cudagraphs"),
     # Settings that were tried on an H200 and gave nothing or next to it; NOTES.md has the figures.
     "torch-compile-flash": EngineSpec("torch", attention="flash"),
     "torch-compile-tuned": EngineSpec("torch", options="coordinate_descent_tuning"),

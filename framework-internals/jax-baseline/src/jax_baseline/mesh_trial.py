@@ -46,6 +46,7 @@ class MeshTrial:
             batch(corpus.train, config.seed, step, config.batch_size, self._model.block_size)
             for step in range(config.steps)
         ]
+        self._compiled: dict[tuple[int, int], Any] = {}
 
     def run(self, data: int, fsdp: int, rows: Sequence[int] | None = None) -> dict[str, Any]:
         """Return the fields of a :class:`MeshRun`.
@@ -60,8 +61,10 @@ class MeshTrial:
         shardings = state_sharding(state, mesh)
         state = spread(state, shardings)
         batches = [to_mesh(self._ordered(tokens, rows), mesh) for tokens in self._batches]
-        step: Any = make_train_step(self._model, self._training, shardings=shardings)
-        compiled = step.lower(state, *batches[0]).compile()
+        if (data, fsdp) not in self._compiled:
+            step: Any = make_train_step(self._model, self._training, shardings=shardings)
+            self._compiled[data, fsdp] = step.lower(state, *batches[0]).compile()
+        compiled = self._compiled[data, fsdp]
         held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
         losses = []
         for tokens in batches:

@@ -29,6 +29,9 @@ from torch_baseline.data import Tokens
 from torch_baseline.model import init_numpy
 from torch_baseline.optim import learning_rate
 
+# A mistake's gradient runs a handful of times: LLVM's optimisations cost more than they save.
+_COMPILE_QUICKLY = {"xla_backend_optimization_level": 0}
+
 Optimizer = Callable[[TrainConfig], optax.GradientTransformation]
 
 
@@ -115,7 +118,10 @@ def _run(
     model, training = replace(setup.model, **mutation.model), replace(setup.training, **mutation.training)
     key = (model, training.accumulation, mutation.parts, mutation.attention)
     if key not in gradients:
-        gradients[key] = jax.jit(make_gradient(model, training, attention=mutation.attention, parts=mutation.parts))
+        gradients[key] = jax.jit(
+            make_gradient(model, training, attention=mutation.attention, parts=mutation.parts),
+            compiler_options=_COMPILE_QUICKLY if setup.device == "cpu" else None,
+        )
     weights = mutation.weights({name: array.copy() for name, array in init_numpy(setup.model, training.seed).items()})
     if model.tie_embeddings and not setup.model.tie_embeddings:
         weights.pop("head.weight")

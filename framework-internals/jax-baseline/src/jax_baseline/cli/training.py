@@ -220,6 +220,8 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float 
         f"{numbers.with_unit(trial.preparation.first_step_seconds, 's')}, loss {trial.preparation.loss:.6f}",
         flush=True,
     )
+    if trial.unprofiled:
+        print(f"    no kernels: {last_line(trial.unprofiled)}")
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
     for kernel in alike(trial.kernels)[:kernels]:
