@@ -69,7 +69,7 @@ def collect(run: Run) -> None:
     info = load()
     run.record(
         "serving",
-        {"road": str(info.road), "cuda": str(info.cuda), "sha256": str(info.sha256)},
+        {"road": str(info.road), "cuda": str(info.cuda), "autograd": info.autograd, "sha256": str(info.sha256)},
         data=dict(info.not_served),
     )
     _collect_limits(run)
