@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -114,21 +115,27 @@ def tensor_cores(request: pytest.FixtureRequest) -> tuple[Kernels, str]:
 
 
 MMA, WGMMA, NAIVE = Algorithm.MMA, Algorithm.WGMMA, Algorithm.NAIVE
+
+
+def slow(case: Case | Algorithm) -> Any:
+    return pytest.param(case, marks=pytest.mark.slow)
+
+
 CASES = [
     Case(MMA, BF16, 64),
     Case(MMA, FP16, 72, lengths=(70, 90), causal=True),
     Case(MMA, BF16, 128, heads=(3, 3), lengths=(65, 40), causal=True),
     Case(MMA, BF16, 200, lengths=(40, 50), causal=True),
-    Case(MMA, FP32, 64, batch=2),
+    slow(Case(MMA, FP32, 64, batch=2)),
     Case(MMA, FP32, 40, lengths=(70, 60), causal=True, magnitude=1e3),
     Case(MMA, FP32, 120, lengths=(70, 40), causal=True),
     Case(MMA, FP32, 256, heads=(1, 1), lengths=(40, 40)),
     Case(WGMMA, BF16, 64, lengths=(200, 140)),
-    Case(WGMMA, BF16, 32, heads=(4, 2), lengths=(400, 150), causal=True, batch=2),
+    slow(Case(WGMMA, BF16, 32, heads=(4, 2), lengths=(400, 150), causal=True, batch=2)),
     Case(WGMMA, FP16, 72, lengths=(150, 290), causal=True),
     Case(WGMMA, FP32, 64, lengths=(130, 260)),
-    Case(WGMMA, FP32, 40, heads=(3, 1), lengths=(300, 140), causal=True, magnitude=1e3),
-    Case(WGMMA, FP32, 120, lengths=(150, 130), causal=True),
+    slow(Case(WGMMA, FP32, 40, heads=(3, 1), lengths=(300, 140), causal=True, magnitude=1e3)),
+    slow(Case(WGMMA, FP32, 120, lengths=(150, 130), causal=True)),
     Case(WGMMA, FP32, 128, heads=(1, 1), lengths=(70, 140)),
     Case(NAIVE, FP64, 24, heads=(4, 2), lengths=(20, 33), causal=True),
     Case(NAIVE, FP16, 33, lengths=(20, 33)),
@@ -164,7 +171,7 @@ def test_steep_scale_finds_the_largest_score(tensor_cores: tuple[Kernels, str], 
     assert relative_error(lse, expected_lse) < 2.0**-20
 
 
-@pytest.mark.parametrize("algorithm", [MMA, WGMMA])
+@pytest.mark.parametrize("algorithm", [slow(MMA), WGMMA])
 def test_long_rows_do_not_drift(tensor_cores: tuple[Kernels, str], algorithm: Algorithm) -> None:
     # A correction recomputed from an unrounded maximum is not exactly one where the maximum has not changed, and the
     # weight of the early tiles drifts off by some 2^-23 a tile: 1.3e-6 at this length. See NOTES.md.
@@ -176,7 +183,7 @@ def test_long_rows_do_not_drift(tensor_cores: tuple[Kernels, str], algorithm: Al
 
 
 @pytest.mark.parametrize(
-    "case", [Case(WGMMA, BF16, 64, causal=True), Case(WGMMA, FP32, 64), Case(MMA, FP32, 64)], ids=repr
+    "case", [Case(WGMMA, BF16, 64, causal=True), Case(WGMMA, FP32, 64), slow(Case(MMA, FP32, 64))], ids=repr
 )
 def test_strided_tensors(tensor_cores: tuple[Kernels, str], case: Case) -> None:
     kernels, device = tensor_cores
@@ -249,6 +256,7 @@ CPU_CASES = [
 ]
 
 
+@pytest.mark.slow  # compiles the CPU's kernels by themselves; the operator's tests run them out of the library
 @pytest.mark.parametrize("case", CPU_CASES, ids=repr)
 def test_cpu_agrees_with_float64(case: Case) -> None:
     check(build_kernels("cpu"), case, "cpu")

@@ -12,11 +12,19 @@ SMALL_SPILL = 128
 # At a width of 256: 128 sums a thread beside the scores, their fragments and the addresses of what is copied.
 WIDEST_SPILL = 640
 WIDEST = re.compile(r"Li256E")
+# Compiled at every run of the quick tests: the others take up to half a minute each.
+QUICK = {("dispatch.cu", "sm_90a"), ("forward_mma.cu", "sm_90a")}
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("architecture", ["sm_90a", "sm_120"])
-@pytest.mark.parametrize("name", KERNEL_FILES)
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        pytest.param(name, architecture, marks=[] if (name, architecture) in QUICK else pytest.mark.slow)
+        for name in KERNEL_FILES
+        for architecture in ("sm_90a", "sm_120")
+    ],
+)
 def test_kernels_keep_to_their_registers(name: str, architecture: str) -> None:
     kernels = compile_cuda(SOURCES / name, architecture)
     assert kernels
@@ -33,7 +41,7 @@ def test_kernels_keep_to_their_registers(name: str, architecture: str) -> None:
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_120"])
+@pytest.mark.parametrize("architecture", ["sm_80", pytest.param("sm_120", marks=pytest.mark.slow)])
 def test_hopper_kernels_are_empty_elsewhere(architecture: str) -> None:
     for name in ("forward_wgmma.cu", "backward_wgmma.cu"):
         for kernel in compile_cuda(SOURCES / name, architecture):

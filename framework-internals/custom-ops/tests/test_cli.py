@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from custom_ops import autograd_nodes
 from custom_ops.cli import app
 from custom_ops.roads.module import NAME
 
@@ -37,6 +38,12 @@ def test_build_just_in_time_names_the_library() -> None:
     assert Path(result.output.split("\n")[0]).suffix == ".so"
 
 
+def test_build_autograd_names_the_library() -> None:
+    result = runner.invoke(app, ["build", "autograd"])
+    assert result.exit_code == 0, result.output
+    assert Path(result.output.split("\n")[0]) == autograd_nodes.cached()
+
+
 @pytest.mark.slow
 def test_build_ahead_of_time_leaves_a_wheel_that_has_been_loaded(tmp_path: Path) -> None:
     result = runner.invoke(app, ["build", "ahead-of-time", "--out", str(tmp_path)])
@@ -50,7 +57,10 @@ def test_build_ahead_of_time_leaves_a_wheel_that_has_been_loaded(tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build", "sideways"], "custom-ops: expected one of library, ahead-of-time, just-in-time, got 'sideways'"),
+        (
+            ["build", "sideways"],
+            "custom-ops: expected one of library, autograd, ahead-of-time, just-in-time, got 'sideways'",
+        ),
         (["bench", "--dtype", "int8"], "custom-ops: --dtype: expected one of float32"),
         (["bench", "--op", "none"], "custom-ops: --op: expected one of vector_add, axpb, scale"),
         (["bench", "--device", "tpu"], "custom-ops: --device takes auto, cpu or cuda, got 'tpu'"),

@@ -194,7 +194,9 @@ def leaves(name: str, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     return [tensor.clone().requires_grad_() for tensor in CALLS[name][1](dtype)]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "flash_attention" else []) for name in CALLS]
+)
 def test_gradcheck_twice(name: str) -> None:
     assert torch.autograd.gradcheck(CALLS[name][0], leaves(name))
     assert torch.autograd.gradgradcheck(CALLS[name][0], leaves(name))
@@ -330,7 +332,7 @@ def test_refusals_name_argument_expected_and_received(case: str) -> None:
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("level", ["default", "avx2"])
+@pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow)])
 def test_every_instruction_set_gives_right_numbers(level: str) -> None:
     script = (
         "import torch, custom_ops\n"

@@ -305,7 +305,7 @@ def _link(
             f"-Wl,--version-script={exports}", "-Wl,--no-undefined", "-Wl,--warn-unresolved-symbols",
             *(f"-L{path}" for path in library_paths()),
             # libtorch.so brings torch's CUDA library along where there is one, for the one weak symbol that is in it.
-            "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu", *runtime,
+            "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu", "-lc10", *runtime,
         ])  # fmt: skip
         # Python's own functions are in the program that imports the library, and nowhere to be linked with.
         missing = [found for found in _UNDEFINED.finditer(log) if not found[1].startswith(("Py", "_Py"))]

@@ -7,8 +7,9 @@ namespace custom_ops::stable {
 
 using Library = torch::stable::detail::StableLibrary;
 
-// Both namespaces have every operator. custom_ops is the public one: Python registers its derivatives, and with them a
-// kernel in Python that every call passes. custom_ops_kernels has none: a call that needs no gradient costs a fifth.
+// Both namespaces have every operator. custom_ops is the public one: where ../autograd is not compiled, Python registers
+// its derivatives, and with them a kernel in Python that every call passes. custom_ops_kernels has none: a call that
+// needs no gradient costs a fifth.
 
 #define CUSTOM_OPS_GROUP(name)               \
   void define_##name(Library& library);         \

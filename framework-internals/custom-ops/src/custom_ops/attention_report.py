@@ -58,13 +58,14 @@ def finding(results: Results) -> str | None:
     if not records:
         return None
     longest = max(_length(record) for record in records)
-    clauses = []
-    for dtype in dict.fromkeys(str(record.labels["dtype"]) for record in records):
-        speeds = _range(r["speedup"].value for r in own(results, direction="forward", dtype=dtype, length=longest))
-        clauses.append(f"{dtype} {speeds}")
+    speeds = {
+        dtype: _range(r["speedup"].value for r in records if r.labels["dtype"] == dtype and _length(r) == longest)
+        for dtype in dict.fromkeys(str(r.labels["dtype"]) for r in records if _length(r) == longest)
+    }
+    clauses = " and ".join(f"{found} ({dtype})" for dtype, found in speeds.items())
     return (
-        f"Attention over {numbers.count(longest)} tokens, forward, as fast as PyTorch's best fused back end: "
-        f"{', '.join(clauses)}."
+        f"Attention's forward pass over {numbers.count(longest)} tokens runs at {clauses} the speed of PyTorch's best "
+        "fused back end."
     )
 
 
@@ -97,8 +98,9 @@ def _tokens(record: Record) -> int:
 
 
 def _range(values: Iterable[float]) -> str:
-    low, high = min(values := list(values)), max(values)
-    ends = list(dict.fromkeys(numbers.significant(value) for value in (low, high)))
+    """The smallest and the largest ratio, once where both read the same."""
+    in_order = sorted(values)
+    ends = dict.fromkeys(numbers.significant(value) for value in (in_order[0], in_order[-1]))
     return f"{'–'.join(ends)}×"
 
 

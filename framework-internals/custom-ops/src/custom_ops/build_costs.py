@@ -20,7 +20,7 @@ from pathlib import Path
 
 import native_build
 from benchkit import Quantity, Record
-from custom_ops import prebuild, runtime_compiled
+from custom_ops import autograd_nodes, prebuild, runtime_compiled
 from custom_ops.builds import VARIABLE, architectures_here
 from custom_ops.roads import ahead_of_time, just_in_time
 
@@ -144,7 +144,7 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {
 
 
 def build_all(folder: Path) -> dict[str, Built | native_build.BuildError]:
-    """Build every road from nothing, side by side, each in a process of its own.
+    """Build every road from nothing, side by side, each in a process of its own, and the nodes that go with them.
 
     Args:
         folder: gets a folder for each road; what is built stays there.
@@ -161,7 +161,9 @@ def build_all(folder: Path) -> dict[str, Built | native_build.BuildError]:
             return error
         return Built(road, file, seconds)
 
-    with ThreadPoolExecutor(len(BUILDERS)) as pool:
+    with ThreadPoolExecutor(len(BUILDERS) + 1) as pool:
+        if autograd_nodes.cached() is None:
+            pool.submit(autograd_nodes.build)  # not measured; loading the operators says why where this fails
         return dict(zip(BUILDERS, pool.map(build, BUILDERS), strict=True))
 
 

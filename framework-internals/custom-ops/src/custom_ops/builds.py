@@ -12,7 +12,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +20,18 @@ import torch
 
 import native_build
 from benchkit.progress import working
-from custom_ops import prebuild, runtime_compiled
+from custom_ops import autograd_nodes, prebuild, runtime_compiled
 from custom_ops.operators import bias_gelu, conv_bn_relu, elementwise, flash_attention
 from custom_ops.registration import NAMESPACES, Rules, register
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
+AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"
+
+_NODES = "derivatives in C++"
 
 Road = Literal["named library", "wheel", "compiled here"]
 CudaRoad = Literal["library", "run-time compilation"]
+AutogradRoad = Literal["compiled nodes", "Python"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,15 @@ class BuildInfo:
         road: where the library comes from; None where there is none, and only run-time compilation serves.
         cuda: where the CUDA kernels come from; None where there are none.
         file: the library; None before the first call has compiled it.
-        not_served: what this build is without, and why with the remedy: another road, or CUDA kernels.
+        not_served: what this build is without, and why with the remedy: another road, CUDA kernels, or the nodes.
+        autograd: where the derivatives of the small operators come from (:mod:`custom_ops.autograd_nodes`).
     """
 
     road: Road | None
     cuda: CudaRoad | None
     file: Path | None
     not_served: Mapping[str, str]
+    autograd: AutogradRoad = "Python"
 
     @property
     def sha256(self) -> str | None:
@@ -59,6 +65,7 @@ def build_info() -> BuildInfo:
         native_build.LibraryError: when a library is named or installed that does not fit this torch or this processor.
     """
     road, not_served = _choose()
+    autograd = _choose_autograd(road, not_served)
     file: Path | None = None
     library_cuda: str | None = "there is no library"
     if road == "compiled here":
@@ -67,13 +74,13 @@ def build_info() -> BuildInfo:
         file = _library_of(road)
         library_cuda = _without_cuda(file)
     if library_cuda is None:
-        return BuildInfo(road, "library", file, not_served)
+        return BuildInfo(road, "library", file, not_served, autograd)
     not_served["the library's CUDA kernels"] = library_cuda
     reason = runtime_compiled.missing()
     if reason is None:
-        return BuildInfo(road, "run-time compilation", file, not_served)
+        return BuildInfo(road, "run-time compilation", file, not_served, autograd)
     not_served["run-time compilation"] = reason
-    return BuildInfo(road, None, file, not_served)
+    return BuildInfo(road, None, file, not_served, autograd)
 
 
 def load() -> BuildInfo:
@@ -103,15 +110,33 @@ def _load() -> BuildInfo:
     else:
         if info.file is None:
             with working(f"compiling the operators, once for torch {torch.__version__}"):
-                info = BuildInfo(info.road, info.cuda, prebuild.build_once(architectures_here()), info.not_served)
+                info = replace(info, file=prebuild.build_once(architectures_here()))
         assert info.file is not None
         native_build.load_library(info.file)
     if info.cuda == "run-time compilation":
         runtime_compiled.register()
+    if info.autograd == "compiled nodes":
+        info = _load_nodes(info)
+    in_nodes = autograd_nodes.OPERATORS if info.autograd == "compiled nodes" else frozenset()
     for rules in operators():
-        register(rules)
+        register(rules, derivative=rules.name not in in_nodes)
     for namespace, made in zip(NAMESPACES, (public, kernels), strict=True):
         made.fill(getattr(torch.ops, namespace))
+    return info
+
+
+def _load_nodes(info: BuildInfo) -> BuildInfo:
+    """Put the nodes in, compiled first if need be.
+
+    Where that fails, the derivatives are Python's and :func:`load` says so, unless the environment asked for the nodes.
+    """
+    try:
+        with working(f"compiling derivatives, once for torch {torch.__version__}"):
+            native_build.load_library(autograd_nodes.build())
+    except (native_build.BuildError, native_build.LibraryError) as error:
+        if os.environ.get(AUTOGRAD_VARIABLE) == "nodes":
+            raise
+        return replace(info, autograd="Python", not_served={**info.not_served, _NODES: str(error)})
     return info
 
 
@@ -121,7 +146,7 @@ def load_if_built() -> None:
         info = build_info()
     except native_build.LibraryError:
         return  # the first call says so: an import is the wrong place to fail
-    if info.file is not None:
+    if info.file is not None and (info.autograd == "Python" or autograd_nodes.cached() is not None):
         load()
 
 
@@ -173,6 +198,24 @@ def _choose() -> tuple[Road | None, dict[str, str]]:
         return "compiled here", not_served
     not_served["compiling here"] = reason
     return None, not_served
+
+
+def _choose_autograd(road: Road | None, not_served: dict[str, str]) -> AutogradRoad:
+    """What the environment asks for; else nodes that are compiled already, or whose operators are compiled here too."""
+    asked = os.environ.get(AUTOGRAD_VARIABLE)
+    if asked not in (None, "", "nodes", "python"):
+        raise native_build.LibraryError(f"{AUTOGRAD_VARIABLE}: expected nodes or python, got {asked!r}")
+    if asked == "python":
+        not_served[_NODES] = f"{AUTOGRAD_VARIABLE} is python"
+        return "Python"
+    if asked == "nodes" or autograd_nodes.cached() is not None:
+        return "compiled nodes"
+    if (reason := _cannot_compile()) is None:
+        if road == "compiled here":
+            return "compiled nodes"
+        reason = f"not compiled yet for torch {torch.__version__} (custom-ops build autograd)"
+    not_served[_NODES] = reason
+    return "Python"
 
 
 def _cannot_compile() -> str | None:

@@ -20,7 +20,7 @@ from benchkit import Record, UserError, numbers
 from benchkit.device import resolve_device
 from benchkit.limits import memory_limits
 from benchkit.progress import working
-from custom_ops import build_costs, prebuild, skeleton, speed
+from custom_ops import autograd_nodes, build_costs, prebuild, skeleton, speed
 from custom_ops.builds import build_info, load
 from custom_ops.checks import DTYPES
 from custom_ops.contestants import contests
@@ -50,6 +50,7 @@ def info() -> None:
         found = build_info()
         print(f"library        {found.road or 'none'}{f', {found.file}' if found.file else ''}")
         print(f"CUDA kernels   {found.cuda or 'none'}")
+        print(f"derivatives    {found.autograd}")
         print(f"sha256         {found.sha256 or 'not compiled yet'}")
         print(f"torch          {torch.__version__}")
         for what, why in found.not_served.items():
@@ -59,6 +60,10 @@ def info() -> None:
 def _build_library(out: Path) -> str:
     library = prebuild.build(out / prebuild.FILE_NAME)
     return f"{library}\nuse it with: CUSTOM_OPS_LIBRARY={library}"
+
+
+def _build_autograd(out: Path) -> str:
+    return f"{autograd_nodes.build()}\nfound there by every process with torch {torch.__version__}"
 
 
 def _build_just_in_time(out: Path) -> str:
@@ -76,6 +81,7 @@ def _build_ahead_of_time(out: Path) -> str:
 
 _BUILDS: dict[str, Callable[[Path], str]] = {
     "library": _build_library,
+    "autograd": _build_autograd,
     "ahead-of-time": _build_ahead_of_time,
     "just-in-time": _build_just_in_time,
 }
@@ -88,7 +94,7 @@ def build(
         "dist"
     ),
 ) -> None:
-    """Build the library of all operators, or rung 1's vector_add by one of its two roads."""
+    """Build the library of all operators, their derivatives in C++ for this torch, or rung 1's vector_add by a road."""
     with _one_line_errors():
         if what not in _BUILDS:
             raise UserError(f"expected one of {', '.join(_BUILDS)}, got {what!r}")

@@ -43,7 +43,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "correctness_count": 100_003 if quick else 500_003,
         "attention": _attention_sizes(gpu, quick),
         "preset": None if quick else "gpt2-124m" if gpu else "tiny",
-        "seconds": 0.05 if quick else 0.4 if gpu else 0.1,
+        "seconds": 0.05 if quick else 0.3 if gpu else 0.1,
     }
 
 
@@ -69,7 +69,7 @@ def collect(run: Run) -> None:
     info = load()
     run.record(
         "serving",
-        {"road": str(info.road), "cuda": str(info.cuda), "sha256": str(info.sha256)},
+        {"road": str(info.road), "cuda": str(info.cuda), "autograd": info.autograd, "sha256": str(info.sha256)},
         data=dict(info.not_served),
     )
     _collect_limits(run)
@@ -110,7 +110,7 @@ def _one(measured: Callable[[], Record]) -> list[Record]:
 def _collect_limits(run: Run) -> None:
     seconds = run.configuration["seconds"]
     _keep(run, "the limit of memory", partial(memory_limits, run.device, seconds=seconds))
-    size = 256 if run.configuration["builds"] is False else None
+    size = None if run.configuration["builds"] else 256
     _keep(run, "the limit of products", partial(product_limits, run.device, size=size, seconds=seconds))
 
 

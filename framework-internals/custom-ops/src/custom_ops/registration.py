@@ -1,9 +1,10 @@
 """What the operators of the library get from Python: fake kernels, derivatives, rules for autocast.
 
-The library defines every operator twice. ``custom_ops`` is the public namespace, with derivatives. The kernel that
-``torch.library.register_autograd`` puts in for them is written in Python, and every call passes it, whether a gradient
-is wanted or not: 6 µs. ``custom_ops_kernels`` does without; the functions of this package take it for calls that need
-no gradient.
+The library defines every operator twice. ``custom_ops`` is the public namespace, with derivatives. Those of the small
+operators are nodes in C++ where they could be compiled (:mod:`custom_ops.autograd_nodes`). The kernel that
+``torch.library.register_autograd`` puts in for the others is written in Python, and every call passes it, whether a
+gradient is wanted or not: 6 µs. ``custom_ops_kernels`` does without; the functions of this package take it for calls
+that need no gradient.
 """
 
 from __future__ import annotations
@@ -48,8 +49,13 @@ class Rules:
 _libraries: list[torch.library.Library] = []  # a registration ends with its object
 
 
-def register(rules: Rules) -> None:
-    """Register the rules of an operator that a library has defined, in both namespaces."""
+def register(rules: Rules, *, derivative: bool = True) -> None:
+    """Register the rules of an operator that a library has defined, in both namespaces.
+
+    Args:
+        rules: of the operator.
+        derivative: from Python too; False where the library ``autograd_nodes`` has brought it.
+    """
     for namespace in NAMESPACES:
         library = torch.library.Library(namespace, "FRAGMENT")
         _libraries.append(library)
@@ -57,7 +63,7 @@ def register(rules: Rules) -> None:
             torch.library.register_fake(f"{namespace}::{rules.name}{overload}", rules.fake, lib=library)
         if rules.autocast is not None:
             _register_autocast(library, namespace, rules.name, rules.autocast)
-        if rules.autograd is not None and namespace == NAMESPACES[0]:
+        if rules.autograd is not None and derivative and namespace == NAMESPACES[0]:
             torch.library.register_autograd(
                 f"{namespace}::{rules.name}",
                 rules.autograd.backward,

@@ -24,7 +24,7 @@ _ROADS = {
     build_costs.TORCH_LIBRARY: ("every Python from 3.11, one torch", "derivatives of its own take more C++"),
     build_costs.STABLE: (
         "every Python from 3.11, torch 2.10 to 2.15",
-        "no autograd nodes: derivatives are Python's",
+        "no autograd nodes: derivatives are Python's, or nodes compiled beside it for one torch",
     ),
     build_costs.RUN_TIME: ("every torch with CUDA; no compiler at all", "no CPU; a launch is Python's"),
 }

@@ -21,7 +21,7 @@ AddFunction = Callable[[Tensor, Tensor], Tensor]
 # How this package registers vector_add: with derivatives, and without for the calls that need none.
 SHIPPED = "custom_ops.vector_add"
 STABLE = "stable ABI, no autograd"
-STABLE_AUTOGRAD = "stable ABI + register_autograd"
+STABLE_AUTOGRAD = "stable ABI, with autograd"
 
 
 def wrappers() -> Mapping[str, AddFunction]:

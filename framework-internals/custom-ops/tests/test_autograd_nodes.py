@@ -1,0 +1,137 @@
+"""The derivatives in C++: that they serve, what they refuse, and what happens where they cannot be compiled."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import custom_ops
+import native_build
+from custom_ops import autograd_nodes, builds
+from custom_ops.prebuild import CSRC
+
+ops = torch.ops.custom_ops
+needs_nodes = pytest.mark.usefixtures("nodes")
+
+
+@pytest.fixture
+def nodes() -> None:
+    if custom_ops.load().autograd != "compiled nodes":
+        pytest.skip("the derivatives of the build that serves are Python's")
+
+
+def test_python_and_cpp_name_the_same_operators() -> None:
+    source = (CSRC / "autograd" / "nodes.cpp").read_text()
+    assert set(re.findall(r'library\.impl\("(\w+)"', source)) == autograd_nodes.OPERATORS
+
+
+@needs_nodes
+def test_every_small_operator_has_its_node() -> None:
+    x, bias = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    results = {
+        "VectorAdd": ops.vector_add(x, x),
+        "Axpb": ops.axpb(x, x, 2.0),
+        "Scale": ops.scale(x),
+        "BiasGelu": ops.bias_gelu(x, bias),
+    }
+    for name, result in results.items():
+        assert result.grad_fn is not None
+        assert result.grad_fn.name() == f"CustomOps{name}Backward"
+        with torch.no_grad():
+            assert not ops.scale(x).requires_grad
+
+
+@needs_nodes
+def test_functional_gradients_are_those_of_backward() -> None:
+    x, bias = torch.randn(3, 4), torch.randn(4)
+    functional = torch.func.grad(lambda x: ops.bias_gelu(x, bias).sum())(x)
+    leaf = x.clone().requires_grad_()
+    (direct,) = torch.autograd.grad(torch.nn.functional.gelu(leaf + bias, approximate="tanh").sum(), leaf)
+    torch.testing.assert_close(functional, direct)
+
+
+@needs_nodes
+def test_only_the_gradient_that_is_asked_for() -> None:
+    x, b = torch.randn(3), torch.randn(3, requires_grad=True)
+    ops.axpb(x, b, 2.0).sum().backward()
+    assert x.grad is None
+    assert torch.equal(b.grad, torch.ones(3))  # type: ignore[arg-type]
+    ops.bias_gelu(x, b).sum().backward()
+    assert x.grad is None
+
+
+@needs_nodes
+def test_an_operand_changed_before_the_backward_pass_is_refused() -> None:
+    x = torch.randn(3, 4, requires_grad=True).mul(1.0)
+    y = ops.bias_gelu(x, torch.zeros(4))
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@needs_nodes
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is (deprecated|not supported):DeprecationWarning"
+)  # torch.func's
+def test_forward_mode_is_refused_and_not_dropped() -> None:
+    x = torch.randn(3)
+    with pytest.raises(NotImplementedError, match="custom_ops::scale has no forward-mode derivative"):
+        torch.func.jvp(ops.scale, (x,), (x,))
+
+
+def test_python_serves_where_the_environment_asks_for_it() -> None:
+    """The derivatives are written twice; those in C++ pass the same checks in test_operators and test_vector_add."""
+    code = (
+        "import torch, custom_ops as ops\n"
+        "x = torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_()\n"
+        "b = torch.ones(3, dtype=torch.float64, requires_grad=True)\n"
+        "for call, operands in ((ops.vector_add, (x, x)), (lambda x, y: ops.axpb(x, y, 2.0), (x, x)),\n"
+        "                       (ops.scale, (x,)), (ops.bias_gelu, (x, b))):\n"
+        "    assert torch.autograd.gradgradcheck(call, operands) and torch.autograd.gradcheck(call, operands)\n"
+        "print(ops.load().autograd, ops.build_info().not_served)\n"
+    )
+    path = os.pathsep.join(sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, builds.AUTOGRAD_VARIABLE: "python"}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert answer.stdout.startswith("Python {")
+    assert "'derivatives in C++': 'CUSTOM_OPS_AUTOGRAD is python'" in answer.stdout
+
+
+def test_another_word_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(builds.AUTOGRAD_VARIABLE, "c++")
+    with pytest.raises(native_build.LibraryError, match=r"CUSTOM_OPS_AUTOGRAD: expected nodes or python, got 'c\+\+'"):
+        builds.build_info()
+
+
+def test_a_wheel_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = custom_ops.load().file
+    monkeypatch.delenv(builds.AUTOGRAD_VARIABLE, raising=False)
+    monkeypatch.setenv(builds.VARIABLE, str(library))
+    monkeypatch.setattr(autograd_nodes, "cached", lambda: None)
+    monkeypatch.setattr(native_build, "missing_cxx", lambda: None)
+    found = builds.build_info()
+    assert found.autograd == "Python"
+    assert found.not_served["derivatives in C++"].endswith("(custom-ops build autograd)")
+    monkeypatch.setattr(autograd_nodes, "cached", lambda: Path("nodes.so"))
+    assert builds.build_info().autograd == "compiled nodes"
+
+
+def test_nodes_that_do_not_compile_leave_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise native_build.BuildError("cannot build custom_ops_autograd: no member named 'set_history'")
+
+    monkeypatch.setattr(autograd_nodes, "build", fail)
+    monkeypatch.delenv(builds.AUTOGRAD_VARIABLE, raising=False)
+    asked = builds.BuildInfo("wheel", None, Path("library.so"), {}, "compiled nodes")
+    found = builds._load_nodes(asked)
+    assert found.autograd == "Python"
+    assert "set_history" in found.not_served["derivatives in C++"]
+    monkeypatch.setenv(builds.AUTOGRAD_VARIABLE, "nodes")
+    with pytest.raises(native_build.BuildError, match="set_history"):
+        builds._load_nodes(asked)
