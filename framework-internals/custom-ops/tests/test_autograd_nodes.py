@@ -135,3 +135,12 @@ def test_nodes_that_do_not_compile_leave_python(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(builds.AUTOGRAD_VARIABLE, "nodes")
     with pytest.raises(native_build.BuildError, match="set_history"):
         builds._load_nodes(asked)
+
+
+@needs_nodes
+def test_a_graph_of_many_nodes_is_freed_without_recursion() -> None:
+    y = torch.ones(1, requires_grad=True)
+    for _ in range(100_000):
+        y = ops.scale(y, 1.0)
+    assert y.item() == 1.0
+    del y

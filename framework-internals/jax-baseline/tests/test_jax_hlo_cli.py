@@ -80,7 +80,9 @@ def test_a_lock_passes_and_fails(tmp_path):
             marks=pytest.mark.slow,
         ),
         (["diff", "mine.py:f"], "diff takes two functions"),
-        (["diff", "mine.py:f", "mine.py:g", "--device", "cpu"], "there is no file mine.py"),
+        pytest.param(
+            ["diff", "mine.py:f", "mine.py:g", "--device", "cpu"], "there is no file mine.py", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_mistakes_are_user_errors(arguments, message):

@@ -96,11 +96,12 @@ struct BiasGeluBackward : autograd::Node {
   autograd::SavedVariable saved_x, saved_bias;
 };
 
-// torch counts the references to a node in a std::shared_ptr, in later versions in the node itself.
+// torch counts the references to a node in a std::shared_ptr, in later versions in the node itself. In the earlier ones a
+// long graph needs deleteNode, or its nodes' destructors call one another until the stack is full.
 using NodePointer = decltype(autograd::Edge::function);
 
 template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
-  if constexpr (std::is_same_v<Pointer, std::shared_ptr<autograd::Node>>) return Pointer(node);
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<autograd::Node>>) return Pointer(node, [](auto* last) { deleteNode(last); });
   else return Pointer::unsafe_steal_from_new(node);
 }
 
