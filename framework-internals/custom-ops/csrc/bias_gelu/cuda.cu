@@ -23,11 +23,11 @@ template <typename T, int kWidth, int kVectors> int launch_forward(const BiasGel
 }
 
 template <typename T, int kWidth, int kAcross>
-int launch_backward(const BiasGeluBackward& call, int64_t groups, int64_t rows_per_group, cudaStream_t stream) {
+int launch_backward(const BiasGeluBackward& call, int64_t groups, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(call.columns, int64_t{kAcross} * kWidth)), static_cast<unsigned>(groups));
   bias_gelu_backward<T, kWidth, kAcross><<<grid, kGeluThreads, 0, stream>>>(
       static_cast<const T*>(call.grad), static_cast<const T*>(call.x), static_cast<const T*>(call.bias),
-      static_cast<T*>(call.dx), static_cast<Wide<T>*>(call.workspace), call.rows, call.columns, rows_per_group);
+      static_cast<T*>(call.dx), static_cast<Wide<T>*>(call.workspace), call.rows, call.columns);
   return cudaGetLastError();
 }
 
@@ -38,7 +38,6 @@ struct Groups {
   int across;
   int width;
   int64_t count;
-  int64_t rows;
 };
 
 Groups groups_of(const BiasGeluBackward& call) {
@@ -60,8 +59,7 @@ Groups groups_of(const BiasGeluBackward& call) {
   const int64_t down = kGeluThreads / across;
   const int64_t wanted = std::max<int64_t>(1, blocks / ceil_div(across_row, across));
   // At least eight steps a thread, or the partial sums would be as much traffic as the operands.
-  const int64_t rows = std::max(ceil_div(call.rows, std::min<int64_t>(wanted, 65535)), down * 8);
-  return {across, width, ceil_div(call.rows, rows), rows};
+  return {across, width, std::min({wanted, ceil_div(call.rows, down * 8), int64_t{65535}})};
 }
 
 }  // namespace
@@ -100,10 +98,10 @@ int bias_gelu_backward_cuda(const BiasGeluBackward& call, void* stream) {
     const auto launch = [&](auto width) {
       constexpr int kWidth = decltype(width)::value;
       switch (groups.across) {
-        case 32: return launch_backward<T, kWidth, 32>(call, groups.count, groups.rows, on);
-        case 64: return launch_backward<T, kWidth, 64>(call, groups.count, groups.rows, on);
-        case 128: return launch_backward<T, kWidth, 128>(call, groups.count, groups.rows, on);
-        default: return launch_backward<T, kWidth, 256>(call, groups.count, groups.rows, on);
+        case 32: return launch_backward<T, kWidth, 32>(call, groups.count, on);
+        case 64: return launch_backward<T, kWidth, 64>(call, groups.count, on);
+        case 128: return launch_backward<T, kWidth, 128>(call, groups.count, on);
+        default: return launch_backward<T, kWidth, 256>(call, groups.count, on);
       }
     };
     if (call.rows > 0 && call.columns > 0) {

@@ -165,11 +165,13 @@ template <typename Lanes, bool kAhead> class Rows {
 };
 
 // dx, and the column sums of a group of rows. kAcross threads stand side by side in a row and 256 / kAcross rows are worked
-// on at a time; blockIdx.y chooses the group. A thread keeps its columns' sums in registers from its first row to its last.
+// on at a time. A group (blockIdx.y) takes its turn with the others, so that all blocks together go through the memory from
+// its beginning to its end: each on a stretch of its own, they would be at thousands of places at a time. A thread keeps its
+// columns' sums in registers from its first row to its last.
 template <typename T, int kWidth, int kAcross>
 __global__ void __launch_bounds__(kGeluThreads)
     bias_gelu_backward(const T* __restrict__ grad, const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ dx,
-                       Wide<T>* __restrict__ sums, Index rows, Index columns, Index rows_per_group) {
+                       Wide<T>* __restrict__ sums, Index rows, Index columns) {
   using Lanes = Vector<T, kWidth>;
   constexpr bool kAhead = sizeof(Lanes) == 16;
   constexpr int kDown = kGeluThreads / kAcross;
@@ -181,10 +183,8 @@ __global__ void __launch_bounds__(kGeluThreads)
 
   if (inside) {
     const Lanes b = *reinterpret_cast<const Lanes*>(bias + column);
-    const Index first = Index{blockIdx.y} * rows_per_group;
-    const Index end = first + rows_per_group < rows ? first + rows_per_group : rows;
-    Index at = (first + down) * columns + column;
-    const Index stop = end * columns, stride = kDown * columns;
+    Index at = (Index{blockIdx.y} * kDown + down) * columns + column;
+    const Index stop = rows * columns, stride = Index{gridDim.y} * kDown * columns;
     Rows<Lanes, kAhead> own(slots, grad, x, at, stop, stride);
     for (; at < stop; at += stride) {
       Lanes own_grad, own_x;

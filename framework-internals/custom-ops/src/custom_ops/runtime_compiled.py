@@ -186,15 +186,15 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, 
     grad, x, bias = grad.contiguous(), x.contiguous(), bias.contiguous()
     dx, dbias = torch.empty_like(x), torch.zeros_like(bias)
     if x.numel():
-        across, columns = 64, bias.numel()
+        columns = bias.numel()
         rows = x.numel() // columns
         width = _width(grad, x, bias, dx)
         width = width if columns % width == 0 else 1
-        # A group of rows for each block; enough of them for any GPU, few enough that their sums are little traffic.
-        rows_per_group = max(math.ceil(rows / 512), 32)
-        groups = math.ceil(rows / rows_per_group)
+        across = 256 if columns >= 256 * width else 64
+        # Groups of rows: enough blocks for any GPU, few enough groups that their sums are little traffic.
+        groups = min(512, math.ceil(rows / 32))
         sums = torch.empty(groups, columns, dtype=wide(x.dtype), device=x.device)
-        numbers = (ctypes.c_longlong(rows), ctypes.c_longlong(columns), ctypes.c_longlong(rows_per_group))
+        numbers = (ctypes.c_longlong(rows), ctypes.c_longlong(columns))
         name = _TYPES[x.dtype]
         grid = (math.ceil(columns / (across * width)), groups)
         _launch(f"bias_gelu_backward<{name}, {width}, {across}>", x, grid, grad, x, bias, dx, sums, *numbers)
