@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchkit import UserError, numbers, progress
-from benchkit.device import resolve_device
+from benchkit.device import Device, resolve_device
+from benchkit.environment import capture
+from benchkit.results import write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
@@ -36,12 +42,72 @@ class Outcome:
     report: Path | None
 
 
-def run_job(job: str, *, device: str, quick: bool) -> Outcome:
-    """Run one job in a process of its own, its messages and progress shown as they come."""
+@dataclass
+class Progress:
+    """What an unfinished run has done so far, on disk, so that the next one goes on from there.
+
+    Attributes:
+        path: of the file; there is one for each device and size.
+        lock: descriptor of the file that says that a run is under way; its jobs hold it too, should they outlive it.
+        commit: that the run measures, empty if not known; only the work of the same commit is gone on with.
+        done: seconds and report of each job that ended well.
+    """
+
+    path: Path
+    lock: int
+    commit: str
+    done: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Take over what an earlier run of the same commit has done, as far as its reports are still there."""
+        try:
+            kept = json.loads(self.path.read_text())
+        except (OSError, ValueError):  # there is none, or it was cut short: begin anew
+            return
+        if self.commit and kept.get("commit") == self.commit:
+            self.done = {job: (done[0], done[1]) for job, done in kept["done"].items() if Path(done[1]).exists()}
+
+    def note(self, outcome: Outcome) -> None:
+        """Keep a job that ended well."""
+        if outcome.report is not None:
+            self.done[outcome.job] = (outcome.seconds, str(outcome.report))
+            write_text_atomically(self.path, json.dumps({"commit": self.commit, "done": self.done}))
+
+    def outcome(self, job: str) -> Outcome | None:
+        """How a job ended in the earlier run; None if it has to be run."""
+        if job not in self.done:
+            return None
+        seconds, report = self.done[job]
+        return Outcome(job, seconds, 0, Path(report))
+
+
+@contextmanager
+def only_run(device: Device, *, quick: bool) -> Iterator[Progress]:
+    """The progress of this run; no other run of the same kind can be under way at the same time.
+
+    Raises:
+        UserError: if one is.
+    """
+    folder = ROOT / "build" / "run_all"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = device + ("-quick" if quick else "")
+    with (folder / f"{name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run_all on {name} is under way in this checkout, or a job of one that was killed, and would "
+                "write the same reports; wait for it, end it, or take a checkout of its own"
+            ) from None
+        yield Progress(folder / f"{name}.json", file.fileno(), capture(device, root=ROOT).commit or "")
+
+
+def run_job(job: str, *, device: str, quick: bool, lock: int) -> Outcome:
+    """Run one job in a process of its own, its messages and progress shown as they come; it holds ``lock`` too."""
     command = [sys.executable, str(ROOT / JOBS[job]), "--device", device, *(["--quick"] if quick else [])]
     start = time.perf_counter()
     # Its standard error is ours: progress bars need the terminal. Its standard output is the path of the report.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[lock]) as process:
         try:
             output, _ = process.communicate()
         except KeyboardInterrupt:
@@ -82,35 +148,60 @@ def main(
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and smaller measurements, written to reports/<machine>-quick/.")
     ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure everything, also what an unfinished run of this commit has.")
+    ] = False,
 ) -> None:
-    """Run every subproject's main job and the end-to-end step, go on past one that fails, and sum up."""
-    console = Console()
+    """Run every subproject's main job and the end-to-end step, go on past one that fails, and sum up.
+
+    A run that was ended goes on when it is started again: jobs that it had finished are not repeated.
+    """
     try:
         if unknown := [name for name in only or () if name not in JOBS]:
             raise UserError(f"--only takes one of {', '.join(JOBS)}; got {', '.join(unknown)}")
         resolved = resolve_device(device)
+        with only_run(resolved, quick=quick) as kept:
+            if not fresh and only is None:
+                kept.load()
+            outcomes = _run(only, resolved, kept, quick=quick)
+            with progress.working("index of reports"):
+                index_status = write_index()
+            failed = [outcome.job for outcome in outcomes if outcome.report is None]
+            if not failed and only is None:
+                kept.path.unlink(missing_ok=True)  # all is done: the next run measures anew
     except UserError as error:
         print(f"run_all: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
+    except OSError as error:
+        print(f"run_all: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
-    chosen = [job for job in JOBS if only is None or job in only]
-    outcomes: list[Outcome] = []
-    for number, job in enumerate(chosen, start=1):
-        console.print(f"[bold]{number}/{len(chosen)} {job}[/bold] on {resolved}")
-        outcomes.append(run_job(job, device=resolved, quick=quick))
-        if outcomes[-1].status == INTERRUPTED:
-            break
-    with progress.working("index of reports"):
-        index_status = write_index()
     # A path cut short is of no use: where nobody watches, the table is as wide as it needs to be.
+    console = Console()
     (console if console.is_terminal else Console(width=160)).print(summary(outcomes))
-
-    failed = [outcome.job for outcome in outcomes if outcome.report is None]
     if index_status != 0:
         failed.append("index of reports")
     if failed:
         print(f"run_all: failed: {', '.join(failed)}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED if outcomes and outcomes[-1].status == INTERRUPTED else 1)
+
+
+def _run(only: list[str] | None, device: Device, kept: Progress, *, quick: bool) -> list[Outcome]:
+    console = Console()
+    jobs = [job for job in JOBS if only is None or job in only]
+    outcomes: list[Outcome] = []
+    for number, job in enumerate(jobs, start=1):
+        if (before := kept.outcome(job)) is not None:
+            console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] is there from the run before (--fresh repeats it)")
+            outcomes.append(before)
+            continue
+        console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] on {device}")
+        outcomes.append(run_job(job, device=device, quick=quick, lock=kept.lock))
+        if only is None:
+            kept.note(outcomes[-1])
+        if outcomes[-1].status == INTERRUPTED:
+            break
+    return outcomes
 
 
 if __name__ == "__main__":

@@ -96,15 +96,88 @@ def house(tmp_path, monkeypatch):
         script = tmp_path / path
         script.parent.mkdir(parents=True)
         status = 3 if name == "compile-bench" else 0
-        script.write_text(f"import sys\nprint(sys.argv[1:])\nprint({str(tmp_path / name)!r})\nsys.exit({status})\n")
+        report = tmp_path / f"{name}.md"
+        script.write_text(
+            f"import pathlib, sys\nprint(sys.argv[1:])\npathlib.Path({str(report)!r}).touch()\nprint({str(report)!r})\n"
+            f"sys.exit({status})\n"
+        )
     monkeypatch.setattr(run_all, "ROOT", tmp_path)
+    monkeypatch.setattr(run_all, "write_index", lambda: 0)
+    monkeypatch.setenv("BENCHKIT_COMMIT", "0123456789")
     return tmp_path
 
 
-def test_it_goes_on_past_a_failing_lens_and_names_it(house, monkeypatch, capsys):
-    monkeypatch.setattr(run_all, "write_index", lambda: 0)
+def mend(house: Path, name: str) -> None:
+    script = house / run_all.JOBS[name]
+    script.write_text(script.read_text().replace("sys.exit(3)", "sys.exit(0)"))
+
+
+def run_them(**options) -> int:
+    try:
+        run_all.main(**{"device": "cpu", "only": None, "quick": False, "fresh": False, **options})
+    except run_all.typer.Exit as stopped:
+        return stopped.exit_code
+    return 0
+
+
+def test_started_again_it_does_what_is_missing_and_then_begins_anew(house, capsys):
+    assert run_them() == 1
+    capsys.readouterr()
+    mend(house, "compile-bench")
+    assert run_them() == 0
+    printed = capsys.readouterr().out
+    assert "1/6 dispatcher-trace is there from the run before" in printed
+    assert "2/6 compile-bench on cpu" in printed
+    assert "there from the run before" in printed.partition("6/6 end-to-end")[2].splitlines()[0]
+    assert run_them() == 0
+    assert "from the run before" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", ["fresh", "commit", "report", "cut short", "size"])
+def test_what_cannot_be_gone_on_with_is_measured_anew(change, house, monkeypatch, capsys):
+    assert run_them() == 1
+    capsys.readouterr()
+    kept = house / "build" / "run_all" / "cpu.json"
+    if change == "commit":
+        monkeypatch.setenv("BENCHKIT_COMMIT", "abcdef0123")
+    if change == "report":
+        (house / "dispatcher-trace.md").unlink()
+    if change == "cut short":
+        kept.write_text(kept.read_text()[:20])
+    run_them(fresh=change == "fresh", quick=change == "size")
+    assert "1/6 dispatcher-trace on cpu" in capsys.readouterr().out
+
+
+def test_a_job_alone_is_always_run(house, capsys):
+    run_them()
+    run_them(only=["dispatcher-trace"])
+    assert "1/1 dispatcher-trace on cpu" in capsys.readouterr().out
+
+
+def test_a_second_run_is_refused_while_one_or_a_job_that_outlived_it_is_under_way(house, capsys):
+    with run_all.only_run("cpu", quick=False) as kept:
+        assert run_them() == 2
+        assert "another run_all on cpu is under way" in capsys.readouterr().err
+        assert run_them(quick=True) == 1  # it writes other reports
+        outlives = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[kept.lock])
+    capsys.readouterr()
+    assert run_them() == 2
+    outlives.communicate(b"\n")
+    assert run_them() == 1
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(house, capsys):
+    (house / "build").write_text("a file where the folder should be")
+    assert run_them() == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("run_all: ")
+    assert "build" in printed
+    assert len(printed.strip().splitlines()) == 1
+
+
+def test_it_goes_on_past_a_failing_lens_and_names_it(house, capsys):
     with pytest.raises(run_all.typer.Exit) as stopped:
-        run_all.main(device="cpu", only=None, quick=False)
+        run_all.main(device="cpu", only=None, quick=False, fresh=False)
     assert stopped.value.exit_code == 1
     printed = capsys.readouterr()
     assert "run_all: failed: compile-bench" in printed.err
@@ -112,9 +185,8 @@ def test_it_goes_on_past_a_failing_lens_and_names_it(house, monkeypatch, capsys)
     assert all(f"{number}/6 {name}" in printed.out for number, name in enumerate(run_all.JOBS, start=1))
 
 
-def test_only_runs_what_it_names(house, monkeypatch, capsys):
-    monkeypatch.setattr(run_all, "write_index", lambda: 0)
-    run_all.main(device="cpu", only=["custom-ops"], quick=True)
+def test_only_runs_what_it_names(house, capsys):
+    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False)
     printed = capsys.readouterr().out
     assert "1/1 custom-ops" in printed
     assert "jax-baseline" not in printed
@@ -123,5 +195,5 @@ def test_only_runs_what_it_names(house, monkeypatch, capsys):
 def test_an_index_that_cannot_be_written_is_a_failure(house, monkeypatch, capsys):
     monkeypatch.setattr(run_all, "write_index", lambda: 1)
     with pytest.raises(run_all.typer.Exit):
-        run_all.main(device="cpu", only=["custom-ops"], quick=False)
+        run_all.main(device="cpu", only=["custom-ops"], quick=False, fresh=False)
     assert "failed: index of reports" in capsys.readouterr().err
