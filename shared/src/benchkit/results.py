@@ -126,7 +126,7 @@ class Recorder:
     """Collects the records of one run and keeps the file on disk up to date.
 
     Args:
-        directory: where ``results.json`` is to stand; made when the first record comes.
+        directory: where ``results.json`` is to stand; made with the first write.
         lens: the name of the lens.
         environment: captured at the start of the run.
         configuration: what was asked for: sizes, dtypes, step counts; plain JSON.
@@ -142,6 +142,10 @@ class Recorder:
     def partial_path(self) -> Path:
         """Where the records are until the run is complete."""
         return self.directory / "results.partial.json"
+
+    def begin(self) -> None:
+        """Write that a run has begun: a folder that cannot be written shows now, not after the first measurement."""
+        self._update()
 
     def add(self, record: Record) -> None:
         """Append a record and write everything so far."""
@@ -227,7 +231,20 @@ def write_text_atomically(path: Path, text: str) -> None:
     Args:
         path: the file; its folder is made if need be.
         text: the content, written as UTF-8.
+
+    Raises:
+        UserError: if the disk is full, the folder is not ours to write, and the like; what was there is there still.
     """
+    try:
+        _replace(path, text)
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written: {error.strerror}; what it held before is untouched (make room, give the right to "
+            "write, or name another folder)"
+        ) from error
+
+
+def _replace(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -139,6 +139,7 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None)
     directory = out or lens.root / "reports" / (environment.machine + ("-quick" if quick else ""))
     configuration = dict(lens.configure(resolved, quick))
     recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
+    recorder.begin()
     try:
         lens.collect(Run(resolved, configuration, recorder))
     except KeyboardInterrupt:

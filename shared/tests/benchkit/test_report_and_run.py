@@ -139,6 +139,14 @@ def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_bef
     assert {name: (directory / name).read_bytes() for name in before} == before
 
 
+def test_a_folder_that_cannot_be_written_shows_before_anything_is_measured(lens):
+    (lens / "reports").write_text("a file where the folder should be")
+    failed = run(lens, "--device", "cpu", INTERRUPT_AT="1")  # the first measurement would end it with 130
+    assert failed.returncode == 2
+    assert len(failed.stderr.strip().splitlines()) == 1
+    assert "results.partial.json cannot be written: Not a directory" in failed.stderr
+
+
 def test_corrupt_results_are_one_line_and_nothing_is_overwritten(lens):
     run(lens, "--device", "cpu")
     directory = lens / "reports" / "cpu"
