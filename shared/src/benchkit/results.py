@@ -239,8 +239,8 @@ def write_text_atomically(path: Path, text: str) -> None:
         _replace(path, text)
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written: {error.strerror}; what it held before is untouched (make room, give the right to "
-            "write, or name another folder)"
+            f"{path} cannot be written: {error.strerror}; what it held before is untouched (make room, give the right "
+            "to write, or name another folder)"
         ) from error
 
 
