@@ -99,7 +99,7 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     log = []
 
     @contextmanager
-    def workers(device):
+    def workers(device, factory):
         yield lambda spec, model, training: FakeWorker(log, spec)
 
     monkeypatch.setattr(bench, "_workers", workers)
@@ -127,7 +127,7 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
 
 
 def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda device: nullcontext(lambda *asked: FakeWorker([], asked[0])))
+    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeWorker([], asked[0])))
     engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large")}
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
     found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
@@ -139,7 +139,7 @@ def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
 
 
 def test_a_reference_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda device: nullcontext(lambda *asked: FakeWorker([], asked[0])))
+    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeWorker([], asked[0])))
     with pytest.raises(WorkerError, match="out of memory"):
         measure_engines(
             {"reference": EngineSpec("jax", attention="too large")},
