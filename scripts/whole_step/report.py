@@ -187,15 +187,17 @@ def _share_table(results: Results) -> str:
         [
             results.configuration["variants"][variant]["title"],
             numbers.with_unit(sum(share.seconds for share in parts), "s"),
-            *(
-                f"{numbers.with_unit(share.seconds, 's')} "
-                f"({numbers.percent(share.seconds / sum(part.seconds for part in parts))})"
-                for share in parts
-            ),
+            *(_share(share, sum(part.seconds for part in parts)) for share in parts),
         ]
         for variant, parts in shares.items()
     ]
     return markdown_table(["the step", "in all", *names], rows)
+
+
+def _share(share: Share, whole: float) -> str:
+    if share.seconds == 0:
+        return "–"
+    return f"{numbers.with_unit(share.seconds, 's')} ({numbers.percent(share.seconds / whole)})"
 
 
 def _kernel_rows(results: Results) -> list[list[str]]:
@@ -206,7 +208,7 @@ def _kernel_rows(results: Results) -> list[list[str]]:
             _count(record, "operators"),
             numbers.count(sum(record.data["hops"].values())) if record.data["hops"] else "–",
             numbers.with_unit(dispatch_seconds(record.data["hops"], costs), "s") if record.data["hops"] else "–",
-            _count(record, "kernels"),
+            *([_count(record, "kernels")] if results.environment.gpu else []),
         ]
         for record in results.select("dissection")
     ]
@@ -277,7 +279,7 @@ def _draw_shares(results: Results) -> MatplotlibFigure:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("ms a step")
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=4, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=9)
     return figure
 
 

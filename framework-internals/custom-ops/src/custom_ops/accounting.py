@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchkit.profiling import quiet_profiler
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -128,7 +130,8 @@ def count_launches(function: Callable[[], object], *, device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities, acc_events=True) as profiler:  # without it some versions warn of clearing
+    # Without acc_events some versions warn of clearing.
+    with quiet_profiler(), profile(activities=activities, acc_events=True) as profiler:
         function()
         if device == "cuda":
             torch.cuda.synchronize()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,11 +19,11 @@ from typing import Any
 
 import torch
 
+from benchkit.profiling import quiet_profiler
 from dispatcher_trace import dispatcher
 from dispatcher_trace.recorder import RawHop
 from dispatcher_trace.records import Call, Kernel
 
-_KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 _DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCH_CATEGORIES = frozenset({"cuda_runtime", "cuda_driver"})
 
@@ -38,18 +37,6 @@ class Profile:
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
-
-
-@contextmanager
-def _quiet_kineto() -> Iterator[None]:
-    """Kineto prints two lines to standard error at the first profile of a process, unless told otherwise."""
-    told = os.environ.get(_KINETO_LOG_LEVEL)
-    os.environ.setdefault(_KINETO_LOG_LEVEL, "99")
-    try:
-        yield
-    finally:
-        if told is None:
-            del os.environ[_KINETO_LOG_LEVEL]
 
 
 @dataclass(frozen=True)
@@ -84,7 +71,7 @@ def profiled() -> Iterator[Profile]:
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profile = Profile()
-    with warnings.catch_warnings(), _quiet_kineto():
+    with warnings.catch_warnings(), quiet_profiler():
         # Whatever the profiler remarks on its own set-up is not the traced code's.
         warnings.filterwarnings("ignore", module=r"torch\.(profiler|autograd\.profiler)")
         profiler = torch.profiler.profile(activities=activities)

@@ -1,0 +1,21 @@
+"""What everyone who uses torch's profiler needs around it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep Kineto, torch's profiler, from printing lines to standard error, unless the user has chosen a log level."""
+    told = os.environ.get(_LOG_LEVEL)
+    os.environ.setdefault(_LOG_LEVEL, "99")
+    try:
+        yield
+    finally:
+        if told is None:
+            del os.environ[_LOG_LEVEL]
