@@ -25,7 +25,11 @@ def commands() -> list[str]:
     return [line.partition("  # ")[0].partition("   #")[0].strip() for line in lines if line]
 
 
-@pytest.mark.parametrize("command", commands())
+# Triage takes over a minute; the other commands keep their place in a run that leaves slow tests out.
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(command, marks=[pytest.mark.slow] if "triage" in command else []) for command in commands()],
+)
 def test_a_command_of_the_root_readme_runs(command, tmp_path):
     name, *arguments = shlex.split(command)
     if name == "python":

@@ -81,7 +81,8 @@ def as_measured(speed: float, error: float, length: int = 4096) -> Results:
     records = (
         record(OURS, 1 / speed, error, False), record("efficient", 1.0, 1e-6, True), record("flash", 2.0, 9e-7, False)
     )  # fmt: skip
-    return replace(base, records=(*base.records, *records))
+    others = tuple(record for record in base.records if record.name != "attention")
+    return replace(base, records=(*others, *records))
 
 
 @pytest.mark.parametrize(
