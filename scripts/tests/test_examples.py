@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,31 +38,11 @@ def test_every_example_is_in_the_table():
         for command in COMMANDS
     ],
 )
-def test_an_example_does_what_its_line_says(command, tmp_path):
+def test_an_example_does_what_its_line_says(command, run_command, tmp_path):
     pytest.importorskip("transformers")
     if (reason := native_build.missing_cxx()) is not None:
         pytest.skip(reason)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    name, *arguments = shlex.split(command)
-    if name == "bash":
-        program = [name, *arguments]
-    elif name == "python":
-        program = [sys.executable, *arguments]
-    else:
-        program = [sys.executable, "-m", name.replace("-", "_"), *arguments]
-    done = subprocess.run(
-        program,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={
-            **os.environ,
-            "PYTHON": sys.executable,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-            "PYTHONPATH": os.pathsep.join(sys.path),
-            "CUDA_VISIBLE_DEVICES": "",
-        },
-    )
+    done = run_command(command)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(SIGNS[example_of(command)], done.stdout, re.MULTILINE), done.stdout

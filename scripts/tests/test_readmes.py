@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -30,21 +27,8 @@ def commands() -> list[str]:
     "command",
     [pytest.param(command, marks=[pytest.mark.slow] if "triage" in command else []) for command in commands()],
 )
-def test_a_command_of_the_root_readme_runs(command, tmp_path):
-    name, *arguments = shlex.split(command)
-    if name == "python":
-        program = [sys.executable, *arguments]
-        program = [argument if argument != "200" else "2" for argument in program]  # its 200 steps have a test
-    else:
-        program = [sys.executable, "-m", name.replace("-", "_"), *arguments]
-    done = subprocess.run(
-        program,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+def test_a_command_of_the_root_readme_runs(command, run_command):
+    done = run_command(command.replace("--steps 200", "--steps 2"))  # the README's 200 steps have a test
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
