@@ -15,6 +15,7 @@ from compile_bench.records import (
     agreement_record,
     bench_records,
     eager_record,
+    neutral,
     shape_record,
     shorten,
     triage_record,
@@ -221,6 +222,15 @@ def test_the_lens_is_wired_together():
     lens = build_lens(Path(__file__).parents[1])
     assert lens.name == "compile-bench"
     assert lens.report is REPORT
+
+
+def test_paths_inside_texts_and_call_stacks_lose_their_folders_too():
+    entry = {"reason": f"WON'T CONVERT f {ROOT}/a/x.py line 3", "stack": ({"file": "/elsewhere/y.py", "line": 1},)}
+    assert neutral(entry, ROOT) == {
+        "reason": "WON'T CONVERT f a/x.py line 3",
+        "stack": [{"file": "y.py", "line": 1}],
+    }
+    assert neutral("a / b.py, half/way.py", ROOT) == "a / b.py, half/way.py"
 
 
 def test_names_outside_the_root_lose_their_folders():

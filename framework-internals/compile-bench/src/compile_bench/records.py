@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from compile_bench.results import Bench, Case, ErrorPair, FirstSteps, StepProfil
 from compile_bench.shapes import ShapeStudy
 from compile_bench.trace import CompileTrace
 from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, BreakEven, judge, plan
+
+_PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")
 
 
 def case_labels(case: Case) -> dict[str, Label]:
@@ -169,6 +172,15 @@ def shorten(file: str, root: Path) -> str:
     return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
+def neutral(value: Any, root: Path) -> Any:
+    """Plain data with every absolute path of a Python file in its texts as :func:`shorten` names it."""
+    if isinstance(value, str):
+        return _PYTHON_FILE.sub(lambda found: shorten(found[0], root), value)
+    if isinstance(value, dict):
+        return {key: neutral(each, root) for key, each in value.items()}
+    return [neutral(each, root) for each in value] if isinstance(value, (list, tuple)) else value
+
+
 def plural(count: int, noun: str) -> str:
     """1 break, 2 breaks."""
     return f"{numbers.count(count)} {noun}{'' if count == 1 else 's'}"
@@ -210,7 +222,7 @@ def _trace(trace: CompileTrace, name: str, labels: dict[str, Label], root: Path)
 
 
 def _listed(entries: tuple[Any, ...], root: Path) -> list[Json]:
-    return [{**asdict(entry), "file": shorten(entry.file, root)} for entry in entries]
+    return [{**neutral(asdict(entry), root), "file": shorten(entry.file, root)} for entry in entries]
 
 
 def _accuracy(bench: Bench, labels: dict[str, Label]) -> Record:

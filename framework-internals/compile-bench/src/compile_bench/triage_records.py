@@ -7,7 +7,7 @@ from typing import Any
 
 from benchkit.results import Json, Quantity, Record
 from compile_bench.findings import Bill, Figures, Finding, Mend
-from compile_bench.records import shorten
+from compile_bench.records import neutral, shorten
 
 
 def bill_records(bill: Bill, root: Path) -> list[Record]:
@@ -28,7 +28,12 @@ def bill_records(bill: Bill, root: Path) -> list[Record]:
     data: dict[str, Json] = {
         "kinds": [survey.case.kind for survey in bill.surveys],
         "recompiles": [
-            {"file": shorten(each.file, root), "line": each.line, "cause": each.cause, "guard": each.guard}
+            {
+                "file": shorten(each.file, root),
+                "line": each.line,
+                "cause": neutral(each.cause, root),
+                "guard": neutral(each.guard, root),
+            }
             for each in bill.recompiles
         ],
         "absent": list(bill.absent),
@@ -57,7 +62,7 @@ def _finding(finding: Finding, index: int, target: str, root: Path) -> Record:
         "place": f"{shorten(finding.file, root)}:{finding.line}",
         "source": finding.source,
         "category": finding.category,
-        "reason": finding.reason,
+        "reason": neutral(finding.reason, root),
         "case": finding.case,
         "advice": finding.advice,
         "kinds": list(finding.kinds),
