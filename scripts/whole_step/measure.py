@@ -11,11 +11,10 @@ from benchkit import Comparison, Quantity
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Lens, Run
-from jax_baseline.bench import MeasuredEngine, measure_engines
+from jax_baseline.bench import MeasuredEngine, measure_engines, mfu_per_token
 from jax_baseline.engines import EngineSpec, bench_config
-from jax_baseline.worker import Worker, WorkerError
+from jax_baseline.worker import Worker, WorkerError, last_line
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.model import flops_per_token
 from whole_step.report import REPORT
 from whole_step.variants import variants
 
@@ -59,7 +58,7 @@ def collect(run: Run) -> None:
             try:
                 apart[name] = worker.call("dissect")
             except WorkerError as error:  # the times stand without it
-                run.absent(f"Where the time of {name} goes", str(error).strip().splitlines()[-1])
+                run.absent(f"Where the time of {name} goes", last_line(str(error)).rstrip("."))
 
     with run.working("one training step, every variant"):
         measured = measure_engines(
@@ -84,7 +83,7 @@ def collect(run: Run) -> None:
 def _found(run: Run, measured: Mapping[str, MeasuredEngine | str]) -> dict[str, MeasuredEngine]:
     for name, engine in measured.items():
         if isinstance(engine, str):
-            run.absent(run.configuration["variants"][name]["title"], engine.strip().splitlines()[-1])
+            run.absent(run.configuration["variants"][name]["title"], last_line(engine).rstrip("."))
     return {name: engine for name, engine in measured.items() if not isinstance(engine, str)}
 
 
@@ -95,30 +94,13 @@ def _record_variants(
     model: GPTConfig,
     training: TrainConfig,
 ) -> None:
-    import torch
-
-    from torch_baseline.throughput import peak_flops
-
     asked = run.configuration
-    tokens = training.batch_size * model.block_size
-    peak = peak_flops(torch.device(run.device), training.dtype)
+    tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device)
     comparison = Comparison({name: engine.timing for name, engine in measured.items()})
     for name, engine in measured.items():
-        rate = engine.timing.quantity().per(tokens * asked["steps"], "tokens/s")
-        values = {
-            "rate": rate,
-            "step": Quantity(tokens / rate.value, "s"),
-            "first step": Quantity(engine.preparation.first_step_seconds, "s"),
-            "first loss": Quantity(engine.preparation.loss, "nats"),
-            "last loss": Quantity(last[name], "nats"),
-            "speedup": engine.speedup,
-        }
+        values = engine.figures(tokens, asked["steps"], mfu) | {"last loss": Quantity(last[name], "nats")}
         if (over := asked["variants"][name]["over"]) in measured:
             values["change"] = comparison.speedup(name, over=over)
-        if engine.peak_memory is not None:
-            values["peak memory"] = Quantity(engine.peak_memory, "B")
-        if peak is not None:
-            values["MFU"] = Quantity(rate.value * flops_per_token(model) / peak, "share")
         run.record("variant", {"variant": name}, values)
 
 

@@ -37,6 +37,43 @@ class MeasuredEngine:
     speedup: Quantity
     peak_memory: int | None
 
+    def figures(self, tokens: int, steps: int, mfu: float | None) -> dict[str, Quantity]:
+        """What a report keeps of it; what was not measured is left out.
+
+        Args:
+            tokens: of a step.
+            steps: of a sample.
+            mfu: of a token a second, see :func:`mfu_per_token`.
+        """
+        rate = self.timing.quantity().per(tokens * steps, "tokens/s")
+        values = {
+            "rate": rate,
+            "step": Quantity(self.timing.median / steps, "s"),
+            "first step": Quantity(self.preparation.first_step_seconds, "s"),
+            "loss": Quantity(self.preparation.loss, "nats"),
+            "speedup": self.speedup,
+        }
+        stages = self.preparation.compile_seconds
+        values |= {f"{stage} time": Quantity(seconds, "s") for stage, seconds in stages.items()}
+        optional: dict[str, tuple[float | None, str]] = {
+            "peak memory": (self.peak_memory, "B"),
+            "temporaries": (self.preparation.temporaries, "B"),
+            "XLA FLOPs": (self.preparation.flops, "FLOP"),
+            "MFU": (None if mfu is None else rate.value * mfu, "share"),
+        }
+        return values | {key: Quantity(value, unit) for key, (value, unit) in optional.items() if value is not None}
+
+
+def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device) -> float | None:
+    """Model FLOPs utilisation of one token a second; None for a CPU or a GPU whose datasheet is not kept."""
+    import torch
+
+    from torch_baseline.model import flops_per_token
+    from torch_baseline.throughput import peak_flops
+
+    peak = peak_flops(torch.device(device), training.dtype)
+    return None if peak is None else flops_per_token(model) / peak
+
 
 @dataclass(frozen=True)
 class Trial:

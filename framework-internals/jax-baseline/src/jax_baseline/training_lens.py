@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchkit import Quantity, limits
+from benchkit import Quantity
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
@@ -15,7 +15,7 @@ from jax_baseline.engines import EngineSpec, bench_config, named_engines
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
-    from jax_baseline.bench import MeasuredEngine
+    pass
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -196,7 +196,7 @@ def _collect_convergence(run: Run) -> None:
 
 
 def _collect_bench(run: Run) -> None:
-    from jax_baseline.bench import measure_engines
+    from jax_baseline.bench import measure_engines, mfu_per_token
     from jax_baseline.worker import last_line
     from torch_baseline.model import flops_per_token
 
@@ -213,13 +213,12 @@ def _collect_bench(run: Run) -> None:
             steps=asked["steps"],
             together=asked["together"],
         )
-    tokens, peak = training.batch_size * model.block_size, _peak(run.device, training)
-    share = None if peak is None else flops_per_token(model) / peak
+    tokens, share = training.batch_size * model.block_size, mfu_per_token(model, training, run.device)
     for name, engine in found.items():
         if isinstance(engine, str):
             run.absent(f"The engine `{name}`", f"it failed: {last_line(engine).rstrip('.')}")
             continue
-        values = _engine_values(engine, tokens * engines[name].devices, asked["steps"], share)
+        values = engine.figures(tokens * engines[name].devices, asked["steps"], share)
         run.record("engine", {"engine": name, **asked["engines"][name]}, values)
     run.record(
         "model", values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")}, data=_plain(model, training)
@@ -227,44 +226,6 @@ def _collect_bench(run: Run) -> None:
     if run.device == "cpu":
         run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
         run.absent("cuDNN's attention", "it needs a CUDA GPU")
-
-
-def _engine_values(engine: MeasuredEngine, tokens: int, steps: int, share: float | None) -> dict[str, Quantity]:
-    """What is kept of an engine.
-
-    Args:
-        engine: as measured.
-        tokens: of a step.
-        steps: of a sample.
-        share: of the peak that a token a second is.
-    """
-    preparation = engine.preparation
-    rate = engine.timing.quantity().per(tokens * steps, "tokens/s")
-    values = {
-        "rate": rate,
-        "step": Quantity(engine.timing.median / steps, "s"),
-        "first step": Quantity(preparation.first_step_seconds, "s"),
-        "loss": Quantity(preparation.loss, "nats"),
-        "speedup": engine.speedup,
-    }
-    values |= {f"{stage} time": Quantity(seconds, "s") for stage, seconds in preparation.compile_seconds.items()}
-    optional: dict[str, tuple[float | None, str]] = {
-        "peak memory": (engine.peak_memory, "B"),
-        "temporaries": (preparation.temporaries, "B"),
-        "XLA FLOPs": (preparation.flops, "FLOP"),
-        "MFU": (None if share is None else rate.value * share, "share"),
-    }
-    return values | {key: Quantity(value, unit) for key, (value, unit) in optional.items() if value is not None}
-
-
-def _peak(device: Device, training: TrainConfig) -> float | None:
-    """The datasheet's rate for the dtype, FLOP/s; None for a CPU or a GPU that is not listed."""
-    if device == "cpu":
-        return None
-    import torch
-
-    sheet = limits.datasheet(torch.cuda.get_device_name())
-    return None if sheet is None else sheet.flops.get(training.dtype)
 
 
 def _plain(model: GPTConfig, training: TrainConfig) -> dict[str, Any]:
