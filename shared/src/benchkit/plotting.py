@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from benchkit.results import write_bytes_atomically
 
 # Okabe & Ito's palette for colour-blind readers (2008), ordered so that neighbours differ in lightness; a marker and a
 # hatch go with each so that no figure depends on colour.
@@ -50,17 +53,19 @@ def save(figure: Figure, path: Path) -> None:
     Args:
         figure: the figure.
         path: ``….svg`` for a page, ``….png`` where a viewer needs pixels; its folder is made if need be.
+
+    Raises:
+        UserError: if it cannot be written; what was there is there still.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
+    drawn = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
         figure.savefig(
-            temporary,
+            drawn,
             format=path.suffix.removeprefix("."),
             dpi=150,
             metadata={"Date": None} if path.suffix == ".svg" else None,
         )
-    temporary.replace(path)
+    write_bytes_atomically(path, drawn.getvalue())
 
 
 def draw_limit(axes: Axes, value: float, label: str) -> None:

@@ -11,14 +11,18 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchkit.environment import Environment
-from benchkit.errors import UserError
+from benchkit.errors import UserError, machine_fault
 
 SCHEMA_VERSION = 1
+
+# Ends the name of a file that is being written beside the one whose place it takes.
+WRITING = ".writing"
 
 Label = str | int | float | bool
 Json = Any  # what json.dumps takes without a custom encoder
@@ -143,8 +147,20 @@ class Recorder:
         """Where the records are until the run is complete."""
         return self.directory / "results.partial.json"
 
+    @property
+    def kept_path(self) -> Path:
+        """Where the records of an earlier run are that was ended before it was complete."""
+        return self.directory / "results.before.partial.json"
+
     def begin(self) -> None:
-        """Write that a run has begun: a folder that cannot be written shows now, not after the first measurement."""
+        """Write that a run has begun: a folder that cannot be written shows now, not after the first measurement.
+
+        What a run before it had measured when it was ended stays beside it, in :attr:`kept_path`, until this one is
+        complete.
+        """
+        if _has_records(self.partial_path):
+            with reported(self.kept_path):
+                self.partial_path.replace(self.kept_path)
         self._update()
 
     def add(self, record: Record) -> None:
@@ -167,7 +183,9 @@ class Recorder:
         """
         self._update(complete=True)
         final = self.directory / "results.json"
-        self.partial_path.replace(final)
+        with reported(final):
+            self.partial_path.replace(final)
+            self.kept_path.unlink(missing_ok=True)
         return final
 
     def _update(self, **changes: Any) -> None:
@@ -235,21 +253,47 @@ def write_text_atomically(path: Path, text: str) -> None:
     Raises:
         UserError: if the disk is full, the folder is not ours to write, and the like; what was there is there still.
     """
+    write_bytes_atomically(path, text.encode("utf-8"))
+
+
+def write_bytes_atomically(path: Path, content: bytes) -> None:
+    """Write a file that is not text, as :func:`write_text_atomically` writes one that is.
+
+    Args:
+        path: the file; its folder is made if need be.
+        content: of the file.
+
+    Raises:
+        UserError: likewise.
+    """
+    with reported(path):
+        _replace(path, content)
+
+
+@contextmanager
+def reported(path: Path) -> Iterator[None]:
+    """Inside, a file is written in one step: a failure says which file, that it is as it was, and the remedy.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        UserError: in place of an OSError.
+    """
     try:
-        _replace(path, text)
+        yield
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written: {error.strerror}; what it held before is untouched (make room, give the right "
-            "to write, or name another folder)"
-        ) from error
+        known = machine_fault(OSError(error.errno, error.strerror))  # without the name of the temporary file
+        what = known or f"{error.strerror}; name another folder"
+        raise UserError(f"{path} cannot be written: {what}; what was there is untouched") from error
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=WRITING)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o644)  # mkstemp makes it private; a report is for everyone
@@ -257,6 +301,13 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _has_records(path: Path) -> bool:
+    try:
+        return bool(load(path).records)
+    except UserError:  # there is none, or it was cut short
+        return False
 
 
 def _shallow(results: Results) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +16,9 @@ import typer
 from benchkit import progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import capture
-from benchkit.errors import UserError
+from benchkit.errors import UserError, machine_fault
 from benchkit.report import ReportSpec, write
-from benchkit.results import Json, Label, Quantity, Record, Recorder
+from benchkit.results import WRITING, Json, Label, Quantity, Record, Recorder, reported
 
 
 @dataclass(frozen=True)
@@ -98,19 +100,44 @@ def main(lens: Lens) -> None:
             ),
         ] = False,
     ) -> None:
-        try:
+        with one_line(lens.name):
             if render_only:
                 for directory in [out] if out else report_directories(lens.root):
-                    print(write(directory, lens.report))
+                    print(write(directory, lens.report), flush=True)
             else:
-                print(measure_and_write(lens, device=device, quick=quick, out=out))
-        except UserError as error:
-            print(f"{lens.name}: {error}", file=sys.stderr)
-            raise typer.Exit(2) from None
+                print(measure_and_write(lens, device=device, quick=quick, out=out), flush=True)
 
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command(help=f"Measure, and write the report of {lens.name}.")(command)
     app()
+
+
+@contextmanager
+def one_line(program: str) -> Iterator[None]:
+    """Inside, what the user can mend ends a command with one line and status 2; what the machine refuses, too.
+
+    Args:
+        program: opens the line.
+
+    Raises:
+        typer.Exit: with status 2.
+    """
+    try:
+        yield
+    except UserError as error:
+        line = str(error)
+    except OSError as error:
+        if (fault := machine_fault(error)) is None:
+            raise
+        line = str(fault)
+    else:
+        return
+    print(f"{program}: {line}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # it is standard output that cannot be written: Python would try once more when it exits
+        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 # until then
+    raise typer.Exit(2)
 
 
 def report_directories(root: Path) -> list[Path]:
@@ -139,12 +166,47 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None)
     directory = out or lens.root / "reports" / (environment.machine + ("-quick" if quick else ""))
     configuration = dict(lens.configure(resolved, quick))
     recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
-    recorder.begin()
+    with only_writer(directory):
+        recorder.begin()
+        try:
+            lens.collect(Run(resolved, configuration, recorder))
+        except KeyboardInterrupt:
+            print(f"{lens.name}: interrupted; {_kept(recorder)}", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except OSError as error:
+            if (fault := machine_fault(error)) is None:
+                raise
+            raise UserError(f"{fault} ({_kept(recorder)})") from error
+        recorder.finish()
+        return write(directory, lens.report)
+
+
+def _kept(recorder: Recorder) -> str:
+    return f"{len(recorder.results.records)} records are kept in {recorder.partial_path}"
+
+
+@contextmanager
+def only_writer(directory: Path) -> Iterator[None]:
+    """Inside, no other run writes into a folder of reports; made if need be.
+
+    Args:
+        directory: ``reports/<machine>/``.
+
+    Raises:
+        UserError: if another run does, or if the folder cannot be made.
+    """
+    with reported(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        folder = os.open(directory, os.O_RDONLY)  # the lock is the folder's own: no file is left behind
     try:
-        lens.collect(Run(resolved, configuration, recorder))
-    except KeyboardInterrupt:
-        kept = f"{len(recorder.results.records)} records are kept in {recorder.partial_path}"
-        print(f"{lens.name}: interrupted; {kept}", file=sys.stderr)
-        raise typer.Exit(130) from None
-    recorder.finish()
-    return write(directory, lens.report)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run writes {directory}; wait for it, end it, or name another folder: --out"
+            ) from None
+        for half_written in directory.rglob(f".*{WRITING}"):  # by a run that was killed
+            half_written.unlink(missing_ok=True)
+        yield
+    finally:
+        os.close(folder)

@@ -19,77 +19,8 @@ from benchkit.run import report_directories
 
 HERE = Path(__file__).parent
 
-TEMPLATE = """
-{% extends "report_base.md.j2" %}
-{% block title %}A lens{% endblock %}
-{% block asked %}How long?{% endblock %}
-{% block method %}With a clock.{% endblock %}
-{% block findings %}
-## Times
 
-{{ table(["n", "time"], rows) }}
-
-{{ figure("times") }}
-{% endblock %}
-{% block limits %}- Nothing else.{% endblock %}
-"""
-
-# A whole lens in one file: what a subproject's package and its scripts/run.py are together.
-LENS = """
-import os, signal, sys
-from pathlib import Path
-from benchkit import Quantity, numbers
-from benchkit.plotting import new_figure
-from benchkit.report import Figure, ReportSpec
-from benchkit.run import Lens, main
-
-def collect(run):
-    for n in run.configuration["sizes"]:
-        if os.environ.get("INTERRUPT_AT") == str(n):
-            os.kill(os.getpid(), signal.SIGINT)
-        run.record("time", {"n": n}, {"time": Quantity(n * 1e-3, "s", n * 0.9e-3, n * 1.1e-3, 9, "p20-p80")})
-    run.absent("the moon", "it is not up")
-
-def draw(results):
-    figure, axes = new_figure()
-    axes.plot([r.labels["n"] for r in results.select("time")], [r["time"].value for r in results.select("time")])
-    axes.set(xlabel="n", ylabel="time (s)")
-    return figure
-
-SPEC = ReportSpec(
-    package="lens_of_the_test",
-    context=lambda results: {"rows": [[r.labels["n"], numbers.quantity(r["time"])] for r in results.select("time")]},
-    figures=lambda results: [Figure("times", "Time over n.", lambda: draw(results))],
-    finding=lambda results: f"{len(results.select('time'))} sizes were measured.",
-)
-LENS = Lens("a-lens", Path(__file__).parent, lambda device, quick: {"sizes": [1] if quick else [1, 2]}, collect, SPEC)
-if __name__ == "__main__":
-    main(LENS)
-"""
-
-
-@pytest.fixture
-def lens(tmp_path):
-    package = tmp_path / "lens_of_the_test"
-    (package / "templates").mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "templates" / "report.md.j2").write_text(TEMPLATE)
-    (tmp_path / "run.py").write_text(LENS)
-    return tmp_path
-
-
-def run(lens: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(lens), *sys.path])
-    return subprocess.run(
-        [sys.executable, lens / "run.py", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, **environment},
-    )
-
-
-def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(lens):
+def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(lens, run):
     done = run(lens, "--device", "cpu")
     assert done.returncode == 0, done.stderr
     directory = lens / "reports" / "cpu"
@@ -119,7 +50,7 @@ def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(l
     assert (directory / "figures" / "times.svg").read_bytes() == figure
 
 
-def test_a_quick_run_leaves_the_full_report_alone(lens):
+def test_a_quick_run_leaves_the_full_report_alone(lens, run):
     run(lens, "--device", "cpu")
     before = (lens / "reports" / "cpu" / "report.md").read_bytes()
     assert run(lens, "--device", "cpu", "--quick").returncode == 0
@@ -128,7 +59,7 @@ def test_a_quick_run_leaves_the_full_report_alone(lens):
     assert [path.name for path in report_directories(lens)] == ["cpu", "cpu-quick"]
 
 
-def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_before(lens):
+def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_before(lens, run):
     run(lens, "--device", "cpu")
     directory = lens / "reports" / "cpu"
     before = {name: (directory / name).read_bytes() for name in ("report.md", "results.json")}
@@ -139,15 +70,15 @@ def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_bef
     assert {name: (directory / name).read_bytes() for name in before} == before
 
 
-def test_a_folder_that_cannot_be_written_shows_before_anything_is_measured(lens):
+def test_a_folder_that_cannot_be_written_shows_before_anything_is_measured(lens, run):
     (lens / "reports").write_text("a file where the folder should be")
     failed = run(lens, "--device", "cpu", INTERRUPT_AT="1")  # the first measurement would end it with 130
     assert failed.returncode == 2
     assert len(failed.stderr.strip().splitlines()) == 1
-    assert "results.partial.json cannot be written: Not a directory" in failed.stderr
+    assert "reports/cpu cannot be written: Not a directory; remove the file that stands" in failed.stderr
 
 
-def test_corrupt_results_are_one_line_and_nothing_is_overwritten(lens):
+def test_corrupt_results_are_one_line_and_nothing_is_overwritten(lens, run):
     run(lens, "--device", "cpu")
     directory = lens / "reports" / "cpu"
     before = (directory / "report.md").read_bytes()
@@ -160,7 +91,7 @@ def test_corrupt_results_are_one_line_and_nothing_is_overwritten(lens):
     assert (directory / "results.json").read_text() == "{"
 
 
-def test_cuda_without_a_gpu_is_one_line_and_nothing_is_written(lens):
+def test_cuda_without_a_gpu_is_one_line_and_nothing_is_written(lens, run):
     failed = run(lens, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert failed.returncode == 2
     assert failed.stderr.startswith("a-lens: --device cuda was asked for, but ")

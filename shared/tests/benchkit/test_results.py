@@ -104,7 +104,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(UserError, match=r"report\.md cannot be written: No space left on device; what it held before"):
+    with pytest.raises(UserError, match=r"report\.md cannot be written: No space left on device; make room there"):
         write_text_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]

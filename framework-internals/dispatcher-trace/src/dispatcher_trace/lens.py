@@ -20,7 +20,7 @@ import torch
 from benchkit import Quantity, compare, measure
 from benchkit.device import Device
 from benchkit.report import ReportSpec
-from benchkit.results import write_text_atomically
+from benchkit.results import write_bytes_atomically, write_text_atomically
 from benchkit.run import Lens, Run
 from dispatcher_trace import agreement, cost, dispatcher, figures, fold, native_step, profile, render, story
 from dispatcher_trace.cases import SHOWN, STEPPED, Case, cases
@@ -234,7 +234,7 @@ def _folded_step(run: Run, walk: Trace, profiled: profile.Profile) -> None:
     page = walk.to_html("One training step of the GPT, every hop")
     write_text_atomically(run.recorder.directory / story.UNFOLDED, page)
     document = json.dumps(walk.to_perfetto(), separators=(",", ":")).encode()
-    (run.recorder.directory / story.PERFETTO).write_bytes(gzip.compress(document, mtime=0))
+    write_bytes_atomically(run.recorder.directory / story.PERFETTO, gzip.compress(document, mtime=0))
 
 
 def _agreement(run: Run, shims: Shims, impossible: dict[tuple[str, str], str]) -> None:

@@ -1,0 +1,96 @@
+"""A whole lens in one file, and a way to run it as a user would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEMPLATE = """
+{% extends "report_base.md.j2" %}
+{% block title %}A lens{% endblock %}
+{% block asked %}How long?{% endblock %}
+{% block method %}With a clock.{% endblock %}
+{% block findings %}
+## Times
+
+{{ table(["n", "time"], rows) }}
+
+{{ figure("times") }}
+{% endblock %}
+{% block limits %}- Nothing else.{% endblock %}
+"""
+
+# What a subproject's package and its scripts/run.py are together.
+LENS = """
+import os, signal, sys, time
+from pathlib import Path
+from benchkit import Quantity, numbers
+from benchkit.plotting import new_figure
+from benchkit.report import Figure, ReportSpec
+from benchkit.run import Lens, main
+
+def collect(run):
+    for n in run.configuration["sizes"]:
+        if os.environ.get("INTERRUPT_AT") == str(n):
+            os.kill(os.getpid(), signal.SIGINT)
+        if os.environ.get("KILL_AT") == str(n):
+            os.kill(os.getpid(), signal.SIGKILL)
+        times = {"time": Quantity(n * 1e-3, "s", n * 0.9e-3, n * 1.1e-3, 9, "p20-p80")}
+        run.record("time", {"n": n}, times, "x" * int(os.environ.get("BYTES_A_RECORD", 0)))
+    if "WAIT_FOR" in os.environ:
+        print("waiting", file=sys.stderr, flush=True)
+        while not Path(os.environ["WAIT_FOR"]).exists():
+            time.sleep(0.01)
+    run.absent("the moon", "it is not up")
+
+def draw(results):
+    figure, axes = new_figure()
+    axes.plot([r.labels["n"] for r in results.select("time")], [r["time"].value for r in results.select("time")])
+    axes.set(xlabel="n", ylabel="time (s)")
+    return figure
+
+SPEC = ReportSpec(
+    package="lens_of_the_test",
+    context=lambda results: {"rows": [[r.labels["n"], numbers.quantity(r["time"])] for r in results.select("time")]},
+    figures=lambda results: [Figure("times", "Time over n.", lambda: draw(results))],
+    finding=lambda results: f"{len(results.select('time'))} sizes were measured.",
+)
+LENS = Lens("a-lens", Path(__file__).parent, lambda device, quick: {"sizes": [1] if quick else [1, 2]}, collect, SPEC)
+if __name__ == "__main__":
+    main(LENS)
+"""
+
+
+@pytest.fixture
+def lens(tmp_path):
+    package = tmp_path / "lens_of_the_test"
+    (package / "templates").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "templates" / "report.md.j2").write_text(TEMPLATE)
+    (tmp_path / "run.py").write_text(LENS)
+    return tmp_path
+
+
+@pytest.fixture
+def run() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the lens in a folder to its end: arguments of its command line, and variables of the environment."""
+
+    def run(
+        lens: Path, *arguments: str, through: Sequence[str] = (), preexec_fn: Any = None, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*through, sys.executable, lens / "run.py", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=preexec_fn,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment},
+        )
+
+    return run

@@ -1,0 +1,187 @@
+"""What a machine can refuse a run: one clear line each, no traceback, and what was measured is kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchkit.errors import machine_fault
+from benchkit.results import load
+
+# A small disk of its own for a command, where the system lets a user make one; $1: mount's options, $2: the folder.
+MOUNT = 'mount -t tmpfs -o "$1" none "$2" && shift 2 && exec "$@"'
+IN_A_DISK = ("unshare", "--map-root-user", "--mount", "sh", "-c", MOUNT, "sh")
+
+
+def disk(folder: Path, options: str) -> list[str]:
+    """What to put before a command so that ``folder`` is a disk of its own while it runs."""
+    folder.mkdir()
+    try:
+        tried = subprocess.run([*IN_A_DISK, options, folder, "true"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no unshare here (util-linux)")
+    if tried.returncode != 0:
+        pytest.skip(f"no file system of one's own here: {tried.stderr.strip()}")
+    return [*IN_A_DISK, options, str(folder)]
+
+
+def one_line(failed: subprocess.CompletedProcess[str]) -> str:
+    assert failed.returncode == 2, failed.stderr
+    assert len(failed.stderr.strip().splitlines()) == 1, failed.stderr
+    assert failed.stdout == ""
+    return failed.stderr.strip()
+
+
+def test_a_full_disk_is_one_line_and_the_records_before_it_are_kept(lens, run, tmp_path):
+    small = disk(tmp_path / "small", "size=64k")
+    keep = ["sh", "-c", 'out=$1; shift; "$@"; status=$?; cp -r "$out" "$out/../kept"; exit $status', "sh"]
+    out = tmp_path / "small" / "report"
+    failed = run(
+        lens, "--device", "cpu", "--out", str(out), through=[*small, *keep, str(out.parent)], BYTES_A_RECORD="20000"
+    )
+    line = one_line(failed)
+    assert line.startswith(
+        f"a-lens: {out / 'results.partial.json'} cannot be written: No space left on device; make room"
+    )
+    kept = tmp_path / "kept" / "report"
+    assert [path.name for path in kept.iterdir()] == ["results.partial.json"]
+    assert [record.labels["n"] for record in load(kept / "results.partial.json").records] == [1]
+
+
+def test_a_folder_on_a_file_system_that_is_only_to_be_read_is_one_line(lens, run, tmp_path):
+    through = disk(tmp_path / "small", "size=64k,ro")
+    failed = run(
+        lens, "--device", "cpu", "--out", str(tmp_path / "small" / "report"), through=through, INTERRUPT_AT="1"
+    )
+    assert "report cannot be written: Read-only file system; name a folder on a file system that" in one_line(failed)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_the_right_to_write_is_one_line(lens, run):
+    lens.chmod(0o500)
+    try:
+        failed = run(lens, "--device", "cpu", INTERRUPT_AT="1")
+    finally:
+        lens.chmod(0o700)
+    assert "cannot be written: Permission denied; give yourself the right to it" in one_line(failed)
+
+
+def limited(size: int):
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def test_a_write_that_the_system_cuts_short_is_one_line_and_the_records_before_it_are_kept(lens, run):
+    failed = run(lens, "--device", "cpu", preexec_fn=limited(30_000), BYTES_A_RECORD="20000")
+    assert "results.partial.json cannot be written: File too large; raise the limit" in one_line(failed)
+    directory = lens / "reports" / "cpu"
+    assert [path.name for path in directory.iterdir()] == ["results.partial.json"]
+    assert len(load(directory / "results.partial.json").records) == 1
+
+
+def test_a_figure_that_cannot_be_written_costs_no_results_and_is_drawn_later(lens, run):
+    failed = run(lens, "--device", "cpu", preexec_fn=limited(8_000))
+    assert "times.svg cannot be written: File too large" in one_line(failed)
+    directory = lens / "reports" / "cpu"
+    assert load(directory / "results.json").complete
+    assert [path for path in directory.rglob("*") if path.is_file()] == [directory / "results.json"]
+    assert run(lens, "--render-only").returncode == 0
+    assert (directory / "figures" / "times.svg").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_standard_output_on_a_full_disk_is_one_line_and_costs_nothing(lens):
+    with Path("/dev/full").open("w") as full:
+        failed = subprocess.run(
+            [sys.executable, lens / "run.py", "--device", "cpu"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path])},
+        )
+    assert failed.returncode == 2
+    assert failed.stderr == "a-lens: No space left on device; make room there, or name a folder on another disk\n"
+    assert (lens / "reports" / "cpu" / "report.md").exists()
+
+
+def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(lens, run, tmp_path):
+    go = tmp_path / "go"
+    first = subprocess.Popen(
+        [sys.executable, lens / "run.py", "--device", "cpu"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), "WAIT_FOR": str(go)},
+    )
+    assert first.stderr is not None
+    assert first.stderr.readline() == "waiting\n"
+    refused = run(lens, "--device", "cpu", "--quick", "--out", str(lens / "reports" / "cpu"))
+    elsewhere = run(lens, "--device", "cpu", "--quick")
+    go.touch()
+    first.communicate()
+    assert "another run writes" in one_line(refused)
+    assert "--out" in refused.stderr
+    assert elsewhere.returncode == first.returncode == 0
+    assert len(load(lens / "reports" / "cpu" / "results.json").records) == 2
+
+
+def test_what_a_killed_run_measured_stays_until_a_later_one_is_complete(lens, run):
+    directory = lens / "reports" / "cpu"
+    assert run(lens, "--device", "cpu", KILL_AT="2").returncode == -signal.SIGKILL
+    assert run(lens, "--device", "cpu", KILL_AT="1").returncode == -signal.SIGKILL  # killed again, with nothing new
+    assert [record.labels["n"] for record in load(directory / "results.before.partial.json").records] == [1]
+    assert run(lens, "--device", "cpu").returncode == 0
+    assert not list(directory.glob("*.partial.json"))
+
+
+def test_a_run_that_is_killed_at_any_moment_leaves_a_document_that_can_be_read_and_can_be_started_again(lens, run):
+    directory = lens / "reports" / "cpu"
+    half_written = directory / "figures" / ".times.svg.0123abcd.writing"
+    half_written.parent.mkdir(parents=True)
+    half_written.touch()
+    for moment in range(3):  # importing, measuring, drawing: wherever it happens to be
+        process = subprocess.Popen(
+            [sys.executable, lens / "run.py", "--device", "cpu"],
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path])},
+        )
+        time.sleep(0.2 + 0.4 * moment)
+        process.kill()
+        process.wait()
+        for path in directory.glob("results*.json"):
+            load(path)
+    done = run(lens, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in directory.rglob("*")} == {"figures", "report.md", "results.json", "times.svg"}
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [
+        (errno.ENOSPC, "'/somewhere': No space left on device; make room there"),
+        (errno.EROFS, "'/somewhere': Read-only file system; name a folder on"),
+        (errno.EACCES, "'/somewhere': Permission denied; give yourself the right"),
+        (errno.ENOMEM, "'/somewhere': Cannot allocate memory; end something"),
+    ],
+)
+def test_what_the_machine_refuses_is_named_with_place_and_remedy(number, says):
+    assert str(machine_fault(OSError(number, os.strerror(number), "/somewhere"))).startswith(says)
+
+
+def test_a_temporary_folder_that_cannot_be_found_names_the_variable():
+    missing = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+    assert str(machine_fault(missing)) == (
+        "No usable temporary directory found in ['/tmp']: make room in one of them, or name another folder in TMPDIR"
+    )
+
+
+def test_a_path_that_a_program_got_wrong_keeps_its_traceback():
+    assert machine_fault(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nowhere")) is None
