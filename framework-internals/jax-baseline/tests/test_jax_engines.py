@@ -79,6 +79,8 @@ class FakeWorker:
         self.loss = float(spec.options or 5.0)
         if self.name == "no start":
             raise WorkerError("Traceback\n  somewhere\nImportError: no such library\n")
+        if self.name == "not here":
+            raise UserError("no C++ compiler (install one)")
         log.append(("start", self.name))
 
     def call(self, method, **arguments):
@@ -103,7 +105,7 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
         yield lambda spec, model, training: FakeWorker(log, spec)
 
     monkeypatch.setattr(bench, "_workers", workers)
-    names = ("reference", "right", "no start", "too large", "wrong", "also right")
+    names = ("reference", "right", "no start", "too large", "wrong", "not here", "also right")
     engines = {name: EngineSpec("jax", attention=name, options="5.1" if name == "wrong" else "") for name in names}
     found = measure_engines(
         engines, *bench_config("tiny", batch_size=2, dtype="float32"), device="cpu", rounds=3, together=3
@@ -116,6 +118,7 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     }
     assert last_line(found["no start"]) == "ImportError: no such library"
     assert "out of memory" in found["too large"]
+    assert found["not here"] == "no C++ compiler (install one)"
     assert "first losses 5.100000 and 5.000000, at most 1e-04 apart in float32" in found["wrong"]
     assert ("close", "too large") in log  # so that it does not hold memory while others run
     # The second group starts when the first is measured, and the reference runs in both.
@@ -124,6 +127,13 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     assert ("run", "reference") in log[second:]
     assert found["reference"].speedup.value == 1
     assert len(found["also right"].timing.samples) == 3
+
+
+def test_the_reason_of_a_failure_is_the_exception_and_not_the_advice_after_it():
+    advised = "Traceback\n  somewhere\ntorch._inductor.exc.InductorError: no compiler\n\nSet TORCH_LOGS for more\n\n"
+    assert last_line(advised) == "torch._inductor.exc.InductorError: no compiler"
+    assert last_line("the worker ended with status -9:\n\n") == "the worker ended with status -9:"
+    assert last_line("") == "no message"
 
 
 def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):

@@ -103,7 +103,10 @@ _lock = threading.RLock()
 def _load() -> BuildInfo:
     info = build_info()
     if info.road is None and info.cuda is None:
-        reasons = "; ".join(f"{what}: {why}" for what, why in info.not_served.items())
+        roads: dict[str, list[str]] = {}
+        for road, reason in info.not_served.items():
+            roads.setdefault(reason, []).append(road)
+        reasons = "; ".join(f"{', '.join(shut)}: {reason}" for reason, shut in roads.items())
         raise native_build.BuildError(f"no build of custom_ops: {reasons}")
     if info.road is None:
         runtime_compiled.define()

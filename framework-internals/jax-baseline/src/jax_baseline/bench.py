@@ -127,6 +127,7 @@ def measure_engines(
 
     Raises:
         WorkerError: if the reference fails.
+        UserError: if it fails for what the user can mend.
     """
     reference, *others = engines
     found: dict[str, MeasuredEngine | str] = {}
@@ -146,7 +147,7 @@ def measure_engines(
                         # More devices have more rows, and so another loss.
                         loss = expected.loss if engines[name].devices == devices else None
                         ready[name] = (worker, _prepare(worker, steps, loss, training.dtype))
-                    except (WorkerError, ValueError) as error:
+                    except (WorkerError, UserError, ValueError) as error:
                         found[name] = str(error)
                 for name, measured in _measure_group(ready, reference, rounds, steps).items():
                     if inspect and name not in found:
@@ -167,7 +168,7 @@ def _prepare(worker: Worker, steps: int, expected_loss: float | None = None, dty
         if expected_loss is not None:
             _require_agreement(preparation.loss, expected_loss, dtype)
         worker.call("run", steps=steps)
-    except (WorkerError, ValueError):
+    except (WorkerError, UserError, ValueError):
         worker.close()  # and with it what it holds of the device
         raise
     return preparation

@@ -19,6 +19,7 @@ from benchkit import UserError
 from benchkit.device import Device
 from jax_baseline.programs import Program
 from jax_baseline.worker import Worker, WorkerError
+from native_build import missing_cxx
 from torch_baseline.config import GPTConfig, Precision
 
 JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it takes gradients
@@ -102,6 +103,12 @@ class TorchSide:
         return self._program(self._spec).as_plain()
 
 
+def missing_inductor(device: Device) -> str | None:
+    """Why Inductor cannot compile for a device here, with the remedy; None where it can."""
+    reason = missing_cxx() if device == "cpu" else None
+    return None if reason is None else f"Inductor compiles for a CPU with a C++ compiler: {reason}"
+
+
 def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | FunctionSide) -> tuple[Program, Program]:
     """Compile, run and read both sides, one after the other, each in a process of its own.
 
@@ -111,6 +118,8 @@ def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | Fun
     Raises:
         UserError: for what the user can mend.
     """
+    if (reason := missing_inductor(torch_side.device)) is not None:
+        raise UserError(reason)
     programs = []
     for side, spec in (("JaxSide", jax_side), ("TorchSide", torch_side)):
         kind = "model" if isinstance(spec, ModelSide) else "function"

@@ -114,8 +114,11 @@ def _longest_kernels(text: str, seconds: Mapping[str, float]) -> list[dict[str, 
 
 
 def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
-    from jax_baseline.compiled_sides import ModelSide, compile_both
+    from jax_baseline.compiled_sides import ModelSide, compile_both, missing_inductor
 
+    if (reason := missing_inductor(run.device)) is not None:
+        run.absent(f"XLA beside Inductor, attention {asked['attention']}", reason)
+        return
     model, training = _shapes(asked)
     side = ModelSide(
         asdict(model), training.batch_size, training.dtype, asked["attention"], run.device, asked["repeats"]

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -31,9 +32,15 @@ class WorkerError(RuntimeError):
     """The child raised or died; the message holds its traceback or the end of its standard error."""
 
 
+# A line that names an exception, as Python ends a traceback; frameworks go on with advice.
+_RAISED = re.compile(r"([\w.]+(Error|Exception|Interrupt)\b|Fatal Python error)")
+
+
 def last_line(error: str) -> str:
-    """The last line of a failure that says something: of a traceback, the exception."""
-    return next((line.strip() for line in reversed(error.splitlines()) if line.strip()), "no message")
+    """The line of a failure that says most: of a traceback, the exception; else the last one that is not empty."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["no message"]
+    raised = [line for line in lines if _RAISED.match(line)]
+    return (raised or lines)[-1]
 
 
 class Worker:
