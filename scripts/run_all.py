@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +24,8 @@ from rich.table import Table
 from benchkit import UserError, numbers, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import capture
-from benchkit.results import write_text_atomically
+from benchkit.results import reported, write_text_atomically
+from benchkit.run import one_line
 
 ROOT = Path(__file__).resolve().parents[1]
 LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
@@ -30,6 +35,8 @@ JOBS = {
     END_TO_END: Path("scripts", "end_to_end.py"),
 }
 INTERRUPTED = 130
+PATIENCE = 60.0  # seconds that a job of a run that was killed is given to end
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -62,10 +69,12 @@ class Progress:
         """Take over what an earlier run of the same commit has done, as far as its reports are still there."""
         try:
             kept = json.loads(self.path.read_text())
-        except (OSError, ValueError):  # there is none, or it was cut short: begin anew
+            done = {job: (float(seconds), str(report)) for job, (seconds, report) in kept["done"].items()}
+            same = bool(self.commit) and kept["commit"] == self.commit
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):  # there is none, or it was damaged
             return
-        if self.commit and kept.get("commit") == self.commit:
-            self.done = {job: (done[0], done[1]) for job, done in kept["done"].items() if Path(done[1]).exists()}
+        if same:
+            self.done = {job: what for job, what in done.items() if Path(what[1]).exists()}
 
     def note(self, outcome: Outcome) -> None:
         """Keep a job that ended well."""
@@ -89,17 +98,63 @@ def only_run(device: Device, *, quick: bool) -> Iterator[Progress]:
         UserError: if one is.
     """
     folder = ROOT / "build" / "run_all"
-    folder.mkdir(parents=True, exist_ok=True)
     name = device + ("-quick" if quick else "")
-    with (folder / f"{name}.lock").open("w") as file:
+    with reported(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _take(lock, name)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield Progress(folder / f"{name}.json", lock, capture(device, root=ROOT).commit or "")
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, name: str) -> None:
+    """Take the lock; a job that outlived its run was told to end, and is waited for."""
+    until = time.monotonic() + PATIENCE
+    while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         except BlockingIOError:
-            raise UserError(
-                f"another run_all on {name} is under way in this checkout, or a job of one that was killed, and would "
-                "write the same reports; wait for it, end it, or take a checkout of its own"
-            ) from None
-        yield Progress(folder / f"{name}.json", file.fileno(), capture(device, root=ROOT).commit or "")
+            holder = os.pread(lock, 32, 0).decode()
+            if _lives(holder):
+                raise UserError(
+                    f"another run_all on {name} is under way in this checkout (process {holder}), and would write the "
+                    "same reports; wait for it, end it, or take a checkout of its own"
+                ) from None
+            if time.monotonic() > until:
+                raise UserError(
+                    f"a job of a run_all on {name} that was killed has not ended for {PATIENCE:.0f} s, and would write "
+                    "the same reports; wait for it, or end it"
+                ) from None
+            time.sleep(0.1)
+
+
+def _lives(process: str) -> bool:
+    if not process.isdecimal():
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
+def _end_with(parent: int) -> None:
+    """In a job, before it begins: have the kernel interrupt it when the run ends, however that ends.
+
+    A run that is killed cannot tell its job. An interrupted job keeps what it measured and ends in an orderly way; left
+    alone it would go on measuring for nobody, and hold the lock. Linux only: elsewhere the job goes on to its end.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+        if os.getppid() != parent:  # it ended before the kernel was asked
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def run_job(job: str, *, device: str, quick: bool, lock: int) -> Outcome:
@@ -107,7 +162,9 @@ def run_job(job: str, *, device: str, quick: bool, lock: int) -> Outcome:
     command = [sys.executable, str(ROOT / JOBS[job]), "--device", device, *(["--quick"] if quick else [])]
     start = time.perf_counter()
     # Its standard error is ours: progress bars need the terminal. Its standard output is the path of the report.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, pass_fds=[lock]) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, pass_fds=[lock], preexec_fn=partial(_end_with, os.getpid())
+    ) as process:
         try:
             output, _ = process.communicate()
         except KeyboardInterrupt:
@@ -156,7 +213,7 @@ def main(
 
     A run that was ended goes on when it is started again: jobs that it had finished are not repeated.
     """
-    try:
+    with one_line("run_all"):
         if unknown := [name for name in only or () if name not in JOBS]:
             raise UserError(f"--only takes one of {', '.join(JOBS)}; got {', '.join(unknown)}")
         resolved = resolve_device(device)
@@ -169,16 +226,9 @@ def main(
             failed = [outcome.job for outcome in outcomes if outcome.report is None]
             if not failed and only is None:
                 kept.path.unlink(missing_ok=True)  # all is done: the next run measures anew
-    except UserError as error:
-        print(f"run_all: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    except OSError as error:
-        print(f"run_all: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
-        raise typer.Exit(2) from None
-
-    # A path cut short is of no use: where nobody watches, the table is as wide as it needs to be.
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(summary(outcomes))
+        # A path cut short is of no use: where nobody watches, the table is as wide as it needs to be.
+        console = Console()
+        (console if console.is_terminal else Console(width=160)).print(summary(outcomes))
     if index_status != 0:
         failed.append("index of reports")
     if failed:
