@@ -15,7 +15,7 @@ from native_build.stable_library import (
     load_library,
     read_record,
 )
-from native_build.toolchain import find_nvcc, missing_cuda, missing_cxx, missing_gpu
+from native_build.toolchain import find_nvcc, missing_cuda, missing_cxx, missing_gpu, missing_inductor
 
 __all__ = [
     "ARCHITECTURES",
@@ -36,5 +36,6 @@ __all__ = [
     "missing_cuda",
     "missing_cxx",
     "missing_gpu",
+    "missing_inductor",
     "read_record",
 ]

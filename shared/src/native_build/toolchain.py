@@ -34,6 +34,16 @@ def missing_cxx() -> str | None:
     return None
 
 
+def missing_inductor(device_type: str) -> str | None:
+    """Why Inductor cannot compile here, with the remedy; None where it can.
+
+    Args:
+        device_type: what it compiles for: ``"cpu"`` needs a C++ compiler, ``"cuda"`` has Triton.
+    """
+    reason = missing_cxx() if device_type == "cpu" else None
+    return None if reason is None else f"Inductor compiles for a CPU with a C++ compiler: {reason}"
+
+
 def missing_gpu() -> str | None:
     """Why nothing can run on a CUDA GPU here, with the remedy; None where it can."""
     import torch

@@ -22,7 +22,7 @@ from benchkit import UserError
 from benchkit.device import Device
 from compile_bench.nursery import Nursery, Order, nursery
 from compile_bench.results import Bench, Case, Compiled, FirstSteps, Request, Triage
-from native_build import missing_cxx
+from native_build import missing_inductor
 
 DEFAULT_LIMIT = 600.0
 
@@ -89,8 +89,8 @@ class Harness:
         """
         with self._preparing:
             if self._toolchain is None:
-                if self.device == "cpu" and (reason := missing_cxx()) is not None:
-                    raise UserError(f"Inductor compiles for a CPU with a C++ compiler: {reason}")
+                if (reason := missing_inductor(self.device)) is not None:
+                    raise UserError(reason)
                 seed = self.folder / "toolchain"
                 self._toolchain = cast(float, self._run(Request("toolchain", Case("", self.device)), seed))
             return self._toolchain

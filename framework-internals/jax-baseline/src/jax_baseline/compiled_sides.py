@@ -19,7 +19,7 @@ from benchkit import UserError
 from benchkit.device import Device
 from jax_baseline.programs import Program
 from jax_baseline.worker import Worker, WorkerError
-from native_build import missing_cxx
+from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision
 
 JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it takes gradients
@@ -101,12 +101,6 @@ class TorchSide:
     def program(self) -> dict[str, Any]:
         """Compile, run and read it; the fields of a :class:`Program`, values included."""
         return self._program(self._spec).as_plain()
-
-
-def missing_inductor(device: Device) -> str | None:
-    """Why Inductor cannot compile for a device here, with the remedy; None where it can."""
-    reason = missing_cxx() if device == "cpu" else None
-    return None if reason is None else f"Inductor compiles for a CPU with a C++ compiler: {reason}"
 
 
 def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | FunctionSide) -> tuple[Program, Program]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from benchkit import UserError
 from benchkit.device import Device
+from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
 
@@ -228,6 +229,8 @@ class TorchEngine:
         if config.dtype == "float64":
             gpt.double()
         if spec.compiled:
+            if (reason := missing_inductor(device)) is not None:
+                raise UserError(reason)
             gpt.compile(options=dict.fromkeys(spec.options.split(","), True) if spec.options else None)
         self._step = make_train_step(gpt, make_optimizer(gpt, config), config)
         self._batches = [

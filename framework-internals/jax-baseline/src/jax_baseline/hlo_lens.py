@@ -13,6 +13,7 @@ from benchkit.results import Json
 from benchkit.run import Run
 from jax_baseline.programs import Program
 from jax_baseline.region_diff import Region, compare_programs, instructive
+from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, TrainConfig
 
 _LONGEST = 8
@@ -114,7 +115,7 @@ def _longest_kernels(text: str, seconds: Mapping[str, float]) -> list[dict[str, 
 
 
 def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
-    from jax_baseline.compiled_sides import ModelSide, compile_both, missing_inductor
+    from jax_baseline.compiled_sides import ModelSide, compile_both
 
     if (reason := missing_inductor(run.device)) is not None:
         run.absent(f"XLA beside Inductor, attention {asked['attention']}", reason)
