@@ -15,6 +15,7 @@ from pathlib import Path
 import jinja2
 
 from benchkit import UserError
+from benchkit.markdown import inert
 from benchkit.results import Results, load, write_text_atomically
 from benchkit.run import Lens, report_directories
 from whole_step.measure import build_lens as build_end_to_end
@@ -96,11 +97,13 @@ def render() -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
+        autoescape=False,  # Markdown, not HTML: `inert` is its escaping
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    return environment.get_template("index.md.j2").render(lenses=LENSES, machines=entries(), whole_step=whole_step())
+    text = environment.get_template("index.md.j2").render(lenses=LENSES, machines=entries(), whole_step=whole_step())
+    return inert(text)
 
 
 def main() -> None:

@@ -19,13 +19,14 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from benchkit import UserError, numbers, progress
+from benchkit.command import one_line_errors
 from benchkit.device import Device, resolve_device
 from benchkit.environment import capture
 from benchkit.results import reported, write_text_atomically
-from benchkit.run import one_line
 
 ROOT = Path(__file__).resolve().parents[1]
 LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
@@ -189,7 +190,7 @@ def summary(outcomes: list[Outcome]) -> Table:
     for outcome in outcomes:
         if outcome.report is not None:
             shown = outcome.report.relative_to(ROOT) if outcome.report.is_relative_to(ROOT) else outcome.report
-            result = str(shown)
+            result = escape(str(shown))
         else:
             result = f"failed with status {outcome.status}; its message stands above"
         table.add_row(outcome.job, numbers.significant(outcome.seconds), result)
@@ -213,7 +214,7 @@ def main(
 
     A run that was ended goes on when it is started again: jobs that it had finished are not repeated.
     """
-    with one_line("run_all"):
+    with one_line_errors("run_all"):
         if unknown := [name for name in only or () if name not in JOBS]:
             raise UserError(f"--only takes one of {', '.join(JOBS)}; got {', '.join(unknown)}")
         resolved = resolve_device(device)

@@ -117,6 +117,8 @@ def run_them(**options) -> int:
         run_all.main(**{"device": "cpu", "only": None, "quick": False, "fresh": False, **options})
     except run_all.typer.Exit as stopped:
         return stopped.exit_code
+    except SystemExit as stopped:
+        return stopped.code
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure as MatplotlibFigure
 
-from benchkit import numbers
+from benchkit import markdown, numbers
 from benchkit.plotting import save
 from benchkit.results import Results, load, write_text_atomically
 
@@ -63,7 +63,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, l
     """
 
     def line(cells: Iterable[object]) -> str:
-        escaped = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+        # A backslash before the bar would take the bar's own.
+        escaped = (re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(re.split(r"[\r\n]", str(cell)))) for cell in cells)
         return f"| {' | '.join(escaped)} |"
 
     rule = "|" + "|".join("---" if index < left else "---:" for index in range(len(header))) + "|"
@@ -89,7 +90,7 @@ def render(results: Results, spec: ReportSpec) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=False,
-        autoescape=False,  # Markdown, not HTML; the one HTML page of the repository escapes for itself
+        autoescape=False,  # Markdown, not HTML: `inert` is its escaping
     )
     text = environment.get_template("report.md.j2").render(
         results=results,
@@ -97,12 +98,13 @@ def render(results: Results, spec: ReportSpec) -> str:
         machine_rows=_machine_rows(results),
         finding=spec.finding(results),
         table=markdown_table,
+        block=markdown.block,
         figure=place,
         figure_names=list(figures),
         number=numbers,
         **spec.context(results),
     )
-    return _tidy(text)
+    return markdown.inert(_tidy(text))
 
 
 def write(directory: Path, spec: ReportSpec) -> Path:
@@ -129,8 +131,9 @@ def write(directory: Path, spec: ReportSpec) -> Path:
 
 def _tidy(text: str) -> str:
     """Leave one blank line between blocks, whatever the template's conditions left; fenced code stays as it is."""
-    parts = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
-    parts[::2] = [re.sub(r"\n{3,}", "\n\n", part) for part in parts[::2]]
+    parts = re.split(r"(^(`{3,}).*?^\2$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::3] = [re.sub(r"\n{3,}", "\n\n", part) for part in parts[::3]]
+    del parts[2::3]  # the fences alone
     return "".join(parts).strip("\n") + "\n"
 
 
@@ -167,6 +170,6 @@ def _machine_rows(results: Results) -> list[tuple[str, str]]:
     commit = environment.commit or "not known (no git checkout)"
     state = {True: " with uncommitted changes", False: "", None: ""}[environment.dirty]
     rows.append(("Commit", f"`{commit[:12] if environment.commit else commit}`{state}"))
-    rows.append(("Command", f"`{environment.command}`"))
+    rows.append(("Command", markdown.code(environment.command)))
     rows.append(("Date", environment.date))
     return rows

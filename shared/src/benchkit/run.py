@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from benchkit import progress
+from benchkit.command import one_line_errors
 from benchkit.device import Device, resolve_device
 from benchkit.environment import capture
 from benchkit.errors import UserError, machine_fault
@@ -100,7 +101,7 @@ def main(lens: Lens) -> None:
             ),
         ] = False,
     ) -> None:
-        with one_line(lens.name):
+        with one_line_errors(lens.name):
             if render_only:
                 for directory in [out] if out else report_directories(lens.root):
                     print(write(directory, lens.report), flush=True)
@@ -110,34 +111,6 @@ def main(lens: Lens) -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command(help=f"Measure, and write the report of {lens.name}.")(command)
     app()
-
-
-@contextmanager
-def one_line(program: str) -> Iterator[None]:
-    """Inside, what the user can mend ends a command with one line and status 2; what the machine refuses, too.
-
-    Args:
-        program: opens the line.
-
-    Raises:
-        typer.Exit: with status 2.
-    """
-    try:
-        yield
-    except UserError as error:
-        line = str(error)
-    except OSError as error:
-        if (fault := machine_fault(error)) is None:
-            raise
-        line = str(fault)
-    else:
-        return
-    print(f"{program}: {line}", file=sys.stderr)
-    try:
-        sys.stdout.flush()
-    except OSError:  # it is standard output that cannot be written: Python would try once more when it exits
-        sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115 # until then
-    raise typer.Exit(2)
 
 
 def report_directories(root: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from benchkit import UserError, numbers
+from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -29,10 +30,8 @@ _LOG_LINES = 20
 def main() -> None:
     """Run the command line; what the user can mend is one line on standard error and exit status 2."""
     try:
-        app()
-    except UserError as error:
-        print(f"torch_baseline: {error}", file=sys.stderr)
-        sys.exit(2)
+        with one_line_errors("torch_baseline"):
+            app()
     except NonFiniteError as error:
         print(f"torch_baseline: {error}", file=sys.stderr)
         sys.exit(1)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchkit import UserError
+from benchkit.results import write_text_atomically
 from compile_bench.results import Case
 from compile_bench.trace import CompileTrace
 
@@ -73,9 +74,7 @@ def read_lock(file: Path) -> dict[str, Inventory]:
 def write_lock(file: Path, entries: Mapping[str, Inventory]) -> None:
     """Write a lock file, replacing the one before: sorted, so that a difference of two is short."""
     content = {"version": VERSION, "entries": {key: asdict(entries[key]) for key in sorted(entries)}}
-    temporary = file.with_name(f".{file.name}")
-    temporary.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    temporary.replace(file)
+    write_text_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def update_lock(file: Path, key: str, entry: Inventory) -> None:

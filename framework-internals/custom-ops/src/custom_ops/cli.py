@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchkit import Record, UserError, numbers
+from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.limits import memory_limits
 from benchkit.progress import working
@@ -34,19 +33,10 @@ app = typer.Typer(
 )
 
 
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        print(f"custom-ops: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-
-
 @app.command()
 def info() -> None:
     """Say which build serves the operators in this environment, and why not another; builds nothing."""
-    with _one_line_errors():
+    with one_line_errors("custom-ops"):
         found = build_info()
         print(f"library        {found.road or 'none'}{f', {found.file}' if found.file else ''}")
         print(f"CUDA kernels   {found.cuda or 'none'}")
@@ -95,7 +85,7 @@ def build(
     ),
 ) -> None:
     """Build the library of all operators, their derivatives in C++ for this torch, or rung 1's vector_add by a road."""
-    with _one_line_errors():
+    with one_line_errors("custom-ops"):
         if what not in _BUILDS:
             raise UserError(f"expected one of {', '.join(_BUILDS)}, got {what!r}")
         start = time.perf_counter()
@@ -118,7 +108,7 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0.01, help="How long to sample each operator and dtype.")] = 1.0,
 ) -> None:
     """Time operators beside torch's and the machine's limit, at a size of one's own."""
-    with _one_line_errors():
+    with one_line_errors("custom-ops"):
         dtypes = _dtypes(dtype or ["float32"])
         ops = op or list(contests())
         if unknown := set(ops) - set(contests()):
@@ -143,7 +133,7 @@ def new(
     folder: Annotated[Path, typer.Option(help="Where the package's folder is made.")] = Path(),
 ) -> None:
     """Write a package of one operator, ready to build and to test, for a formula of one's own."""
-    with _one_line_errors():
+    with one_line_errors("custom-ops"):
         for path in skeleton.write(name, folder):
             print(path)
         print(f"next: cd {folder / name} && python setup.py build_ext --inplace && PYTHONPATH=src python -m pytest")

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
 
 from benchkit import UserError
+from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.results import write_text_atomically
 from dispatcher_trace import compare, cost, keys, render
@@ -203,20 +204,10 @@ def _json(document: dict[str, Any]) -> str:
 
 
 def _run(job: Callable[[], str], out: Path | None) -> None:
-    try:
+    with one_line_errors("dispatcher-trace"):
         text = job()
         if out is not None:
             write_text_atomically(out, text)
-    except UserError as error:
-        _fail(str(error))
-    except OSError as error:
-        _fail(f"cannot write {out}: {error.strerror}")
-    if out is None:
+            text = f"{out}\n"
         sys.stdout.write(text)
-    else:
-        print(out)
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"dispatcher-trace: {message}", file=sys.stderr)
-    raise typer.Exit(2)
+        sys.stdout.flush()

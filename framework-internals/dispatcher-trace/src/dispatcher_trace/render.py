@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Collection, Iterable, Sequence
 
 from benchkit import numbers
+from benchkit.markdown import block, code, inert
 from dispatcher_trace.dispatcher import Table
 from dispatcher_trace.findings import findings
 from dispatcher_trace.native import native_function
@@ -21,14 +22,14 @@ def walk(calls: Sequence[Call], notes: Iterable[str] = ()) -> str:
     """
     hops = sorted((hop for top in calls for call in top.walk() for hop in call.hops), key=lambda hop: hop.number)
     reasons = [
-        line for hop in hops for line in (f"{hop.number}. `{hop.operator}` at {hop.key}: {hop.why}", key_line(hop))
+        line for hop in hops for line in (f"{hop.number}. {code(hop.operator)} at {hop.key}: {hop.why}", key_line(hop))
     ]
     found = findings(calls)
-    parts = ["```", tree(calls), "```", "", *reasons, ""]
+    parts = [block(tree(calls)), "", *reasons, ""]
     parts += ["Findings:", "", *(f"- {finding}" for finding in found), ""] if found else []
     parts += [f"- {note}" for note in notes]
     parts.append(f"- Evidence: {'; '.join(f'{fact}: {source}' for fact, source in EVIDENCE.items())}.")
-    return "\n".join(parts).rstrip() + "\n"
+    return inert("\n".join(parts).rstrip() + "\n")
 
 
 def key_line(hop: Hop) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -43,8 +44,8 @@ def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str
     packed = zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)
     text = base64.b64encode(packed).decode()
     template = resources.files("dispatcher_trace").joinpath("templates/viewer.html").read_text(encoding="utf-8")
-    before, rest = template.replace("{{title}}", html.escape(title)).split("{{payload}}")
-    return f"{before}{text}{rest}"
+    parts = {"{{title}}": html.escape(title), "{{payload}}": text}
+    return re.sub(r"\{\{\w+\}\}", lambda place: parts[place[0]], template)
 
 
 class _Strings:

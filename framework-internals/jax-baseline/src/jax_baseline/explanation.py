@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchkit import numbers
+from benchkit.markdown import block, code
 
 _QUOTED_LINES = 16
 _QUOTED_COLUMNS = 180
@@ -127,7 +128,7 @@ def _quote(name: str, quote: Mapping[str, Any]) -> str:
     if left_out > 0:
         lines = [*lines[:_QUOTED_LINES], f"… {left_out} more lines"]
     body = "\n".join(lines)
-    return f"\n\n{name}, `{_symbol(quote['kernel'])}` ({quote['kind']}):\n\n```{quote['language']}\n{body}\n```"
+    return f"\n\n{name}, {code(_symbol(quote['kernel']))} ({quote['kind']}):\n\n{block(body, quote['language'])}"
 
 
 def _shorten(line: str) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchkit import UserError, compare, numbers
+from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.timing import rotating_inputs
 from native_build import ARCHITECTURES, read_record
@@ -50,7 +49,7 @@ def info() -> None:
 @app.command()
 def check(shape: ShapeOption = "512x1024", dtype: DtypeOption = "float32", device: DeviceOption = "auto") -> None:
     """Compare every usable back end with float64, forward and backward; exit status 1 where one is wrong."""
-    with _one_line_errors():
+    with one_line_errors("rmsnorm-fused"):
         rows, columns, kind = _parse(shape, dtype)
         where = resolve_device(device)
         torch.manual_seed(0)
@@ -82,7 +81,7 @@ def bench(
     seconds: Annotated[float, typer.Option(help="Of sampling, forward and backward each.")] = 1.0,
 ) -> None:
     """Time the forward pass, and forward and backward together, of every implementation at one shape."""
-    with _one_line_errors():
+    with one_line_errors("rmsnorm-fused"):
         rows, columns, kind = _parse(shape, dtype)
         where = resolve_device(device)
         functions = {name: c.plain for name, c in usable(where)[0].items() if c.widest is None or columns <= c.widest}
@@ -124,7 +123,7 @@ def build(
     ] = ",".join(ARCHITECTURES),
 ) -> None:
     """Compile the kernels into one library for machines without a compiler (LibTorch's stable ABI)."""
-    with _one_line_errors():
+    with one_line_errors("rmsnorm-fused"):
         library = prebuild.build(out, cuda=cuda, architectures=tuple(architectures.split(",")))
         record = read_record(library)
     kernels = f"CUDA {record.cuda} for {', '.join(record.architectures)}" if record.cuda else "without CUDA"
@@ -141,12 +140,3 @@ def _parse(shape: str, dtype: str) -> tuple[int, int, torch.dtype]:
     if dtype not in _NAMES:
         raise UserError(f"--dtype takes {', '.join(_NAMES)}, got {dtype!r}")
     return int(rows), int(columns), _NAMES[dtype]
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        print(f"rmsnorm-fused: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None

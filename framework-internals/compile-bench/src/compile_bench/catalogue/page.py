@@ -9,7 +9,9 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from benchkit.markdown import block, inert
 from benchkit.report import markdown_table
+from benchkit.results import write_text_atomically
 from compile_bench.catalogue.cause import CAUSES, Cause
 from compile_bench.catalogue.versions import recorded, standing
 
@@ -27,7 +29,7 @@ def describe(cause: Cause) -> str:
     lines = [f"### `{cause.name}` — {cause.title}", "", cause.why, "", f"**Do:** {cause.advice}", ""]
     if cause.settings:
         lines += [f"Settings of the mended program: `{dict(cause.settings)}`", ""]
-    return "\n".join([*lines, _standings(cause), "", "```python", program(cause), "```"])
+    return "\n".join([*lines, _standings(cause), "", block(program(cause), "python")])
 
 
 def program(cause: Cause) -> str:
@@ -50,7 +52,7 @@ def markdown() -> str:
         lines += ["", f"## {theme}"]
         for cause in causes:
             lines += ["", describe(cause)]
-    return "\n".join(lines) + "\n"
+    return inert("\n".join(lines) + "\n")
 
 
 def html() -> str:
@@ -73,9 +75,8 @@ def html() -> str:
 
 def write_page(folder: Path) -> None:
     """Write ``CATALOGUE.md`` and ``CATALOGUE.html``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "CATALOGUE.md").write_text(markdown(), encoding="utf-8")
-    (folder / "CATALOGUE.html").write_text(html(), encoding="utf-8")
+    write_text_atomically(folder / "CATALOGUE.md", markdown())
+    write_text_atomically(folder / "CATALOGUE.html", html())
 
 
 def _by_theme() -> Iterable[tuple[str, list[Cause]]]:
@@ -94,5 +95,4 @@ def _versions(cause: Cause) -> list[tuple[str, str, str]]:
 
 
 def _standings(cause: Cause) -> str:
-    rows = [(version, word, seen.replace("|", "\\|")) for version, word, seen in _versions(cause)]
-    return markdown_table(["torch", _COMES_OF_IT[cause.kind], "what it says"], rows, left=3)
+    return markdown_table(["torch", _COMES_OF_IT[cause.kind], "what it says"], _versions(cause), left=3)

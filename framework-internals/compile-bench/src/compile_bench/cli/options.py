@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from benchkit import UserError
+from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from compile_bench.harness import WorkerFailure
 from compile_bench.records import shorten
@@ -57,10 +58,8 @@ def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: s
 def leave(action: Callable[[], int]) -> None:
     """Do ``action`` and exit with its status; an error of the user or of a measuring process is one line."""
     try:
-        status = action()
-    except UserError as error:
-        print(f"compile-bench: {error}", file=sys.stderr)
-        status = UNUSABLE
+        with one_line_errors("compile-bench"):  # its status is UNUSABLE
+            status = action()
     except WorkerFailure as error:
         print(f"compile-bench: {error}", file=sys.stderr)
         status = NOT_MEASURED

@@ -13,6 +13,7 @@ import typer
 from benchkit import UserError, numbers
 from benchkit.progress import working
 from benchkit.report import markdown_table
+from benchkit.results import write_text_atomically
 from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place
 from compile_bench.findings import Bill, Finding, Mend
 from compile_bench.harness import DEFAULT_LIMIT, Harness
@@ -68,9 +69,8 @@ def write_patches(bill: Bill, folder: Path) -> dict[str, Path]:
     for number, each in enumerate(accepted, 1):
         if each.patch in written:
             continue
-        folder.mkdir(parents=True, exist_ok=True)
         path = folder / (f"{each.case}.patch" if each.case == "all" else f"{number:02d}-{each.case}.patch")
-        path.write_bytes(each.patch.encode("utf-8"))
+        write_text_atomically(path, each.patch)
         written[each.patch] = path
     return written
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import re
 import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+# What git puts a file's name in quotes for, in a patch.
+_QUOTED = re.compile(r'[\x00-\x1f\x7f"\\]')
 
 
 @dataclass(frozen=True)
@@ -176,8 +180,15 @@ def unified_diff(name: str, before: bytes, after: bytes) -> str:
         before: its bytes.
         after: as they are to be.
     """
-    lines = difflib.unified_diff(_lines(before), _lines(after), f"a/{name}", f"b/{name}")
+    lines = difflib.unified_diff(_lines(before), _lines(after), _in_header(f"a/{name}"), _in_header(f"b/{name}"))
     return "".join(_marked(line) for line in lines)
+
+
+def _in_header(name: str) -> str:
+    """A file's name as git writes it: a line end in it would be the patch's, and at a space some tools end it."""
+    if _QUOTED.search(name):
+        return '"' + _QUOTED.sub(lambda found: f"\\{ord(found[0]):03o}", name) + '"'
+    return f"{name}\t" if " " in name else name
 
 
 def _lines(content: bytes) -> list[str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-
 import typer
 
-from benchkit import UserError
+from benchkit.command import one_line_errors
 from jax_baseline.cli import hlo, training
 
 app = typer.Typer(
@@ -20,8 +18,5 @@ for command in (*training.COMMANDS, *hlo.COMMANDS):
 
 def main() -> None:
     """Run the command line; what the user can mend is one line on standard error and exit status 2."""
-    try:
+    with one_line_errors("jax-baseline"):
         app()
-    except UserError as error:
-        print(f"jax-baseline: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -12,6 +12,7 @@ import typer
 from benchkit import UserError, numbers
 from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
+from benchkit.results import write_text_atomically
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, user_errors
 from jax_baseline.programs import Program
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
@@ -67,7 +68,7 @@ def hlo(
             _check(program, check)
     for path, text in ((save, program.text), (save_stablehlo, program.stablehlo)):
         if path is not None:
-            path.write_text(text)
+            write_text_atomically(path, text)
     print(program.subject)
     print(
         f"{summary.kernels} kernels, {summary.dots} products; {numbers.with_unit(summary.flops, 'FLOP')}, "
@@ -114,7 +115,7 @@ def lock(
     with user_errors():
         program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure=False)
         made = make_lock(program.text, subject=program.subject, versions=program.versions)
-    file.write_text(made.dump())
+    write_text_atomically(file, made.dump())
     print(f"{file}: {sum(made.kernels.values())} kernels of {len(made.kernels)} sorts; {made.subject}")
 
 
