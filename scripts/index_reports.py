@@ -97,7 +97,7 @@ def render() -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,
-        autoescape=False,  # Markdown, not HTML: `inert` is its escaping
+        autoescape=False,  # noqa: S701 # Markdown, not HTML: `inert` is its escaping
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

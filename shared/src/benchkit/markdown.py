@@ -26,7 +26,9 @@ def code(text: object) -> str:
     """
     shown = re.sub(r"\s", " ", str(text))
     fence = "`" * (_longest_run(shown) + 1)
-    pad = " " if shown.startswith("`") or shown.endswith("`") or not shown.strip() else ""
+    # A backtick at an end would be the fence's; of two spaces at the ends a reader takes one each.
+    ends = shown[:1] + shown[-1:]
+    pad = " " if "`" in ends or ends in ("", "  ") else ""
     return f"{fence}{pad}{shown}{pad}{fence}"
 
 
@@ -67,15 +69,15 @@ def _inert_lines(lines: list[str]) -> Iterator[str]:
             yield line
             continue
         doubtful = bool(line.strip()) and (doubtful or bool(_HTML_BLOCK.match(line)))
-        # The cells of a table are told apart before the code in them is.
+        # The cells of a table are told apart before the code in them is. With a backtick alone in one, or a backslash
+        # before a backslash and a bar, readers differ in what the cells and the code are.
         cells = re.split(r"(?<!\\)\|", line) if line.lstrip().startswith("|") else [line]
-        known = not doubtful and "\\\\|" not in line
-        made = []
-        for cell in cells:
-            shown, whole = _inert_part(cell, code_is_known=known)
-            doubtful = doubtful or (not whole and len(cells) == 1)
-            made.append(shown)
-        yield "|".join(made)
+        parts = [_inert_part(cell, code_is_known=not doubtful) for cell in cells]
+        if not all(whole for _, whole in parts) or (len(cells) > 1 and "\\\\|" in line):
+            doubtful = True
+            if len(cells) > 1:
+                parts = [_inert_part(cell, code_is_known=False) for cell in cells]
+        yield "|".join(shown for shown, _ in parts)
 
 
 def _inert_part(text: str, *, code_is_known: bool) -> tuple[str, bool]:

@@ -90,7 +90,7 @@ def render(results: Results, spec: ReportSpec) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=False,
-        autoescape=False,  # Markdown, not HTML: `inert` is its escaping
+        autoescape=False,  # noqa: S701 # Markdown, not HTML: `inert` is its escaping
     )
     text = environment.get_template("report.md.j2").render(
         results=results,

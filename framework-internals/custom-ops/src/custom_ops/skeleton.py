@@ -44,7 +44,7 @@ def write(name: str, folder: Path) -> list[Path]:
     root = folder / name
     if root.exists():
         raise UserError(f"{root} is there already (choose another name or --folder)")
-    environment = Environment(
+    environment = Environment(  # noqa: S701 # sources, and a name of letters, digits and underscores
         loader=FileSystemLoader(_TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True
     )
     written = []
