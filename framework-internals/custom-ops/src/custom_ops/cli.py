@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import tempfile
 import time
@@ -49,7 +50,7 @@ def info() -> None:
 
 def _build_library(out: Path) -> str:
     library = prebuild.build(out / prebuild.FILE_NAME)
-    return f"{library}\nuse it with: CUSTOM_OPS_LIBRARY={library}"
+    return f"{library}\nuse it with: CUSTOM_OPS_LIBRARY={shlex.quote(str(library))}"
 
 
 def _build_autograd(out: Path) -> str:
@@ -66,7 +67,7 @@ def _build_ahead_of_time(out: Path) -> str:
     wheel = ahead_of_time.build_wheel(out)
     with working("loading the wheel in a fresh process"), tempfile.TemporaryDirectory() as folder:
         build_costs.load_wheel(Path(shutil.copy2(wheel, folder)))
-    return f"{wheel}\ninstall it with: python -m pip install --no-deps --force-reinstall {wheel}"
+    return f"{wheel}\ninstall it with: python -m pip install --no-deps --force-reinstall {shlex.quote(str(wheel))}"
 
 
 _BUILDS: dict[str, Callable[[Path], str]] = {
@@ -136,7 +137,8 @@ def new(
     with one_line_errors("custom-ops"):
         for path in skeleton.write(name, folder):
             print(path)
-        print(f"next: cd {folder / name} && python setup.py build_ext --inplace && PYTHONPATH=src python -m pytest")
+        root = shlex.quote(str(folder / name))
+        print(f"next: cd {root} && python setup.py build_ext --inplace && PYTHONPATH=src python -m pytest")
 
 
 def _dtypes(names: list[str]) -> list[torch.dtype]:

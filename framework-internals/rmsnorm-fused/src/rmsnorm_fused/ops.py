@@ -226,29 +226,45 @@ def register_row_kernels(family: Family, key: str, module: str) -> None:
         key: ``"CPU"`` or ``"CUDA"``.
         module: its name in ``rmsnorm_fused.impl``.
     """
+    rows = _RowKernels(module)
+    for name, kernel in (
+        ("forward", rows.forward),
+        ("forward_add", rows.forward_add),
+        ("backward", rows.backward),
+        ("quantize", rows.quantize),
+    ):
+        _library.impl(f"{family}_{name}", kernel, key)
 
-    @functools.cache
-    def kernels() -> ModuleType:
-        return importlib.import_module(f"rmsnorm_fused.impl.{module}")
 
-    def run_forward(
-        x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
+class _RowKernels:
+    """The operators of a family by the kernels of a module of ``impl``: tensors as rows, and rows as tensors again."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+
+    @functools.cached_property
+    def _kernels(self) -> ModuleType:
+        return importlib.import_module(f"rmsnorm_fused.impl.{self._module}")
+
+    def _run_forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if x.numel() == 0:
             return _contiguous_like(x), _contiguous_like(x), _rstd_like(x).zero_()
-        y, s, rstd = kernels().forward(as_rows(x), _optional_rows(residual), weight, options)
+        y, s, rstd = self._kernels.forward(as_rows(x), _optional_rows(residual), weight, options)
         return y.view(x.shape), x if s is None else s.view(x.shape), rstd.view(x.shape[:-1])
 
-    def forward_kernel(x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
-        y, _, rstd = run_forward(x, None, weight, Options(*options))
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
+        y, _, rstd = self._run_forward(x, None, weight, Options(*options))
         return y, rstd
 
-    def forward_add_kernel(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *options: Any
+    def forward_add(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *options: Any
     ) -> tuple[torch.Tensor, ...]:
-        return run_forward(x, residual, weight, Options(*options))
+        return self._run_forward(x, residual, weight, Options(*options))
 
-    def backward_kernel(
+    def backward(
+        self,
         dy: torch.Tensor,
         ds: torch.Tensor | None,
         s: torch.Tensor,
@@ -260,10 +276,11 @@ def register_row_kernels(family: Family, key: str, module: str) -> None:
             dx, dweight = _fake_backward(dy, ds, s, weight, rstd, *rest)
             return dx, dweight.zero_()
         rstd = rstd.contiguous().view(-1)
-        dx, dweight = kernels().backward(as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest)
+        dx, dweight = self._kernels.backward(as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest)
         return dx.view(s.shape), s.new_empty(0) if dweight is None else dweight
 
-    def quantize_kernel(
+    def quantize(
+        self,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor | None,
@@ -274,7 +291,7 @@ def register_row_kernels(family: Family, key: str, module: str) -> None:
         if x.numel() == 0:
             return empty[0], empty[1], empty[2].fill_(1.0)
         *options, dtype = rest
-        y, s, row_scales = kernels().quantize(
+        y, s, row_scales = self._kernels.quantize(
             as_rows(x), _optional_rows(residual), weight, scale, Options(*options), dtype
         )
         return (
@@ -282,14 +299,6 @@ def register_row_kernels(family: Family, key: str, module: str) -> None:
             empty[1] if s is None else s.view(x.shape),
             empty[2] if row_scales is None else row_scales.view(empty[2].shape),
         )
-
-    for name, kernel in (
-        ("forward", forward_kernel),
-        ("forward_add", forward_add_kernel),
-        ("backward", backward_kernel),
-        ("quantize", quantize_kernel),
-    ):
-        _library.impl(f"{family}_{name}", kernel, key)
 
 
 def _optional_rows(x: torch.Tensor | None) -> torch.Tensor | None:
