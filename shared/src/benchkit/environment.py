@@ -209,9 +209,8 @@ def _git_state(root: Path) -> tuple[str | None, bool | None]:
 
     if shutil.which("git") is None or (commit := git("rev-parse", "HEAD")) is None:
         return None, None
-    status = git(
-        "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)framework-internals/*/reports/*"
-    )
+    generated = (f":(exclude,top)framework-internals/{folder}/*" for folder in ("*/reports", "versions"))
+    status = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *generated)
     return commit, None if status is None else bool(status)
 
 

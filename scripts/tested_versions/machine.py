@@ -1,0 +1,252 @@
+"""Interpreters, virtual environments and indexes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tested_versions.matrix import CannotBeHad, Tests
+from tested_versions.plan import SELECTION, Combination, constraints
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+PACKAGES = ("shared[dev]", *(f"framework-internals/{name}" for name in SELECTION if name != "shared"))
+# Seconds that one package's selection is given, and one installation.
+TEST_LIMIT, INSTALL_LIMIT = 300, 1800
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+_VERSIONS = """
+import importlib.metadata, json, platform
+found = {name: importlib.metadata.version(name) for name in ("torch", "jax", "jaxlib", "flax", "numpy")}
+print(json.dumps({"python": platform.python_version(), **found}))
+"""
+_CUDA = re.compile(r"^(nvidia-|cuda-)")
+
+
+@dataclass(frozen=True)
+class Build:
+    """A build of torch that pip would install.
+
+    Attributes:
+        version: with its local part: ``"2.13.0+cpu"``.
+        options: of pip, to find it again.
+    """
+
+    version: str
+    options: tuple[str, ...] = ()
+
+
+class ThisMachine:
+    """Makes a virtual environment for each combination in a folder, by uv where it is, else by venv and pip.
+
+    Args:
+        root: of the repository.
+        cache: folder for the environments.
+        cuda: also take builds of torch that bring CUDA along, gigabytes of it.
+        keep: leave the environments there.
+    """
+
+    def __init__(self, root: Path, cache: Path, *, cuda: bool = False, keep: bool = False) -> None:
+        self.root = root
+        self.cache = cache
+        self.cuda = cuda
+        self.keep = keep
+        self._builds: dict[tuple[str, str], Build | str] = {}
+
+    def prepare(self, combination: Combination) -> VirtualEnvironment:
+        """Make the environment of a combination.
+
+        Raises:
+            CannotBeHad: where something of it is not there.
+        """
+        interpreter = find_interpreter(combination.python)
+        if interpreter is None:
+            raise CannotBeHad(f"no Python {combination.python} here (neither on PATH, nor pyenv's, nor uv's)")
+        build = self._torch(interpreter, combination)
+        self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder = Path(tempfile.mkdtemp(dir=self.cache, prefix="venv-"))
+        environment = VirtualEnvironment(self.root, folder, keep=self.keep)
+        try:
+            environment.make(interpreter)
+            environment.install(combination, build)
+        except BaseException:
+            environment.close()
+            raise
+        return environment
+
+    def _torch(self, interpreter: Path, combination: Combination) -> Build:
+        """The build to take, asked for once for all versions of jax.
+
+        Raises:
+            CannotBeHad: where the indexes have none, or only one that is not wanted.
+        """
+        key = (combination.python, combination.torch)
+        if key not in self._builds:
+            self._builds[key] = find_torch(interpreter, combination.torch, cuda=self.cuda)
+        found = self._builds[key]
+        if isinstance(found, str):
+            raise CannotBeHad(found)
+        return found
+
+
+def find_interpreter(version: str) -> Path | None:
+    """A Python of a version, ``"3.12"``: on ``PATH``, of pyenv, of uv, or this one."""
+    home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    candidates = [sys.executable, shutil.which(f"python{version}")]
+    candidates += [str(path) for path in sorted(home.glob(f"versions/{version}.*/bin/python{version}"), reverse=True)]
+    if (uv := shutil.which("uv")) is not None:
+        candidates.append(_output([uv, "python", "find", "--offline", version]))
+    for candidate in filter(None, candidates):
+        if _output([candidate, "-c", "import sys, venv; print('%d.%d' % sys.version_info[:2])"]) == version:
+            return Path(candidate)
+    return None
+
+
+def find_torch(interpreter: Path, version: str, *, cuda: bool) -> Build | str:
+    """The build of torch that pip would install, downloading nothing; or why there is none to take.
+
+    Args:
+        interpreter: for which.
+        version: ``"2.13"``.
+        cuda: whether a build that needs CUDA's libraries will do.
+    """
+    refused = ""
+    for options in ((), ("--index-url", CPU_INDEX)):
+        item = _resolved(interpreter, f"torch=={version}.*", options)
+        if item is None:
+            continue
+        build = Build(item["metadata"]["version"], options)
+        needs = [one for one in item["metadata"].get("requires_dist", []) if _CUDA.match(one)]
+        if cuda or not needs:
+            return build
+        refused = (
+            f"of torch {version} only a build for CUDA can be had here ({build.version}, which brings {len(needs)} "
+            "packages of CUDA's libraries); --cuda installs it"
+        )
+    return refused or f"no build of torch {version} for this Python in the package index that is set up here"
+
+
+def _resolved(interpreter: Path, requirement: str, options: Sequence[str]) -> dict[str, Any] | None:
+    command = [str(interpreter), "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
+    text = _output([*command, "--only-binary", ":all:", "--report", "-", *options, requirement])
+    try:
+        (item,) = json.loads(text)["install"]
+    except (ValueError, KeyError):
+        return None
+    found: dict[str, Any] = item
+    return found
+
+
+class VirtualEnvironment:
+    """A virtual environment.
+
+    Args:
+        root: of the repository.
+        folder: of the environment.
+        keep: leave it there when it is closed.
+
+    Attributes:
+        versions: of what was installed.
+    """
+
+    def __init__(self, root: Path, folder: Path, *, keep: bool) -> None:
+        self.root = root
+        self.folder = folder
+        self.keep = keep
+        self.versions: Mapping[str, str] = {}
+        self._uv = shutil.which("uv")
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.folder / "bin" / "python"
+
+    def make(self, interpreter: Path) -> None:
+        """Make it, empty but for pip.
+
+        Raises:
+            CannotBeHad: with the last line of what was printed.
+        """
+        by_uv = [self._uv or "", "venv", "--clear", "--python", str(interpreter), str(self.folder)]
+        self._do(by_uv if self._uv else [str(interpreter), "-m", "venv", "--clear", str(self.folder)])
+
+    def install(self, combination: Combination, build: Build) -> None:
+        """Put torch, jax and the packages of this repository into it.
+
+        Raises:
+            CannotBeHad: with the last line of what was printed.
+        """
+        pins = self.folder / "constraints.txt"
+        text = constraints((self.root / "constraints.txt").read_text())
+        pins.write_text(f"{text}torch=={build.version}\njax=={combination.jax}.*\njaxlib=={combination.jax}.*\n")
+        self._pip([*build.options, f"torch=={build.version}"], pins)
+        self._pip(["setuptools", "wheel"], pins)
+        editable = [word for package in PACKAGES for word in ("--editable", str(self.root / package))]
+        self._pip(["--no-build-isolation", *editable], pins)
+        self.versions = json.loads(_output([str(self.python), "-c", _VERSIONS]) or "{}")
+
+    def run(self, package: str) -> Tests:
+        """Run a package's selection."""
+        command = [str(self.python), "-m", "pytest", *map(str, SELECTION[package])]
+        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(self.folder / "cache")}
+        try:
+            done = subprocess.run(
+                [*command, "-q", "-rfE", "-m", "not slow", "-p", "no:cacheprovider"],
+                cwd=self.root,
+                env={**os.environ, **variables},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=TEST_LIMIT,
+            )
+        except subprocess.TimeoutExpired:
+            return Tests(0, 1, 0, (f"not done after {TEST_LIMIT} s",))
+        return read_tests(done.returncode, done.stdout + done.stderr)
+
+    def close(self) -> None:
+        """Remove it."""
+        if not self.keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _pip(self, arguments: Sequence[str], pins: Path) -> None:
+        by_uv = [self._uv or "", "pip", "install", "--python", str(self.python)]
+        command = by_uv if self._uv else [str(self.python), "-m", "pip", "install", "--disable-pip-version-check"]
+        self._do([*command, "--quiet", "--constraint", str(pins), *arguments])
+
+    def _do(self, command: Sequence[str]) -> None:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_LIMIT)
+        except subprocess.TimeoutExpired:
+            raise CannotBeHad(f"its installation was not done after {INSTALL_LIMIT} s") from None
+        if done.returncode != 0:
+            complaints = [line for line in done.stderr.splitlines() if re.match(r"ERROR|error|×", line.strip())]
+            said = (complaints or done.stderr.strip().splitlines() or ["nothing was said"])[0]
+            raise CannotBeHad(f"it cannot be installed: {said.removeprefix('ERROR: ').strip().rstrip('.')}")
+
+
+def read_tests(status: int, output: str) -> Tests:
+    """What pytest said of its tests, in its last line and its list of failures."""
+    lines = output.strip().splitlines() or ["pytest said nothing"]
+    counts = {what: int(count) for count, what in _COUNT.findall(lines[-1])}
+    failures = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    failed = counts.get("failed", 0) + counts.get("error", 0)
+    if status != 0 and not failed:  # it did not come so far
+        failed, failures = 1, [lines[-1]]
+    return Tests(counts.get("passed", 0), failed, counts.get("skipped", 0), tuple(one[:300] for one in failures))
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a program prints; empty where it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_LIMIT)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,134 @@
+"""Going through the combinations: each is on disk when it is done, so that a run that was ended goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from benchkit import Quantity, Record, Results, UserError, progress
+from benchkit.environment import Environment
+from benchkit.results import dump, load, write_text_atomically
+from tested_versions.plan import SELECTION, Combination
+
+NAME = "version-matrix"
+RECORD = "combination"
+
+
+class CannotBeHad(Exception):
+    """A combination that cannot be tried on this machine; the message says why, as a clause."""
+
+
+@dataclass(frozen=True)
+class Tests:
+    """How the selection of one package ended.
+
+    Attributes:
+        passed: tests.
+        failed: tests, and files that could not be collected.
+        skipped: tests.
+        failures: the first line of each failure.
+    """
+
+    passed: int
+    failed: int
+    skipped: int
+    failures: tuple[str, ...] = ()
+
+
+class Trial(Protocol):
+    """An environment with a combination in it."""
+
+    versions: Mapping[str, str]
+
+    def run(self, package: str) -> Tests:
+        """Run a package's selection."""
+
+    def close(self) -> None:
+        """Give back what it takes of the disk."""
+
+
+class Machine(Protocol):
+    """What makes environments: :class:`tested_versions.machine.ThisMachine`, or a test's own."""
+
+    def prepare(self, combination: Combination) -> Trial:
+        """Make an environment.
+
+        Raises:
+            CannotBeHad: where an interpreter, a version or a build of it is not there.
+        """
+
+
+def attempt(machine: Machine, combination: Combination) -> Record:
+    """Try one combination; that it could not be tried is a finding too."""
+    start = time.monotonic()
+    try:
+        trial = machine.prepare(combination)
+    except CannotBeHad as error:
+        return Record(RECORD, combination.labels, {}, {"why": str(error), "versions": {}, "packages": {}})
+    try:
+        found = {package: asdict(trial.run(package)) for package in SELECTION}
+    finally:
+        trial.close()
+    counts = {
+        what: Quantity(sum(tests[what] for tests in found.values()), "") for what in ("passed", "failed", "skipped")
+    }
+    seconds = Quantity(time.monotonic() - start, "s")
+    data = {"why": "", "versions": dict(trial.versions), "packages": found}
+    return Record(RECORD, combination.labels, {**counts, "seconds": seconds}, data)
+
+
+def run(
+    machine: Machine,
+    wanted: Sequence[Combination],
+    directory: Path,
+    environment: Environment,
+    *,
+    fresh: bool,
+) -> Results:
+    """Try what is wanted and not yet done, and keep each at once.
+
+    Args:
+        machine: makes environments.
+        wanted: combinations, in the order of the table.
+        directory: of ``results.json``; what it holds of the same commit is gone on with, and what it holds of others
+            is left out.
+        environment: of this run.
+        fresh: try all that is wanted anew.
+    """
+    path = directory / "results.json"
+    done = {} if fresh else _done(path, environment.commit)
+    for combination in progress.track(wanted, "combinations"):
+        if combination not in done:
+            done[combination] = attempt(machine, combination)
+            write_text_atomically(path, dump(_results(environment, wanted, done)))
+    found = _results(environment, wanted, done)
+    write_text_atomically(path, dump(found))
+    return found
+
+
+def _done(path: Path, commit: str | None) -> dict[Combination, Record]:
+    try:
+        before = load(path)
+    except UserError:  # there is none, or none that this program reads
+        return {}
+    if commit is None or before.environment.commit != commit or before.environment.dirty:
+        return {}
+    return {_combination(record): record for record in before.select(RECORD)}
+
+
+def _combination(record: Record) -> Combination:
+    return Combination(**{key: str(value) for key, value in record.labels.items()})
+
+
+def _results(environment: Environment, wanted: Sequence[Combination], done: Mapping[Combination, Record]) -> Results:
+    order = sorted(done, key=lambda each: [tuple(map(int, part.split("."))) for part in each.labels.values()])
+    return Results(
+        NAME,
+        environment,
+        {"selection": {package: [str(path) for path in paths] for package, paths in SELECTION.items()}},
+        tuple(done[each] for each in order),
+        complete=all(each in done for each in wanted),
+    )

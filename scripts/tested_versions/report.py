@@ -1,0 +1,77 @@
+"""What the results say of the versions: a table, and why each hole in it is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchkit import Record, Results, numbers
+from benchkit.markdown import code
+from benchkit.report import ReportSpec, markdown_table
+from tested_versions.matrix import RECORD
+from tested_versions.plan import SELECTION
+
+
+def finding(results: Results) -> str:
+    """The whole in one sentence."""
+    records = results.select(RECORD)
+    tried = [record for record in records if record.values]
+    passed = [record for record in tried if not record["failed"].value]
+    return (
+        f"{len(tried)} of {len(records)} combinations could be tried on this machine; {len(passed)} of those passed the "
+        "quick selection of every package."
+    )
+
+
+def context(results: Results) -> dict[str, Any]:
+    """The template's variables."""
+    records = results.select(RECORD)
+    selection = results.configuration["selection"]
+    return {
+        "table_of_versions": _table([record for record in records if record.values]),
+        "not_tried": _not_tried(records),
+        "failures": [
+            (str(_name(record)), package, [code(line) for line in tests["failures"]])
+            for record in records
+            for package, tests in record.data["packages"].items()
+            if tests["failures"]
+        ],
+        "selection": [(package, [code(path) for path in paths]) for package, paths in selection.items()],
+    }
+
+
+def _name(record: Record) -> str:
+    return f"Python {record.labels['python']}, torch {record.labels['torch']}, jax {record.labels['jax']}"
+
+
+def _table(records: list[Record]) -> str:
+    """One line for each combination that was tried; empty where there is none."""
+    if not records:
+        return ""
+    rows = []
+    for record in records:
+        versions = record.data["versions"]
+        exact = [versions.get(name, record.labels[name]) for name in ("python", "torch", "jax")]
+        cells = [_cell(record.data["packages"].get(package)) for package in SELECTION]
+        rows.append([*exact, *cells, numbers.with_unit(record["seconds"].value, "s")])
+    return markdown_table(["Python", "torch", "jax", *SELECTION, "time"], rows, left=3)
+
+
+def _cell(tests: Mapping[str, Any] | None) -> str:
+    if tests is None:
+        return "–"
+    failed = f"**{tests['failed']} failed**, " if tests["failed"] else ""
+    skipped = f", {tests['skipped']} skipped" if tests["skipped"] else ""
+    return f"{failed}{tests['passed']} passed{skipped}"
+
+
+def _not_tried(records: list[Record]) -> list[tuple[str, str]]:
+    """Why combinations were not tried: each reason once, with those that it holds for."""
+    why: dict[str, list[str]] = {}
+    for record in records:
+        if not record.values:
+            why.setdefault(record.data["why"], []).append(_name(record))
+    return [("; ".join(names), reason) for reason, names in why.items()]
+
+
+REPORT = ReportSpec("tested_versions", context, lambda results: [], finding)

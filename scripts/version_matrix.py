@@ -1,0 +1,66 @@
+"""Try this repository with other versions of Python, torch and jax, and write framework-internals/versions/report.md.
+
+./scripts/python.sh scripts/version_matrix.py                              every combination that can be had here
+./scripts/python.sh scripts/version_matrix.py --python 3.11 --torch 2.13   these (each may be repeated)
+./scripts/python.sh scripts/version_matrix.py --render-only                the report anew from its results.json
+
+Each combination is kept as soon as it is done: a run that was ended goes on where it was, unless the commit is another.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchkit import UserError
+from benchkit.command import one_line_errors
+from benchkit.environment import capture
+from benchkit.report import write
+from benchkit.run import only_writer
+from tested_versions.machine import ThisMachine
+from tested_versions.matrix import run
+from tested_versions.plan import JAXES, PYTHONS, TORCHES, combinations
+from tested_versions.report import REPORT
+
+ROOT = Path(__file__).resolve().parents[1]
+DIRECTORY = ROOT / "framework-internals" / "versions"
+
+
+def chosen(option: str, given: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The versions of one axis.
+
+    Raises:
+        UserError: for one that is not of the matrix.
+    """
+    if unknown := [one for one in given or () if one not in known]:
+        raise UserError(f"{option} takes one of {', '.join(known)}; got {', '.join(unknown)}")
+    return tuple(one for one in known if not given or one in given)
+
+
+def main(
+    python: Annotated[list[str] | None, typer.Option(help="3.12; again for another [default: all]")] = None,
+    torch: Annotated[list[str] | None, typer.Option(help="2.13; again for another [default: all]")] = None,
+    jax: Annotated[list[str] | None, typer.Option(help="0.10; again for another [default: all]")] = None,
+    cuda: Annotated[bool, typer.Option("--cuda", help="Also builds of torch that bring gigabytes of CUDA.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Also what was tried at this commit before.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the virtual environments in --cache.")] = False,
+    cache: Annotated[Path, typer.Option(help="Folder for the virtual environments.")] = ROOT / "build" / "versions",
+    out: Annotated[Path, typer.Option(help="Folder of results.json and report.md.")] = DIRECTORY,
+    render_only: Annotated[bool, typer.Option("--render-only", help="Try nothing, write the report anew.")] = False,
+) -> None:
+    """Try combinations of versions, and write a table of what passed and why the others were not tried."""
+    with one_line_errors("version_matrix"):
+        if not render_only:
+            wanted = combinations(
+                chosen("--python", python, PYTHONS), chosen("--torch", torch, TORCHES), chosen("--jax", jax, JAXES)
+            )
+            machine = ThisMachine(ROOT, cache.resolve(), cuda=cuda, keep=keep)
+            with only_writer(out):
+                run(machine, wanted, out, capture("cpu", root=ROOT), fresh=fresh)
+        print(write(out, REPORT), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
