@@ -8,13 +8,14 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tested_versions.matrix import CannotBeHad, Tests
+from filelock import FileLock, Timeout
+
+from tested_versions.matrix import CannotBeHad, Outcome
 from tested_versions.plan import SELECTION, Combination, constraints
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -71,8 +72,12 @@ class ThisMachine:
             raise CannotBeHad(f"no Python {combination.python} here (neither on PATH, nor pyenv's, nor uv's)")
         build = self._torch(interpreter, combination)
         self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder = Path(tempfile.mkdtemp(dir=self.cache, prefix="venv-"))
+        folder = self.cache / f"python{combination.python}-torch{combination.torch}-jax{combination.jax}"
         environment = VirtualEnvironment(self.root, folder, keep=self.keep)
+        try:
+            environment.lock.acquire()
+        except Timeout:
+            raise CannotBeHad(f"another run is at it in {folder}") from None
         try:
             environment.make(interpreter)
             environment.install(combination, build)
@@ -154,6 +159,7 @@ class VirtualEnvironment:
 
     Attributes:
         versions: of what was installed.
+        lock: held while it is in use; what a run that was killed has left in it is replaced.
     """
 
     def __init__(self, root: Path, folder: Path, *, keep: bool) -> None:
@@ -161,6 +167,7 @@ class VirtualEnvironment:
         self.folder = folder
         self.keep = keep
         self.versions: Mapping[str, str] = {}
+        self.lock = FileLock(f"{folder}.lock", timeout=0)
         self._uv = shutil.which("uv")
 
     @property
@@ -192,10 +199,17 @@ class VirtualEnvironment:
         self._pip(["--no-build-isolation", *editable], pins)
         self.versions = json.loads(_output([str(self.python), "-c", _VERSIONS]) or "{}")
 
-    def run(self, package: str) -> Tests:
+    def run(self, package: str) -> Outcome:
         """Run a package's selection."""
         command = [str(self.python), "-m", "pytest", *map(str, SELECTION[package])]
-        variables = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(self.folder / "cache")}
+        # No GPU and no CUDA compiler: kernels for GPUs take minutes to compile and could not be run. What is compiled
+        # for a torch serves it under every version of jax.
+        variables = {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "CUDA_HOME": os.devnull,
+            "XDG_CACHE_HOME": str(self.folder.parent / "builds"),
+        }
         try:
             done = subprocess.run(
                 [*command, "-q", "-rfE", "-m", "not slow", "-p", "no:cacheprovider"],
@@ -208,13 +222,14 @@ class VirtualEnvironment:
                 timeout=TEST_LIMIT,
             )
         except subprocess.TimeoutExpired:
-            return Tests(0, 1, 0, (f"not done after {TEST_LIMIT} s",))
+            return Outcome(0, 1, 0, [f"not done after {TEST_LIMIT} s"])
         return read_tests(done.returncode, done.stdout + done.stderr)
 
     def close(self) -> None:
         """Remove it."""
         if not self.keep:
             shutil.rmtree(self.folder, ignore_errors=True)
+        self.lock.release()
 
     def _pip(self, arguments: Sequence[str], pins: Path) -> None:
         by_uv = [self._uv or "", "pip", "install", "--python", str(self.python)]
@@ -232,7 +247,7 @@ class VirtualEnvironment:
             raise CannotBeHad(f"it cannot be installed: {said.removeprefix('ERROR: ').strip().rstrip('.')}")
 
 
-def read_tests(status: int, output: str) -> Tests:
+def read_tests(status: int, output: str) -> Outcome:
     """What pytest said of its tests, in its last line and its list of failures."""
     lines = output.strip().splitlines() or ["pytest said nothing"]
     counts = {what: int(count) for count, what in _COUNT.findall(lines[-1])}
@@ -240,7 +255,7 @@ def read_tests(status: int, output: str) -> Tests:
     failed = counts.get("failed", 0) + counts.get("error", 0)
     if status != 0 and not failed:  # it did not come so far
         failed, failures = 1, [lines[-1]]
-    return Tests(counts.get("passed", 0), failed, counts.get("skipped", 0), tuple(one[:300] for one in failures))
+    return Outcome(counts.get("passed", 0), failed, counts.get("skipped", 0), [one[:300] for one in failures])
 
 
 def _output(command: Sequence[str]) -> str:

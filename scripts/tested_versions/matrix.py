@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ class CannotBeHad(Exception):
 
 
 @dataclass(frozen=True)
-class Tests:
+class Outcome:
     """How the selection of one package ended.
 
     Attributes:
@@ -35,7 +35,7 @@ class Tests:
     passed: int
     failed: int
     skipped: int
-    failures: tuple[str, ...] = ()
+    failures: list[str] = field(default_factory=list)
 
 
 class Trial(Protocol):
@@ -43,7 +43,7 @@ class Trial(Protocol):
 
     versions: Mapping[str, str]
 
-    def run(self, package: str) -> Tests:
+    def run(self, package: str) -> Outcome:
         """Run a package's selection."""
 
     def close(self) -> None:

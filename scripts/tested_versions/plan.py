@@ -14,7 +14,7 @@ JAXES = ("0.10", "0.11")
 
 _LENSES = Path("framework-internals")
 
-# Files of tests by package: what touches private names of a framework, and the widest of what takes seconds. Tests
+# Files of tests by package: what touches private names of a framework, and the widest of what takes seconds. Outcome
 # marked slow are left out.
 SELECTION: Mapping[str, tuple[Path, ...]] = {
     "shared": (
@@ -39,7 +39,12 @@ SELECTION: Mapping[str, tuple[Path, ...]] = {
 }
 
 # Lines of constraints.txt that are another version in another combination, or come with one.
-FOLLOWS = ("torch", "triton", "jax", "jaxlib", "jax-cuda", "flax", "optax", "orbax", "numpy", "transformers")
+FOLLOWS = frozenset(
+    (
+        *("torch", "triton", "jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin", "flax", "optax"),
+        *("orbax-checkpoint", "numpy", "transformers"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -72,4 +77,4 @@ def combinations(pythons: Iterable[str], torches: Iterable[str], jaxes: Iterable
 
 def constraints(text: str) -> str:
     """``constraints.txt`` without what follows torch and jax."""
-    return "".join(f"{line}\n" for line in text.splitlines() if not line.startswith(FOLLOWS))
+    return "".join(f"{line}\n" for line in text.splitlines() if line.partition("==")[0] not in FOLLOWS)

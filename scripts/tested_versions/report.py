@@ -18,8 +18,8 @@ def finding(results: Results) -> str:
     tried = [record for record in records if record.values]
     passed = [record for record in tried if not record["failed"].value]
     return (
-        f"{len(tried)} of {len(records)} combinations could be tried on this machine; {len(passed)} of those passed the "
-        "quick selection of every package."
+        f"{len(tried)} of {len(records)} combinations could be tried on this machine; {len(passed)} of those passed "
+        "the quick selection of every package."
     )
 
 

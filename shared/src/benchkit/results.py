@@ -221,6 +221,8 @@ def load(path: Path) -> Results:
         raise UserError(f"{path} is not a JSON document ({error}); {remedy}") from error
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            remedy = "a newer state of this repository wrote it: read it with that one, or " + remedy
         raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; {remedy}")
     try:
         return Results(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from benchkit import Quantity, Record, UserError
 from benchkit.environment import capture
-from benchkit.results import SCHEMA_VERSION, Recorder, dump, load, write_text_atomically
+from benchkit.results import SCHEMA_VERSION, Recorder, Results, dump, load, write_text_atomically
 
 HERE = Path(__file__).parent
 
@@ -72,7 +74,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     [
         ("{", "is not a JSON document"),
         ("[]", "expected schema_version 1, got None"),
-        (json.dumps({"schema_version": SCHEMA_VERSION + 1}), f"got {SCHEMA_VERSION + 1}"),
+        (json.dumps({"schema_version": SCHEMA_VERSION + 1}), f"got {SCHEMA_VERSION + 1}; a newer state of this repo"),
+        (json.dumps({"schema_version": SCHEMA_VERSION - 1}), f"got {SCHEMA_VERSION - 1}; run the lens again"),
         (json.dumps({"schema_version": SCHEMA_VERSION}), "does not fit schema version"),
         (json.dumps({"schema_version": SCHEMA_VERSION, "lens": "a", "environment": {"gpu": None, "odd": 1}}), "odd"),
     ],
@@ -84,6 +87,13 @@ def test_a_file_that_is_no_such_document_is_refused_with_a_remedy(tmp_path, text
         load(path)
     assert str(path) in str(caught.value)
     assert "run the lens again" in str(caught.value)
+
+
+def test_the_page_for_contributors_names_every_field_of_the_document():
+    page = (HERE.parents[2] / "CONTRIBUTING.md").read_text().partition("## The results document")[2]
+    named = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    assert named == {field.name for field in dataclasses.fields(Results)}
+    assert f"`SCHEMA_VERSION`, now {SCHEMA_VERSION}," in page
 
 
 def test_a_missing_file_is_named(tmp_path):
