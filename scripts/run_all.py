@@ -147,15 +147,16 @@ def _lives(process: str) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """In a job, before it begins: have the kernel interrupt it when the run ends, however that ends.
+    """In a job, before it begins: have the kernel tell it to end when the run ends, however that ends.
 
-    A run that is killed cannot tell its job. An interrupted job keeps what it measured and ends in an orderly way; left
-    alone it would go on measuring for nobody, and hold the lock. Linux only: elsewhere the job goes on to its end.
+    A run that is killed cannot tell its job. A job that is told to end does as if it were interrupted: it keeps what it
+    measured, and ends what it has started. Left alone it would go on measuring for nobody, and hold the lock. Linux
+    only: elsewhere the job goes on to its end.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it ended before the kernel was asked
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_job(job: str, *, device: str, quick: bool, lock: int) -> Outcome:

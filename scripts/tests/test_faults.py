@@ -28,8 +28,9 @@ typer.run(run_all.main)
 """
 
 JOB = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # as benchkit.run.main does
 
 here, name = Path({house!r}), {name!r}
 with (here / "begun").open("a") as file:

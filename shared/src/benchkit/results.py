@@ -286,7 +286,7 @@ def reported(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         known = machine_fault(OSError(error.errno, error.strerror))  # without the name of the temporary file
-        what = known or f"{error.strerror}; name another folder"
+        what = known or f"{error.strerror or error}; name another folder"
         raise UserError(f"{path} cannot be written: {what}; what was there is untouched") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -85,7 +86,8 @@ class Run:
 def main(lens: Lens) -> None:
     """Parse the command line of a ``scripts/run.py`` and do what it says; exits the process.
 
-    Exit status: 0 done; 2 for what the user can mend, in one line; 130 interrupted, with what was measured kept.
+    Exit status: 0 done; 2 for what the user can mend, in one line; 130 interrupted (from the keyboard, or told to end),
+    with what was measured kept.
     """
 
     def command(
@@ -108,6 +110,7 @@ def main(lens: Lens) -> None:
             else:
                 print(measure_and_write(lens, device=device, quick=quick, out=out), flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it has started ends with it, as by Ctrl-C
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command(help=f"Measure, and write the report of {lens.name}.")(command)
     app()

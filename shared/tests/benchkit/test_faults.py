@@ -133,6 +133,22 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(lens, ru
     assert len(load(lens / "reports" / "cpu" / "results.json").records) == 2
 
 
+def test_a_run_that_is_told_to_end_keeps_what_it_measured_as_if_interrupted(lens, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, lens / "run.py", "--device", "cpu"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), "WAIT_FOR": str(tmp_path / "never")},
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "waiting\n"
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.startswith("a-lens: interrupted; 2 records are kept in ")
+
+
 def test_what_a_killed_run_measured_stays_until_a_later_one_is_complete(lens, run):
     directory = lens / "reports" / "cpu"
     assert run(lens, "--device", "cpu", KILL_AT="2").returncode == -signal.SIGKILL
