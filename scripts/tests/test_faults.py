@@ -82,7 +82,7 @@ def wait_for_the_second_job(house: Path) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a job that its run has ended")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_killed_in_a_job_and_started_again_it_finishes_what_is_missing(how, house):
     killed = start(house, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wait_for_the_second_job(house)
@@ -182,6 +182,7 @@ def test_a_lens_that_is_nothing_without_a_compiler_says_so_in_one_line(job, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("job", ["dispatcher-trace", "jax-baseline", "rmsnorm-fused", "end-to-end"])
 def test_the_others_are_measured_without_a_compiler_and_say_what_is_not(job, tmp_path):
     done = run_job(job, tmp_path / "out", **NO_COMPILER, XDG_CACHE_HOME=str(tmp_path / "cache"))
@@ -192,6 +193,7 @@ def test_the_others_are_measured_without_a_compiler_and_say_what_is_not(job, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("job", run_all.JOBS)
 def test_nothing_needs_a_network_after_set_up(job, tmp_path):
     alone = ("unshare", "--map-root-user", "--net")

@@ -124,12 +124,11 @@ def test_a_second_run_into_the_same_folder_is_refused_and_harms_nothing(lens, ru
     assert first.stderr is not None
     assert first.stderr.readline() == "waiting\n"
     refused = run(lens, "--device", "cpu", "--quick", "--out", str(lens / "reports" / "cpu"))
-    elsewhere = run(lens, "--device", "cpu", "--quick")
     go.touch()
     first.communicate()
     assert "another run writes" in one_line(refused)
     assert "--out" in refused.stderr
-    assert elsewhere.returncode == first.returncode == 0
+    assert first.returncode == 0
     assert len(load(lens / "reports" / "cpu" / "results.json").records) == 2
 
 

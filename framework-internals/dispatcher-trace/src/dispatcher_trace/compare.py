@@ -46,7 +46,10 @@ def load_calls(document: Mapping[str, Any]) -> list[Call]:
         raise ValueError("not a walk: expected what --format json writes")
     if document["schema_version"] != SCHEMA_VERSION:
         raise ValueError(f"schema version {document['schema_version']}, expected {SCHEMA_VERSION}; record it anew")
-    return calls_from_json(document["calls"])
+    try:
+        return calls_from_json(document["calls"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a whole walk ({type(error).__name__}: {error}); record it anew") from error
 
 
 def differences(a: Sequence[Call], b: Sequence[Call]) -> list[Difference]:

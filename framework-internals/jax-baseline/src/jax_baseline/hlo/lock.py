@@ -121,8 +121,11 @@ def read_lock(text: str) -> Lock:
         raise ValueError(
             f"expected a fusion lock of format {FORMAT}, got {found!r}; make it anew with jax-baseline lock"
         )
-    kernels_ = {(row[0], row[1], row[2], row[3]): row[4] for row in plain["kernels"]}
-    return Lock(plain["subject"], plain["versions"], kernels_, plain["donated"])
+    try:
+        kernels_ = {(row[0], row[1], row[2], row[3]): row[4] for row in plain["kernels"]}
+        return Lock(plain["subject"], plain["versions"], kernels_, plain["donated"])
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"not a whole fusion lock ({error!r}); make it anew with jax-baseline lock") from error
 
 
 def compare_locks(then: Lock, now: Lock) -> Drift:
