@@ -60,6 +60,7 @@ class ThisMachine:
         self.cuda = cuda
         self.keep = keep
         self._builds: dict[tuple[str, str], Build | str] = {}
+        self._jaxes: dict[tuple[str, str], bool] = {}
 
     def prepare(self, combination: Combination) -> VirtualEnvironment:
         """Make the environment of a combination.
@@ -71,6 +72,7 @@ class ThisMachine:
         if interpreter is None:
             raise CannotBeHad(f"no Python {combination.python} here (neither on PATH, nor pyenv's, nor uv's)")
         build = self._torch(interpreter, combination)
+        self._require_jax(interpreter, combination)
         self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = self.cache / f"python{combination.python}-torch{combination.torch}-jax{combination.jax}"
         environment = VirtualEnvironment(self.root, folder, keep=self.keep)
@@ -99,6 +101,14 @@ class ThisMachine:
         if isinstance(found, str):
             raise CannotBeHad(found)
         return found
+
+    def _require_jax(self, interpreter: Path, combination: Combination) -> None:
+        """Raise :class:`CannotBeHad` where the index has no such jax for this Python."""
+        key = (combination.python, combination.jax)
+        if key not in self._jaxes:
+            self._jaxes[key] = _resolved(interpreter, f"jax=={combination.jax}.*", ()) is not None
+        if not self._jaxes[key]:
+            raise CannotBeHad(f"no jax {combination.jax} for this Python in the package index that is set up here")
 
 
 def find_interpreter(version: str) -> Path | None:

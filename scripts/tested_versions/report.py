@@ -65,13 +65,18 @@ def _cell(tests: Mapping[str, Any] | None) -> str:
     return f"{failed}{tests['passed']} passed{skipped}"
 
 
-def _not_tried(records: list[Record]) -> list[tuple[str, str]]:
-    """Why combinations were not tried: each reason once, with those that it holds for."""
-    why: dict[str, list[str]] = {}
+def _not_tried(records: list[Record]) -> str:
+    """Why combinations were not tried, those with the same reason together; empty where all were."""
+    jaxes: dict[tuple[str, str, str], list[str]] = {}
     for record in records:
         if not record.values:
-            why.setdefault(record.data["why"], []).append(_name(record))
-    return [("; ".join(names), reason) for reason, names in why.items()]
+            key = (record.data["why"], str(record.labels["torch"]), str(record.labels["python"]))
+            jaxes.setdefault(key, []).append(str(record.labels["jax"]))
+    pythons: dict[tuple[str, str, str], list[str]] = {}
+    for (why, torch, python), found in jaxes.items():
+        pythons.setdefault((torch, ", ".join(found), why), []).append(python)
+    rows = [(torch, ", ".join(found), jax, why) for (torch, jax, why), found in sorted(pythons.items())]
+    return markdown_table(["torch", "Python", "jax", "why"], rows, left=4) if rows else ""
 
 
 REPORT = ReportSpec("tested_versions", context, lambda results: [], finding)

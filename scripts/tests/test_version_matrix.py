@@ -74,7 +74,7 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     assert (
         "| 3.11.7 | 2.10.0+cpu | 0.10.2 | 5 passed, 2 skipped | 5 passed, 2 skipped | **1 failed**, 3 passed |" in text
     )
-    assert "- Python 3.12, torch 2.10, jax 0.10; Python 3.12, torch 2.13, jax 0.10: no Python 3.12 here." in text
+    assert "| 2.10 | 3.12 | 0.10 | no Python 3.12 here |\n| 2.13 | 3.12 | 0.10 | no Python 3.12 here |" in text
     assert "- Python 3.11, torch 2.10, jax 0.10, compile-bench: `` tests/test_x.py::test_y - <b>moved" in text
 
 
@@ -165,6 +165,14 @@ def test_what_pytest_said(status, output, expected):
     assert read_tests(status, output) == expected
 
 
+def test_a_jax_that_is_not_there_for_this_python_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "find_torch", lambda *asked, **more: Build("2.13.0+cpu"))
+    monkeypatch.setattr(machine, "find_interpreter", lambda version: Path(sys.executable))
+    pip_says(monkeypatch, {})
+    with pytest.raises(CannotBeHad, match=r"no jax 0\.11 for this Python"):
+        ThisMachine(ROOT, tmp_path).prepare(combinations(("3.11",), ("2.13",), ("0.11",))[0])
+
+
 def test_an_installation_that_fails_says_with_what_and_leaves_nothing(monkeypatch, tmp_path):
     def fails(command, **options):
         return subprocess.CompletedProcess(command, 1, "", "WARNING: slow\nERROR: No matching distribution for torch\n")
@@ -172,6 +180,7 @@ def test_an_installation_that_fails_says_with_what_and_leaves_nothing(monkeypatc
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     monkeypatch.setattr(machine, "find_torch", lambda *asked, **more: Build("2.13.0+cpu"))
     monkeypatch.setattr(machine, "find_interpreter", lambda version: Path(sys.executable))
+    monkeypatch.setattr(machine, "_resolved", lambda interpreter, requirement, options: {})
     monkeypatch.setattr(machine.subprocess, "run", fails)
     with pytest.raises(CannotBeHad, match=r"installed: No matching distribution for torch$"):
         ThisMachine(ROOT, tmp_path / "cache").prepare(combinations((here,), ("2.13",), ("0.10",))[0])
