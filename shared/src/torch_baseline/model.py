@@ -90,9 +90,12 @@ class GPT(nn.Module):
             they are views of (B, T, H, D) memory.
     """
 
-    # Made in float64, whatever the weights are: a model turned to float64 is then float64 throughout.
+    # For a model turned to float64, which is then float64 throughout, and for every other. A compiled step would repeat a
+    # conversion in each kernel that reads a table; with it, gradients of queries and keys went through memory once more.
     cos_TD: Tensor
     sin_TD: Tensor
+    cos32_TD: Tensor
+    sin32_TD: Tensor
 
     def __init__(
         self,
@@ -111,9 +114,9 @@ class GPT(nn.Module):
         )
         self.norm = norm(config.n_embd, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        cos_TD, sin_TD = rotary_tables(config)
-        self.register_buffer("cos_TD", torch.from_numpy(cos_TD), persistent=False)
-        self.register_buffer("sin_TD", torch.from_numpy(sin_TD), persistent=False)
+        for name, table_TD in zip(("cos", "sin"), rotary_tables(config), strict=True):
+            self.register_buffer(f"{name}_TD", torch.from_numpy(table_TD), persistent=False)
+            self.register_buffer(f"{name}32_TD", torch.from_numpy(table_TD.astype(np.float32)), persistent=False)
         self.load_numpy(init_numpy(config, seed))
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
@@ -135,7 +138,9 @@ class GPT(nn.Module):
             raise ValueError(f"a sequence holds at most block_size={self.config.block_size} tokens, got {length}")
         x_BTC = self.embedding(tokens_BT)
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
-        cos_TD, sin_TD = self.cos_TD[:length].to(wide), self.sin_TD[:length].to(wide)
+        exact = wide == torch.float64
+        tables = (self.cos_TD, self.sin_TD) if exact else (self.cos32_TD, self.sin32_TD)
+        cos_TD, sin_TD = (table_TD[:length].to(wide) for table_TD in tables)
         if self.config.low_precision_residual:
             x_BTC = x_BTC.to(_compute_dtype(x_BTC))
         for block in self.blocks:
@@ -224,8 +229,8 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Return the mean of log Σ exp(logits) − logits[target] over all rows, in float32 at least.
 
     ``torch.nn.functional.cross_entropy`` takes float32 logits, which eager mode then keeps, and reduces a row of 50 304
-    at a time. Here the logits stay in the dtype they were computed in, are read once for the normaliser and once for the
-    gradient, softmax(logits) − onehot(target), which leaves in their dtype.
+    at a time. Here the logits stay in the dtype they were computed in and are read once for the normaliser and once for
+    the gradient, softmax(logits) − onehot(target), which leaves in their dtype.
 
     Args:
         logits_NV: any floating dtype.
@@ -257,7 +262,9 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits_NV, normaliser_N, targets_N = ctx.saved_tensors
         scale = gradient / len(targets_N)
-        hit_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device, dtype=torch.int32) == targets_N[:, None].int()
+        hit_NV = (
+            torch.arange(logits_NV.shape[1], device=logits_NV.device, dtype=torch.int32) == targets_N[:, None].int()
+        )
         softmax_NV = (logits_NV.to(normaliser_N.dtype) - normaliser_N[:, None]).exp() * scale
         return torch.where(hit_NV, softmax_NV - scale, softmax_NV).to(logits_NV.dtype), None
 
