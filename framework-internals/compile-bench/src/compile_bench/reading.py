@@ -16,7 +16,13 @@ PARTS = (
     ("artifact", "loading artifacts"),
 )
 
-_CACHES = {"none": "eager", "cold": "empty caches", "warm": "warm caches", "artifact": "cache artifacts"}
+_CACHES = {
+    "none": "eager",
+    "cold": "empty caches",
+    "warm": "warm caches",
+    "artifact": "cache artifacts",
+    "tuned": "choices of autotuning",
+}
 
 
 def same_case(results: Results, name: str, other: Record) -> Record:
