@@ -189,8 +189,8 @@ class Harness:
         return [each.group for each in list(self._busy) if each.busy]
 
     @contextmanager
-    def compile_threads(self, count: int) -> Iterator[None]:
-        """Inside, Inductor's pools of compiling workers have so many; by default each has one for every core."""
+    def compile_threads(self, count: int | None) -> Iterator[None]:
+        """Inside, Inductor's pools of compiling workers have so many; None: one for every core."""
         self._compile_threads = count
         try:
             yield

@@ -80,7 +80,7 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
                 _case("mlp", train=False, mode="max-autotune"),
                 _case("gpt", train=False, scope="blocks"),
             ],
-            "sweep": _sweep(device, SWEEP_GROUPS, 2, 600.0, 1.0),
+            "sweep": _sweep(device, SWEEP_GROUPS, 1, 600.0, 1.0),
             "shapes": [_shape("mlp", "last-batch", ("eager", "automatic", "mark_dynamic", "padding"))],
             "agreement": {
                 "targets": ["gpt", "gpt2", "wav2vec2", "longformer"],
@@ -95,7 +95,7 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
     return {
         "cases": [_case("gpt", warm=True, mega=True)],
         "more cases": [_case("gpt", scope="blocks")],
-        "sweep": _sweep(device, SWEEP_GROUPS, 16, 300.0, 0.5),
+        "sweep": _sweep(device, SWEEP_GROUPS, 16, 360.0, 0.5),
         "shapes": [_shape("gpt2", "growing-sequence", ("eager", "automatic", "mark_dynamic", "padding"))],
         "agreement": {"targets": list(chain(*SWEEP_GROUPS)), "kinds": ["training"], "side_by_side": 13},
         "steady_seconds": 3.0,
@@ -120,8 +120,9 @@ def _sweep(
         "kinds": ["training", "inference"],
         "modes": list(modes),
         "side_by_side": side_by_side,
-        # More than there are cores: most processes are at work in Python, and one waits long for its kernels.
-        "compile_threads": 4 if side_by_side > 1 else 1,
+        # More than there are cores: most processes are at work in Python, and one waits long for its kernels. On a CPU
+        # one at a time: sampling right after others compiled, a cell would find the machine busy.
+        "compile_threads": 4 if side_by_side > 1 else None,
         "limit_seconds": limit_seconds,
         "steady_seconds": steady_seconds,
     }
