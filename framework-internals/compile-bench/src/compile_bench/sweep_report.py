@@ -80,10 +80,9 @@ def _calls(results: Results) -> list[str]:
     lines = []
     for call in results.select("sweep call"):
         own = [record for record in results.select("cell") if record.data["call"] == call.labels["call"]]
-        commit = f"`{call.data['commit']}`{', changed since' if call.data['dirty'] else ''}"
-        lines.append(
-            f"{plural(len(own), 'cell')} on {call.data['date']} at {commit if call.data['commit'] else 'no commit'}"
-        )
+        commit = f"`{call.data['commit'][:7]}`" if call.data["commit"] else "an unknown commit"
+        changed = ", with changes" if call.data["dirty"] else ""
+        lines.append(f"{plural(len(own), 'cell')} on {call.data['date']} at {commit}{changed}")
     return lines
 
 
