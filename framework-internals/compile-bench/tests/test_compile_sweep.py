@@ -117,13 +117,14 @@ def test_every_model_is_swept_in_both_kinds_and_all_modes():
     assert {case.device for case in found} == {"cuda"}
 
 
-def test_groups_come_in_order_and_autotuning_first_in_each():
+def test_groups_come_in_order_and_autotuning_first_but_in_the_last():
     wanted = configuration(groups=[["gpt", "bert"], ["mamba"]])
     found = units(wanted, cells(wanted))
     assert sorted(case.mode for unit in found for case in unit) == sorted(4 * [*MODES] + 2 * [*MODES])
     assert [(unit[0].target, len(unit)) for unit in found[:4]] == [("gpt", 2), ("bert", 2), ("gpt", 2), ("bert", 2)]
     assert [case.mode for case in found[0]] == ["max-autotune-no-cudagraphs", "max-autotune"]
     assert {unit[0].target for unit in found[-6:]} == {"mamba"}
+    assert [len(unit) for unit in found[-6:]] == [1, 1, 1, 1, 2, 2]
     # What is left of a pair is a unit of its own.
     (left,) = units(wanted, [Case("gpt", train=False, mode="max-autotune")])
     assert left == (Case("gpt", train=False, mode="max-autotune"),)
