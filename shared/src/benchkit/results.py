@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +137,36 @@ class Recorder:
     ) -> None:
         self.directory = directory
         self.results = Results(lens, environment, dict(configuration))
+        self._path = self.partial_path
+
+    @classmethod
+    def going_on(
+        cls, directory: Path, *, lens: str, environment: Environment, configuration: Mapping[str, Json]
+    ) -> Recorder:
+        """One that adds to the ``results.json`` of a complete run, in place, or begins one where there is none.
+
+        Whatever is added, the file is that of a complete run before and after: a run that is killed loses only what it
+        had not yet added.
+
+        Args:
+            directory: where ``results.json`` stands.
+            lens: as for the class.
+            environment: of this run; the file keeps that of its first one.
+            configuration: entries that replace those of the file.
+
+        Raises:
+            UserError: if the file cannot be read, or was measured by another lens, on another machine or with another
+                torch.
+        """
+        recorder = cls(directory, lens=lens, environment=environment, configuration=configuration)
+        recorder._path = directory / "results.json"
+        if recorder._path.exists():
+            before = load(recorder._path)
+            _same_ground(recorder._path, before, recorder.results)
+            recorder.results = replace(before, configuration={**before.configuration, **configuration})
+        else:
+            recorder.results = replace(recorder.results, complete=True)
+        return recorder
 
     @property
     def partial_path(self) -> Path:
@@ -172,7 +202,7 @@ class Recorder:
 
     def _update(self, **changes: Any) -> None:
         self.results = Results(**{**_shallow(self.results), **changes})
-        write_text_atomically(self.partial_path, dump(self.results))
+        write_text_atomically(self._path, dump(self.results))
 
 
 def dump(results: Results) -> str:
@@ -257,6 +287,18 @@ def _replace(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def _same_ground(path: Path, before: Results, now: Results) -> None:
+    """Refuse to put figures of two machines, or of two versions of a framework, into one document."""
+    for what, old, new in (
+        ("lens", before.lens, now.lens),
+        ("machine", before.environment.machine, now.environment.machine),
+        ("torch", before.environment.packages.get("torch"), now.environment.packages.get("torch")),
+        ("triton", before.environment.packages.get("triton"), now.environment.packages.get("triton")),
+    ):
+        if old != new:
+            raise UserError(f"{path} was measured with {what} {old}, this is {new}; name another folder with --out")
 
 
 def _shallow(results: Results) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ import typer
 
 from benchkit import progress
 from benchkit.device import Device, resolve_device
-from benchkit.environment import capture
+from benchkit.environment import Environment, capture
 from benchkit.errors import UserError
 from benchkit.report import ReportSpec, write
 from benchkit.results import Json, Label, Quantity, Record, Recorder
+
+# Of --time-limit, for drawing the figures and writing the report at the end.
+_REPORT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,9 @@ class Lens:
         configure: sizes, dtypes and counts for (device, quick), as plain JSON; it goes into the results.
         collect: does the measuring, and hands each record to the run as soon as it is there.
         report: turns results into a report.
+        sweep: a part that takes far longer than the main job: adds to what a complete run has measured, one piece after
+            the other, until it is done or the seconds that it is given (None: no limit) are over; called again, it goes
+            on with what is missing. None for a lens without.
     """
 
     name: str
@@ -36,6 +43,7 @@ class Lens:
     configure: Callable[[Device, bool], Mapping[str, Json]]
     collect: Callable[[Run], None]
     report: ReportSpec
+    sweep: Callable[[Run, float | None], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,9 +105,20 @@ def main(lens: Lens) -> None:
                 "--render-only", help="Measure nothing: write report.md anew from each results.json there is."
             ),
         ] = False,
+        sweep: Annotated[
+            bool,
+            typer.Option("--sweep", help="The long part, for lenses that have one: add what is missing to the report."),
+        ] = False,
+        time_limit: Annotated[
+            float | None, typer.Option(min=1.0, help="Seconds after which --sweep ends with what it has.")
+        ] = None,
     ) -> None:
         try:
-            if render_only:
+            if time_limit is not None and not sweep:
+                raise UserError("--time-limit is for --sweep, which can be gone on with; add --sweep or leave it out")
+            if sweep:
+                print(sweep_and_write(lens, device=device, quick=quick, out=out, time_limit=time_limit))
+            elif render_only:
                 for directory in [out] if out else report_directories(lens.root):
                     print(write(directory, lens.report))
             else:
@@ -116,6 +135,46 @@ def main(lens: Lens) -> None:
 def report_directories(root: Path) -> list[Path]:
     """The folders under ``root/reports`` that hold a complete run."""
     return sorted(path.parent for path in root.glob("reports/*/results.json"))
+
+
+def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, time_limit: float | None) -> Path:
+    """Go on with the long part of a lens, in the folder of a complete run or in an empty one.
+
+    Args:
+        lens: which one.
+        device: as for :func:`measure_and_write`.
+        quick: likewise.
+        out: likewise.
+        time_limit: seconds from now on, those of writing the report included; None for none.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        UserError: for a lens without such a part, and for what else the user can mend.
+        typer.Exit: with status 130 when interrupted from the keyboard.
+    """
+    start = time.monotonic()
+    if lens.sweep is None:
+        raise UserError(f"{lens.name} has no long part; leave out --sweep")
+    resolved = resolve_device(device)
+    environment = capture(resolved, root=lens.root)
+    directory = out or _directory(lens, environment, quick)
+    configuration = {"sweep": lens.configure(resolved, quick)["sweep"]}
+    recorder = Recorder.going_on(directory, lens=lens.name, environment=environment, configuration=configuration)
+    recorder.begin()
+    run = Run(resolved, recorder.results.configuration, recorder)
+    left = None if time_limit is None else time_limit - _REPORT_SECONDS - (time.monotonic() - start)
+    try:
+        lens.sweep(run, left)
+    except KeyboardInterrupt:
+        print(f"{lens.name}: interrupted; what was measured is in {directory / 'results.json'}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    return write(directory, lens.report)
+
+
+def _directory(lens: Lens, environment: Environment, quick: bool) -> Path:
+    return lens.root / "reports" / (environment.machine + ("-quick" if quick else ""))
 
 
 def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None) -> Path:
@@ -136,7 +195,7 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None)
     """
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
-    directory = out or lens.root / "reports" / (environment.machine + ("-quick" if quick else ""))
+    directory = out or _directory(lens, environment, quick)
     configuration = dict(lens.configure(resolved, quick))
     recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
     recorder.begin()
