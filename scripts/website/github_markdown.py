@@ -1,0 +1,70 @@
+"""Markdown as GitHub reads it, rewritten so that Python-Markdown, which MkDocs uses, reads the same out of it."""
+
+from __future__ import annotations
+
+import re
+
+_FENCE = re.compile(r" *(```+|~~~+)")
+_MARKER = re.compile(r"( *)([-*+]|\d+[.)]) +(?=\S)")
+_CODE_SPAN = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)")
+_FIGURE = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+)\)$")
+
+
+def for_python_markdown(text: str) -> str:
+    """The same page in the narrower dialect.
+
+    GitHub (CommonMark with tables) lets a list follow a paragraph without a blank line, asks the text of a list's item
+    only to stand under its first letter, reads Markdown inside of ``<details>`` and takes ``\\|`` in a table's code for
+    a bar. Python-Markdown wants a blank line, four spaces, an attribute, and the bar itself. A figure that stands alone
+    becomes a link to its file, where a reader on a telephone can enlarge it.
+
+    Args:
+        text: a page of the repository.
+    """
+    return "\n".join(_Rewriter().line(line) for line in text.split("\n"))
+
+
+class _Rewriter:
+    """Line by line, with the lists that are open, as columns where their items' text begins, and the open fence."""
+
+    def __init__(self) -> None:
+        self._columns: list[int] = []
+        self._fence = ""
+        self._before = ""
+
+    def line(self, line: str) -> str:
+        if not line.strip():
+            self._before = ""
+            return line
+        indent = len(line) - len(line.lstrip(" "))
+        if not self._fence:
+            self._close_lists(line, indent)
+        column = self._columns[-1] if self._columns else 0
+        text = " " * (4 * len(self._columns) + max(indent - column, 0)) + line.lstrip(" ")
+        fence = _FENCE.match(line)
+        inside = bool(self._fence)
+        if fence and (not inside or fence[1].startswith(self._fence)):
+            self._fence = "" if inside else fence[1]
+        elif not inside:
+            text = self._prose(line, text)
+        self._before = line
+        return text
+
+    def _close_lists(self, line: str, indent: int) -> None:
+        lazy = self._before and not _MARKER.match(line)  # the rest of a paragraph may stand anywhere
+        while self._columns and indent < self._columns[-1] and not lazy:
+            self._columns.pop()
+
+    def _prose(self, line: str, text: str) -> str:
+        text = re.sub(r"<details>", '<details markdown="1">', text)
+        text = _FIGURE.sub(r"[![\1](\2)](\2)", text)
+        if text.lstrip().startswith("|"):
+            text = _CODE_SPAN.sub(lambda span: span[0].replace("\\|", "|"), text)
+        marker = _MARKER.match(line)
+        if marker is None:
+            return text
+        interrupts = not self._columns and self._before and not _MARKER.match(self._before)
+        if interrupts and marker[2][0].isdigit() and int(marker[2][:-1]) != 1:
+            return text  # a number at the start of a line, not a list
+        self._columns.append(marker.end())
+        return f"\n{text}" if interrupts else text

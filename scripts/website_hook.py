@@ -1,0 +1,35 @@
+"""What MkDocs calls while it builds the site: see ``mkdocs.yml``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from website import pages
+from website.github_markdown import for_python_markdown
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Put the repository's pages beside the styles, and build the navigation from them."""
+    site = pages.collect(_ROOT)
+    for path in (*site.pages, *site.files):
+        files.append(File.generated(config, path, abs_src_path=str(_ROOT / path)))
+    for path in site.sources:
+        files.append(File.generated(config, f"{path}.md", content=pages.source_page(_ROOT / path)))
+    for path, content in site.api.items():
+        files.append(File.generated(config, path, content=content))
+    config.nav = pages.navigation(site)
+    config.extra["site"] = site
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Read a page of the repository as GitHub does."""
+    site: pages.Site = config.extra["site"]
+    path = page.file.src_uri
+    return for_python_markdown(pages.link_to_source_pages(site, path, markdown)) if path in site.pages else markdown
