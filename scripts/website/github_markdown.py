@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_FENCE = re.compile(r" *(```+|~~~+)")
+_FENCE = re.compile(r"( *)(```+|~~~+)(\S*)")
 _MARKER = re.compile(r"( *)([-*+]|\d+[.)]) +(?=\S)")
 _CODE_SPAN = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 _FIGURE = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+)\)$")
@@ -14,14 +14,16 @@ def for_python_markdown(text: str) -> str:
     """The same page in the narrower dialect.
 
     GitHub (CommonMark with tables) lets a list follow a paragraph without a blank line, asks the text of a list's item
-    only to stand under its first letter, reads Markdown inside of ``<details>`` and takes ``\\|`` in a table's code for
-    a bar. Python-Markdown wants a blank line, four spaces, an attribute, and the bar itself. A figure that stands alone
-    becomes a link to its file, where a reader on a telephone can enlarge it.
+    only to stand under its first letter, reads Markdown inside of ``<details>``, lets words follow a fence's language and
+    takes ``\\|`` in a table's code for a bar. Python-Markdown wants a blank line, four spaces, an attribute, the language
+    alone, and the bar itself. A figure that stands alone becomes a link to its file, where a reader on a telephone can
+    enlarge it.
 
     Args:
         text: a page of the repository.
     """
-    return "\n".join(_Rewriter().line(line) for line in text.split("\n"))
+    rewriter = _Rewriter()
+    return "\n".join(rewriter.line(line) for line in text.split("\n"))
 
 
 class _Rewriter:
@@ -41,11 +43,13 @@ class _Rewriter:
             self._close_lists(line, indent)
         column = self._columns[-1] if self._columns else 0
         text = " " * (4 * len(self._columns) + max(indent - column, 0)) + line.lstrip(" ")
-        fence = _FENCE.match(line)
-        inside = bool(self._fence)
-        if fence and (not inside or fence[1].startswith(self._fence)):
-            self._fence = "" if inside else fence[1]
-        elif not inside:
+        if self._fence:
+            if line.strip() == self._fence:
+                self._fence = ""
+        elif fence := _FENCE.match(text):
+            self._fence = fence[2]
+            text = fence[0]
+        else:
             text = self._prose(line, text)
         self._before = line
         return text

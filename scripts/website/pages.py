@@ -116,6 +116,25 @@ def source_page(path: Path) -> str:
     return f"# {path.name}\n\n{fence}{_LANGUAGES.get(path.suffix, 'text')}\n{text.rstrip()}\n{fence}\n"
 
 
+def twin_as_html(site: Site, page: str) -> bool:
+    """Whether the repository has the page as HTML too, under the name that the site would give to the Markdown."""
+    return PurePosixPath(page).with_suffix(".html").as_posix() in site.files
+
+
+def with_way_back(root: Path, path: str) -> str:
+    """A page that comes as HTML, as it is but for a first line that leads back into the site.
+
+    Args:
+        root: of the repository.
+        path: of the page from there; its lens's front page is where the line leads.
+    """
+    home = PurePosixPath(*PurePosixPath(path).parts[:2])
+    up = "../" * (len(PurePosixPath(path).parts) - len(home.parts) - 1)
+    style = "display: block; padding: .5rem 1rem; font: 14px system-ui, sans-serif"
+    line = f'<nav aria-label="Site"><a href="{up}index.html" style="{style}">← {home.name}</a></nav>'
+    return (root / path).read_text(encoding="utf-8").replace("<body>", f"<body>\n{line}", 1)
+
+
 def navigation(site: Site) -> Navigation:
     """Where each page stands: start, the lenses, the whole step, examples, and what a contributor needs."""
     start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}]
@@ -159,11 +178,13 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | dict[str, str | Navigati
     for path in site.sources:
         if path.startswith(home):
             yield {PurePosixPath(path).name: f"{path}.md"}
-    ladder: Navigation = [page for page in pages if page.startswith(f"{home}csrc/")]
-    if ladder:
-        yield {"The ladder": ladder}
-    shown = {f"{home}README.md", *reports, *(page for page in ladder if isinstance(page, str))}
-    yield from (page for page in pages if page not in shown)
+    rungs = [page for page in pages if page.startswith(f"{home}csrc/")]
+    if rungs:
+        yield {"The ladder": [rungs[0], *({_title(site, page): page} for page in rungs[1:])]}
+    shown = {f"{home}README.md", *reports, *rungs}
+    for page in pages:
+        if page not in shown:
+            yield {_title(site, page): page}
 
 
 def _api_page(source: Path) -> str:
@@ -172,10 +193,21 @@ def _api_page(source: Path) -> str:
         isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__"
         for node in exported.body
     )
-    title = f"# API: `{source.name}`\n"
-    options = "" if has_exports else "    options:\n      members: false\n"
-    blocks = [f"::: {source.name}\n{options}", *(f"::: {source.name}.{name}\n" for name in MODULES[source.name])]
-    return "\n".join([title, *blocks])
+    members = "" if has_exports else "      members: false\n"
+    package = f"::: {source.name}\n    options:\n      heading_level: 1\n{members}"
+    return "\n".join([package, *(f"::: {source.name}.{name}\n" for name in MODULES[source.name])])
+
+
+def full_title(page: str, title: str) -> str:
+    """The title of a page where its place in the navigation does not stand beside it: in a search, in a browser's tab.
+
+    Args:
+        page: path from the root.
+        title: its title in the navigation.
+    """
+    home, *folders = PurePosixPath(page).parent.parts or [""]
+    inside = home == HOUSE and folders and title != folders[0] and not title.startswith("API")
+    return f"{title} · {folders[0] if folders[0] in LENSES else 'end to end'}" if inside else title
 
 
 def _api_title(page: str) -> str:
@@ -184,6 +216,13 @@ def _api_title(page: str) -> str:
 
 def _machine(page: str) -> str:
     return PurePosixPath(page).parent.name
+
+
+def _title(site: Site, page: str) -> str:
+    if twin_as_html(site, page):
+        return f"{PurePosixPath(page).stem.capitalize()}, on one page"
+    heading = re.search(r"^# (.+)$", (site.root / page).read_text(encoding="utf-8"), re.MULTILINE)
+    return heading[1] if heading else PurePosixPath(page).stem
 
 
 def _look(page: str) -> str:
