@@ -1,4 +1,4 @@
-"""Sphinx's roles in docstrings (``:func:`forward```) as links of the site: an extension of griffe, which reads the sources."""
+"""Sphinx's roles in docstrings (``:func:`forward```) as links: an extension of griffe, which reads the sources."""
 
 from __future__ import annotations
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 _FENCE = re.compile(r"( *)(```+|~~~+)(\S*)")
 _MARKER = re.compile(r"( *)([-*+]|\d+[.)]) +(?=\S)")
+_HEADING = re.compile(r" *#+ ")
+_BLOCK = re.compile("|".join(pattern.pattern for pattern in (_MARKER, _FENCE, _HEADING)))
 _CODE_SPAN = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)")
 _FIGURE = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+)\)$")
 
 
 def for_python_markdown(text: str) -> str:
-    """The same page in the narrower dialect.
+    r"""The same page in the narrower dialect.
 
     GitHub (CommonMark with tables) lets a list follow a paragraph without a blank line, asks the text of a list's item
-    only to stand under its first letter, reads Markdown inside of ``<details>``, lets words follow a fence's language and
-    takes ``\\|`` in a table's code for a bar. Python-Markdown wants a blank line, four spaces, an attribute, the language
-    alone, and the bar itself. A figure that stands alone becomes a link to its file, where a reader on a telephone can
-    enlarge it.
+    only to stand under its first letter, reads Markdown inside of ``<details>``, lets words follow a fence's language
+    and takes ``\|`` in a table's code for a bar. Python-Markdown wants a blank line, four spaces, an attribute, the
+    language alone, and the bar itself. A figure that stands alone becomes a link to its file, where a reader on a
+    telephone can enlarge it.
 
     Args:
         text: a page of the repository.
@@ -32,42 +35,43 @@ class _Rewriter:
     def __init__(self) -> None:
         self._columns: list[int] = []
         self._fence = ""
-        self._before = ""
+        self._before: Literal["blank", "text", "block"] = "blank"
 
     def line(self, line: str) -> str:
         if not line.strip():
-            self._before = ""
+            self._before = "blank"
             return line
         indent = len(line) - len(line.lstrip(" "))
+        in_list = bool(self._columns)
         if not self._fence:
             self._close_lists(line, indent)
         column = self._columns[-1] if self._columns else 0
         text = " " * (4 * len(self._columns) + max(indent - column, 0)) + line.lstrip(" ")
-        if self._fence:
+        fenced = bool(self._fence)
+        if fenced:
             if line.strip() == self._fence:
                 self._fence = ""
         elif fence := _FENCE.match(text):
             self._fence = fence[2]
             text = fence[0]
         else:
-            text = self._prose(line, text)
-        self._before = line
+            text = self._prose(line, text, interrupts=self._before != "blank" and not in_list)
+        self._before = "block" if fenced or _HEADING.match(line) else "text"
         return text
 
     def _close_lists(self, line: str, indent: int) -> None:
-        lazy = self._before and not _MARKER.match(line)  # the rest of a paragraph may stand anywhere
+        lazy = self._before == "text" and not _BLOCK.match(line)  # the rest of a paragraph may stand anywhere
         while self._columns and indent < self._columns[-1] and not lazy:
             self._columns.pop()
 
-    def _prose(self, line: str, text: str) -> str:
-        text = re.sub(r"<details>", '<details markdown="1">', text)
+    def _prose(self, line: str, text: str, *, interrupts: bool) -> str:
+        text = text.replace("<details>", '<details markdown="1">')
         text = _FIGURE.sub(r"[![\1](\2)](\2)", text)
         if text.lstrip().startswith("|"):
             text = _CODE_SPAN.sub(lambda span: span[0].replace("\\|", "|"), text)
         marker = _MARKER.match(line)
         if marker is None:
             return text
-        interrupts = not self._columns and self._before and not _MARKER.match(self._before)
         if interrupts and marker[2][0].isdigit() and int(marker[2][:-1]) != 1:
             return text  # a number at the start of a line, not a list
         self._columns.append(marker.end())

@@ -1,10 +1,10 @@
-"""Which files of the repository the site has, what it generates beside them, and where each stands in the navigation."""
+"""Which files of the repository the site has, what it generates beside them, and where each stands."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
@@ -12,7 +12,7 @@ from posixpath import normpath
 LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
 HOUSE = "framework-internals"
 
-# Beside the names that a package exports, the modules that its README sends a reader to, or, where it exports nothing,
+# Beside the names that a package exports, the modules that its README sends a reader to; of one that exports nothing,
 # those that make it up.
 MODULES = {
     "benchkit": (
@@ -23,7 +23,6 @@ MODULES = {
         *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),
         "throughput",
     ),
-    "native_build": (),
     "dispatcher_trace": ("predict", "cost"),
     "compile_bench": ("target", "pytest_plugin"),
     "jax_baseline": ("parity", "model", "train", "transfer", "interchange", "per_example", "sharding"),
@@ -37,7 +36,7 @@ _PAGES = ("*.md", "shared/*.md", "examples/*.md", f"{HOUSE}/*.md", f"{HOUSE}/rep
 _LENS_PAGES = ("*.md", "csrc/**/*.md", "catalogue/*.md", "reports/*/report.md")
 _SOURCES = ("examples/*.py", "examples/*.sh", f"{HOUSE}/*/examples/*.py")
 
-Navigation = list["str | dict[str, str | Navigation]"]
+Navigation = Sequence["str | Mapping[str, str | Navigation]"]
 
 
 @dataclass
@@ -122,17 +121,18 @@ def twin_as_html(site: Site, page: str) -> bool:
 
 
 def with_way_back(root: Path, path: str) -> str:
-    """A page that comes as HTML, as it is but for a first line that leads back into the site.
+    """A page that comes as HTML, as it is but for a line that leads back to its lens, and the style of that.
 
     Args:
         root: of the repository.
-        path: of the page from there; its lens's front page is where the line leads.
+        path: of the page from there.
     """
-    home = PurePosixPath(*PurePosixPath(path).parts[:2])
-    up = "../" * (len(PurePosixPath(path).parts) - len(home.parts) - 1)
-    style = "display: block; padding: .5rem 1rem; font: 14px system-ui, sans-serif"
-    line = f'<nav aria-label="Site"><a href="{up}index.html" style="{style}">← {home.name}</a></nav>'
-    return (root / path).read_text(encoding="utf-8").replace("<body>", f"<body>\n{line}", 1)
+    _, lens, *folders = PurePosixPath(path).parent.parts
+    up = "../" * len(folders)
+    style = f'<link rel="stylesheet" href="{up}../../stylesheets/standalone.css">'
+    line = f'<nav class="way-back" aria-label="Site"><a href="{up}index.html">← {lens}</a></nav>'
+    text = (root / path).read_text(encoding="utf-8")
+    return text.replace("</head>", f"{style}\n</head>", 1).replace("<body>", f"<body>\n{line}", 1)
 
 
 def navigation(site: Site) -> Navigation:
@@ -148,7 +148,7 @@ def navigation(site: Site) -> Navigation:
     return [
         {"Start": start},
         {"The five lenses": lenses},
-        {"End to end": [*whole]},
+        {"End to end": whole},
         {"For your own code": own},
         {
             "For contributors": [
@@ -161,7 +161,7 @@ def navigation(site: Site) -> Navigation:
     ]
 
 
-def _of_a_lens(site: Site, lens: str) -> Iterator[str | dict[str, str | Navigation]]:
+def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navigation]]:
     """README, reports with their pages to look at, API, examples; then what is read later."""
     home = f"{HOUSE}/{lens}/"
     pages = [page for page in site.pages if page.startswith(home)]
@@ -195,7 +195,7 @@ def _api_page(source: Path) -> str:
     )
     members = "" if has_exports else "      members: false\n"
     package = f"::: {source.name}\n    options:\n      heading_level: 1\n{members}"
-    return "\n".join([package, *(f"::: {source.name}.{name}\n" for name in MODULES[source.name])])
+    return "\n".join([package, *(f"::: {source.name}.{name}\n" for name in MODULES.get(source.name, ()))])
 
 
 def full_title(page: str, title: str) -> str:
