@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 import run_all
+
 from website import pages
 from website.github_markdown import for_python_markdown
 
@@ -31,7 +31,12 @@ def places(navigation: pages.Navigation) -> Iterator[str]:
 
 def test_every_readme_and_every_committed_report_is_a_page(site):
     house = ROOT / "framework-internals"
-    expected = {ROOT / "README.md", ROOT / "shared" / "README.md", *house.glob("*/README.md"), *house.glob("*/NOTES.md")}
+    expected = {
+        ROOT / "README.md",
+        ROOT / "shared" / "README.md",
+        *house.glob("*/README.md"),
+        *house.glob("*/NOTES.md"),
+    }
     expected |= {path for path in house.rglob("reports/*/report.md") if not path.parent.name.endswith("-quick")}
     assert {path.relative_to(ROOT).as_posix() for path in expected} <= set(site.pages)
     assert pages.LENSES == run_all.LENSES
@@ -90,7 +95,7 @@ def test_a_page_that_comes_as_html_leads_back(tmp_path):
 @pytest.mark.parametrize(
     ("page", "title", "full"),
     [
-        ("README.md", "framework-internals", "framework-internals"),
+        ("README.md", "framework-internals", "Start"),
         ("framework-internals/README.md", "All reports", "All reports"),
         ("framework-internals/custom-ops/README.md", "custom-ops", "custom-ops"),
         ("framework-internals/custom-ops/reports/cpu/report.md", "Report: cpu", "Report: cpu · custom-ops"),
@@ -110,9 +115,12 @@ def test_a_title_says_of_which_lens_a_page_is(page, title, full):
         pytest.param("- a\n  b\n  - c\n\n  d", "- a\n    b\n    - c\n\n    d", id="under the first letter"),
         pytest.param("10. a\n\n    b\n\nc", "10. a\n\n    b\n\nc", id="a list ends where a line stands further left"),
         pytest.param("- a\nb\n\nc", "- a\n    b\n\nc", id="the rest of a paragraph stands anywhere"),
+        pytest.param("- a\n\n  b\n- c", "- a\n\n    b\n\n- c", id="an item of two paragraphs"),
         pytest.param("- a\n## b\n- c", "- a\n## b\n\n- c", id="a heading ends a list"),
         pytest.param("- a\n\n  ```\n  b\n  ```\nc", "- a\n\n    ```\n    b\n    ```\nc", id="code is no paragraph"),
-        pytest.param("- a\n\n  ```py x\n  - b\n  ```\n- c", "- a\n\n    ```py\n    - b\n    ```\n- c", id="code in a list"),
+        pytest.param(
+            "- a\n\n  ```py x\n  - b\n  ```\n- c", "- a\n\n    ```py\n    - b\n    ```\n\n- c", id="code in a list"
+        ),
         pytest.param("```\na\n- b\n| `c\\|d` |\n```", "```\na\n- b\n| `c\\|d` |\n```", id="code stays as it is"),
         pytest.param("| `a\\|b` | c\\|d |", "| `a|b` | c\\|d |", id="a bar in a table's code"),
         pytest.param("<details><summary>a</summary>", '<details markdown="1"><summary>a</summary>', id="details"),

@@ -36,6 +36,7 @@ class _Rewriter:
         self._columns: list[int] = []
         self._fence = ""
         self._before: Literal["blank", "text", "block"] = "blank"
+        self._second_paragraph = False  # of an item: after it the next item needs a blank line too
 
     def line(self, line: str) -> str:
         if not line.strip():
@@ -55,7 +56,8 @@ class _Rewriter:
             self._fence = fence[2]
             text = fence[0]
         else:
-            text = self._prose(line, text, interrupts=self._before != "blank" and not in_list)
+            separate = not in_list or self._second_paragraph or self._before == "block"
+            text = self._prose(line, text, interrupts=separate and self._before != "blank")
         self._before = "block" if fenced or _HEADING.match(line) else "text"
         return text
 
@@ -71,8 +73,10 @@ class _Rewriter:
             text = _CODE_SPAN.sub(lambda span: span[0].replace("\\|", "|"), text)
         marker = _MARKER.match(line)
         if marker is None:
+            self._second_paragraph = bool(self._columns) and (self._before == "blank" or self._second_paragraph)
             return text
         if interrupts and marker[2][0].isdigit() and int(marker[2][:-1]) != 1:
             return text  # a number at the start of a line, not a list
         self._columns.append(marker.end())
+        self._second_paragraph = False
         return f"\n{text}" if interrupts else text

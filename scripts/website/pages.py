@@ -188,14 +188,21 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navig
 
 
 def _api_page(source: Path) -> str:
-    exported = ast.parse((source / "__init__.py").read_text(encoding="utf-8"))
-    has_exports = any(
-        isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "__all__"
-        for node in exported.body
-    )
-    members = "" if has_exports else "      members: false\n"
-    package = f"::: {source.name}\n    options:\n      heading_level: 1\n{members}"
-    return "\n".join([package, *(f"::: {source.name}.{name}\n" for name in MODULES.get(source.name, ()))])
+    package = source.name
+    exported = _exported(source / "__init__.py")
+    # A name that is also a module's is the module to whoever reads the sources without running them.
+    hidden = [f"{name}.{name}" for name in exported if (source / f"{name}.py").exists()]
+    members = "" if exported else "      members: false\n"
+    head = f"::: {package}\n    options:\n      heading_level: 1\n{members}"
+    return "\n".join([head, *(f"::: {package}.{name}\n" for name in (*hidden, *MODULES.get(package, ())))])
+
+
+def _exported(module: Path) -> list[str]:
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
 
 
 def full_title(page: str, title: str) -> str:
@@ -205,6 +212,8 @@ def full_title(page: str, title: str) -> str:
         page: path from the root.
         title: its title in the navigation.
     """
+    if page == "README.md":
+        return "Start"
     home, *folders = PurePosixPath(page).parent.parts or [""]
     inside = home == HOUSE and folders and title != folders[0] and not title.startswith("API")
     return f"{title} · {folders[0] if folders[0] in LENSES else 'end to end'}" if inside else title
