@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +43,22 @@ def test_every_readme_and_every_committed_report_is_a_page(site):
     expected |= {path for path in house.rglob("reports/*/report.md") if not path.parent.name.endswith("-quick")}
     assert {path.relative_to(ROOT).as_posix() for path in expected} <= set(site.pages)
     assert pages.LENSES == run_all.LENSES
+
+
+def test_a_ready_environment_without_mkdocs_is_refused_with_the_remedy(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: no site-packages
+    bare.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts" / "site.sh"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SETUP": "0", "PYTHON": str(bare), "PYTHONPATH": ""},
+    )
+    assert done.returncode == 1
+    assert "pip install -c constraints.txt mkdocs-material mkdocstrings-python" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_what_a_page_shows_comes_along(site):

@@ -1,4 +1,4 @@
-"""Sphinx's roles in docstrings (``:func:`forward```) as links: an extension of griffe, which reads the sources."""
+"""What docstrings have of reStructuredText, roles and code after ``::``, for Markdown: an extension of griffe."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import griffe
 
+_LITERAL = re.compile(r"::\n\n(?= {4})")
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?([\w.]+)`")
 
 
-class RolesToLinks(griffe.Extension):
-    """Each role becomes a link to the object's entry, and its name in code where the site has no entry for it."""
+class Docstrings(griffe.Extension):
+    """A role becomes a link to the object's entry, or its name in code where the site has none; ``::`` a colon."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Rewrite every docstring of a package that has been read."""
@@ -21,7 +22,8 @@ class RolesToLinks(griffe.Extension):
 
 def _rewrite(scope: griffe.Object) -> None:
     if scope.docstring is not None:
-        scope.docstring.value = _ROLE.sub(lambda role: _link(scope, role[1]), scope.docstring.value)
+        text = _LITERAL.sub(":\n\n", scope.docstring.value)
+        scope.docstring.value = _ROLE.sub(lambda role: _link(scope, role[1]), text)
     for member in scope.members.values():
         if isinstance(member, griffe.Object):
             _rewrite(member)
