@@ -41,4 +41,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     site: pages.Site = config.extra["site"]
     path = page.file.src_uri
     page.meta.setdefault("title", pages.full_title(path, page.title))
-    return for_python_markdown(pages.link_to_source_pages(site, path, markdown)) if path in site.pages else markdown
+    if path not in site.pages:
+        return markdown
+    markdown = pages.distinct_heading(path, pages.link_to_source_pages(site, path, markdown))
+    return for_python_markdown(markdown)

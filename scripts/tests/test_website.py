@@ -96,6 +96,20 @@ def test_a_link_to_a_source_file_leads_to_the_page_that_shows_it(site):
     assert pages.link_to_source_pages(site, "examples/README.md", "[it](../LICENSE)") == "[it](../LICENSE.md)"
 
 
+def test_no_two_pages_share_a_heading(site):
+    assert pages.distinct_heading("a/reports/cpu/report.md", "# A\n\n# B") == "# A · cpu\n\n# B"
+    assert pages.distinct_heading("a/README.md", "# A") == "# A"
+    headings = [
+        pages.distinct_heading(page, (ROOT / page).read_text()).partition("\n")[0] for page in site.pages if "/" in page
+    ]
+    assert len(set(headings)) == len(headings)
+
+
+def test_the_rungs_stand_in_the_order_of_their_table(site):
+    rungs = [place for place in places(pages.navigation(site)) if "/csrc/" in place]
+    assert [Path(rung).parent.name for rung in rungs[:4]] == ["csrc", "vector_add", "scale", "bias_gelu"]
+
+
 def test_a_source_is_fenced_with_more_ticks_than_it_has(tmp_path):
     path = tmp_path / "ticks.py"
     path.write_text('TEXT = """\n````python\n"""\n')

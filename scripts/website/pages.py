@@ -107,6 +107,19 @@ def link_to_source_pages(site: Site, page: str, text: str) -> str:
     return _LINK.sub(turn, text)
 
 
+def distinct_heading(page: str, text: str) -> str:
+    """A page's Markdown with a heading that no other has, for a search lists pages by it.
+
+    Args:
+        page: path from the root. To a report's heading the machine is added, to that of notes the lens.
+        text: its Markdown.
+    """
+    path = PurePosixPath(page)
+    if path.name != "NOTES.md" and path.parent.parent.name != "reports":
+        return text
+    return re.sub(r"^# .+$", rf"\g<0> · {path.parent.name}", text, count=1, flags=re.MULTILINE)
+
+
 def source_page(path: Path) -> str:
     """A page that shows a file: Python's with its syntax, one without an ending as it stands."""
     text = path.read_text(encoding="utf-8")
@@ -180,7 +193,9 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navig
             yield {PurePosixPath(path).name: f"{path}.md"}
     rungs = [page for page in pages if page.startswith(f"{home}csrc/")]
     if rungs:
-        yield {"The ladder": [rungs[0], *({_title(site, page): page} for page in rungs[1:])]}
+        climbed = [page for page in linked_files(site.root, rungs[0]) if page in rungs]  # in the order of their table
+        climbed += [page for page in rungs[1:] if page not in climbed]
+        yield {"The ladder": [rungs[0], *({_title(site, page): page} for page in climbed)]}
     shown = {f"{home}README.md", *reports, *rungs}
     for page in pages:
         if page not in shown:
