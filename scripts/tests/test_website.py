@@ -135,7 +135,7 @@ def test_a_page_that_comes_as_html_leads_back(tmp_path):
         ("framework-internals/custom-ops/README.md", "custom-ops", "custom-ops"),
         ("framework-internals/custom-ops/reports/cpu/report.md", "Report: cpu", "Report: cpu · custom-ops"),
         ("framework-internals/custom-ops/api/custom_ops.md", "API: custom_ops", "API: custom_ops"),
-        ("framework-internals/reports/cpu/report.md", "cpu", "cpu · end to end"),
+        ("framework-internals/reports/cpu/report.md", "Report: cpu", "Report: cpu · end to end"),
     ],
 )
 def test_a_title_says_of_which_lens_a_page_is(page, title, full):

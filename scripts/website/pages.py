@@ -152,7 +152,7 @@ def navigation(site: Site) -> Navigation:
     """Where each page stands: start, the lenses, the whole step, examples, and what a contributor needs."""
     start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}]
     lenses: Navigation = [{lens: list(_of_a_lens(site, lens))} for lens in LENSES]
-    whole = [{_machine(page): page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
+    whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
     examples = [path for path in site.sources if path.startswith("examples/")]
     own: Navigation = ["examples/README.md", *({PurePosixPath(path).name: f"{path}.md"} for path in examples)]
     shared = [page for page in site.api if page.startswith("shared/")]
