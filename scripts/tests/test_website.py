@@ -89,6 +89,15 @@ def test_every_package_has_an_api_page_of_modules_that_are_there(site):
     assert "members: false" not in site.api["shared/api/benchkit.md"]
 
 
+def test_nothing_from_outside_the_repository_comes_along(tmp_path):
+    root = tmp_path / "repository"
+    root.mkdir()
+    (tmp_path / "secret").write_text("a")
+    (root / "LICENSE").write_text("b")
+    (root / "README.md").write_text("[a](../secret) [b](LICENSE) [c](/etc/hostname) [d](gone.svg)")
+    assert list(pages.linked_files(root, "README.md")) == ["LICENSE"]
+
+
 def test_a_link_to_a_source_file_leads_to_the_page_that_shows_it(site):
     text = "[Apache](LICENSE), [index](framework-internals/README.md), [torch](https://pytorch.org/LICENSE)"
     turned = text.replace("(LICENSE)", "(LICENSE.md)")

@@ -23,7 +23,6 @@ MODULES = {
         *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),
         "throughput",
     ),
-    "dispatcher_trace": ("predict", "cost"),
     "compile_bench": ("target", "pytest_plugin"),
     "jax_baseline": ("parity", "model", "train", "transfer", "interchange", "per_example", "sharding"),
     "rmsnorm_fused": ("backends",),
@@ -81,7 +80,7 @@ def collect(root: Path) -> Site:
 
 
 def linked_files(root: Path, page: str) -> Iterator[str]:
-    """The files of the repository that a page links to or shows, by path from the root.
+    """The files of the repository that a page links to or shows, by path from the root; none from outside of it.
 
     Args:
         root: of the repository.
@@ -89,7 +88,7 @@ def linked_files(root: Path, page: str) -> Iterator[str]:
     """
     for link in _LINK.finditer((root / page).read_text(encoding="utf-8")):
         target = resolve(page, link[1])
-        if (root / target).is_file():
+        if not target.startswith(("../", "/")) and (root / target).is_file():
             yield target
 
 
