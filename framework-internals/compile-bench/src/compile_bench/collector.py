@@ -59,7 +59,7 @@ _CUT_OFF = "when cudagraphs is disabled"
 class Collector(logging.Handler):
     """Collects what torch.compile does inside a ``with`` block.
 
-    Example:
+    Examples:
         >>> with Collector() as collector:
         ...     torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
         tensor([0.8415, 0.8415])

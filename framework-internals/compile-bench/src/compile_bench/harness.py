@@ -52,7 +52,7 @@ class Harness:
     Attributes:
         deadline: of ``time.monotonic()``, at which whatever runs is ended and nothing is begun any more; None for none.
 
-    Example:
+    Examples:
         >>> with Harness.open("cpu") as harness:  # doctest: +SKIP
         ...     bench = harness.bench(Case("mlp"))
         >>> bench.trace.graphs  # doctest: +SKIP
