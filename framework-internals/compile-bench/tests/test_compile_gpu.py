@@ -1,11 +1,17 @@
 """On a CUDA GPU: the training step stays in one graph, its results hold, and CUDA graphs are used."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchkit.results import load
+from benchkit.run import sweep_and_write
 from compile_bench import Case, Harness, judge
+from compile_bench.lens import build_lens
+from compile_bench.results import MODES
 from compile_bench.target import load_target
 from compile_bench.zoo import SURVEY
 from compile_bench.zoo_transformers import ARCHITECTURES
@@ -115,3 +121,34 @@ def test_inference_with_cuda_graphs(harness):
     case = Case("mlp", "cuda", train=False, mode="reduce-overhead")
     bench = harness.bench(case, steady_seconds=0.5, warm=False)
     assert bench.accuracy.holds, bench.accuracy
+
+
+def test_a_sweep_samples_in_turns_and_autotunes_once(tmp_path):
+    """All modes of a model side by side: graphs are replayed, and the second mode that autotunes finds the choices."""
+    wanted = {
+        "device": "cuda",
+        "groups": [["mlp"]],
+        "kinds": ["inference"],
+        "modes": list(MODES),
+        "side_by_side": 3,
+        "compile_threads": 4,
+        "limit_seconds": 300.0,
+        "steady_seconds": 0.3,
+    }
+    lens = replace(build_lens(Path(__file__).parents[1]), configure=lambda device, quick: {"sweep": wanted})
+    sweep_and_write(lens, device="cuda", quick=True, out=tmp_path, time_limit=None)
+    results = load(tmp_path / "results.json")
+    assert {record.labels["mode"]: record.data["failed"] for record in results.select("cell")} == dict.fromkeys(
+        MODES, ""
+    )
+    launches = {record.labels["mode"]: record["compiled launches"].value for record in results.select("profile")}
+    assert launches["reduce-overhead"] < launches["default"]
+    assert launches["max-autotune"] < launches["max-autotune-no-cudagraphs"]
+    tuner, tuned = (
+        results.one("first steps", mode=mode, cache=cache)["total"].value
+        for mode, cache in (("max-autotune-no-cudagraphs", "cold"), ("max-autotune", "tuned"))
+    )
+    assert tuned < tuner  # seconds against the compilation of dozens of candidates
+    for record in results.select("first steps"):
+        phases = sum(value.value for name, value in record.values.items() if name.startswith("phase "))
+        assert phases <= record["total"].value

@@ -213,6 +213,7 @@ struct RowCall {
   uint32_t blocks;             // of a cluster
   Rows residual;
   void* s;
+  bool larger_than_l2;  // x
 };
 
 // The common case: whole 16-byte vectors, a row in the registers of a block or of a cluster, one rounding, weight of type W
@@ -250,9 +251,14 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
 
   Loaded kept[K];
   const Loaded* x = at_row(call.x);
+  const uint64_t policy = ptx::policy_for(call.larger_than_l2);
+  const auto read_once = [policy](const Loaded* row, int index) {
+    if constexpr (kResidual && kCluster) return row[index];  // a policy takes two registers, and there is none left there
+    else return ptx::load(row + index, policy);
+  };
 #pragma unroll
   for (int k = 0; k < K; ++k)
-    if (lane + k * lanes < count) kept[k] = x[lane + k * lanes];
+    if (lane + k * lanes < count) kept[k] = read_once(x, lane + k * lanes);
   const auto* weight = static_cast<const Vector<W, V>*>(call.weight);
   Vector<W, V> early[kEarly ? K : 1];
   if (kEarly && weight) {
@@ -266,7 +272,7 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
     Loaded added[K];
 #pragma unroll
     for (int k = 0; k < K; ++k)
-      if (lane + k * lanes < count) added[k] = residual[lane + k * lanes];
+      if (lane + k * lanes < count) added[k] = read_once(residual, lane + k * lanes);
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (lane + k * lanes < count) {
@@ -346,7 +352,7 @@ template <class T, class W> bool run_rows(const Forward& call) {
   const int64_t vectors = shape.columns / kVector<T>;
   RowCall rows = {call.x, call.weight.data, call.y, call.rstd, shape.columns, static_cast<uint32_t>(shape.rows), static_cast<int>(vectors),
                   static_cast<float>(call.weight.offset), static_cast<float>(call.eps),
-                  1.0f / static_cast<float>(shape.columns), 1, call.residual, call.s};
+                  1.0f / static_cast<float>(shape.columns), 1, call.residual, call.s, larger_than_l2<T>(shape)};
   const bool early = limits_of(shape.device).capability >= 90;  // a lone row takes as long as a launch
   const auto alone = [&](auto kernel, int vectors_a_thread) {
     const dim3 block = block_for(lanes_for(vectors, vectors_a_thread));

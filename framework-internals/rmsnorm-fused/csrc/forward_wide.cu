@@ -22,6 +22,7 @@ struct WideCall {
   int slice;        // vectors of a row that a block has
   uint32_t blocks;  // of a cluster
   float offset, eps, inverse;
+  bool larger_than_l2;  // x
 };
 
 template <class T, class W, int kThreads, int kResident>
@@ -46,7 +47,8 @@ __global__ void __launch_bounds__(kThreads, kResident) wide_kernel(const __grid_
     ptx::fence_for_bulk_copies();
     ptx::arrive_expecting(&summed, parts * sizeof(float));
     ptx::arrive_expecting(&loaded, count * sizeof(Loaded));
-    ptx::copy_bulk(shared, row_of<T>(call.x, row) + int64_t{first} * V, count * sizeof(Loaded), &loaded);
+    ptx::copy_bulk(shared, row_of<T>(call.x, row) + int64_t{first} * V, count * sizeof(Loaded), &loaded,
+                   ptx::policy_for(call.larger_than_l2));
   }
   __syncwarp();
   ptx::cluster_arrive_relaxed();
@@ -108,7 +110,8 @@ template <class T, class W, int kThreads, int kResident> bool run(const Forward&
   const auto [blocks, slice] = spread_over_cluster(vectors, kThreads * kVectors, kMaxCluster);
   if (slice > kThreads * kVectors) return false;
   const WideCall wide = {call.x, call.weight.data, call.y, call.rstd, shape.columns, slice, static_cast<uint32_t>(blocks),
-                         static_cast<float>(call.weight.offset), static_cast<float>(call.eps), 1.0f / static_cast<float>(shape.columns)};
+                         static_cast<float>(call.weight.offset), static_cast<float>(call.eps), 1.0f / static_cast<float>(shape.columns),
+                         larger_than_l2<T>(shape)};
   const Launch how = {dim3(static_cast<unsigned>(shape.rows * blocks)), dim3(kThreads), static_cast<size_t>(slice) * 16, blocks, true};
   launch<wide_kernel<T, W, kThreads, kResident>>(how, shape.device, shape.stream, wide);
   return true;

@@ -54,6 +54,7 @@ struct DeviceLimits {
   int capability;               // 90 for compute capability 9.0
   int shared_a_block;           // bytes, when asked for
   int shared_a_multiprocessor;  // bytes
+  int l2_cache;                 // bytes
 };
 
 // Asked of the driver once a device: a call takes as long as a small kernel.
@@ -69,7 +70,8 @@ inline const DeviceLimits& limits_of(int device) {
     };
     limits[device] = {attribute(cudaDevAttrMultiProcessorCount),
                       10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor),
-                      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+                      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+                      attribute(cudaDevAttrL2CacheSize)};
   });
   return limits[device];
 }
@@ -118,6 +120,11 @@ template <auto kernel, class... Arguments> void launch(const Launch& how, int de
   cudaLaunchAttribute attributes[2];
   const cudaLaunchConfig_t config = configuration(how, stream, attributes);
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch");
+}
+
+// Whether a tensor of this shape could not stay in the L2 cache as a whole.
+template <class T> bool larger_than_l2(const Shape& shape) {
+  return shape.rows * shape.columns * static_cast<int64_t>(sizeof(T)) > limits_of(shape.device).l2_cache;
 }
 
 constexpr int kMaxCluster = 16;  // blocks; over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)

@@ -77,8 +77,9 @@ def test_forward_compiles(capability, float8, n):
             cut.warps,
         )
     else:
-        tile = kernels._tile(cut, 64, n)
+        tile = {**kernels._tile(cut, 64, n), "EVICT": "evict_last"}
         program = compiled(kernels._forward, capability, constants | tile, pointers, cut.warps)
+        assert program.asm["ptx"].count("createpolicy.fractional.L2::evict_last") >= 2  # x and the residual
     assert program.metadata.shared <= SHARED_BYTES[capability]
     if float8 and capability >= 89:
         assert "e4m3x2" in program.asm["ptx"]

@@ -12,7 +12,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,9 @@ class Recorder:
         lens: the name of the lens.
         environment: captured at the start of the run.
         configuration: what was asked for: sizes, dtypes, step counts; plain JSON.
+
+    Attributes:
+        path: of the file that the records are in.
     """
 
     def __init__(
@@ -141,6 +144,36 @@ class Recorder:
     ) -> None:
         self.directory = directory
         self.results = Results(lens, environment, dict(configuration))
+        self.path = self.partial_path
+
+    @classmethod
+    def going_on(
+        cls, directory: Path, *, lens: str, environment: Environment, configuration: Mapping[str, Json]
+    ) -> Recorder:
+        """One that adds to the ``results.json`` of a complete run, in place, or begins one where there is none.
+
+        Whatever is added, the file is that of a complete run before and after: a run that is killed loses only what it
+        had not yet added.
+
+        Args:
+            directory: where ``results.json`` stands.
+            lens: as for the class.
+            environment: of this run; the file keeps that of its first one.
+            configuration: entries that replace those of the file.
+
+        Raises:
+            UserError: if the file cannot be read, or was measured by another lens, on another machine or with another
+                torch.
+        """
+        recorder = cls(directory, lens=lens, environment=environment, configuration=configuration)
+        recorder.path = directory / "results.json"
+        if recorder.path.exists():
+            before = load(recorder.path)
+            _same_ground(recorder.path, before, recorder.results)
+            recorder.results = replace(before, configuration={**before.configuration, **configuration})
+        else:
+            recorder.results = replace(recorder.results, complete=True)
+        return recorder
 
     @property
     def partial_path(self) -> Path:
@@ -158,7 +191,7 @@ class Recorder:
         What a run before it had measured when it was ended stays beside it, in :attr:`kept_path`, until this one is
         complete.
         """
-        if _has_records(self.partial_path):
+        if self.path == self.partial_path and _has_records(self.partial_path):
             with reported(self.kept_path):
                 self.partial_path.replace(self.kept_path)
         self._update()
@@ -190,7 +223,7 @@ class Recorder:
 
     def _update(self, **changes: Any) -> None:
         self.results = Results(**{**_shallow(self.results), **changes})
-        write_text_atomically(self.partial_path, dump(self.results))
+        write_text_atomically(self.path, dump(self.results))
 
 
 def dump(results: Results) -> str:
@@ -310,6 +343,18 @@ def _has_records(path: Path) -> bool:
         return bool(load(path).records)
     except UserError:  # there is none, or it was cut short
         return False
+
+
+def _same_ground(path: Path, before: Results, now: Results) -> None:
+    """Refuse to put figures of two machines, or of two versions of a framework, into one document."""
+    for what, old, new in (
+        ("lens", before.lens, now.lens),
+        ("machine", before.environment.machine, now.environment.machine),
+        ("torch", before.environment.packages.get("torch"), now.environment.packages.get("torch")),
+        ("triton", before.environment.packages.get("triton"), now.environment.packages.get("triton")),
+    ):
+        if old != new:
+            raise UserError(f"{path} was measured with {what} {old}, this is {new}; name another folder with --out")
 
 
 def _shallow(results: Results) -> dict[str, Any]:

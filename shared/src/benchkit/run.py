@@ -6,6 +6,7 @@ import fcntl
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ import typer
 from benchkit import progress
 from benchkit.command import one_line_errors
 from benchkit.device import Device, resolve_device
-from benchkit.environment import capture
+from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault
 from benchkit.report import ReportSpec, write
 from benchkit.results import WRITING, Json, Label, Quantity, Record, Recorder, reported
+
+# Of --time-limit, for drawing the figures and writing the report at the end.
+_REPORT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,9 @@ class Lens:
         configure: sizes, dtypes and counts for (device, quick), as plain JSON; it goes into the results.
         collect: does the measuring, and hands each record to the run as soon as it is there.
         report: turns results into a report.
+        sweep: a part that takes far longer than the main job: adds to what a complete run has measured, one piece after
+            the other, until it is done or the seconds that it is given (None: no limit) are over; called again, it goes
+            on with what is missing. None for a lens without.
     """
 
     name: str
@@ -40,6 +47,7 @@ class Lens:
     configure: Callable[[Device, bool], Mapping[str, Json]]
     collect: Callable[[Run], None]
     report: ReportSpec
+    sweep: Callable[[Run, float | None], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,9 +110,20 @@ def main(lens: Lens) -> None:
                 "--render-only", help="Measure nothing: write report.md anew from each results.json there is."
             ),
         ] = False,
+        sweep: Annotated[
+            bool,
+            typer.Option("--sweep", help="The long part, for lenses that have one: add what is missing to the report."),
+        ] = False,
+        time_limit: Annotated[
+            float | None, typer.Option(min=1.0, help="Seconds after which --sweep ends with what it has.")
+        ] = None,
     ) -> None:
         with one_line_errors(lens.name):
-            if render_only:
+            if time_limit is not None and not sweep:
+                raise UserError("--time-limit is for --sweep, which can be gone on with; add --sweep or leave it out")
+            if sweep:
+                print(sweep_and_write(lens, device=device, quick=quick, out=out, time_limit=time_limit), flush=True)
+            elif render_only:
                 for directory in [out] if out else report_directories(lens.root):
                     print(write(directory, lens.report), flush=True)
             else:
@@ -119,6 +138,43 @@ def main(lens: Lens) -> None:
 def report_directories(root: Path) -> list[Path]:
     """The folders under ``root/reports`` that hold a complete run."""
     return sorted(path.parent for path in root.glob("reports/*/results.json"))
+
+
+def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, time_limit: float | None) -> Path:
+    """Go on with the long part of a lens, in the folder of a complete run or in an empty one.
+
+    Args:
+        lens: which one.
+        device: as for :func:`measure_and_write`.
+        quick: likewise.
+        out: likewise.
+        time_limit: seconds from now on, those of writing the report included; None for none.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        UserError: for a lens without such a part, and for what else the user can mend.
+        typer.Exit: with status 130 when interrupted from the keyboard.
+    """
+    start = time.monotonic()
+    if lens.sweep is None:
+        raise UserError(f"{lens.name} has no long part; leave out --sweep")
+    resolved = resolve_device(device)
+    environment = capture(resolved, root=lens.root)
+    directory = out or _directory(lens, environment, quick)
+    configuration = {"sweep": lens.configure(resolved, quick)["sweep"]}
+    with only_writer(directory):
+        recorder = Recorder.going_on(directory, lens=lens.name, environment=environment, configuration=configuration)
+        run = Run(resolved, recorder.results.configuration, recorder)
+        left = None if time_limit is None else time_limit - _REPORT_SECONDS - (time.monotonic() - start)
+        with _keeping(recorder):
+            lens.sweep(run, left)
+        return write(directory, lens.report)
+
+
+def _directory(lens: Lens, environment: Environment, quick: bool) -> Path:
+    return lens.root / "reports" / (environment.machine + ("-quick" if quick else ""))
 
 
 def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None) -> Path:
@@ -139,26 +195,33 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None)
     """
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
-    directory = out or lens.root / "reports" / (environment.machine + ("-quick" if quick else ""))
+    directory = out or _directory(lens, environment, quick)
     configuration = dict(lens.configure(resolved, quick))
     recorder = Recorder(directory, lens=lens.name, environment=environment, configuration=configuration)
     with only_writer(directory):
-        recorder.begin()
-        try:
+        with _keeping(recorder):
             lens.collect(Run(resolved, configuration, recorder))
-        except KeyboardInterrupt:
-            print(f"{lens.name}: interrupted; {_kept(recorder)}", file=sys.stderr)
-            raise typer.Exit(130) from None
-        except OSError as error:
-            if (fault := machine_fault(error)) is None:
-                raise
-            raise UserError(f"{fault} ({_kept(recorder)})") from error
         recorder.finish()
         return write(directory, lens.report)
 
 
+@contextmanager
+def _keeping(recorder: Recorder) -> Iterator[None]:
+    """Inside, a run measures: ended, or refused something by the machine, it says where what it measured is."""
+    recorder.begin()
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{recorder.results.lens}: interrupted; {_kept(recorder)}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    except OSError as error:
+        if (fault := machine_fault(error)) is None:
+            raise
+        raise UserError(f"{fault} ({_kept(recorder)})") from error
+
+
 def _kept(recorder: Recorder) -> str:
-    return f"{len(recorder.results.records)} records are kept in {recorder.partial_path}"
+    return f"{len(recorder.results.records)} records are kept in {recorder.path}"
 
 
 @contextmanager

@@ -33,12 +33,13 @@ _SYMBOL = "native_build_library_record"
 _UNDEFINED = re.compile(r"^.*undefined reference to [`'](.+)'.*$", re.MULTILINE)
 
 
-# The versions of torch that a library is meant for, the oldest and the newest.
 TORCH_VERSIONS = ("2.10", "2.15")
+"""The versions of torch that a library is meant for, the oldest and the newest."""
 
-# Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
-# other GPU since the H100 what its driver translates.
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
+"""Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
+other GPU since the H100 what its driver translates.
+"""
 
 _X86_LEVELS: dict[str, tuple[str, ...]] = {
     "baseline": (),

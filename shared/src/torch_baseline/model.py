@@ -29,8 +29,9 @@ Weights = dict[str, NDArray[np.float32]]
 
 INIT_STD = 0.02
 
-# A row of logits is summed in up to so many pieces, as far as they divide the vocabulary: 12 of 4 192 in gpt2-124m's.
-_PIECES = 12
+# A row of logits is summed in pieces that divide it, of up to so many: a compiler holds one in registers between its
+# maximum and its sum, and reads it once. Pieces of fewer would be more to put together than a row is to read twice.
+_PIECE, _SMALLEST_PIECE = 128, 32
 
 # The kernels behind scaled_dot_product_attention by the names people call them.
 ATTENTION_KERNELS: Mapping[str, SDPBackend] = {
@@ -89,9 +90,13 @@ class GPT(nn.Module):
             they are views of (B, T, H, D) memory.
     """
 
-    # Made in float64, whatever the weights are: a model turned to float64 is then float64 throughout.
+    # For a model turned to float64, which is then float64 throughout, and for every other. A compiled step would repeat
+    # a conversion in each kernel that reads a table; with it, gradients of queries and keys went through memory once
+    # more.
     cos_TD: Tensor
     sin_TD: Tensor
+    cos32_TD: Tensor
+    sin32_TD: Tensor
 
     def __init__(
         self,
@@ -110,9 +115,9 @@ class GPT(nn.Module):
         )
         self.norm = norm(config.n_embd, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        cos_TD, sin_TD = rotary_tables(config)
-        self.register_buffer("cos_TD", torch.from_numpy(cos_TD), persistent=False)
-        self.register_buffer("sin_TD", torch.from_numpy(sin_TD), persistent=False)
+        for name, table_TD in zip(("cos", "sin"), rotary_tables(config), strict=True):
+            self.register_buffer(f"{name}_TD", torch.from_numpy(table_TD), persistent=False)
+            self.register_buffer(f"{name}32_TD", torch.from_numpy(table_TD.astype(np.float32)), persistent=False)
         self.load_numpy(init_numpy(config, seed))
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
@@ -134,7 +139,9 @@ class GPT(nn.Module):
             raise ValueError(f"a sequence holds at most block_size={self.config.block_size} tokens, got {length}")
         x_BTC = self.embedding(tokens_BT)
         wide = torch.promote_types(x_BTC.dtype, torch.float32)
-        cos_TD, sin_TD = self.cos_TD[:length].to(wide), self.sin_TD[:length].to(wide)
+        exact = wide == torch.float64
+        tables = (self.cos_TD, self.sin_TD) if exact else (self.cos32_TD, self.sin32_TD)
+        cos_TD, sin_TD = (table_TD[:length].to(wide) for table_TD in tables)
         if self.config.low_precision_residual:
             x_BTC = x_BTC.to(_compute_dtype(x_BTC))
         for block in self.blocks:
@@ -198,10 +205,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         """Return what the heads gathered, mixed by the output matrix."""
-        qkv_BT3HD = self.qkv(x_BTC).unflatten(-1, (3, self.n_head, -1))
-        # Queries and keys are turned together: one kernel, and one more for all three gradients.
-        q_BTHD, k_BTHD = rotate(qkv_BT3HD[:, :, :2], cos_TD[:, None], sin_TD[:, None]).unbind(2)
-        v_BTHD = qkv_BT3HD[:, :, 2]
+        q_BTHD, k_BTHD, v_BTHD = self.qkv(x_BTC).unflatten(-1, (3, self.n_head, -1)).unbind(2)
+        q_BTHD, k_BTHD = (rotate(x_BTHD, cos_TD[:, None], sin_TD[:, None]) for x_BTHD in (q_BTHD, k_BTHD))
         y_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2))
         return self.out(y_BHTD.transpose(1, 2).flatten(2))
 
@@ -225,8 +230,8 @@ def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
     """Return the mean of log Σ exp(logits) − logits[target] over all rows, in float32 at least.
 
     ``torch.nn.functional.cross_entropy`` takes float32 logits, which eager mode then keeps, and reduces a row of 50 304
-    at a time. Here the logits stay in the dtype they were computed in, the normaliser is summed in pieces that fill a
-    GPU, and the gradient, softmax(logits) − onehot(target), leaves in the logits' dtype in one pass.
+    at a time. Here the logits stay in the dtype they were computed in and are read once for the normaliser and once for
+    the gradient, softmax(logits) − onehot(target), which leaves in their dtype.
 
     Args:
         logits_NV: any floating dtype.
@@ -242,8 +247,14 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         wide = torch.promote_types(logits_NV.dtype, torch.float32)
-        pieces = math.gcd(logits_NV.shape[1], _PIECES)
-        normaliser_N = logits_NV.to(wide).unflatten(1, (pieces, -1)).logsumexp(2).logsumexp(1)
+        piece = math.gcd(logits_NV.shape[1], _PIECE)
+        pieces = logits_NV.shape[1] // piece if piece >= _SMALLEST_PIECE else 1
+        logits_NPV = logits_NV.to(wide).unflatten(1, (pieces, -1))
+        # torch.logsumexp is this as well, but makes a compiler read the logits twice. The bound is for a piece of -inf.
+        highest_NP = logits_NPV.amax(2).clamp(min=torch.finfo(wide).min)
+        sum_NP = (logits_NPV - highest_NP[:, :, None]).exp().sum(2)
+        highest_N = highest_NP.amax(1)
+        normaliser_N = highest_N + (sum_NP * (highest_NP - highest_N[:, None]).exp()).sum(1).log()
         chosen_N = logits_NV.gather(1, targets_N[:, None].long())[:, 0].to(wide)
         ctx.save_for_backward(logits_NV, normaliser_N, targets_N)
         return (normaliser_N - chosen_N).mean()
@@ -251,9 +262,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         logits_NV, normaliser_N, targets_N = ctx.saved_tensors
-        hit_NV = torch.arange(logits_NV.shape[1], device=logits_NV.device) == targets_N[:, None]
-        difference_NV = (logits_NV.to(normaliser_N.dtype) - normaliser_N[:, None]).exp() - hit_NV.to(normaliser_N.dtype)
-        return (difference_NV * (gradient / len(targets_N))).to(logits_NV.dtype), None
+        scale = gradient / len(targets_N)
+        hit_NV = (
+            torch.arange(logits_NV.shape[1], device=logits_NV.device, dtype=torch.int32) == targets_N[:, None].int()
+        )
+        softmax_NV = (logits_NV.to(normaliser_N.dtype) - normaliser_N[:, None]).exp() * scale
+        return torch.where(hit_NV, softmax_NV - scale, softmax_NV).to(logits_NV.dtype), None
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -262,23 +276,20 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def rotate(x_BT2HD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+def rotate(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
     """Turn the pairs (x_i, x_{i + D/2}) by position times frequency (Su et al. 2021, in the half-split layout).
 
-    Every element meets its partner by reversing an axis of two halves: a compiler fuses that with what comes before and
-    after, where two halves that are joined become masked loads (3.4 ms of a step of 65 ms on an H200).
-
     Args:
-        x_BT2HD: queries and keys, (…, T, 2, H, D), any floating dtype.
+        x_BTHD: queries or keys, (…, T, H, D), any floating dtype.
         cos_T1D: (T, 1, D/2), from :func:`rotary_tables`, in the dtype to compute in.
         sin_T1D: likewise.
 
     Returns:
-        Same shape and dtype as ``x_BT2HD``.
+        Same shape and dtype as ``x_BTHD``.
     """
-    halves = x_BT2HD.unflatten(-1, (2, -1))
-    cos, sin = cos_T1D[:, None, :, None], torch.stack((-sin_T1D, sin_T1D), -2)[:, None]
-    return (halves * cos + halves.flip(-2) * sin).flatten(-2).to(x_BT2HD.dtype)
+    first, second = x_BTHD.to(cos_T1D.dtype).chunk(2, -1)
+    turned = first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D
+    return torch.cat(turned, -1).to(x_BTHD.dtype)
 
 
 def rotary_tables(config: GPTConfig) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

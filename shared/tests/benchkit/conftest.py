@@ -49,6 +49,17 @@ def collect(run):
             time.sleep(0.01)
     run.absent("the moon", "it is not up")
 
+def sweep(run, seconds):
+    known = {record.labels["n"] for record in run.recorder.results.records}
+    for n in run.configuration["sweep"]:
+        if n in known:
+            continue
+        if os.environ.get("KILL_AT") == str(n):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if seconds is not None and seconds < n:
+            return
+        run.record("time", {"n": n}, {"time": Quantity(n * 1e-3, "s")})
+
 def draw(results):
     figure, axes = new_figure()
     axes.plot([r.labels["n"] for r in results.select("time")], [r["time"].value for r in results.select("time")])
@@ -61,7 +72,14 @@ SPEC = ReportSpec(
     figures=lambda results: [Figure("times", "Time over n.", lambda: draw(results))],
     finding=lambda results: f"{len(results.select('time'))} sizes were measured.",
 )
-LENS = Lens("a-lens", Path(__file__).parent, lambda device, quick: {"sizes": [1] if quick else [1, 2]}, collect, SPEC)
+LENS = Lens(
+    "a-lens",
+    Path(__file__).parent,
+    lambda device, quick: {"sizes": [1] if quick else [1, 2], "sweep": [2, 3, 5000]},
+    collect,
+    SPEC,
+    None if os.environ.get("NO_SWEEP") else sweep,
+)
 if __name__ == "__main__":
     main(LENS)
 """

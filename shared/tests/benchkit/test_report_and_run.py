@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,54 @@ def test_an_interrupted_run_keeps_what_it_measured_and_the_report_of_the_run_bef
     assert "interrupted; 1 records are kept in" in stopped.stderr
     assert [r.labels["n"] for r in load(directory / "results.partial.json").records] == [1]
     assert {name: (directory / name).read_bytes() for name in before} == before
+
+
+def test_a_sweep_adds_what_is_missing_to_a_complete_run_and_survives_being_killed(lens, run):
+    assert run(lens).returncode == 0
+    results = lens / "reports" / "cpu" / "results.json"
+    killed = run(lens, "--sweep", KILL_AT="5000")
+    assert killed.returncode == -signal.SIGKILL
+    assert [record.labels["n"] for record in load(results).records] == [1, 2, 3]
+    assert load(results).complete
+    # 20 of the seconds are kept for the report.
+    assert run(lens, "--sweep", "--time-limit", "30").returncode == 0
+    assert len(load(results).records) == 3
+    done = run(lens, "--sweep")
+    assert done.returncode == 0, done.stderr
+    assert [record.labels["n"] for record in load(results).records] == [1, 2, 3, 5000]
+    assert "| 5000 | 5.00 s |" in (results.parent / "report.md").read_text()
+    assert load(results).configuration == {"sizes": [1, 2], "sweep": [2, 3, 5000]}
+    assert not list(results.parent.glob("*.partial.json"))
+
+
+def test_a_sweep_stands_by_itself_where_no_run_was(lens, run, tmp_path):
+    done = run(lens, "--sweep", "--quick", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert len(load(tmp_path / "out" / "results.json").records) == 3
+
+
+def test_a_sweep_that_cannot_be_is_one_line(lens, run, tmp_path):
+    for arguments, more, line in (
+        (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; leave out --sweep"),
+        (("--time-limit", "5"), {}, "a-lens: --time-limit is for --sweep, which can be gone on with; add --sweep or"),
+    ):
+        done = run(lens, *arguments, "--out", str(tmp_path / "out"), **more)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(line)
+        assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_results_of_another_torch_are_not_gone_on_with(tmp_path):
+    environment = capture("cpu", root=HERE)
+    Recorder.going_on(tmp_path, lens="a-lens", environment=environment, configuration={"a": 1}).begin()
+    again = Recorder.going_on(tmp_path, lens="a-lens", environment=environment, configuration={"b": 2})
+    assert again.results.configuration == {"a": 1, "b": 2}
+    other = dataclasses.replace(environment, packages={**environment.packages, "torch": "1.0"})
+    with pytest.raises(UserError, match=r"results.json was measured with torch .*, this is 1.0; name another folder"):
+        Recorder.going_on(tmp_path, lens="a-lens", environment=other, configuration={})
+    with pytest.raises(UserError, match="with lens a-lens, this is another"):
+        Recorder.going_on(tmp_path, lens="another", environment=environment, configuration={})
 
 
 def test_a_folder_that_cannot_be_written_shows_before_anything_is_measured(lens, run):

@@ -59,7 +59,7 @@ _CUT_OFF = "when cudagraphs is disabled"
 class Collector(logging.Handler):
     """Collects what torch.compile does inside a ``with`` block.
 
-    Example:
+    Examples:
         >>> with Collector() as collector:
         ...     torch.compile(lambda x: x.sin(), backend="eager")(torch.ones(2))
         tensor([0.8415, 0.8415])
@@ -108,11 +108,12 @@ class Collector(logging.Handler):
             logger.handlers[:] = handlers
         self._saved.clear()
 
-    def trace(self, whose: Folders | None = None) -> CompileTrace:
+    def trace(self, whose: Folders | None = None, *, pauses: Sequence[tuple[float, float]] = ()) -> CompileTrace:
         """What was seen, once the block has ended.
 
         Args:
             whose: whose code a file is; by default :func:`folders`.
+            pauses: when this process stood still, see :mod:`compile_bench.turns`.
 
         Raises:
             RuntimeError: if entries came that this version cannot read: their format has changed.
@@ -127,6 +128,7 @@ class Collector(logging.Handler):
             folders=whose or folders(),
             kernels=self._kernels,
             handler_seconds=self._seconds,
+            pauses=pauses,
         )
 
 

@@ -19,13 +19,16 @@ from compile_bench.reading import (
     PARTS,
     alone,
     cache_name,
+    case_key,
     compiled_first,
     eager_first,
+    models,
     same_case,
     value_of,
 )
 from compile_bench.records import case_title, shape_passes
-from compile_bench.results import FIRST_STEPS
+from compile_bench.results import FIRST_STEPS, MODES
+from compile_bench.sweep_report import autotuned
 
 PART_COLOURS = (*COLOURS, "#FFFFFF", "#F0E442")
 PART_HATCHES = (*HATCHES, "", "")
@@ -58,13 +61,22 @@ def figures(results: Results) -> Sequence[Figure]:
                 lambda: draw_speedup(results),
             )
         )
-    models = model_starts(results)
-    if len(models) > 1:
+    if len(autotuned(results)) > 2:
+        drawn.append(
+            Figure(
+                "autotuning",
+                "A step of the same mode without autotuning over one with it; the whiskers are the ends of the two "
+                "spreads (20th to 80th percentile), the seconds what autotuning adds to the first steps.",
+                lambda: draw_autotuning(results),
+            )
+        )
+    starts = model_starts(results)
+    if len(starts) > 1:
         drawn.append(
             Figure(
                 "models",
                 f"The same for every model: the first {FIRST_STEPS} steps with empty caches, mode default.",
-                lambda: draw_first_steps(results, models, cache=False),
+                lambda: draw_first_steps(results, starts, cache=False),
             )
         )
     if results.select("shapes"):
@@ -80,7 +92,9 @@ def figures(results: Results) -> Sequence[Figure]:
 
 def model_starts(results: Results) -> list[Record]:
     """The cold starts in mode default of a sweep over models."""
-    return results.select("first steps", mode="default", cache="cold")
+    found = results.select("first steps", mode="default", cache="cold")
+    order = models(results, found)
+    return sorted(found, key=lambda record: order.index(case_key(record)[:2]))
 
 
 def draw_first_steps(results: Results, records: Sequence[Record], *, cache: bool = True) -> MatplotlibFigure:
@@ -123,8 +137,8 @@ def _start_label(record: Record) -> str:
 def draw_speedup(results: Results) -> MatplotlibFigure:
     """A row for every model and kind, a mark for every mode."""
     records = results.select("steady")
-    rows = list(dict.fromkeys((record.labels["target"], record.labels["kind"]) for record in records))
-    modes = list(dict.fromkeys(str(record.labels["mode"]) for record in records))
+    rows = models(results, records)
+    modes = sorted({str(record.labels["mode"]) for record in records}, key=_mode_order)
     figure, axes = new_figure(8.0, 1.8 + 0.36 * len(rows))
     for index, mode in enumerate(modes):
         own = [record for record in records if record.labels["mode"] == mode]
@@ -132,7 +146,7 @@ def draw_speedup(results: Results) -> MatplotlibFigure:
         offset = (index - (len(modes) - 1) / 2) * 0.7 / len(modes)
         axes.errorbar(
             [speedup.value for speedup in speedups],
-            [rows.index((record.labels["target"], record.labels["kind"])) + offset for record in own],
+            [rows.index(case_key(record)[:2]) + offset for record in own],
             xerr=np.array([_whiskers(speedup) for speedup in speedups]).T,
             label=mode,
             color=COLOURS[index % len(COLOURS)],
@@ -148,6 +162,52 @@ def draw_speedup(results: Results) -> MatplotlibFigure:
     _times_axis(axes, "x")
     axes.set_xlabel("times as fast as eager")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    return figure
+
+
+def _mode_order(mode: str) -> tuple[int, str]:
+    """PyTorch's modes in their order, then what else was compiled how."""
+    return (MODES.index(mode), "") if mode in MODES else (len(MODES), mode)
+
+
+def draw_autotuning(results: Results) -> MatplotlibFigure:
+    """A row for every model and kind, a mark for every mode that autotunes, and the price beside it."""
+    found = autotuned(results)
+    rows = models(results, [each.verdict for each in found])
+    modes = sorted({str(each.verdict.labels["mode"]) for each in found}, key=_mode_order)
+    figure, axes = new_figure(8.0, 1.8 + 0.36 * len(rows))
+    for index, mode in enumerate(modes):
+        own = [each for each in found if each.verdict.labels["mode"] == mode]
+        axes.errorbar(
+            [each.speed.value for each in own],
+            [rows.index(case_key(each.verdict)[:2]) + (index - (len(modes) - 1) / 2) * 0.4 for each in own],
+            xerr=np.array([_whiskers(each.speed) for each in own]).T,
+            label=f"{mode} against {' or '.join(sorted({each.before for each in own}))}",
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=5,
+            linestyle="none",
+            capsize=2,
+            linewidth=1.2,
+        )
+    for row, model in enumerate(rows):
+        prices = [each.more for each in found if case_key(each.verdict)[:2] == model and each.more is not None]
+        if prices:
+            text = f"{'+' if max(prices) >= 0 else '−'}{numbers.with_unit(abs(max(prices)), 's')}"
+            axes.annotate(
+                text,
+                (1.0, row),
+                xycoords=("axes fraction", "data"),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+            )
+    axes.axvline(1.0, color="#444444", linewidth=1.0)
+    axes.set_yticks(range(len(rows)), [f"{target} {kind}" for target, kind in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    _times_axis(axes, "x")
+    axes.set_xlabel("times as fast as without autotuning")
+    figure.legend(loc="outside lower center", ncols=1, fontsize=9, frameon=False)
     return figure
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import pickle
 import re
@@ -39,6 +38,10 @@ class WorkerFailure(Exception):
     """A measuring process that hung, crashed or was killed: the message says which, in one line."""
 
 
+class OutOfTime(WorkerFailure):
+    """Not the process's fault: the time for all measurements was over, or measuring was stopped."""
+
+
 class Harness:
     """A private temporary folder for caches, and the processes that use it.
 
@@ -49,7 +52,7 @@ class Harness:
     Attributes:
         deadline: of ``time.monotonic()``, at which whatever runs is ended and nothing is begun any more; None for none.
 
-    Example:
+    Examples:
         >>> with Harness.open("cpu") as harness:  # doctest: +SKIP
         ...     bench = harness.bench(Case("mlp"))
         >>> bench.trace.graphs  # doctest: +SKIP
@@ -113,7 +116,8 @@ class Harness:
         warm: bool = True,
         mega: bool = False,
         turn: Path | None = None,
-        patience: float = math.inf,
+        cache: Path | None = None,
+        tuned: bool = False,
     ) -> Bench:
         """Measure everything about a case, in two to four processes.
 
@@ -124,16 +128,17 @@ class Harness:
             warm: also measure the first steps with warm caches.
             mega: also measure the first steps with empty folders and the cold process's cache artifacts.
             turn: see :func:`compile_bench.measuring.compiled`.
-            patience: likewise.
+            cache: folder of the compiler's caches; a new one by default.
+            tuned: whether ``cache`` holds what autotuning chose for the same case in another mode.
 
         Raises:
             WorkerFailure: if a process hung or crashed.
             UserError: if the target is at fault.
         """
         self.toolchain_seconds()
-        sampling = {"steady_seconds": steady_seconds, "turn": turn, "patience": patience}
+        sampling = {"steady_seconds": steady_seconds, "turn": turn}
         eager = eager or self.eager(case)
-        cache = self.new_cache()
+        cache = cache or self.new_cache()
         artifact = cache.with_suffix(".artifact") if mega else None
         first = {**sampling, "artifact_out": artifact, **({"steady_seconds": 0.0} if warm else {})}
         cold = cast(Compiled, self.ask("compiled", case, cache, **first))
@@ -156,6 +161,7 @@ class Harness:
             last.compiled_profile,
             cold.no_cudagraphs,
             cold.artifact_bytes,
+            tuned,
         )
 
     def triage(self, case: Case) -> Triage:
@@ -178,19 +184,18 @@ class Harness:
         """Whether a measuring process runs."""
         return any(each.busy for each in list(self._busy))
 
-    @contextmanager
-    def sharing(self, processes: int) -> Iterator[None]:
-        """Inside, Inductor's pools of compiling workers share the cores of this machine.
+    def groups(self) -> list[int]:
+        """Process groups of the measuring processes that run now."""
+        return [each.group for each in list(self._busy) if each.busy]
 
-        Args:
-            processes: how many compile side by side; by default each would start a worker for every core.
-        """
-        before = self._compile_threads
-        self._compile_threads = math.ceil((os.cpu_count() or 1) / processes) if processes > 1 else before
+    @contextmanager
+    def compile_threads(self, count: int | None) -> Iterator[None]:
+        """Inside, Inductor's pools of compiling workers have so many; None: one for every core."""
+        self._compile_threads = count
         try:
             yield
         finally:
-            self._compile_threads = before
+            self._compile_threads = None
 
     def ask(self, job: str, case: Case, cache: Path | None = None, **arguments: object) -> object:
         """Have a job done in a fresh process.
@@ -246,11 +251,11 @@ class Harness:
     def _run(self, request: Request, cache: Path) -> object:
         """Answer a request in a fresh process."""
         if self._stopped:
-            raise WorkerFailure(f"{request.case.target} ({request.job}) was not begun: measuring was stopped")
+            raise OutOfTime(f"{request.case.target} ({request.job}) was not begun: measuring was stopped")
         what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
         limit = self.limit if self.deadline is None else min(self.limit, self.deadline - time.monotonic())
         if limit <= 0:
-            raise WorkerFailure(f"{what} was not begun: the time for all measurements was over")
+            raise OutOfTime(f"{what} was not begun: the time for all measurements was over")
         cache.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.folder) as folder, self._nursery(request.job) as found:
             request_path, result_path, log_path = (Path(folder) / name for name in ("request", "result", "log"))
@@ -261,8 +266,10 @@ class Harness:
             order = Order(str(request_path), str(result_path), str(log_path), environment, directory, path)
             status = found.run(order, limit)
             log = log_path.read_text(errors="replace")
+            if self._stopped:
+                raise OutOfTime(f"{what} was ended: measuring was stopped")
             if status is None and limit < self.limit:
-                raise WorkerFailure(f"{what} was ended: the time for all measurements was over")
+                raise OutOfTime(f"{what} was ended: the time for all measurements was over")
             if status is None:
                 raise WorkerFailure(f"{what} was ended after its time limit of {limit:g} s")
             if status != 0 or not result_path.exists():

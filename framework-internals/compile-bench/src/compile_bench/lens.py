@@ -1,12 +1,12 @@
-"""The main job: the baseline GPT in full, the zoo over all modes, shapes, and the counts held against PyTorch's own."""
+"""The main job: the baseline GPT in full, shapes, counts held against PyTorch's own; and what a sweep covers."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,24 +18,20 @@ from compile_bench.agreement import Agreement
 from compile_bench.harness import Harness, WorkerFailure
 from compile_bench.records import agreement_record, bench_records, eager_record, plural, shape_record
 from compile_bench.report import REPORT
-from compile_bench.results import MODES, Case, FirstSteps
+from compile_bench.results import MODES, Case, FirstSteps, Mode
 from compile_bench.shapes import Strategy, study_shapes
+from compile_bench.sweep import MEMORY, sweep
 from compile_bench.triage_lens import collect_triage, configure_triage
 
-# Hugging Face's, and those of this package, without the GPT that is measured in full.
-ZOO_NAMES = (
-    *("mlp", "resnet", "gpt2", "llama", "qwen3", "qwen3-moe", "bert", "vit", "t5"),
-    *("mamba", "wav2vec2", "longformer"),
+# What a sweep that is cut short has first; Mamba, whose scan in Python is unrolled, takes minutes to compile.
+SWEEP_GROUPS = (
+    ("gpt", "gpt2", "llama", "resnet", "bert", "vit"),
+    ("mlp", "qwen3", "qwen3-moe", "t5", "longformer", "wav2vec2"),
+    ("mamba",),
 )
 
 # Passes through a schedule of shapes that the strategies are ranked for.
 SHAPE_PASSES = (1, 100, 10_000)
-
-# How a process that ran out of a GPU's memory ends.
-_MEMORY = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
-
-# Seconds after which a case of the sweep is sampled beside others that still compile: autotuning can take minutes.
-_PATIENCE = 75.0
 
 Work = tuple[str, Callable[[], list[Record]]]
 
@@ -46,13 +42,20 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: the folder of the subproject.
     """
-    return Lens("compile-bench", root, configure, lambda run: collect(run, root), REPORT)
+    return Lens(
+        "compile-bench",
+        root,
+        configure,
+        lambda run: collect(run, root),
+        REPORT,
+        lambda run, seconds: sweep(run, root.parents[1], seconds),
+    )
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """What is measured, the seconds after the start at which no more of a part is begun, and those of the end.
 
-    ``cases`` come first, ``more cases`` last, with what time is left.
+    ``cases`` come first, ``more cases`` last, with what time is left. ``sweep`` is no part of the main job.
     """
     return {**configure_triage(device, quick), **_sizes(device, quick)}
 
@@ -62,11 +65,10 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
         return {
             "cases": [_case("gpt-one-layer", train=False)],
             "more cases": [],
-            "sweep": {"targets": [], "modes": [], "side_by_side": 1},
+            "sweep": _sweep(device, [["mlp"]], 1, 300.0, 0.3, modes=MODES[:2]),
             "shapes": [],
             "agreement": {"targets": [], "kinds": [], "side_by_side": 1},
             "steady_seconds": 2.0,
-            "sweep_steady_seconds": 1.0,
             "until_seconds": {"cases": 20.0},
             "end_seconds": 120.0,
             "limit_seconds": 120.0,
@@ -78,7 +80,7 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
                 _case("mlp", train=False, mode="max-autotune"),
                 _case("gpt", train=False, scope="blocks"),
             ],
-            "sweep": {"targets": [], "modes": [], "side_by_side": 1},
+            "sweep": _sweep(device, SWEEP_GROUPS, 1, 600.0, 1.0),
             "shapes": [_shape("mlp", "last-batch", ("eager", "automatic", "mark_dynamic", "padding"))],
             "agreement": {
                 "targets": ["gpt", "gpt2", "wav2vec2", "longformer"],
@@ -86,7 +88,6 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
                 "side_by_side": 2,
             },
             "steady_seconds": 3.0,
-            "sweep_steady_seconds": 1.0,
             "until_seconds": {"cases": 120.0, "shapes": 165.0, "agreement": 182.0, "more cases": 184.0},
             "end_seconds": 200.0,
             "limit_seconds": 150.0,
@@ -94,14 +95,36 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
     return {
         "cases": [_case("gpt", warm=True, mega=True)],
         "more cases": [_case("gpt", scope="blocks")],
-        "sweep": {"targets": ["gpt", *ZOO_NAMES], "modes": list(MODES), "side_by_side": 13},
+        "sweep": _sweep(device, SWEEP_GROUPS, 14, 360.0, 0.5),
         "shapes": [_shape("gpt2", "growing-sequence", ("eager", "automatic", "mark_dynamic", "padding"))],
-        "agreement": {"targets": ["gpt", *ZOO_NAMES], "kinds": ["training"], "side_by_side": 13},
+        "agreement": {"targets": list(chain(*SWEEP_GROUPS)), "kinds": ["training"], "side_by_side": 13},
         "steady_seconds": 3.0,
-        "sweep_steady_seconds": 0.5,
-        "until_seconds": {"cases": 90.0, "shapes": 160.0, "agreement": 230.0, "sweep": 420.0, "more cases": 430.0},
-        "end_seconds": 465.0,
+        "until_seconds": {"cases": 90.0, "shapes": 160.0, "agreement": 230.0, "more cases": 300.0},
+        "end_seconds": 345.0,
         "limit_seconds": 200.0,
+    }
+
+
+def _sweep(
+    device: Device,
+    groups: Sequence[Sequence[str]],
+    side_by_side: int,
+    limit_seconds: float,
+    steady_seconds: float,
+    modes: Sequence[Mode] = MODES,
+) -> Json:
+    """Of the part that ``run.py --sweep`` measures, a process for a cell."""
+    return {
+        "device": device,
+        "groups": [list(group) for group in groups],
+        "kinds": ["training", "inference"],
+        "modes": list(modes),
+        "side_by_side": side_by_side,
+        # More than there are cores: most processes are at work in Python, and one waits long for its kernels. On a CPU
+        # one at a time: sampling right after others compiled, a cell would find the machine busy.
+        "compile_threads": 4 if side_by_side > 1 else None,
+        "limit_seconds": limit_seconds,
+        "steady_seconds": steady_seconds,
     }
 
 
@@ -122,10 +145,7 @@ def _case(
 
 
 def collect(run: Run, root: Path) -> None:
-    """Measure what the configuration names; what fails leaves the rest standing, what is measured is kept at once.
-
-    The sweep takes what time it is given, so everything that has a section of its own comes before it.
-    """
+    """Measure what the configuration names; what fails leaves the rest standing, what is measured is kept at once."""
     repository = root.parents[1]
     with Harness.open(run.device, limit=run.configuration["limit_seconds"]) as harness:
         measuring = _Measuring(run, harness, repository)
@@ -136,7 +156,6 @@ def collect(run: Run, root: Path) -> None:
         collect_triage(run, harness, repository)
         measuring.shapes()
         measuring.agreement()
-        measuring.sweep()
         measuring.cases("more cases")
 
 
@@ -169,37 +188,11 @@ class _Measuring:
         )
         return [eager_record(case, eager), *bench_records(bench, self.repository)]
 
-    def sweep(self) -> None:
-        """The zoo over all modes: several processes compile side by side, one at a time samples its steps."""
-        sweep = self.run.configuration["sweep"]
-        measured = {_name_of(entry) for entry in self.run.configuration["cases"]}
-        work: list[Work] = []
-        for mode in sweep["modes"]:
-            for train in (True, False):
-                for target in sweep["targets"]:
-                    case = Case(target, self.run.device, train, mode)
-                    if _name(case) not in measured:
-                        work.append((_name(case), partial(self._beside, case, sweep["side_by_side"])))
-        with self.harness.sharing(sweep["side_by_side"]):
-            self._keep("sweep", work, sweep["side_by_side"], waves=True)
-
-    def _beside(self, case: Case, side_by_side: int) -> list[Record]:
-        eager = self._eager(case)
-        bench = self.harness.bench(
-            case,
-            eager=eager,
-            steady_seconds=self.run.configuration["sweep_steady_seconds"],
-            warm=False,
-            turn=self.harness.folder / "turn",
-            patience=time.time() + _PATIENCE,
-        )
-        return [eager_record(case, eager), *bench_records(bench, self.repository, side_by_side=side_by_side)]
-
     def _eager(self, case: Case) -> FirstSteps:
         """The first eager steps: the same for every mode, so they are measured once."""
         key = (case.target, case.train)
         if key not in self.eager:
-            self.eager[key] = self.harness.eager(case, turn=self.harness.folder / "turn")
+            self.eager[key] = self.harness.eager(case)
         return self.eager[key]
 
     def shapes(self) -> None:
@@ -229,7 +222,7 @@ class _Measuring:
     def _count(self, case: Case) -> list[Record]:
         return [agreement_record(cast(Agreement, self.harness.ask("agreement", case)), self.repository)]
 
-    def _keep(self, part: str, work: Sequence[Work], side_by_side: int, *, waves: bool = False) -> None:
+    def _keep(self, part: str, work: Sequence[Work], side_by_side: int) -> None:
         """Do work, keep its records as they come, and say what failed or had no time left.
 
         What found no memory beside others is done once more when it is alone.
@@ -237,17 +230,15 @@ class _Measuring:
         late: list[str] = []
         crowded: list[Work] = []
         actions = dict(work)
-        for what, records in self._done(part, work, side_by_side, waves):
+        for what, records in self._done(part, work, side_by_side):
             if records is None:
                 late.append(what)
-            elif side_by_side > 1 and isinstance(records, Exception) and _MEMORY.search(str(records)):
+            elif side_by_side > 1 and isinstance(records, Exception) and MEMORY.search(str(records)):
                 crowded.append((what, actions[what]))
             elif isinstance(records, Exception):
                 self.run.absent(what, str(records))
             else:
-                self.run.add_all(
-                    record for record in records if record.labels.get("mode") != "eager" or not self._has(record)
-                )
+                self.run.add_all(record for record in records if not self._is_known(record))
         if late:
             seconds = self.run.configuration["until_seconds"][part]
             names = ", ".join(late) if len(late) < 4 else f"{', '.join(late[:3])} and {plural(len(late) - 3, 'other')}"
@@ -260,24 +251,21 @@ class _Measuring:
             return False  # a report needs one case, however slow the machine
         return time.monotonic() > self.start + self.run.configuration["until_seconds"][part]
 
-    def _has(self, record: Record) -> bool:
-        known = self.run.recorder.results.records
-        return any(other.name == record.name and other.labels == record.labels for other in known)
+    def _is_known(self, record: Record) -> bool:
+        """Whether it holds the first eager steps of a model that is there already."""
+        known = self.run.recorder.results.select("first steps", mode="eager")
+        return any(other.labels == record.labels for other in known)
 
     def _done(
-        self, part: str, work: Sequence[Work], side_by_side: int, waves: bool
+        self, part: str, work: Sequence[Work], side_by_side: int
     ) -> Iterator[tuple[str, list[Record] | Exception | None]]:
-        """Results in the order they come; None for work whose turn came too late.
-
-        In waves no work is begun before all of the wave before is done. Sampling wants the machine for itself, and
-        would otherwise wait for a compilation that has just begun, one after the other.
-        """
+        """Results in the order they come; None for work whose turn came too late."""
         waiting = list(work)
         running: dict[Future[list[Record]], str] = {}
         with ThreadPoolExecutor(side_by_side) as pool:
             try:
                 while waiting or running:
-                    free = 0 if waves and running else side_by_side - len(running)
+                    free = side_by_side - len(running)
                     begun, waiting = waiting[:free], waiting[free:]
                     for what, action in begun:
                         if self._too_late(part):
@@ -305,7 +293,3 @@ def _result(future: Future[list[Record]]) -> list[Record] | Exception:
 def _name(case: Case) -> str:
     scope = "" if case.scope == "whole" else f", {case.scope}"
     return f"{case.target} {case.kind}, mode {case.mode}{scope}"
-
-
-def _name_of(entry: Mapping[str, Any]) -> str:
-    return _name(Case(entry["target"], "cpu", entry["train"], entry["mode"], None, entry["scope"]))

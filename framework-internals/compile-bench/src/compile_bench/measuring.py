@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ from compile_bench.profiling import peak_rise, profile_step
 from compile_bench.regional import compile_case
 from compile_bench.results import FIRST_STEPS, Accuracy, Case, Compiled, FirstSteps, Memory, Steady
 from compile_bench.target import Step, Target, describe_error, load_target
+from compile_bench.turns import Stopwatch, alone, one_at_a_time, pauses
 
 
 def load_case(case: Case) -> Target:
@@ -52,8 +49,7 @@ def eager(case: Case, *, turn: Path | None = None) -> FirstSteps:
     target = load_case(case)
     step = target.step(target.copied(), train=case.train)
     try:
-        with _turn(turn, fcntl.LOCK_SH):
-            return FirstSteps(_first_steps(step, case))
+        return FirstSteps(_first_steps(step, case, turn))
     except UserError:
         raise
     except Exception as error:  # whatever the user's model raises
@@ -67,7 +63,6 @@ def compiled(
     artifact_in: Path | None = None,
     artifact_out: Path | None = None,
     turn: Path | None = None,
-    patience: float = math.inf,
 ) -> Compiled:
     """First compiled steps and, where ``steady_seconds`` is not 0, everything about later ones.
 
@@ -76,69 +71,40 @@ def compiled(
         steady_seconds: how long to sample steady steps.
         artifact_in: cache artifacts to load before the first step.
         artifact_out: where to keep those of this process, once the first steps are over.
-        turn: a file that processes measuring side by side lock: together while they compile, alone while they sample.
-        patience: of ``time.time()``, from which on sampling waits for no other process's compiling.
+        turn: folder of the :class:`compile_bench.turns.Conductor` of processes that measure side by side.
     """
-    with _turn(turn, fcntl.LOCK_SH):
-        target = load_case(case)
-        held_before = _allocated(case)
-        own = target.copied()
-        import_seconds, toolchain_seconds = import_compiler(), prepare_toolchain(case.device)
-        artifact_seconds = _load_artifacts(artifact_in)
-        module = compile_case(own, case)
-        step = _marked(target.step(module, train=case.train), case)
-        with Collector() as collector, CudaGraphSkips() as skips:
-            seconds = _first_steps(step, case)
-        first = FirstSteps(seconds, import_seconds, toolchain_seconds, collector.trace(), artifact_seconds)
-        artifact_bytes = _save_artifacts(artifact_out)
-        if steady_seconds <= 0:
-            return Compiled(first, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
-        compiled_peak = _peak(step, case, held_before)
-        held_before = _allocated(case)
-        eager_step = target.step(target.copied(), train=case.train)
-        for _ in range(FIRST_STEPS):
-            eager_step()
-        memory = Memory(_peak(eager_step, case, held_before), compiled_peak)
-    with _sampling(turn, patience) as alone:
+    target = load_case(case)
+    held_before = _allocated(case)
+    own = target.copied()
+    with Stopwatch(turn) as importing:
+        import_compiler()
+    with Stopwatch(turn) as preparing:
+        prepare_toolchain(case.device)
+    artifact_seconds = _load_artifacts(artifact_in)
+    module = compile_case(own, case)
+    step = _marked(target.step(module, train=case.train), case)
+    with Collector() as collector, CudaGraphSkips() as skips:
+        seconds = _first_steps(step, case, turn)
+    trace = collector.trace(pauses=pauses(turn))
+    first = FirstSteps(seconds, importing.seconds, preparing.seconds, trace, artifact_seconds)
+    artifact_bytes = _save_artifacts(artifact_out)
+    if steady_seconds <= 0:
+        return Compiled(first, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
+    compiled_peak = _peak(step, case, held_before)
+    held_before = _allocated(case)
+    eager_step = target.step(target.copied(), train=case.train)
+    for _ in range(FIRST_STEPS):
+        eager_step()
+    memory = Memory(_peak(eager_step, case, held_before), compiled_peak)
+    with alone(turn):
         steady = sample(eager_step, step, case, steady_seconds)
-    if not alone:
-        steady = replace(steady, method=f"{steady.method} beside compiling processes")
-    with _turn(turn, fcntl.LOCK_SH):
-        profiles = profile_step(eager_step, case.device), profile_step(step, case.device)
-        del eager_step  # its weights and gradients: the float64 copies need the memory
+    profiles = profile_step(eager_step, case.device), profile_step(step, case.device)
+    del eager_step  # its weights and gradients: the float64 copies need the memory
+    _give_back(case)
+    with one_at_a_time(turn, "float64"):
         accuracy = _accuracy(target, module, own, case)
+        _give_back(case)
     return Compiled(first, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
-
-
-@contextmanager
-def _turn(file: Path | None, kind: int) -> Iterator[None]:
-    """Hold a lock on a file; it goes with the process whatever happens to it."""
-    if file is None:
-        yield
-        return
-    with file.open("a") as handle:
-        fcntl.flock(handle, kind)
-        yield
-
-
-@contextmanager
-def _sampling(file: Path | None, patience: float) -> Iterator[bool]:
-    """One process at a time, and without others that compile if they are done in time; whether they were."""
-    if file is None:
-        yield True
-        return
-    with _turn(file.with_suffix(".sampling"), fcntl.LOCK_EX), file.open("a") as handle:
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.time() < patience:
-                    time.sleep(0.05)
-                    continue
-                yield False
-                return
-            yield True
-            return
 
 
 def _load_artifacts(file: Path | None) -> float:
@@ -177,13 +143,13 @@ def _marked(step: Step, case: Case) -> Step:
     return marked
 
 
-def _first_steps(step: Step, case: Case) -> tuple[float, ...]:
+def _first_steps(step: Step, case: Case, turn: Path | None) -> tuple[float, ...]:
     seconds = []
     for _ in range(FIRST_STEPS):
-        start = time.perf_counter()
-        step()
-        _wait(case)
-        seconds.append(time.perf_counter() - start)
+        with Stopwatch(turn) as watch:
+            step()
+            _wait(case)
+        seconds.append(watch.seconds)
     return tuple(seconds)
 
 
@@ -246,6 +212,12 @@ def _peak(step: Step, case: Case, held_before: int) -> int:
 
 def _allocated(case: Case) -> int:
     return torch.cuda.memory_allocated() if case.device == "cuda" else 0
+
+
+def _give_back(case: Case) -> None:
+    """Memory that torch's allocator keeps for later: other processes measure on this GPU too."""
+    if case.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _wait(case: Case) -> None:

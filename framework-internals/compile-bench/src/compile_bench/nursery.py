@@ -120,6 +120,11 @@ class Nursery:
         """Whether a forked process runs."""
         return self._child != 0
 
+    @property
+    def group(self) -> int:
+        """The process group of what runs, named after the forked process; 0 where nothing does."""
+        return self._child
+
     def stop(self) -> None:
         """End the process that runs; :meth:`run` returns its status."""
         self._stopped = True
@@ -137,6 +142,9 @@ class Nursery:
                 pipe.close()
         self._log.close()
 
+
+# Seconds between two looks at whether a forked process has ended.
+_BEAT = 0.01
 
 # Of this process, for all harnesses: what no order is done by at the moment, by modules and environment.
 _idle: dict[tuple[object, ...], list[Nursery]] = defaultdict(list)
@@ -200,7 +208,21 @@ def serve() -> None:
         with contextlib.suppress(OSError):  # the child was first
             os.setpgid(pid, pid)
         print(pid, file=answers, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
+        print(_exit_status(pid), file=answers, flush=True)
+
+
+def _exit_status(pid: int) -> int:
+    """Wait for a forked process; if this server's owner ends before it, even killed, end it and the server.
+
+    The pipe of the orders closes with the owner, and nothing else comes in while an order is being done.
+    """
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if select.select([sys.stdin], [], [], _BEAT)[0]:
+            _end(pid)
+            os._exit(1)
 
 
 def _become(order: Order) -> NoReturn:

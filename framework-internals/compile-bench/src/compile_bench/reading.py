@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from benchkit.results import Record, Results
 from compile_bench.trace import PHASES
 
+CaseKey = tuple[str, str, str]
+
 # Parts of the first steps, in the order they happen: key of the value, name in the figure.
 PARTS = (
     ("import", "import of the compiler"),
@@ -16,7 +18,13 @@ PARTS = (
     ("artifact", "loading artifacts"),
 )
 
-_CACHES = {"none": "eager", "cold": "empty caches", "warm": "warm caches", "artifact": "cache artifacts"}
+_CACHES = {
+    "none": "eager",
+    "cold": "empty caches",
+    "warm": "warm caches",
+    "artifact": "cache artifacts",
+    "tuned": "choices of autotuning",
+}
 
 
 def same_case(results: Results, name: str, other: Record) -> Record:
@@ -43,17 +51,49 @@ def side_by_side(record: Record) -> int:
 
 def alone(results: Results, records: Sequence[Record]) -> list[Record]:
     """Those of ``records`` whose case was compiled alone on the machine, with the eager starts that belong to them."""
-    cases = {_key(record) for record in results.select("first steps", cache="cold") if side_by_side(record) == 1}
+    swept = swept_cases(results)
+    cases = {
+        case_key(record)
+        for record in results.select("first steps", cache="cold")
+        if side_by_side(record) == 1 and case_key(record) not in swept
+    }
     models = {key[:2] for key in cases}
     return [
         record
         for record in records
-        if _key(record) in cases or (record.labels["mode"] == "eager" and _key(record)[:2] in models)
+        if case_key(record) in cases or (record.labels["mode"] == "eager" and case_key(record)[:2] in models)
     ]
 
 
-def _key(record: Record) -> tuple[object, ...]:
-    return record.labels["target"], record.labels["kind"], record.labels["mode"]
+def swept_cases(results: Results) -> set[CaseKey]:
+    """The cells that ``run.py --sweep`` measured or failed to."""
+    return {case_key(record) for record in results.select("cell")}
+
+
+def unswept(results: Results, records: Sequence[Record]) -> list[Record]:
+    """Those of ``records`` that are of the main job."""
+    swept = swept_cases(results)
+    return [record for record in records if case_key(record) not in swept]
+
+
+def case_key(record: Record) -> CaseKey:
+    """What tells the cases of a report apart: target, kind, and mode with scope."""
+    return str(record.labels["target"]), str(record.labels["kind"]), str(record.labels["mode"])
+
+
+def models(results: Results, records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Target and kind of records: in the order of the sweep's groups, or of the records where there was no sweep."""
+    found = dict.fromkeys(case_key(record)[:2] for record in records)
+    if not results.select("sweep call"):
+        return list(found)
+    order = [target for group in results.configuration["sweep"]["groups"] for target in group]
+    return sorted(found, key=lambda key: (order.index(key[0]) if key[0] in order else len(order), key))
+
+
+def verdict_of(results: Results, other: Record, mode: str) -> Record | None:
+    """The verdict on another mode of a record's target and kind; None where that was not measured."""
+    found = results.select("verdict", target=other.labels["target"], kind=other.labels["kind"], mode=mode)
+    return found[0] if found else None
 
 
 def cache_name(record: Record) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from benchkit import numbers
 from benchkit.results import Json, Label, Quantity, Record
 from compile_bench.agreement import Agreement
-from compile_bench.results import Bench, Case, ErrorPair, FirstSteps, StepProfile, Triage
+from compile_bench.results import FIRST_STEPS, Bench, Case, ErrorPair, FirstSteps, StepProfile, Triage
 from compile_bench.shapes import ShapeStudy
 from compile_bench.trace import CompileTrace
 from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, BreakEven, judge, plan
@@ -34,7 +34,7 @@ def bench_records(bench: Bench, root: Path, *, side_by_side: int = 1) -> list[Re
         side_by_side: how many processes compiled at the same time.
     """
     labels = case_labels(bench.case)
-    starts = {"cold": bench.cold, "warm": bench.warm, "artifact": bench.mega}
+    starts = {"tuned" if bench.tuned else "cold": bench.cold, "warm": bench.warm, "artifact": bench.mega}
     records = [_first_steps(first, labels, cache, side_by_side) for cache, first in starts.items() if first is not None]
     steady = bench.steady
     values = {"eager": steady.eager, "compiled": steady.compiled, "speedup": steady.speedup}
@@ -65,7 +65,7 @@ def _verdict(bench: Bench, labels: dict[str, Label], *, planned: bool) -> Record
     data = {
         "advice": verdict.advice,
         "why": verdict.why,
-        "cold": _plain(verdict.cold),
+        "cold": None if bench.tuned else _plain(verdict.cold),
         "warm": _plain(verdict.warm),
         "artifact": _plain(verdict.mega),
         "plans": [asdict(each) for each in plans if each is not None],
@@ -151,6 +151,11 @@ def agreement_record(found: Agreement, root: Path) -> Record:
 def eager_record(case: Case, first: FirstSteps) -> Record:
     """The record of the first eager steps, which all modes of a case are held against."""
     return _first_steps(first, {**case_labels(case), "mode": "eager"}, "none", 1)
+
+
+def first_steps_of(record: Record) -> FirstSteps:
+    """The first eager steps of a record that :func:`eager_record` made."""
+    return FirstSteps(tuple(record[f"step {index}"].value for index in range(1, FIRST_STEPS + 1)))
 
 
 def triage_record(triage: Triage, root: Path) -> Record:

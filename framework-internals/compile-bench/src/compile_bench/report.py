@@ -16,12 +16,14 @@ from compile_bench.reading import (
     compiled_first,
     eager_first,
     same_case,
-    side_by_side,
+    unswept,
     value_of,
+    verdict_of,
 )
 from compile_bench.records import case_title, plural, shape_passes
-from compile_bench.results import FIRST_STEPS, MODES
+from compile_bench.results import FIRST_STEPS
 from compile_bench.shapes import STRATEGIES
+from compile_bench.sweep_report import autotuning_context, sweep_context
 from compile_bench.triage_report import triage_context
 from compile_bench.verdict import BUSY
 
@@ -31,12 +33,17 @@ def finding(results: Results) -> str:
     verdicts = results.select("verdict")
     if not verdicts:
         return "No case could be measured to the end."
-    verdict = verdicts[0]
+    verdict = _headline(verdicts)
     steady = same_case(results, "steady", verdict)
     return (
         f"{case_title(verdict)}: torch.compile costs {numbers.with_unit(verdict['price'].value, 's')} up front with "
         f"empty caches and makes a step {numbers.quantity(steady['speedup'])} as fast; {_advice(verdict)}."
     )
+
+
+def _headline(verdicts: Sequence[Record]) -> Record:
+    """The case that a report opens with: the first in mode default, the honest loop where the main job has run."""
+    return next((verdict for verdict in verdicts if verdict.labels["mode"] == "default"), verdicts[0])
 
 
 def context(results: Results) -> dict[str, Any]:
@@ -48,14 +55,14 @@ def context(results: Results) -> dict[str, Any]:
         "case_names": list(dict.fromkeys(case_title(verdict, mode=False) for verdict in verdicts)),
         "verdict_table": _verdict_table(results, main),
         "plan": _plan(main),
-        "sweep": _sweep(results, verdicts),
-        "autotuning": _autotuning(results, verdicts),
+        "sweep": sweep_context(results, verdicts),
+        "autotuning": autotuning_context(results),
         "scopes": _scopes(results, verdicts),
         "first_table": _first_table(alone(results, results.select("first steps"))),
         "steady_table": _steady_table(results, main),
-        "step_table": _step_table(results, verdicts),
+        "step_table": _step_table(results, unswept(results, verdicts)),
         "cudagraphs": _cudagraphs(results),
-        "compilation_table": _compilation_table(results, verdicts),
+        "compilation_table": _compilation_table(results, unswept(results, verdicts)),
         "accuracy_table": _accuracy_table(results),
         "shapes": [_shapes(record) for record in results.select("shapes")],
         "agreement": _agreement(results),
@@ -79,7 +86,7 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
     """The four lines on the first case, the honest loop: costs, gives, breaks, when."""
     if not verdicts:
         return []
-    first = verdicts[0]
+    first = _headline(verdicts)
     costs = []
     for record in compiled_first(results, first):
         extra = record["total"].value - eager_first(results, first)["total"].value
@@ -176,82 +183,12 @@ def _plan(verdicts: Sequence[Record]) -> dict[str, str]:
 _KEPT = {"lost": "empty caches", "kept": "the caches of the first", "artifact": "cache artifacts"}
 
 
-def _sweep(results: Results, verdicts: Sequence[Record]) -> dict[str, Any]:
-    """Speed-up by model and mode; empty for fewer than three models."""
-    models = list(dict.fromkeys((v.labels["target"], v.labels["kind"]) for v in verdicts))
-    if len(models) < 3:
-        return {}
-    modes = [mode for mode in MODES if any(v.labels["mode"] == mode for v in verdicts)]
-    by_case = {(v.labels["target"], v.labels["kind"], v.labels["mode"]): v for v in verdicts}
-    rows = []
-    for target, kind in models:
-        cells = [_sweep_cell(results, by_case.get((target, kind, mode))) for mode in modes]
-        start = by_case.get((target, kind, "default"))
-        rows.append((f"{target} {kind}", numbers.with_unit(start["price"].value, "s") if start else "–", *cells))
-    advices = [verdict.data["advice"] for verdict in verdicts]
-    parallel = max((side_by_side(record) for record in results.select("first steps")), default=1)
-    return {
-        "table": markdown_table(["case", "price, default", *modes], rows),
-        "counts": {advice: advices.count(advice) for advice in ("compile", "inconclusive", "don't")},
-        "side_by_side": parallel,
-        "models": len({target for target, _ in models}),
-    }
-
-
-def _sweep_cell(results: Results, verdict: Record | None) -> str:
-    if verdict is None:
-        return "–"
-    text = numbers.quantity(same_case(results, "steady", verdict)["speedup"])
-    return {"compile": text, "inconclusive": f"({text})", "don't": f"**{text}**"}[verdict.data["advice"]]
-
-
-def _autotuning(results: Results, verdicts: Sequence[Record]) -> str:
-    """What max-autotune costs and gives over the mode without it, as a table."""
-    rows = []
-    for verdict in verdicts:
-        mode = verdict.labels["mode"]
-        # The one with CUDA graphs is held against the mode that has them too.
-        before = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}.get(str(mode))
-        if before is None:
-            continue
-        if results.environment.gpu is None or not _verdict_of(results, verdict, before):
-            before = "default"
-        plain = _verdict_of(results, verdict, before)
-        if plain is None:
-            continue
-        steps = [same_case(results, "steady", record)["compiled"] for record in (plain, verdict)]
-        more = verdict["price"].value - plain["price"].value
-        gain = steps[0].value - steps[1].value
-        apart = _apart(steps[0], steps[1])
-        rows.append(
-            (
-                case_title(verdict),
-                before,
-                f"{numbers.significant(steps[0].value / steps[1].value)}×",
-                f"{'+' if more >= 0 else '−'}{numbers.with_unit(abs(more), 's')}",
-                f"{numbers.count(max(more, 0) / gain)} steps" if gain > 0 and apart else "never",
-            )
-        )
-    header = ["case", "held against", "step, times as fast", "first steps", "paid for after"]
-    return markdown_table(header, rows, left=2) if rows else ""
-
-
-def _verdict_of(results: Results, other: Record, mode: str) -> Record | None:
-    found = results.select("verdict", target=other.labels["target"], kind=other.labels["kind"], mode=mode)
-    return found[0] if found else None
-
-
-def _apart(one: Any, other: Any) -> bool:
-    """Whether the spreads (p20 to p80) of two steps, sampled in different processes, do not touch."""
-    return one.low > other.high or other.low > one.high
-
-
 def _scopes(results: Results, verdicts: Sequence[Record]) -> str:
     """Regional compilation against the whole model, as a table."""
     rows = []
     for verdict in verdicts:
         base, separator, scope = str(verdict.labels["mode"]).partition(", ")
-        whole = _verdict_of(results, verdict, base)
+        whole = verdict_of(results, verdict, base)
         if not separator or whole is None:
             continue
         for record, name in ((whole, "whole"), (verdict, scope)):
@@ -339,12 +276,12 @@ def _pair(record: Record, what: str) -> str:
 
 
 def _cudagraphs(results: Results) -> list[tuple[str, str]]:
-    """Where a mode asked for CUDA graphs and did not get them, and why."""
-    return [
-        (case_title(record), "; ".join(record.data["no cudagraphs"]))
-        for record in results.select("profile")
-        if record.data["no cudagraphs"]
-    ]
+    """Where a mode asked for CUDA graphs and did not get them, and why; the cases of one reason together."""
+    cases: dict[str, list[str]] = {}
+    for record in results.select("profile"):
+        if record.data["no cudagraphs"]:
+            cases.setdefault("; ".join(record.data["no cudagraphs"]), []).append(case_title(record))
+    return [("; ".join(titles), reasons) for reasons, titles in cases.items()]
 
 
 def _compilation_table(results: Results, verdicts: Sequence[Record]) -> str:
@@ -370,13 +307,13 @@ def _compilation_table(results: Results, verdicts: Sequence[Record]) -> str:
         "generated kernels",
         "guard check a call",
     ]
-    return markdown_table(header, rows)
+    return markdown_table(header, rows) if rows else ""
 
 
 def _accuracy_table(results: Results) -> str:
     size = numbers.error_size
     rows: list[tuple[str, ...]] = []
-    for record in results.select("accuracy"):
+    for record in unswept(results, results.select("accuracy")):
         if record.data["skipped"]:
             rows.append((case_title(record), record.data["skipped"], "", "", "", ""))
             continue
@@ -388,7 +325,8 @@ def _accuracy_table(results: Results) -> str:
                 tries = record.data.get("attempts", 1)
                 again = "" if tries == 1 else f", with the weights moved {plural(tries - 1, 'time')}"
                 rows.append((case_title(record), name, *values, f"{'yes' if holds else '**no**'}{again}"))
-    return markdown_table(["case", "tensor", "eager error", "compiled error", "bound", "within"], rows, left=2)
+    header = ["case", "tensor", "eager error", "compiled error", "bound", "within"]
+    return markdown_table(header, rows, left=2) if rows else ""
 
 
 def _shapes(record: Record) -> dict[str, Any]:
@@ -479,6 +417,7 @@ def _controls(results: Results) -> dict[str, int]:
 def _recorder_share(results: Results, verdicts: Sequence[Record]) -> str:
     if not verdicts:
         return ""
-    handler = same_case(results, "compilation", verdicts[0])["handler"].value
-    cold = compiled_first(results, verdicts[0])[0]["total"].value
+    first = _headline(verdicts)
+    handler = same_case(results, "compilation", first)["handler"].value
+    cold = compiled_first(results, first)[0]["total"].value
     return f"{numbers.with_unit(handler, 's')} of {numbers.with_unit(cold, 's')} ({numbers.percent(handler / cold, 2)})"

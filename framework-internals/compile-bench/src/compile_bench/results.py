@@ -219,6 +219,7 @@ class Bench:
         compiled_profile: of a compiled one.
         no_cudagraphs: why a graph was not replayed as a CUDA graph in a mode that asks for it, in PyTorch's words.
         artifact_bytes: size of the cache artifacts; 0 if not asked for.
+        tuned: whether the process of ``cold`` found the kernels that autotuning chose in another mode.
     """
 
     case: Case
@@ -233,6 +234,7 @@ class Bench:
     compiled_profile: StepProfile | None = None
     no_cudagraphs: tuple[str, ...] = ()
     artifact_bytes: int = 0
+    tuned: bool = False
 
     @property
     def trace(self) -> CompileTrace:

@@ -328,7 +328,12 @@ class CompileTrace:
 
 
 def read_events(
-    events: Sequence[Event], *, folders: Folders | None = None, kernels: int = 0, handler_seconds: float = 0.0
+    events: Sequence[Event],
+    *,
+    folders: Folders | None = None,
+    kernels: int = 0,
+    handler_seconds: float = 0.0,
+    pauses: Sequence[tuple[float, float]] = (),
 ) -> CompileTrace:
     """Turn the events of one block into records.
 
@@ -337,8 +342,10 @@ def read_events(
         folders: whose lines are whose; without it every line counts as the user's.
         kernels: passed on.
         handler_seconds: passed on.
+        pauses: when the process stood still, begin and end in seconds since the epoch: no time of any phase.
     """
     folders = folders or Folders()
+    timed = [event.detail for event in events if event.kind == "chromium_event"]
     metrics = {event.compile_id: event.detail for event in events if event.kind == "compilation_metrics"}
     frames = {
         compile_id: Frame(str(entry.get("co_filename")), int(entry.get("co_firstlineno") or 0), entry["co_name"])
@@ -353,12 +360,28 @@ def read_events(
         graphs=graphs,
         breaks=breaks,
         recompiles=recompiles,
-        phases=phase_seconds([event.detail for event in events if event.kind == "chromium_event"]),
+        phases=phase_seconds(without_pauses(timed, pauses)),
         cache_events=Counter(event.kind for event in events if _CACHE_EVENT.fullmatch(event.kind)),
         kernels=kernels,
         handler_seconds=handler_seconds,
         empty=_empty(metrics, frames, graphs, breaks),
     )
+
+
+def without_pauses(
+    timed: Iterable[Mapping[str, Any]], pauses: Sequence[tuple[float, float]]
+) -> list[Mapping[str, Any]]:
+    """Chromium trace events on a clock that stood still with the process.
+
+    Args:
+        timed: as for :func:`phase_seconds`.
+        pauses: begin and end, in seconds since the epoch.
+    """
+
+    def still(until: float) -> float:
+        return sum(max(min(end, until) - begin, 0.0) for begin, end in pauses)
+
+    return [{**event, "ts": event["ts"] - still(event["ts"] * 1e-6) * 1e6} for event in timed]
 
 
 def phase_seconds(timed: Iterable[Mapping[str, Any]]) -> dict[str, float]:

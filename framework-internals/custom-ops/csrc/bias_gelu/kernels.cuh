@@ -12,6 +12,9 @@ namespace custom_ops {
 
 constexpr int kGeluThreads = 256;
 
+// Blocks of the backward kernel that are to share a multiprocessor, by the registers that they leave each.
+template <typename T> constexpr int kBackwardBlocks = sizeof(T) == 8 ? 2 : 4;
+
 constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kCubic = 0.044715;
 constexpr double kLog2E = 1.44269504088896340736;
@@ -102,66 +105,65 @@ __global__ void __launch_bounds__(kGeluThreads)
   }
 }
 
-// 16 bytes from device memory into shared memory, without a register in between, and the wait for all but the latest few.
-__device__ __forceinline__ void copy_16(void* shared, const void* global) {
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-}
-__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLatest> __device__ __forceinline__ void wait_for_all_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLatest) : "memory");
+// What becomes of the lines that a load brings to the L2 cache. Where the operands are larger than the cache, a pass that
+// reads and writes is faster if the lines it has read leave it after those that it writes (measured: NOTES.md).
+__device__ __forceinline__ unsigned long long policy_for(bool larger_than_l2) {
+  unsigned long long policy;
+  if (larger_than_l2) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  else asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
 
-// The rows of a thread's column in turn, each loaded well before it is used: 16-byte vectors into slots of shared memory
-// that are the thread's own, so that nobody else has to be waited for. Enough is on the way then whatever the arithmetic
-// does; in registers it would take more of them than leave enough threads.
-template <typename Lanes, bool kAhead> class Rows {
+template <typename Lanes> __device__ __forceinline__ Lanes load(const Lanes* from, unsigned long long policy) {
+  if constexpr (sizeof(Lanes) == 16) {
+    union {
+      unsigned words[4];
+      Lanes lanes;
+    } loaded;
+    asm volatile("ld.global.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(loaded.words[0]), "=r"(loaded.words[1]), "=r"(loaded.words[2]), "=r"(loaded.words[3])
+                 : "l"(from), "l"(policy));
+    return loaded.lanes;
+  } else {
+    return *from;
+  }
+}
+
+// The rows of a thread's column in turn. What is asked for next is on its way while a row is worked on: kAhead rows of
+// gradient and x, in registers.
+template <typename Lanes, int kAhead> class Rows {
  public:
-  static constexpr int kStages = 4;
-  static constexpr int kSlots = kAhead ? kStages : 1;
-  using Slots = Lanes[kSlots][2][kGeluThreads];
-
   // Of the elements at `at`, `at + stride`, ... before `stop`.
-  template <typename T> __device__ Rows(Slots& slots, const T* grad, const T* x, Index at, Index stop, Index stride)
-      : slots_(slots), grad_(reinterpret_cast<const char*>(grad)), x_(reinterpret_cast<const char*>(x)), at_(at * sizeof(T)),
-        stop_(stop * sizeof(T)), stride_(stride * sizeof(T)) {
-    if constexpr (kAhead) {
+  template <typename T> __device__ Rows(const T* grad, const T* x, Index at, Index stop, Index stride, bool larger_than_l2)
+      : grad_(reinterpret_cast<const char*>(grad)), x_(reinterpret_cast<const char*>(x)), at_(at * sizeof(T)),
+        stop_(stop * sizeof(T)), stride_(stride * sizeof(T)), policy_(policy_for(larger_than_l2)) {
 #pragma unroll
-      for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage);
-    }
+    for (int slot = 0; slot < kAhead; ++slot) fetch(slot);
   }
 
-  __device__ __forceinline__ void next(Lanes& grad, Lanes& x) {
-    if constexpr (kAhead) {
-      fetch((slot_ + kStages - 1) % kStages);
-      wait_for_all_but<kStages - 1>();
-      grad = slots_[slot_][0][threadIdx.x];
-      x = slots_[slot_][1][threadIdx.x];
-      slot_ = (slot_ + 1) % kStages;
-    } else {
-      grad = *reinterpret_cast<const Lanes*>(grad_ + at_);
-      x = *reinterpret_cast<const Lanes*>(x_ + at_);
-      at_ += stride_;
-    }
+  // `slot` goes round and must be known to the compiler.
+  __device__ __forceinline__ void next(int slot, Lanes& grad, Lanes& x) {
+    grad = ahead_[slot][0];
+    x = ahead_[slot][1];
+    fetch(slot);
   }
 
  private:
   __device__ __forceinline__ void fetch(int slot) {
     if (at_ < stop_) {
-      copy_16(&slots_[slot][0][threadIdx.x], grad_ + at_);
-      copy_16(&slots_[slot][1][threadIdx.x], x_ + at_);
+      ahead_[slot][0] = load(reinterpret_cast<const Lanes*>(grad_ + at_), policy_);
+      ahead_[slot][1] = load(reinterpret_cast<const Lanes*>(x_ + at_), policy_);
     }
-    end_of_copies();  // of nothing, perhaps: the groups are counted
     at_ += stride_;
   }
 
-  Slots& slots_;
+  Lanes ahead_[kAhead][2];
   const char* grad_;
   const char* x_;
   Index at_;
   const Index stop_;
   const Index stride_;
-  int slot_ = 0;
+  const unsigned long long policy_;
 };
 
 // dx, and the column sums of a group of rows. kAcross threads stand side by side in a row and 256 / kAcross rows are worked
@@ -169,13 +171,12 @@ template <typename Lanes, bool kAhead> class Rows {
 // its beginning to its end: each on a stretch of its own, they would be at thousands of places at a time. A thread keeps its
 // columns' sums in registers from its first row to its last.
 template <typename T, int kWidth, int kAcross>
-__global__ void __launch_bounds__(kGeluThreads)
+__global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks<T>)
     bias_gelu_backward(const T* __restrict__ grad, const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ dx,
-                       Wide<T>* __restrict__ sums, Index rows, Index columns) {
+                       Wide<T>* __restrict__ sums, Index rows, Index columns, bool larger_than_l2) {
   using Lanes = Vector<T, kWidth>;
-  constexpr bool kAhead = sizeof(Lanes) == 16;
+  constexpr int kAhead = kWidth == 8 ? 1 : kWidth == 4 ? 2 : 4;  // as many elements, or what the registers hold
   constexpr int kDown = kGeluThreads / kAcross;
-  __shared__ alignas(16) typename Rows<Lanes, kAhead>::Slots slots;
   const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
   const Index column = (Index{blockIdx.x} * kAcross + across) * kWidth;
   const bool inside = column < columns;
@@ -185,18 +186,24 @@ __global__ void __launch_bounds__(kGeluThreads)
     const Lanes b = *reinterpret_cast<const Lanes*>(bias + column);
     Index at = (Index{blockIdx.y} * kDown + down) * columns + column;
     const Index stop = rows * columns, stride = Index{gridDim.y} * kDown * columns;
-    Rows<Lanes, kAhead> own(slots, grad, x, at, stop, stride);
-    for (; at < stop; at += stride) {
-      Lanes own_grad, own_x;
-      own.next(own_grad, own_x);
-      Wide<T> d[kWidth];
+    Rows<Lanes, kAhead> own(grad, x, at, stop, stride, larger_than_l2);
+    while (at < stop) {
 #pragma unroll
-      for (int lane = 0; lane < kWidth; ++lane) {
-        d[lane] = widen(own_grad.lane[lane]) * gelu_slope(widen(own_x.lane[lane]) + widen(b.lane[lane]));
-        sum[lane] += d[lane];
+      for (int slot = 0; slot < kAhead; ++slot) {
+        if (at < stop) {
+          Lanes own_grad, own_x;
+          own.next(slot, own_grad, own_x);
+          Wide<T> d[kWidth];
+#pragma unroll
+          for (int lane = 0; lane < kWidth; ++lane) {
+            d[lane] = widen(own_grad.lane[lane]) * gelu_slope(widen(own_x.lane[lane]) + widen(b.lane[lane]));
+            sum[lane] += d[lane];
+          }
+          narrow_lanes<kWidth>(d, own_x);
+          *reinterpret_cast<Lanes*>(dx + at) = own_x;
+        }
+        at += stride;
       }
-      narrow_lanes<kWidth>(d, own_x);
-      *reinterpret_cast<Lanes*>(dx + at) = own_x;
     }
   }
 

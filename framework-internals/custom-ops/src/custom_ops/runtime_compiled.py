@@ -194,7 +194,8 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, 
         # Groups of rows: enough blocks for any GPU, few enough groups that their sums are little traffic.
         groups = min(512, math.ceil(rows / 32))
         sums = torch.empty(groups, columns, dtype=wide(x.dtype), device=x.device)
-        numbers = (ctypes.c_longlong(rows), ctypes.c_longlong(columns))
+        larger_than_l2 = x.nbytes > torch.cuda.get_device_properties(x.device).L2_cache_size
+        numbers = (ctypes.c_longlong(rows), ctypes.c_longlong(columns), ctypes.c_bool(larger_than_l2))
         name = _TYPES[x.dtype]
         grid = (math.ceil(columns / (across * width)), groups)
         _launch(f"bias_gelu_backward<{name}, {width}, {across}>", x, grid, grad, x, bias, dx, sums, *numbers)

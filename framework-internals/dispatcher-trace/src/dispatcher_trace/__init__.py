@@ -1,10 +1,12 @@
 """The annotated walk of a call through PyTorch's dispatcher.
 
-from dispatcher_trace import trace
+What a block calls, hop by hop, as text::
 
-with trace() as t:
-a @ b
-print(t.to_markdown())
+    from dispatcher_trace import trace
+
+    with trace() as t:
+        a @ b
+    print(t.to_markdown())
 """
 
 from dispatcher_trace.assertions import assert_dispatch, assert_no_hidden_copies

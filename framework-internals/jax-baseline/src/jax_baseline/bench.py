@@ -201,7 +201,7 @@ def sweep(
     together: int,
     kernels: bool,
 ) -> Iterator[tuple[str, Trial | str]]:
-    """Try settings quickly: engines in groups that prepare at the same time, and that memory holds at the same time.
+    """Try settings quickly: engines in groups that memory holds at the same time.
 
     Args:
         engines: to try; one that fails costs itself alone.
@@ -217,16 +217,14 @@ def sweep(
         Each engine with what was found, or with the reason why nothing was, group by group.
     """
     for group in _groups(list(engines), together):
-        with _workers(device) as start, ThreadPoolExecutor(together) as pool:
-
-            def prepare(name: str, start: _Start = start) -> tuple[Worker, Preparation] | str:
+        with _workers(device) as start:
+            prepared: dict[str, tuple[Worker, Preparation] | str] = {}
+            for name in group:  # one after another: compilers time their kernels on the device
                 try:
                     worker = start(engines[name], model, training)
-                    return worker, _prepare(worker, steps)
+                    prepared[name] = worker, _prepare(worker, steps)
                 except (WorkerError, UserError) as error:
-                    return str(error).strip()
-
-            prepared = dict(zip(group, pool.map(prepare, group), strict=True))
+                    prepared[name] = str(error).strip()
             ready = {name: found for name, found in prepared.items() if not isinstance(found, str)}
             yield from ((name, found) for name, found in prepared.items() if isinstance(found, str))
             if not ready:

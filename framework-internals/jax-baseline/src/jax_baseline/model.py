@@ -117,7 +117,8 @@ def bias_gelu(x_BTF: Array, bias_F: Array) -> Array:
 
 
 def _gelu(x: Array) -> Array:
-    return jax.nn.gelu(x, approximate=True)
+    # u · sigmoid(2 z) is the tanh form: on a GPU an exponential and a quotient cost less than the tanh that XLA makes.
+    return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
 def _biased(function: Callable[[Array], Array], x_BTF: Array, bias_F: Array) -> Array:

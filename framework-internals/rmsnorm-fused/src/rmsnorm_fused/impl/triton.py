@@ -217,7 +217,7 @@ def _forward(
     x_inner, x_outer_stride, x_inner_stride, residual_inner, residual_outer_stride, residual_inner_stride,
     EPS: tl.constexpr, OFFSET: tl.constexpr, LLAMA: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, FLOAT8: tl.constexpr, FLOAT8_HARDWARE: tl.constexpr, WIDE: tl.constexpr,
-    INDEX: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    INDEX: tl.constexpr, EXACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(INDEX) * ROWS + tl.arange(0, ROWS)
@@ -226,10 +226,11 @@ def _forward(
     inside = (row < row_count)[:, None] & in_row[None, :]
     out_offsets = (row.to(tl.int64) * columns)[:, None] + column[None, :]
     x_row = x + _row_offsets(row, x_inner, x_outer_stride, x_inner_stride)
-    wide = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
+    wide = tl.load(x_row[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy=EVICT).to(WIDE)
     if HAS_RESIDUAL:
         residual_row = residual + _row_offsets(row, residual_inner, residual_outer_stride, residual_inner_stride)
-        wide += tl.load(residual_row[:, None] + column[None, :], mask=inside, other=0.0).to(WIDE)
+        added = tl.load(residual_row[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy=EVICT)
+        wide += added.to(WIDE)
         narrow = _narrow(wide, dtype)
         tl.store(s + out_offsets, narrow, mask=inside)
         wide = narrow.to(WIDE)
@@ -525,8 +526,9 @@ def _launch_forward(
             )  # fmt: skip
         else:
             _forward[(triton.cdiv(rows, cut.rows),)](
-                *tensors, rows, columns, *layouts, **constants, **_tile(cut, rows, columns), num_warps=cut.warps
-            )
+                *tensors, rows, columns, *layouts, **constants, **_tile(cut, rows, columns), num_warps=cut.warps,
+                EVICT=_eviction_policy(x),
+            )  # fmt: skip
     return s
 
 
@@ -688,6 +690,17 @@ def _converts_to_float8(device: torch.device) -> bool:
 @functools.cache
 def _properties(index: int) -> Any:
     return torch.cuda.get_device_properties(index)
+
+
+def _eviction_policy(x: torch.Tensor) -> str:
+    """How the L2 cache treats what a kernel reads of x, and of a residual, once.
+
+    Where x does not fit the cache, a pass that reads x and writes y is 4 % faster on an H200 if the lines of x leave it
+    after those of y (NOTES.md).
+    """
+    if x.device.type != "cuda":
+        return ""
+    return "evict_last" if x.numel() * x.element_size() > _properties(x.device.index).L2_cache_size else ""
 
 
 def _shared_memory(index: int) -> int:

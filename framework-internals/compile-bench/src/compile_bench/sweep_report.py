@@ -1,0 +1,239 @@
+"""The report's section on models and modes: speed-ups, what each cell showed, what is missing, max-autotune's worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchkit import numbers
+from benchkit.report import markdown_table
+from benchkit.results import Quantity, Record, Results
+from compile_bench.reading import (
+    CaseKey,
+    case_key,
+    compiled_first,
+    models,
+    same_case,
+    side_by_side,
+    swept_cases,
+    verdict_of,
+)
+from compile_bench.records import case_title, plural
+from compile_bench.results import MODES
+from compile_bench.sweep import missing
+
+# Behind first steps that found in the caches what another mode's autotuning had chosen.
+MARK = "ᵃ"
+
+# A mode that autotunes, and the one that it is held against: the same without autotuning.
+_PLAIN = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
+
+
+def sweep_context(results: Results, verdicts: Sequence[Record]) -> dict[str, Any]:
+    """Speed-up by model and mode, and what a sweep has left out; empty for fewer than three models and no sweep."""
+    rows = models(results, _outcomes(results, verdicts))
+    if len(rows) < 3 and not results.select("sweep call"):
+        return {}
+    modes = [mode for mode in MODES if any(record.labels["mode"] == mode for record in _outcomes(results, verdicts))]
+    failed = _failed(results)
+    table = []
+    for target, kind in rows:
+        by_mode = {mode: verdict for mode in modes if (verdict := _find(verdicts, target, kind, mode))}
+        start = by_mode.get("default")
+        cells = [_speedup(results, by_mode.get(mode), (target, kind, mode) in failed) for mode in modes]
+        table.append((f"{target} {kind}", numbers.with_unit(start["price"].value, "s") if start else "–", *cells))
+    advices = [verdict.data["advice"] for verdict in verdicts]
+    return {
+        "table": markdown_table(["case", "price, default", *modes], table),
+        "counts": {advice: advices.count(advice) for advice in ("compile", "inconclusive", "don't")},
+        "side_by_side": max((side_by_side(record) for record in results.select("first steps")), default=1),
+        "models": len({target for target, _ in rows}),
+        "calls": _calls(results),
+        "cells": _cells(results, verdicts),
+        "failed": [(case_title(record), record.data["failed"]) for record in failed.values()],
+        "missing": _missing(results),
+    }
+
+
+def _outcomes(results: Results, verdicts: Sequence[Record]) -> list[Record]:
+    return [*verdicts, *_failed(results).values()]
+
+
+def _failed(results: Results) -> dict[CaseKey, Record]:
+    return {case_key(record): record for record in results.select("cell") if record.data["failed"]}
+
+
+def _find(verdicts: Sequence[Record], target: str, kind: str, mode: str) -> Record | None:
+    return next((verdict for verdict in verdicts if case_key(verdict) == (target, kind, mode)), None)
+
+
+def _speedup(results: Results, verdict: Record | None, failed: bool) -> str:
+    if verdict is None:
+        return "failed" if failed else "–"
+    text = numbers.quantity(same_case(results, "steady", verdict)["speedup"])
+    return {"compile": text, "inconclusive": f"({text})", "don't": f"**{text}**"}[verdict.data["advice"]]
+
+
+def _calls(results: Results) -> list[str]:
+    """A line for every call of the sweep: how many cells, when, at which commit."""
+    lines = []
+    for call in results.select("sweep call"):
+        own = [record for record in results.select("cell") if record.data["call"] == call.labels["call"]]
+        commit = f"`{call.data['commit'][:7]}`" if call.data["commit"] else "an unknown commit"
+        changed = ", with changes" if call.data["dirty"] else ""
+        lines.append(f"{plural(len(own), 'cell')} on {call.data['date']} at {commit}{changed}")
+    return lines
+
+
+def _missing(results: Results) -> list[tuple[str, str]]:
+    """Model and kind, and the modes that no call has come to."""
+    if not results.select("sweep call"):
+        return []
+    modes: dict[str, list[str]] = {}
+    for case in missing(results):
+        modes.setdefault(f"{case.target} {case.kind}", []).append(case.mode)
+    return [(model, ", ".join(left)) for model, left in modes.items()]
+
+
+def _cells(results: Results, verdicts: Sequence[Record]) -> str:
+    """What each cell of a sweep showed beside its speed-up, as a table."""
+    swept = swept_cases(results)
+    own = [verdict for verdict in verdicts if case_key(verdict) in swept]
+    order: list[CaseKey] = [(*model, mode) for model in models(results, own) for mode in MODES]
+    on_gpu = results.environment.gpu is not None
+    rows = []
+    for verdict in sorted(own, key=lambda verdict: order.index(case_key(verdict))):
+        first = compiled_first(results, verdict)[0]
+        phases = sum(quantity.value for name, quantity in first.values.items() if name.startswith("phase "))
+        compilation, profile, memory = (
+            same_case(results, name, verdict) for name in ("compilation", "profile", "memory")
+        )
+        started = [_arrow(profile, f" {what}", numbers.count) for what in ("kernels", "launches") if on_gpu]
+        rows.append(
+            (
+                case_title(verdict, mode=False),
+                verdict.labels["mode"],
+                numbers.with_unit(first["total"].value, "s") + (MARK if _tuned(results, verdict) else ""),
+                numbers.with_unit(phases, "s"),
+                _arrow(memory, "", lambda value: numbers.with_unit(value, "B")),
+                *started,
+                numbers.count(compilation["graphs"].value),
+                numbers.count(compilation["breaks"].value),
+                _within(same_case(results, "accuracy", verdict)),
+            )
+        )
+    gpu_columns = ["GPU kernels", "launches"] if on_gpu else []
+    header = [
+        "case",
+        "mode",
+        "first steps",
+        "compiling",
+        "peak memory",
+        *gpu_columns,
+        "graphs",
+        "breaks",
+        "within bounds",
+    ]
+    return markdown_table(header, rows, left=2) if rows else ""
+
+
+def _arrow(record: Record, what: str, shown: Any) -> str:
+    values = [record.values.get(f"{name}{what}") for name in ("eager", "compiled")]
+    return " → ".join(shown(value.value) for value in values if value is not None) or "–"
+
+
+def _within(accuracy: Record) -> str:
+    if accuracy.data["skipped"]:
+        return "not compared"
+    return "yes" if accuracy.data["holds"] else "**no**"
+
+
+def _tuned(results: Results, verdict: Record) -> bool:
+    """Whether a case found in its caches what autotuning had chosen in another mode."""
+    return any(record.labels["cache"] == "tuned" for record in compiled_first(results, verdict))
+
+
+@dataclass(frozen=True)
+class Autotuned:
+    """A mode that autotunes, held against the same without.
+
+    Attributes:
+        verdict: the record of the one.
+        before: the other one's mode.
+        speed: step of the other one over its own; the ends are those of the two spreads (20th to 80th percentile).
+        gain: seconds a step; 0 where the spreads touch.
+        more: seconds that autotuning adds to the first steps; None where that is not known.
+        borrowed: whether these are those of the mode that autotuned the same kernels.
+    """
+
+    verdict: Record
+    before: str
+    speed: Quantity
+    gain: float
+    more: float | None
+    borrowed: bool
+
+
+def autotuned(results: Results) -> list[Autotuned]:
+    """Every case that autotunes and whose plain counterpart was measured."""
+    found = []
+    for verdict in results.select("verdict"):
+        before = _PLAIN.get(str(verdict.labels["mode"]))
+        if before is None:
+            continue
+        # A CPU has no CUDA graphs: all modes are held against the default there.
+        if results.environment.gpu is None or not verdict_of(results, verdict, before):
+            before = "default"
+        plain = verdict_of(results, verdict, before)
+        if plain is not None:
+            steps = [same_case(results, "steady", record)["compiled"] for record in (plain, verdict)]
+            speed = _ratio(*steps)
+            assert speed.low is not None
+            assert speed.high is not None
+            gain = steps[0].value - steps[1].value if speed.low > 1 or speed.high < 1 else 0.0
+            found.append(Autotuned(verdict, before, speed, gain, *_more(results, verdict, plain)))
+    return found
+
+
+def _ratio(plain: Quantity, tuned: Quantity) -> Quantity:
+    """Of two steps from different processes: as a whole above or below 1 where their spreads are apart."""
+    assert plain.low is not None
+    assert plain.high is not None
+    assert tuned.low is not None
+    assert tuned.high is not None
+    return Quantity(plain.value / tuned.value, "×", plain.low / tuned.high, plain.high / tuned.low)
+
+
+def _more(results: Results, verdict: Record, plain: Record) -> tuple[float | None, bool]:
+    """Seconds that autotuning adds to the first steps, and whether they are those of the mode that did it."""
+    if not _tuned(results, verdict):
+        return verdict["price"].value - plain["price"].value, False
+    tuner, without = (verdict_of(results, verdict, mode) for mode in ("max-autotune-no-cudagraphs", "default"))
+    if tuner is None or without is None:
+        return None, False
+    return tuner["price"].value - without["price"].value, True
+
+
+def autotuning_context(results: Results) -> dict[str, Any]:
+    """What autotuning costs and gives over the mode without it: a table, and how often a step was faster or slower."""
+    found = autotuned(results)
+    rows = []
+    for each in found:
+        cost = after = "–"
+        if each.more is not None:
+            cost = f"{'+' if each.more >= 0 else '−'}{numbers.with_unit(abs(each.more), 's')}{MARK * each.borrowed}"
+            after = f"{numbers.count(max(each.more, 0) / each.gain)} steps" if each.gain > 0 else "never"
+        step = f"{numbers.significant(each.speed.value)}×"
+        rows.append((case_title(each.verdict), each.before, step, cost, after))
+    if not rows:
+        return {}
+    header = ["case", "held against", "step, times as fast", "first steps", "paid for after"]
+    return {
+        "table": markdown_table(header, rows, left=2),
+        "all": len(found),
+        "faster": sum(each.gain > 0 for each in found),
+        "slower": sum(each.gain < 0 for each in found),
+        "equal": sum(each.gain == 0 for each in found),
+        "borrowed": any(each.borrowed for each in found),
+    }

@@ -1,0 +1,354 @@
+"""The sweep over models and modes: it goes on where it stopped, ends in time, and a cell that fails is a row."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchkit import Quantity, UserError
+from benchkit.environment import Gpu, capture
+from benchkit.report import render
+from benchkit.results import Recorder, Results, load
+from benchkit.run import Run, sweep_and_write
+from compile_bench import Bench, Case, Harness, WorkerFailure
+from compile_bench.figures import draw_autotuning, draw_speedup, figures
+from compile_bench.lens import build_lens, configure
+from compile_bench.report import REPORT
+from compile_bench.results import MODES, Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
+from compile_bench.sweep import cells, missing, sweep, units
+from compile_bench.sweep_report import autotuned
+from compile_bench.trace import CompileTrace
+
+ROOT = Path(__file__).parents[3]
+FIRST = FirstSteps((1.0, 0.1, 0.1))
+
+# A model that is well, and one whose every call takes longer than any test waits.
+TARGETS = """
+import time
+import torch
+
+def well():
+    return torch.nn.Linear(4, 4), (torch.ones(2, 4),)
+
+class Hangs(torch.nn.Module):
+    def forward(self, x):
+        time.sleep(600)
+
+def hangs():
+    return Hangs(), (torch.ones(1),)
+"""
+
+
+def configuration(targets=("mlp",), modes=MODES, side_by_side=1, **more):
+    return {
+        "device": "cpu",
+        "groups": [list(targets)],
+        "kinds": ["training", "inference"],
+        "modes": list(modes),
+        "side_by_side": side_by_side,
+        "compile_threads": None,
+        "limit_seconds": 60.0,
+        "steady_seconds": 0.1,
+        **more,
+    }
+
+
+def run_of(folder, **settings):
+    """A run as ``run.py --sweep`` makes it."""
+    found = {"sweep": configuration(**settings)}
+    recorder = Recorder.going_on(
+        folder, lens="compile-bench", environment=capture("cpu", root=ROOT), configuration=found
+    )
+    return Run("cpu", recorder.results.configuration, recorder)
+
+
+def measured(self, case, *, eager, tuned=False, **options):
+    """What ``Harness.bench`` returns, made up: modes differ by a quarter each, autotuning costs ten seconds."""
+    step = 0.01 / (1 + 0.25 * MODES.index(case.mode))
+    autotuning = 10.0 if case.mode.startswith("max-autotune") and not tuned else 0.0
+    spread = Quantity(step, "s", 0.99 * step, 1.01 * step, 9, "p20-p80")
+    speedup = Quantity(0.01 / step, "×", 0.0099 / step, 0.0101 / step, 9, "bootstrap 95%")
+    even = Quantity(1.0, "×", 0.999, 1.001, 9, "bootstrap 95%")
+    profile = StepProfile(0.9, 4, 7, 2, 1e-5)
+    return Bench(
+        case,
+        eager,
+        FirstSteps((3.0 + autotuning, 0.1, 0.1), trace=CompileTrace(phases={"Inductor": 2.0})),
+        None,
+        Steady(Quantity(0.01, "s", 0.0099, 0.0101, 9, "p20-p80"), spread, speedup, "wall-clock", None, even),
+        Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1),
+        Memory(2048, 1024),
+        eager_profile=profile,
+        compiled_profile=profile,
+        tuned=tuned,
+    )
+
+
+@pytest.fixture
+def made_up(monkeypatch):
+    """No process is started; what would be measured comes at once. A list of the eager cases that were asked for."""
+    asked = []
+
+    def eager(self, case, **options):
+        asked.append((case.target, case.kind))
+        return FIRST
+
+    monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 0.0)
+    monkeypatch.setattr(Harness, "eager", eager)
+    monkeypatch.setattr(Harness, "bench", measured)
+    return asked
+
+
+def outcomes(results):
+    """Cell -> why it failed, or nothing."""
+    return {
+        (record.labels["target"], record.labels["kind"], record.labels["mode"]): record.data["failed"]
+        for record in results.select("cell")
+    }
+
+
+def test_every_model_is_swept_in_both_kinds_and_all_modes():
+    found = cells(configure("cuda", quick=False)["sweep"])
+    assert len(found) == len(set(found)) == 13 * 2 * 4
+    assert {case.device for case in found} == {"cuda"}
+
+
+def test_groups_come_in_order_and_autotuning_first_but_in_the_last():
+    wanted = configuration(groups=[["gpt", "bert"], ["mamba"]])
+    found = units(wanted, cells(wanted))
+    assert sorted(case.mode for unit in found for case in unit) == sorted(4 * [*MODES] + 2 * [*MODES])
+    assert [(unit[0].target, len(unit)) for unit in found[:4]] == [("gpt", 2), ("bert", 2), ("gpt", 2), ("bert", 2)]
+    assert [case.mode for case in found[0]] == ["max-autotune-no-cudagraphs", "max-autotune"]
+    assert {unit[0].target for unit in found[-6:]} == {"mamba"}
+    assert [len(unit) for unit in found[-6:]] == [1, 1, 1, 1, 2, 2]
+    # What is left of a pair is a unit of its own.
+    (left,) = units(wanted, [Case("gpt", train=False, mode="max-autotune")])
+    assert left == (Case("gpt", train=False, mode="max-autotune"),)
+
+
+def test_eager_steps_are_measured_once_a_model_and_kind(tmp_path, made_up):
+    run = run_of(tmp_path, targets=["mlp", "bert"], side_by_side=3)
+    sweep(run, ROOT, None)
+    assert len(made_up) == len(set(made_up)) == 4
+    assert len(run.recorder.results.select("first steps", mode="eager")) == 4
+    assert len(run.recorder.results.select("verdict")) == 2 * 2 * 4
+    assert missing(run.recorder.results) == []
+
+
+def test_a_sweep_that_is_killed_goes_on_with_what_is_missing(tmp_path, made_up):
+    """Killed for real: no handler of ours runs."""
+    code = """
+import os, signal, sys, time
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+import test_compile_sweep as tests
+from compile_bench import Harness
+
+calls = []
+def bench(self, case, **options):
+    calls.append(case)
+    if len(calls) == 4:
+        while len(tests.outcomes(tests.load(Path(sys.argv[1], "results.json")))) < 3:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return tests.measured(self, case, **options)
+
+Harness.toolchain_seconds = lambda self: 0.0
+Harness.eager = lambda self, case, **options: tests.FIRST
+Harness.bench = bench
+tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT, None)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", code, tmp_path, Path(__file__).parent], env=environment, timeout=120)
+    assert ended.returncode == -signal.SIGKILL
+    before = load(tmp_path / "results.json")
+    assert before.complete
+    assert len(outcomes(before)) == 3
+    run = run_of(tmp_path)
+    assert len(missing(run.recorder.results)) == 5
+    sweep(run, ROOT, None)
+    after = load(tmp_path / "results.json")
+    assert after == run.recorder.results
+    assert after.records[: len(before.records)] == before.records
+    assert len(after.select("verdict")) == len(outcomes(after)) == 8
+    assert len(after.select("first steps", mode="eager")) == 2
+    assert [call.labels["call"] for call in after.select("sweep call")] == [1, 2]
+    records = len(after.records)
+    sweep(run_of(tmp_path), ROOT, None)
+    assert len(load(tmp_path / "results.json").records) == records  # nothing is missing, nothing is begun
+
+
+def test_a_cell_that_fails_is_a_row_and_is_not_tried_again(tmp_path, made_up, monkeypatch):
+    def bench(self, case, **options):
+        if case.train and case.mode == "reduce-overhead":
+            raise WorkerFailure("mlp (compiled, reduce-overhead) ended with status -11: it wrote nothing")
+        if not case.train and case.mode == "max-autotune-no-cudagraphs":
+            raise WorkerFailure("mlp (compiled) was ended after its time limit of 60 s")
+        return measured(self, case, **options)
+
+    monkeypatch.setattr(Harness, "bench", bench)
+    run = run_of(tmp_path)
+    sweep(run, ROOT, None)
+    found = outcomes(run.recorder.results)
+    assert len(found) == 8
+    assert "status -11" in found["mlp", "training", "reduce-overhead"]
+    # What autotunes the same kernels would fail the same way.
+    assert found["mlp", "inference", "max-autotune"].startswith("not begun, since the mode that autotunes the same")
+    assert sum(not why for why in found.values()) == 5
+    assert missing(run.recorder.results) == []
+    text = render(run.recorder.results, REPORT)
+    assert "- mlp training, reduce-overhead: mlp (compiled, reduce-overhead) ended with status -11" in text
+    assert "| failed |" in text
+
+
+def test_a_model_that_fails_eagerly_is_asked_once(tmp_path, made_up, monkeypatch):
+    asked = []
+
+    def eager(self, case, **options):
+        asked.append(case)
+        raise UserError("mlp: the eager step raised")
+
+    monkeypatch.setattr(Harness, "eager", eager)
+    run = run_of(tmp_path)
+    sweep(run, ROOT, None)
+    assert set(outcomes(run.recorder.results).values()) == {
+        "mlp: the eager step raised",
+        "not begun, since the mode that autotunes the same kernels failed: mlp: the eager step raised",
+    }
+    assert len(asked) == 2
+
+
+def test_what_found_no_memory_is_measured_once_more_alone(tmp_path, made_up, monkeypatch):
+    tried = []
+
+    def bench(self, case, **options):
+        tried.append(case)
+        if tried.count(case) == 1:
+            raise WorkerFailure("a (compiled) ended with status 1: torch.OutOfMemoryError: CUDA out of memory.")
+        return measured(self, case, **options)
+
+    monkeypatch.setattr(Harness, "bench", bench)
+    run = run_of(tmp_path, modes=MODES[:2], side_by_side=2)
+    sweep(run, ROOT, None)
+    assert len(tried) == 8
+    assert set(outcomes(run.recorder.results).values()) == {""}
+    # Alone there is no other chance.
+    tried.clear()
+    run = run_of(tmp_path / "alone", modes=MODES[:1])
+    sweep(run, ROOT, None)
+    assert all("out of memory" in why for why in outcomes(run.recorder.results).values())
+
+
+def test_a_mistake_of_ours_is_not_swallowed(tmp_path, made_up, monkeypatch):
+    monkeypatch.setattr(Harness, "bench", lambda self, case, **options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sweep(run_of(tmp_path), ROOT, None)
+
+
+@pytest.fixture
+def hangs(tmp_path, monkeypatch, made_up):
+    """A target whose eager steps never end; they are asked for in a real process, those of all others are made up."""
+    (tmp_path / "targets.py").write_text(TARGETS)
+    name = f"{tmp_path / 'targets.py'}:hangs"
+
+    def eager(self, case, *, turn):
+        return self.ask("eager", case, turn=turn) if case.target == name else FIRST
+
+    monkeypatch.setattr(Harness, "eager", eager)
+    return name
+
+
+def test_a_cell_that_hangs_is_ended_and_the_rest_is_measured(tmp_path, hangs):
+    run = run_of(tmp_path / "out", targets=[hangs, "mlp"], modes=MODES[:1], side_by_side=2, limit_seconds=1.0)
+    sweep(run, ROOT, None)
+    found = outcomes(run.recorder.results)
+    for kind in ("training", "inference"):
+        assert found["mlp", kind, "default"] == ""
+        assert found[hangs, kind, "default"].endswith("was ended after its time limit of 1 s")
+
+
+def test_it_ends_in_time_with_what_it_has(tmp_path, hangs):
+    """What hangs is ended when the time is over, and its cells are missing, not failed."""
+    run = run_of(tmp_path / "out", targets=[hangs, "mlp"], modes=MODES[:2], side_by_side=4, limit_seconds=600.0)
+    sweep(run, ROOT, 3.0)
+    assert {case.target for case in missing(run.recorder.results)} == {hangs}
+    assert len(outcomes(run.recorder.results)) == 4
+    assert f"- {hangs} training: default, reduce-overhead" in render(run.recorder.results, REPORT)
+
+
+def test_without_any_time_the_report_names_every_cell(tmp_path):
+    run = run_of(tmp_path, modes=MODES[:2])
+    sweep(run, ROOT, 0.0)
+    text = render(run.recorder.results, REPORT)
+    assert "0 cells on" in text
+    for kind in ("training", "inference"):
+        assert f"- mlp {kind}: default, reduce-overhead" in text
+
+
+def on_gpu(results: Results) -> Results:
+    gpu = Gpu("NVIDIA H200", "9.0", 132, 2**37, 2**26, "13.0")
+    return replace(results, environment=replace(results.environment, gpu=gpu, device="cuda"))
+
+
+def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path, made_up):
+    run = run_of(tmp_path, targets=["mlp", "bert"], side_by_side=2)
+    sweep(run, ROOT, None)
+    results = on_gpu(run.recorder.results)
+    text = render(results, REPORT)
+    assert "2 models: *compile* in 12 cases, *inconclusive* in 4" in text
+    assert "16 cells on" in text
+    assert "Not measured yet" not in text
+    row = "| mlp training | max-autotune-no-cudagraphs | 13.2 s | 2.00 s | 2.00 KiB → 1.00 KiB | 7 → 7 | 2 → 2 |"
+    assert row in text
+    assert "| mlp training | max-autotune | 3.20 sᵃ |" in text
+    # Ten seconds of autotuning for a step of 10 ms / 1.5 instead of 10 ms / 1.25; and without graphs 10 ms / 1.75.
+    assert "| mlp training, max-autotune | reduce-overhead | 1.20× | +10.0 sᵃ | 7,500 steps |" in text
+    assert "| mlp training, max-autotune-no-cudagraphs | default | 1.75× | +10.0 s | 2,333 steps |" in text
+    assert "a step was faster in 8 of 8 cases" in text
+    assert {each.borrowed for each in autotuned(results)} == {True, False}
+    names = [figure.name for figure in figures(results)]
+    assert {"speedup", "autotuning", "models"} <= set(names)
+    for figure in (draw_speedup(results), draw_autotuning(results)):
+        assert len(figure.axes[0].get_yticks()) == 4
+        assert figure.legends[0].get_texts()[0].get_text().startswith(("default", "max-autotune against"))
+
+
+def test_cells_do_not_stand_in_the_tables_of_the_main_job(tmp_path, made_up):
+    run = run_of(tmp_path)
+    sweep(run, ROOT, None)
+    text = render(run.recorder.results, REPORT)
+    assert "## Are the numbers right?" not in text
+    assert "eager against itself" not in text
+    assert "## Models and modes" in text
+
+
+def test_a_sweep_is_not_put_into_the_results_of_another_machine(tmp_path, made_up):
+    run = run_of(tmp_path)
+    sweep(run, ROOT, None)
+    other = on_gpu(run.recorder.results)
+    with pytest.raises(UserError, match=r"was measured with machine cpu, this is nvidia-h200; name another folder"):
+        Recorder.going_on(tmp_path, lens="compile-bench", environment=other.environment, configuration={})
+
+
+@pytest.mark.slow
+def test_two_real_cells_side_by_side(tmp_path, monkeypatch):
+    """Through the command's own road: two processes compile, each samples while the other stands still."""
+    lens = build_lens(ROOT / "framework-internals" / "compile-bench")
+    (tmp_path / "targets.py").write_text(TARGETS)
+    wanted = {
+        **configuration([f"{tmp_path / 'targets.py'}:well"], MODES[:2], 2, limit_seconds=300.0),
+        "kinds": ["training"],
+    }
+    lens = replace(lens, configure=lambda device, quick: {"sweep": wanted})
+    report = sweep_and_write(lens, device="cpu", quick=True, out=tmp_path / "out", time_limit=None)
+    results = load(tmp_path / "out" / "results.json")
+    assert list(outcomes(results).values()) == ["", ""]
+    for record in results.select("first steps", cache="cold"):
+        phases = sum(value.value for name, value in record.values.items() if name.startswith("phase "))
+        assert 0 < phases <= record["total"].value
+    assert all(record.data["holds"] for record in results.select("accuracy"))
+    assert "2 cells on" in report.read_text()

@@ -1,0 +1,156 @@
+"""Processes that measure side by side: while one samples the others stand still, and their figures do not show it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from compile_bench.trace import phase_seconds, without_pauses
+from compile_bench.turns import Conductor, Stopwatch, alone, one_at_a_time, pauses
+
+# Writes down the time every few milliseconds, and at the end how long it took by its own stopwatch.
+WORKING = """
+import sys, time
+from pathlib import Path
+from compile_bench.turns import Stopwatch
+folder, ticks = map(Path, sys.argv[1:])
+with Stopwatch(folder) as watch:
+    for _ in range(300):
+        with ticks.open("a") as file:
+            file.write(f"{time.time()}\\n")
+        time.sleep(0.005)
+with ticks.open("a") as file:
+    file.write(f"took {watch.seconds}\\n")
+"""
+
+# Has a turn of half a second, or ends within it.
+SAMPLING = """
+import os, sys, time
+from pathlib import Path
+from compile_bench.turns import alone
+with alone(Path(sys.argv[1])):
+    time.sleep(0.5)
+    if "dies" in sys.argv:
+        os._exit(3)
+"""
+
+
+@contextmanager
+def started(code, *arguments):
+    """A process with a group of its own, as measuring processes have."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("end", ["ends its turn", "dies"])
+def test_the_others_stand_still_while_one_samples(tmp_path, end):
+    ticks, turns = tmp_path / "ticks", tmp_path / "turns"
+    processes = []
+
+    def groups():
+        return [process.pid for process in processes if process.poll() is None]
+
+    with Conductor(turns, groups), started(WORKING, turns, ticks) as working:
+        processes.append(working)
+        while not ticks.exists():
+            time.sleep(0.01)
+        with started(SAMPLING, turns, end) as sampling:
+            processes.append(sampling)
+            sampling.wait(30)
+            working.wait(30)
+    *times, took = ticks.read_text().splitlines()
+    ((begin, end_of_turn),) = pauses(turns)
+    assert end_of_turn - begin > 0.5
+    # A tick may be on its way to the file when the signal comes.
+    assert sum(begin + 0.05 < float(each) < end_of_turn - 0.01 for each in times) <= 1
+    wall = float(times[-1]) - float(times[0])
+    # The one that stood still has its own 1.5 s of sleeping, and what it waited is not in its figure.
+    assert 1.4 < float(took.split()[1]) < wall - 0.4
+    assert not [file.name for file in turns.iterdir() if file.suffix in (".ready", ".go", ".over")]
+
+
+def test_without_others_nothing_waits_and_nothing_is_taken_off(tmp_path):
+    with alone(None), one_at_a_time(None, "float64"), Stopwatch() as watch:
+        time.sleep(0.02)
+    assert watch.seconds >= 0.02
+    assert pauses(None) == pauses(tmp_path) == []
+    with one_at_a_time(tmp_path, "float64"):
+        assert (tmp_path / "float64.lock").exists()
+
+
+def test_a_stopwatch_takes_off_what_lies_within_it(tmp_path):
+    now = time.time()
+    (tmp_path / "pauses").write_text(f"{now - 9} {now - 8}\n{now - 1} {now + 0.05}\n")
+    with Stopwatch(tmp_path) as watch:
+        time.sleep(0.1)
+    assert watch.seconds == pytest.approx(0.05 + (time.time() - now - 0.1), abs=0.03)
+
+
+def test_phases_do_not_hold_what_a_process_stood_still():
+    def event(name, kind, seconds):
+        return {"name": name, "ph": kind, "ts": seconds * 1e6}
+
+    outer, inner = "entire_frame_compile", "inductor_compile"
+    events = [event(outer, "B", 10), event(inner, "B", 12), event(inner, "E", 20), event(outer, "E", 21)]
+    plain = phase_seconds(events)
+    # Two seconds within the inner span, and one and a half that lie half in it, half behind it.
+    held = phase_seconds(without_pauses(events, [(5.0, 9.0), (14.0, 16.0), (19.0, 20.5)]))
+    assert sum(plain.values()) == pytest.approx(11)
+    assert sum(held.values()) == pytest.approx(11 - 2 - 1.5)
+    (more,) = (phase for phase in plain if plain[phase] == pytest.approx(8))
+    assert held[more] == pytest.approx(8 - 2 - 1)
+    assert without_pauses(events, []) == events
+
+
+def test_a_nursery_whose_owner_is_killed_ends_what_it_has_forked(tmp_path):
+    """Else a sweep that is killed would leave its processes behind, and some of them stopped for good."""
+    owner = """
+import sys
+from compile_bench.nursery import Nursery, Order
+folder = sys.argv[1]
+import threading, os
+nursery = Nursery((), dict(os.environ))
+order = Order(folder + "/request", folder + "/result", folder + "/log", dict(os.environ), folder, sys.path)
+threading.Thread(target=nursery.run, args=(order, 60), daemon=True).start()
+while not nursery.group: pass
+print(nursery.group, flush=True)
+threading.Event().wait()
+"""
+    # The request is a pipe that nobody writes to: the forked process waits in its job.
+    os.mkfifo(tmp_path / "request")
+    process = subprocess.Popen(
+        [sys.executable, "-c", owner, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    forked = int(process.stdout.readline())
+    os.kill(forked, 0)
+    os.kill(forked, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    until = time.monotonic() + 10
+    while _exists(forked) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not _exists(forked)
+
+
+def _exists(pid):
+    """Whether it runs; one that has ended may still be listed until it is reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# The site: the repository's Markdown, figures and docstrings as pages in build/site/, which open from disk (index.html).
+# A dead link, a name that a docstring gives wrongly or a page without a place in the navigation ends it with a message.
+#
+#   ./scripts/site.sh                          into .venv, with what building pages needs besides
+#   SETUP=0 PYTHON=python3 ./scripts/site.sh   in a ready environment, nothing installed; torch need not be there
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { printf 'site: %s\n' "$*" >&2; }
+
+if [[ ${SETUP:-1} == 0 ]]; then
+    ./scripts/python.sh -c 'import griffe, material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null || {
+        say "SETUP=0 installs nothing, and ${PYTHON:-python3} lacks what builds pages: pip install -c constraints.txt mkdocs-material mkdocstrings-python, or run without SETUP=0"
+        exit 1
+    }
+else
+    ./scripts/setup.sh
+    stamp=.venv/site.stamp
+    state=$(cat constraints.txt shared/pyproject.toml | sha256sum)
+    if [[ ! -f $stamp || $(<"$stamp") != "$state" ]]; then
+        say "MkDocs and its plugins -> .venv"
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+            --no-build-isolation --editable "shared[site]"
+        printf '%s' "$state" >"$stamp"
+    fi
+fi
+
+# The variable silences Material's remark about MkDocs 2, which constraints.txt keeps out.
+NO_MKDOCS_2_WARNING=1 ./scripts/python.sh -m mkdocs build --strict
+say "build/site/index.html"

@@ -1,0 +1,302 @@
+"""The built site: links, names, the same reading as on GitHub; and, where there is a browser, its pages in it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from website import pages
+
+ROOT = Path(__file__).resolve().parents[2]
+MISSING = [name for name in ("mkdocs", "material", "mkdocstrings", "griffe") if importlib.util.find_spec(name) is None]
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+REPORT = "framework-internals/dispatcher-trace/reports/cpu/report.html"
+CATALOGUE = "framework-internals/compile-bench/catalogue/CATALOGUE.html"
+VIEWER = "framework-internals/dispatcher-trace/reports/cpu/gpt_step.html"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"{', '.join(MISSING)} not installed: `make site` installs what is missing"
+    ),
+]
+
+
+@dataclass
+class Outline(HTMLParser):
+    """What a page has: places to link to, links, what it loads, its elements and its code."""
+
+    text: str
+    ids: set[str] = field(default_factory=set)
+    links: set[str] = field(default_factory=set)
+    loads: set[str] = field(default_factory=set)
+    elements: Counter[str] = field(default_factory=Counter)
+    code: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._in_code = False
+        self.feed(self.text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attributes}
+        self.elements[tag] += 1
+        self.ids |= {values[name] for name in ("id", "name") if name in values}
+        if tag == "a" and "href" in values:
+            self.links.add(values["href"])
+        elif tag in ("img", "script", "iframe") and "src" in values:
+            self.loads.add(values["src"])
+        elif tag == "link" and values.get("rel") in ("stylesheet", "icon"):
+            self.loads.add(values["href"])
+        elif tag == "code":
+            self._in_code = True
+            self.code.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "code":
+            self._in_code = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_code:
+            self.code[-1] += data
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def outlines(built) -> dict[str, Outline]:
+    found = {path.relative_to(built).as_posix(): path for path in sorted(built.rglob("*.html"))}
+    return {page: Outline(path.read_text(encoding="utf-8")) for page, path in found.items() if page != "404.html"}
+
+
+def test_no_link_is_dead(built, outlines):
+    dead = []
+    for page, outline in outlines.items():
+        for link in outline.links | outline.loads:
+            parts = urlsplit(link)
+            if parts.scheme in ("http", "https", "data"):
+                continue
+            target = (built / page).parent.joinpath(unquote(parts.path)).resolve() if parts.path else built / page
+            found = outlines.get(target.relative_to(built).as_posix())
+            if not target.is_file() or (parts.fragment and found and unquote(parts.fragment) not in found.ids):
+                dead.append(f"{page}: {link}")
+    assert not dead
+
+
+def test_nothing_is_loaded_from_elsewhere(built, outlines):
+    assert not [f"{page}: {load}" for page, outline in outlines.items() for load in outline.loads if "//" in load]
+    styles = [path for path in built.rglob("*.css") if re.search(r"url\([\"']?(https?:)?//|@import", path.read_text())]
+    assert not styles
+
+
+def test_every_public_name_has_its_entry(outlines):
+    for page, text in pages.collect(ROOT).api.items():
+        ids = outlines[page.replace(".md", ".html")].ids
+        blocks = set(re.findall(r"^::: (\S+)", text, re.MULTILINE))
+        assert blocks <= ids
+        package = Path(page).stem
+        exported = (ROOT / page).parents[1] / "src" / package / "__init__.py"
+        for node in ast.parse(exported.read_text()).body:
+            if ast.unparse(node).startswith("__all__ = "):
+                names = {name for name in ast.literal_eval(node.value) if f"{package}.{name}.{name}" not in blocks}
+                assert {f"{package}.{name}" for name in names} <= ids, page
+
+
+def test_roles_in_docstrings_became_links(built, outlines):
+    for page in outlines:
+        if "/api/" in page:
+            assert not re.search(r":(func|class|meth|mod|data):", (built / page).read_text()), page
+    page = "framework-internals/custom-ops/api/custom_ops.html"
+    assert any(link.endswith("#custom_ops.load") for link in outlines[page].links)
+
+
+def test_pages_read_as_they_do_on_github(built):
+    markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    site = pages.collect(ROOT)
+    for page in site.pages:
+        name = "index" if page.endswith("README.md") or pages.twin_as_html(site, page) else Path(page).stem
+        text = (built / page).with_name(f"{name}.html").read_text(encoding="utf-8")
+        here = Outline(text[text.index("<article") : text.index("</article>")])
+        there = Outline(markdown.render((ROOT / page).read_text(encoding="utf-8")))
+        kinds = ["h1", "h2", "h3", "table", "tr", "td", "th", "li", "ul", "ol", "pre", "details", "img", "em", "strong"]
+        assert {kind: here.elements[kind] for kind in kinds} == {kind: there.elements[kind] for kind in kinds}, page
+        assert [code.rstrip() for code in here.code] == [code.rstrip() for code in there.code], page
+
+
+# Each text that stands out too little against what is behind it (WCAG 2: 4.5, or 3 for large letters), with its ratio.
+CONTRAST = """() => {
+  const context = Object.assign(document.createElement("canvas"), { width: 1, height: 1 })
+    .getContext("2d", { willReadFrequently: true });
+  const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.background = "Canvas";
+  const paper = getComputedStyle(probe).backgroundColor;
+  probe.remove();
+  const known = new Map();
+  const rgba = (colour) => {
+    if (!known.has(colour)) {
+      context.clearRect(0, 0, 1, 1);
+      context.fillStyle = colour;
+      context.fillRect(0, 0, 1, 1);
+      const [r, g, b, a] = context.getImageData(0, 0, 1, 1).data;
+      known.set(colour, [r, g, b, a / 255]);
+    }
+    return known.get(colour);
+  };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
+  const behind = (element) => {
+    if (!element) return rgba(paper);
+    const own = rgba(getComputedStyle(element).backgroundColor);
+    return own[3] === 1 ? own : over(own, behind(element.parentElement));
+  };
+  const light = (colour) => {
+    const [r, g, b] = colour.map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const found = new Map();
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const seen = new Set();
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || seen.has(element)) continue;
+    seen.add(element);
+    const box = element.getBoundingClientRect();
+    if (!box.width || !box.height || element.matches("script, style, noscript, .headerlink, svg *")) continue;
+    if (!element.checkVisibility({ opacityProperty: true, visibilityProperty: true })) continue;
+    const style = getComputedStyle(element);
+    const back = behind(element);
+    const ink = over(rgba(style.color), back);
+    const [high, low] = [light(ink), light(back)].sort((a, b) => b - a);
+    const ratio = (high + 0.05) / (low + 0.05);
+    const size = parseFloat(style.fontSize);
+    if (ratio < (size >= 24 || (size >= 18.66 && style.fontWeight >= 700) ? 3 : 4.5))
+      found.set(`${element.tagName} ${element.className} ${style.color} on ${back.slice(0, 3).map(Math.round)}`,
+        `${ratio.toFixed(2)} "${walker.currentNode.data.trim().slice(0, 30)}"`);
+  }
+  return [...found].map(([where, what]) => `${where}: ${what}`);
+}"""
+# Boxes that scroll sideways and that no key reaches.
+UNREACHABLE = """() => [...document.querySelectorAll("main *")]
+  .filter((box) => box.scrollWidth > box.clientWidth + 1 && box.checkVisibility())
+  .filter((box) => /auto|scroll/.test(getComputedStyle(box).overflowX))
+  .filter((box) => box.tabIndex < 0 && !box.querySelector("a, button, [tabindex='0']"))
+  .map((box) => `${box.tagName} ${box.className}`)"""
+HIDDEN_FIGURES = "() => [...document.images].filter((image) => !(image.naturalWidth > 0)).map((image) => image.src)"
+OVERFLOW = "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    driver = pytest.importorskip(
+        "playwright.sync_api", reason="no driver for a browser: pip install -c constraints.txt playwright"
+    )
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        pytest.skip("no Chromium here (Debian: apt-get install chromium)")
+    # As root, which containers often are, Chromium's own sandbox refuses to start.
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with driver.sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=program, args=options)
+        yield opened
+        opened.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+def test_every_page_can_be_read(built, outlines, browser, width, scheme):
+    context = browser.new_context(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    page = context.new_page()
+    wrong: list[str] = []
+    name = ""
+    page.on("console", lambda line: wrong.append(f"{name}: {line.text}") if line.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(f"{name}: {error}"))
+    page.on("requestfailed", lambda request: wrong.append(f"{name}: cannot load {request.url}"))
+    page.route(re.compile("^https?:"), lambda route: route.abort())  # which the line above then tells
+    for name in outlines:
+        page.goto((built / name).as_uri())
+        page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        wrong += [f"{name}: figure not shown: {source}" for source in page.evaluate(HIDDEN_FIGURES)]
+        wrong += [f"{name}: wider than the screen by {excess} px" for excess in [page.evaluate(OVERFLOW)] if excess > 0]
+        wrong += [f"{name}: no key reaches {box}" for box in page.evaluate(UNREACHABLE)]
+        wrong += [f"{name}: {text}" for text in page.evaluate(CONTRAST)]
+    context.close()
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_keyboard_goes_everywhere_and_shows_where_it_is(built, browser):
+    page = browser.new_page()
+    page.goto((built / REPORT).as_uri())
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.matches('.md-skip')")
+    page.keyboard.press("Enter")
+    page.wait_for_function("location.hash")
+    reached: set[str] = set()
+    while not page.evaluate("document.activeElement.closest('footer')"):
+        page.keyboard.press("Tab")
+        reached |= set(page.evaluate("[document.activeElement.tagName, ...document.activeElement.classList]"))
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none", page.evaluate("document.activeElement.outerHTML")
+    assert {"md-typeset__scrollwrap", "headerlink", "SUMMARY", "CODE"} <= reached
+
+
+def test_search_works_from_disk(built, browser):
+    page = browser.new_page()
+    page.goto((built / "index.html").as_uri())
+    page.keyboard.press("/")
+    page.keyboard.type("grouped heads")
+    first = page.locator(".md-search-result__link").first
+    first.wait_for()
+    assert "custom" in first.get_attribute("href")
+    first.click()
+    assert page.title() != "framework-internals"
+
+
+def test_the_reader_chooses_light_or_dark_and_it_stays(built, browser):
+    page = browser.new_context(color_scheme="light").new_page()
+    page.goto((built / "index.html").as_uri())
+    scheme = "document.body.getAttribute('data-md-color-scheme')"
+    seen = [page.evaluate(scheme)]
+    for _ in range(2):
+        page.locator("form[data-md-component=palette] label:not([hidden])").click()
+        seen.append(page.evaluate(scheme))
+    page.reload()
+    assert [*seen, page.evaluate(scheme)] == ["default", "default", "slate", "slate"]
+
+
+def test_the_viewer_and_the_catalogue_search(built, browser):
+    page = browser.new_page()
+    page.goto((built / VIEWER).as_uri())
+    before = page.locator("#count").inner_text()
+    page.locator("#q").fill("embedding")
+    page.wait_for_function("(before) => document.getElementById('count').innerText !== before", arg=before)
+    assert page.locator("#tree mark").first.inner_text() == "embedding"
+    page.goto((built / CATALOGUE).as_uri())
+    page.locator("#search").fill("item")
+    assert 0 < int(page.locator("#found").inner_text()) < 134
+    page.locator(".way-back a").click()
+    assert page.title().startswith("compile-bench")

@@ -1,0 +1,175 @@
+"""Which pages the site has and what their Markdown becomes; needs nothing that builds a site."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import run_all
+
+from website import pages
+from website.github_markdown import for_python_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site() -> pages.Site:
+    return pages.collect(ROOT)
+
+
+def places(navigation: pages.Navigation) -> Iterator[str]:
+    for entry in navigation:
+        if isinstance(entry, str):
+            yield entry
+            continue
+        for place in entry.values():
+            yield from [place] if isinstance(place, str) else places(place)
+
+
+def test_every_readme_and_every_committed_report_is_a_page(site):
+    house = ROOT / "framework-internals"
+    expected = {
+        ROOT / "README.md",
+        ROOT / "shared" / "README.md",
+        *house.glob("*/README.md"),
+        *house.glob("*/NOTES.md"),
+    }
+    expected |= {path for path in house.rglob("reports/*/report.md") if not path.parent.name.endswith("-quick")}
+    assert {path.relative_to(ROOT).as_posix() for path in expected} <= set(site.pages)
+    assert pages.LENSES == run_all.LENSES
+
+
+def test_a_ready_environment_without_mkdocs_is_refused_with_the_remedy(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # -S: no site-packages
+    bare.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts" / "site.sh"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SETUP": "0", "PYTHON": str(bare), "PYTHONPATH": ""},
+    )
+    assert done.returncode == 1
+    assert "pip install -c constraints.txt mkdocs-material mkdocstrings-python" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_what_a_page_shows_comes_along(site):
+    figures = {path for path in site.files if path.endswith(".svg")}
+    linked = {path for page in site.pages for path in pages.linked_files(ROOT, page)}
+    assert {path for path in linked if path.endswith(".svg")} == figures
+    assert "framework-internals/dispatcher-trace/reports/cpu/gpt_step.html" in site.files
+    assert "framework-internals/compile-bench/catalogue/CATALOGUE.html" in site.files
+    assert "LICENSE" in site.sources
+
+
+def test_every_page_has_one_place_in_the_navigation(site):
+    found = list(places(pages.navigation(site)))
+    html = {path for path in site.files if path.endswith(".html")}
+    assert len(found) == len(set(found))
+    assert set(found) == {*site.pages, *site.api, *(f"{path}.md" for path in site.sources), *html}
+
+
+def test_every_package_has_an_api_page_of_modules_that_are_there(site):
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["root_packages"]
+    assert {Path(page).stem for page in site.api} == set(packages)
+    for page in site.api:
+        source = (ROOT / page).parents[1] / "src" / Path(page).stem
+        for module in pages.MODULES.get(source.name, ()):
+            assert (source / f"{module}.py").exists(), f"{source.name}.{module}"
+    assert "members: false" in site.api["framework-internals/jax-baseline/api/jax_baseline.md"]  # it exports nothing
+    assert "members: false" not in site.api["shared/api/benchkit.md"]
+
+
+def test_nothing_from_outside_the_repository_comes_along(tmp_path):
+    root = tmp_path / "repository"
+    root.mkdir()
+    (tmp_path / "secret").write_text("a")
+    (root / "LICENSE").write_text("b")
+    (root / "README.md").write_text("[a](../secret) [b](LICENSE) [c](/etc/hostname) [d](gone.svg)")
+    assert list(pages.linked_files(root, "README.md")) == ["LICENSE"]
+
+
+def test_a_link_to_a_source_file_leads_to_the_page_that_shows_it(site):
+    text = "[Apache](LICENSE), [index](framework-internals/README.md), [torch](https://pytorch.org/LICENSE)"
+    turned = text.replace("(LICENSE)", "(LICENSE.md)")
+    assert pages.link_to_source_pages(site, "README.md", text) == turned
+    assert pages.link_to_source_pages(site, "examples/README.md", "[it](../LICENSE)") == "[it](../LICENSE.md)"
+
+
+def test_no_two_pages_share_a_heading(site):
+    assert pages.distinct_heading("a/reports/cpu/report.md", "# A\n\n# B") == "# A · cpu\n\n# B"
+    assert pages.distinct_heading("a/README.md", "# A") == "# A"
+    headings = [
+        pages.distinct_heading(page, (ROOT / page).read_text()).partition("\n")[0] for page in site.pages if "/" in page
+    ]
+    assert len(set(headings)) == len(headings)
+
+
+def test_the_rungs_stand_in_the_order_of_their_table(site):
+    rungs = [place for place in places(pages.navigation(site)) if "/csrc/" in place]
+    assert [Path(rung).parent.name for rung in rungs[:4]] == ["csrc", "vector_add", "scale", "bias_gelu"]
+
+
+def test_a_source_is_fenced_with_more_ticks_than_it_has(tmp_path):
+    path = tmp_path / "ticks.py"
+    path.write_text('TEXT = """\n````python\n"""\n')
+    assert pages.source_page(path) == f"# ticks.py\n\n`````python\n{path.read_text()}`````\n"
+
+
+def test_a_page_that_comes_as_html_leads_back(tmp_path):
+    path = "framework-internals/lens/reports/cpu/walk.html"
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text("<html><head></head>\n<body>\n<p>a</p></body></html>")
+    text = pages.with_way_back(tmp_path, path)
+    for target, where in re.findall(r'href="([^"]+)/([^/"]+)"', text):
+        landed = (tmp_path / path).parent.joinpath(target).resolve().relative_to(tmp_path)
+        assert f"{landed}/{where}" in {"framework-internals/lens/index.html", "stylesheets/standalone.css"}
+    assert "<p>a</p>" in text
+
+
+@pytest.mark.parametrize(
+    ("page", "title", "full"),
+    [
+        ("README.md", "framework-internals", "Start"),
+        ("framework-internals/README.md", "All reports", "All reports"),
+        ("framework-internals/custom-ops/README.md", "custom-ops", "custom-ops"),
+        ("framework-internals/custom-ops/reports/cpu/report.md", "Report: cpu", "Report: cpu · custom-ops"),
+        ("framework-internals/custom-ops/api/custom_ops.md", "API: custom_ops", "API: custom_ops"),
+        ("framework-internals/reports/cpu/report.md", "Report: cpu", "Report: cpu · end to end"),
+    ],
+)
+def test_a_title_says_of_which_lens_a_page_is(page, title, full):
+    assert pages.full_title(page, title) == full
+
+
+@pytest.mark.parametrize(
+    ("github", "python"),
+    [
+        pytest.param("a\n- b\n- c", "a\n\n- b\n- c", id="a list after a paragraph"),
+        pytest.param("a\n1986. b", "a\n1986. b", id="a year at the start of a line is no list"),
+        pytest.param("- a\n  b\n  - c\n\n  d", "- a\n    b\n    - c\n\n    d", id="under the first letter"),
+        pytest.param("10. a\n\n    b\n\nc", "10. a\n\n    b\n\nc", id="a list ends where a line stands further left"),
+        pytest.param("- a\nb\n\nc", "- a\n    b\n\nc", id="the rest of a paragraph stands anywhere"),
+        pytest.param("- a\n\n  b\n- c", "- a\n\n    b\n\n- c", id="an item of two paragraphs"),
+        pytest.param("- a\n## b\n- c", "- a\n## b\n\n- c", id="a heading ends a list"),
+        pytest.param("- a\n\n  ```\n  b\n  ```\nc", "- a\n\n    ```\n    b\n    ```\nc", id="code is no paragraph"),
+        pytest.param(
+            "- a\n\n  ```py x\n  - b\n  ```\n- c", "- a\n\n    ```py\n    - b\n    ```\n\n- c", id="code in a list"
+        ),
+        pytest.param("```\na\n- b\n| `c\\|d` |\n```", "```\na\n- b\n| `c\\|d` |\n```", id="code stays as it is"),
+        pytest.param("| `a\\|b` | c\\|d |", "| `a|b` | c\\|d |", id="a bar in a table's code"),
+        pytest.param("<details><summary>a</summary>", '<details markdown="1"><summary>a</summary>', id="details"),
+        pytest.param("![a](b.svg)", "[![a](b.svg)](b.svg)", id="a figure can be enlarged"),
+    ],
+)
+def test_the_narrower_dialect(github, python):
+    assert for_python_markdown(github) == python

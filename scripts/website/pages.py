@@ -1,0 +1,264 @@
+"""Which files of the repository the site has, what it generates beside them, and where each stands."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from posixpath import normpath
+
+LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
+HOUSE = "framework-internals"
+
+# Beside the names that a package exports, the modules that its README sends a reader to; of one that exports nothing,
+# those that make it up.
+MODULES = {
+    "benchkit": (
+        *("timing", "statistics", "limits", "environment", "results", "report", "run", "numbers", "plotting"),
+        *("progress", "profiling", "device", "errors"),
+    ),
+    "torch_baseline": (
+        *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),
+        "throughput",
+    ),
+    "compile_bench": ("target", "pytest_plugin"),
+    "jax_baseline": ("parity", "model", "train", "transfer", "interchange", "per_example", "sharding"),
+    "rmsnorm_fused": ("backends",),
+    "custom_ops": ("jax_operators",),
+}
+
+_LANGUAGES = {".py": "python", ".sh": "bash", ".cu": "cuda", ".cpp": "cpp", ".h": "cpp", ".cuh": "cpp", ".toml": "toml"}
+_LINK = re.compile(r"\]\(([^)\s:#]+)(#[^)\s]*)?\)")
+_PAGES = ("*.md", "shared/*.md", "examples/*.md", f"{HOUSE}/*.md", f"{HOUSE}/reports/*/report.md")
+_LENS_PAGES = ("*.md", "csrc/**/*.md", "catalogue/*.md", "reports/*/report.md")
+_SOURCES = ("examples/*.py", "examples/*.sh", f"{HOUSE}/*/examples/*.py")
+
+Navigation = Sequence["str | Mapping[str, str | Navigation]"]
+
+
+@dataclass
+class Site:
+    """What the site consists of, by path from the repository's root.
+
+    Attributes:
+        root: of the repository.
+        pages: Markdown, as it is.
+        sources: files that become a page each: ``LICENSE`` is the page ``LICENSE.md``.
+        files: that go along as they are: figures, the trace viewer, the catalogue's page.
+        api: generated pages, with what mkdocstrings puts into them.
+    """
+
+    root: Path
+    pages: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    api: dict[str, str] = field(default_factory=dict)
+
+
+def collect(root: Path) -> Site:
+    """Every page, what they link to and show, and an API page for each package.
+
+    Args:
+        root: of the repository.
+    """
+    site = Site(root)
+    patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
+    site.pages = [path for path in _matching(root, patterns) if "-quick/" not in path]
+    site.sources = _matching(root, _SOURCES)
+    for page in site.pages:
+        for target in linked_files(root, page):
+            if target.endswith(".md") or target in site.sources or target in site.files:
+                continue
+            (site.files if _is_shown_as_it_is(target) else site.sources).append(target)
+    for source in sorted((*root.glob("shared/src/*/"), *root.glob(f"{HOUSE}/*/src/*/"))):
+        if (source / "__init__.py").exists():
+            home = source.parents[1].relative_to(root).as_posix()
+            site.api[f"{home}/api/{source.name}.md"] = _api_page(source)
+    return site
+
+
+def linked_files(root: Path, page: str) -> Iterator[str]:
+    """The files of the repository that a page links to or shows, by path from the root; none from outside of it.
+
+    Args:
+        root: of the repository.
+        page: path of the page from there.
+    """
+    for link in _LINK.finditer((root / page).read_text(encoding="utf-8")):
+        target = resolve(page, link[1])
+        if not target.startswith(("../", "/")) and (root / target).is_file():
+            yield target
+
+
+def resolve(page: str, link: str) -> str:
+    """A relative link of a page, as a path from the root."""
+    return normpath(PurePosixPath(page).parent / link)
+
+
+def link_to_source_pages(site: Site, page: str, text: str) -> str:
+    """The page's Markdown, with each link to a source file leading to the page that shows it."""
+
+    def turn(link: re.Match[str]) -> str:
+        return f"]({link[1]}.md)" if resolve(page, link[1]) in site.sources else link[0]
+
+    return _LINK.sub(turn, text)
+
+
+def distinct_heading(page: str, text: str) -> str:
+    """A page's Markdown with a heading that no other has, for a search lists pages by it.
+
+    Args:
+        page: path from the root. To a report's heading the machine is added, to that of notes the lens.
+        text: its Markdown.
+    """
+    path = PurePosixPath(page)
+    if path.name != "NOTES.md" and path.parent.parent.name != "reports":
+        return text
+    return re.sub(r"^# .+$", rf"\g<0> · {path.parent.name}", text, count=1, flags=re.MULTILINE)
+
+
+def source_page(path: Path) -> str:
+    """A page that shows a file: Python's with its syntax, one without an ending as it stands."""
+    text = path.read_text(encoding="utf-8")
+    longest = max((len(ticks) for ticks in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"# {path.name}\n\n{fence}{_LANGUAGES.get(path.suffix, 'text')}\n{text.rstrip()}\n{fence}\n"
+
+
+def twin_as_html(site: Site, page: str) -> bool:
+    """Whether the repository has the page as HTML too, under the name that the site would give to the Markdown."""
+    return PurePosixPath(page).with_suffix(".html").as_posix() in site.files
+
+
+def with_way_back(root: Path, path: str) -> str:
+    """A page that comes as HTML, as it is but for a line that leads back to its lens, and the style of that.
+
+    Args:
+        root: of the repository.
+        path: of the page from there.
+    """
+    _, lens, *folders = PurePosixPath(path).parent.parts
+    up = "../" * len(folders)
+    style = f'<link rel="stylesheet" href="{up}../../stylesheets/standalone.css">'
+    line = f'<nav class="way-back" aria-label="Site"><a href="{up}index.html">← {lens}</a></nav>'
+    text = (root / path).read_text(encoding="utf-8")
+    return text.replace("</head>", f"{style}\n</head>", 1).replace("<body>", f"<body>\n{line}", 1)
+
+
+def navigation(site: Site) -> Navigation:
+    """Where each page stands: start, the lenses, the whole step, examples, and what a contributor needs."""
+    start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}]
+    lenses: Navigation = [{lens: list(_of_a_lens(site, lens))} for lens in LENSES]
+    whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
+    examples = [path for path in site.sources if path.startswith("examples/")]
+    own: Navigation = ["examples/README.md", *({PurePosixPath(path).name: f"{path}.md"} for path in examples)]
+    shared = [page for page in site.api if page.startswith("shared/")]
+    further = [{path: f"{path}.md"} for path in site.sources if "/" not in path]
+    others = [page for page in site.pages if "/" not in page and page not in ("README.md", "CONTRIBUTING.md")]
+    return [
+        {"Start": start},
+        {"The five lenses": lenses},
+        {"End to end": whole},
+        {"For your own code": own},
+        {
+            "For contributors": [
+                "CONTRIBUTING.md",
+                *others,
+                *further,
+                {"shared": ["shared/README.md", *({_api_title(page): page} for page in shared)]},
+            ]
+        },
+    ]
+
+
+def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navigation]]:
+    """README, reports with their pages to look at, API, examples; then what is read later."""
+    home = f"{HOUSE}/{lens}/"
+    pages = [page for page in site.pages if page.startswith(home)]
+    reports = [page for page in pages if page.startswith(f"{home}reports/")]
+    yield f"{home}README.md"
+    for page in reports:
+        yield {f"Report: {_machine(page)}": page}
+    for page in site.files:
+        if page.startswith(home) and page.endswith(".html"):
+            yield {_look(page): page}
+    for page in site.api:
+        if page.startswith(home):
+            yield {_api_title(page): page}
+    for path in site.sources:
+        if path.startswith(home):
+            yield {PurePosixPath(path).name: f"{path}.md"}
+    rungs = [page for page in pages if page.startswith(f"{home}csrc/")]
+    if rungs:
+        climbed = [page for page in linked_files(site.root, rungs[0]) if page in rungs]  # in the order of their table
+        climbed += [page for page in rungs[1:] if page not in climbed]
+        yield {"The ladder": [rungs[0], *({_title(site, page): page} for page in climbed)]}
+    shown = {f"{home}README.md", *reports, *rungs}
+    for page in pages:
+        if page not in shown:
+            yield {_title(site, page): page}
+
+
+def _api_page(source: Path) -> str:
+    package = source.name
+    exported = _exported(source / "__init__.py")
+    # A name that is also a module's is the module to whoever reads the sources without running them.
+    hidden = [f"{name}.{name}" for name in exported if (source / f"{name}.py").exists()]
+    members = "" if exported else "      members: false\n"
+    head = f"::: {package}\n    options:\n      heading_level: 1\n{members}"
+    return "\n".join([head, *(f"::: {package}.{name}\n" for name in (*hidden, *MODULES.get(package, ())))])
+
+
+def _exported(module: Path) -> list[str]:
+    for node in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def full_title(page: str, title: str) -> str:
+    """The title of a page where its place in the navigation does not stand beside it: in a search, in a browser's tab.
+
+    Args:
+        page: path from the root.
+        title: its title in the navigation.
+    """
+    if page == "README.md":
+        return "Start"
+    home, *folders = PurePosixPath(page).parent.parts or [""]
+    inside = home == HOUSE and folders and title != folders[0] and not title.startswith("API")
+    return f"{title} · {folders[0] if folders[0] in LENSES else 'end to end'}" if inside else title
+
+
+def _api_title(page: str) -> str:
+    return f"API: {PurePosixPath(page).stem}"
+
+
+def _machine(page: str) -> str:
+    return PurePosixPath(page).parent.name
+
+
+def _title(site: Site, page: str) -> str:
+    if twin_as_html(site, page):
+        return f"{PurePosixPath(page).stem.capitalize()}, on one page"
+    heading = re.search(r"^# (.+)$", (site.root / page).read_text(encoding="utf-8"), re.MULTILINE)
+    return heading[1] if heading else PurePosixPath(page).stem
+
+
+def _look(page: str) -> str:
+    path = PurePosixPath(page)
+    if path.parent.parent.name == "reports":
+        return f"Trace viewer: {_machine(page)}"
+    return f"{path.stem.capitalize()}, searchable"
+
+
+def _is_shown_as_it_is(path: str) -> bool:
+    return PurePosixPath(path).suffix in {".svg", ".png", ".html", ".gz", ".json"}
+
+
+def _matching(root: Path, patterns: Iterable[str]) -> list[str]:
+    found = {path.relative_to(root).as_posix(): None for pattern in patterns for path in sorted(root.glob(pattern))}
+    return list(found)
