@@ -31,7 +31,8 @@ MODULES = {
 
 _LANGUAGES = {".py": "python", ".sh": "bash", ".cu": "cuda", ".cpp": "cpp", ".h": "cpp", ".cuh": "cpp", ".toml": "toml"}
 _LINK = re.compile(r"\]\(([^)\s:#]+)(#[^)\s]*)?\)")
-_PAGES = ("*.md", "shared/*.md", "examples/*.md", f"{HOUSE}/*.md", f"{HOUSE}/reports/*/report.md")
+_VERSIONS = f"{HOUSE}/versions/report.md"
+_PAGES = ("*.md", "shared/*.md", "examples/*.md", f"{HOUSE}/*.md", f"{HOUSE}/reports/*/report.md", _VERSIONS)
 _LENS_PAGES = ("*.md", "csrc/**/*.md", "catalogue/*.md", "reports/*/report.md")
 _SOURCES = ("examples/*.py", "examples/*.sh", f"{HOUSE}/*/examples/*.py")
 
@@ -165,6 +166,7 @@ def navigation(site: Site) -> Navigation:
         {
             "For contributors": [
                 "CONTRIBUTING.md",
+                *([{"Tested versions": _VERSIONS}] if _VERSIONS in site.pages else []),
                 *others,
                 *further,
                 {"shared": ["shared/README.md", *({_api_title(page): page} for page in shared)]},

@@ -65,6 +65,15 @@ def test_a_missing_compiler_is_one_line_with_the_remedy(source, monkeypatch):
         native_build.load_extension("answer_module_without_compiler", [source])
 
 
+def test_inductor_needs_the_compiler_for_a_cpu_alone(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native_build.missing_inductor("cpu") == (
+        "Inductor compiles for a CPU with a C++ compiler: no C++ compiler 'no-such-compiler' on PATH "
+        "(install one: apt-get install g++, or set CXX)"
+    )
+    assert native_build.missing_inductor("cuda") is None
+
+
 def test_a_missing_nvcc_is_one_line_with_the_remedy(source, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     with pytest.raises(native_build.BuildError, match=r"no nvcc .*set CUDA_HOME"):
