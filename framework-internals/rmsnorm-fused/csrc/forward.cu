@@ -213,13 +213,13 @@ struct RowCall {
   uint32_t blocks;             // of a cluster
   Rows residual;
   void* s;
-  bool larger_than_l2;  // x
 };
 
 // The common case: whole 16-byte vectors, a row in the registers of a block or of a cluster, one rounding, weight of type W
 // or none. Without the branches and the divisions of forward_kernel twice as many blocks fit a multiprocessor, and a lone
 // row takes two thirds of the time. kEarly: the weight is loaded beside x, so that its way is not added to the row's.
-template <class T, class W, int K, bool kEarly, bool kResidual, bool kCluster, int kMaxBlock, int kResident>
+// kLarge: x is larger than the L2 cache; a policy for its loads costs a lone row 5 %.
+template <class T, class W, int K, bool kEarly, bool kResidual, bool kCluster, int kMaxBlock, int kResident, bool kLarge = false>
 __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(const __grid_constant__ RowCall call) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   if constexpr (kCluster) return;  // never launched there
@@ -251,10 +251,9 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
 
   Loaded kept[K];
   const Loaded* x = at_row(call.x);
-  const uint64_t policy = ptx::policy_for(call.larger_than_l2);
-  const auto read_once = [policy](const Loaded* row, int index) {
-    if constexpr (kResidual && kCluster) return row[index];  // a policy takes two registers, and there is none left there
-    else return ptx::load(row + index, policy);
+  const auto read_once = [policy = ptx::policy_for(kLarge)](const Loaded* row, int index) {
+    if constexpr (kLarge) return ptx::load(row + index, policy);
+    else return row[index];
   };
 #pragma unroll
   for (int k = 0; k < K; ++k)
@@ -352,18 +351,20 @@ template <class T, class W> bool run_rows(const Forward& call) {
   const int64_t vectors = shape.columns / kVector<T>;
   RowCall rows = {call.x, call.weight.data, call.y, call.rstd, shape.columns, static_cast<uint32_t>(shape.rows), static_cast<int>(vectors),
                   static_cast<float>(call.weight.offset), static_cast<float>(call.eps),
-                  1.0f / static_cast<float>(shape.columns), 1, call.residual, call.s, larger_than_l2<T>(shape)};
+                  1.0f / static_cast<float>(shape.columns), 1, call.residual, call.s};
   const bool early = limits_of(shape.device).capability >= 90;  // a lone row takes as long as a launch
   const auto alone = [&](auto kernel, int vectors_a_thread) {
     const dim3 block = block_for(lanes_for(vectors, vectors_a_thread));
     launch<decltype(kernel)::value>({dim3(blocks_for(shape.rows, block.y)), block, 0, 1, early}, shape.device, shape.stream, rows);
     return true;
   };
+  const bool large = larger_than_l2<T>(shape);
 #define ROW_KERNEL(...) \
   std::integral_constant<void (*)(RowCall), row_kernel<T, W, __VA_ARGS__>> {}
+#define ALONE(K, ...) (large ? alone(ROW_KERNEL(K, __VA_ARGS__, true), K) : alone(ROW_KERNEL(K, __VA_ARGS__, false), K))
   if (call.residual.data) {
-    if (vectors <= 2048) return alone(ROW_KERNEL(2, true, true, false, 1024, 1), 2);
-    if (vectors <= 4096) return alone(ROW_KERNEL(4, false, true, false, 1024, 1), 4);
+    if (vectors <= 2048) return ALONE(2, true, true, false, 1024, 1);
+    if (vectors <= 4096) return ALONE(4, false, true, false, 1024, 1);
     if (!early || vectors > 2048 * kMaxCluster) return false;
     const auto [blocks, slice] = spread_over_cluster(vectors, 2048, kMaxCluster, 4);
     rows.blocks = blocks;
@@ -373,10 +374,11 @@ template <class T, class W> bool run_rows(const Forward& call) {
     launch<kernel>(how, shape.device, shape.stream, rows);
     return true;
   }
-  if (vectors <= 512) return alone(ROW_KERNEL(2, true, false, false, 512, 3), 2);
-  if (vectors <= 2048) return alone(ROW_KERNEL(4, true, false, false, 512, 2), 4);
+  if (vectors <= 512) return ALONE(2, true, false, false, 512, 3);
+  if (vectors <= 2048) return ALONE(4, true, false, false, 512, 2);
   if (wide_forward(call)) return true;
-  if (vectors <= 4096) return alone(ROW_KERNEL(8, false, false, false, 512, 2), 8);
+  if (vectors <= 4096) return ALONE(8, false, false, false, 512, 2);
+#undef ALONE
 #undef ROW_KERNEL
   return false;
 }

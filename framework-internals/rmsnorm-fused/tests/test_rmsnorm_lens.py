@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import benchkit
 from benchkit import Quantity, Record
 from benchkit.environment import Gpu, capture
 from benchkit.report import render
@@ -19,7 +20,7 @@ from rmsnorm_fused import contestants, lens, measure, training
 from rmsnorm_fused.accuracy import expected
 from rmsnorm_fused.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant
 from rmsnorm_fused.figures import figures
-from rmsnorm_fused.measure import Case, measure_case
+from rmsnorm_fused.measure import Case, measure_calls, measure_case
 from rmsnorm_fused.report import finding
 from rmsnorm_fused.targets import TARGETS, Measured, applies
 from torch_baseline.config import GPTConfig
@@ -36,6 +37,7 @@ TINY = {
     "compile_modes": {},
     "training": {"preset": "tiny", "modes": ["eager"], "seconds": 0.01},
     "seconds": 0.01,
+    "call_seconds": 0.01,
     "budget": 1000,
 }
 FORMULA = contestants._of_this_package("pytorch")
@@ -112,6 +114,9 @@ def test_the_report_renders(results):
     assert "## Targets" not in text
     assert "there is no such limit here" in text
     assert "It takes at most" in text
+    assert "is that until it returns. The calls of all these shapes" in text
+    before = {key: value for key, value in results.configuration.items() if key != "call_seconds"}
+    assert "The calls of all these shapes" not in render(replace(results, configuration=before), lens.REPORT)
     kept = results.one("freed memory").data["kept"]
     assert ("Freed memory is kept" in text) == kept
     for title in ("Deterministic gradients", "A quantised result", "In a training step", "The same in bfloat16"):
@@ -138,6 +143,7 @@ def test_steps_beyond_the_budget_are_left_out_and_named(tmp_path, monkeypatch):
     assert not run.recorder.results.select("forward")
     left_out = run.recorder.results.absences[0]
     assert "64 × 128 float32; 64 × 128 float32 with a residual" in left_out.what
+    assert "Calls from Python; Calls from Python, the weight requiring a gradient" in left_out.what
     assert "0.001 s" in left_out.why
 
 
@@ -228,6 +234,7 @@ def test_targets_are_for_one_machine_and_shape(on_h200):
 def test_the_report_of_a_gpu_has_kernels_calls_and_memory(on_h200):
     text = render(on_h200, lens.REPORT)
     assert "replayed from CUDA graphs" in text
+    assert "is that until it returns, with the kernel at work behind it. The calls of all these shapes" in text
     assert "two reads and two writes, for both passes" in text
     assert "quack, with a residual, goes on with the sum" in text
     assert "is the fastest of all at 1 of 2 shapes; it does worst at 8 × 4096: 2.00 µs (`cuda`) against 1.90 µs" in text
@@ -291,6 +298,70 @@ def test_a_library_that_rounds_twice_is_reported_and_one_that_fails_is_absent(ru
         ("Liger (Triton) at 64 × 256", "it raised NotImplementedError: no such width"),
         ("Liger (CuTe) at 64 × 256", "it takes at most 128 columns"),
     ]
+
+
+def batch(rows, *compile_modes):
+    return Case("batches", rows, 64, torch.float32, passes=(), compile_modes=compile_modes)
+
+
+def test_the_calls_of_all_shapes_are_timed_in_the_same_rounds(run, monkeypatch):
+    compared = []
+
+    def compare(functions, **options):
+        compared.append((list(functions), torch.is_grad_enabled()))
+        return benchkit.compare(functions, **options)
+
+    monkeypatch.setattr(measure, "compare", compare)
+    cpp = replace(FORMULA, plain=lambda x, weight: FORMULA.plain(x, weight))
+    for gradient in (False, True):
+        taking_part = {batch(1): (EAGER, "cpp"), batch(4): ("cpp",)}
+        measure_calls(run, taking_part, {EAGER: FORMULA, "cpp": cpp}, gradient=gradient)
+    names = [f"{EAGER} at 1 × 64", "cpp at 1 × 64", "cpp at 4 × 64"]
+    assert compared == [(names, False), (names, True)]
+    kind = {"group": "batches", "columns": 64, "dtype": "float32"}
+    assert [record.labels for record in run.recorder.results.select("call")] == [
+        {**kind, "rows": rows, "implementation": name, "gradient": gradient}
+        for gradient in (False, True)
+        for rows, name in ((1, EAGER), (1, "cpp"), (4, "cpp"))
+    ]
+    assert len({record["time"].samples for record in run.recorder.results.select("call", gradient=False)}) == 1
+
+
+def test_a_call_wants_a_gradient_where_its_record_says_so(run):
+    seen = set()
+
+    def plain(x, weight):
+        y = FORMULA.plain(x, weight)
+        seen.add(y.requires_grad)
+        return y
+
+    for gradient in (False, True):
+        seen.clear()
+        measure_calls(run, {batch(1): ("cpp",)}, {"cpp": replace(FORMULA, plain=plain)}, gradient=gradient)
+        assert seen == {gradient}
+
+
+def test_what_did_not_do_a_shape_is_not_called_there(run):
+    def broken(x, weight):
+        if len(x) == 4:
+            raise NotImplementedError
+        return FORMULA.plain(x, weight)
+
+    entrants = {EAGER: FORMULA, QUACK: Contestant(broken), "Liger (CuTe)": replace(FORMULA, widest=32)}
+    assert {rows: measure_case(run, batch(rows), entrants) for rows in (1, 4)} == {1: (EAGER, QUACK), 4: (EAGER,)}
+
+
+def test_shapes_are_compiled_apart_and_called_together(run):
+    shapes = [batch(1, "default"), batch(4, "default")]
+    with torch.compiler.config.patch(recompile_limit=1):
+        taking_part = {shape: measure_case(run, shape, {EAGER: FORMULA}) for shape in shapes}
+        for gradient in (False, True):
+            measure_calls(run, taking_part, {EAGER: FORMULA}, gradient=gradient)
+    results = run.recorder.results
+    found = [record.labels["rows"] for record in results.select("call", implementation=contestants.COMPILED)]
+    assert found == [1, 4]
+    assert not results.select("call", implementation=contestants.COMPILED, gradient=True)
+    assert len(results.select("call", implementation=EAGER)) == 4
 
 
 @pytest.fixture
@@ -403,9 +474,12 @@ def test_one_shape_on_a_gpu_with_every_group(tmp_path):
     configuration = {**TINY, "seconds": 0.05}
     run = Run("cuda", configuration, recorder(tmp_path, configuration))
     found, _ = contestants.usable("cuda")
-    for group in ("headline", "add", "batches"):
-        passes = ("forward",) if group == "batches" else ("forward", "backward")
-        measure_case(run, Case(group, 64, 512, torch.bfloat16, passes, ("default",)), found)
+    for group in ("headline", "add"):
+        measure_case(run, Case(group, 64, 512, torch.bfloat16, compile_modes=("default",)), found)
+    batches = [Case("batches", rows, 512, torch.bfloat16, ("forward",), ("default",)) for rows in (1, 64)]
+    taking_part = {case: measure_case(run, case, found) for case in batches}
+    for gradient in (False, True):
+        measure_calls(run, taking_part, found, gradient=gradient)
     measure.measure_determinism(run, Case("determinism", 64, 512, torch.bfloat16), found)
     results = run.recorder.results
     for which in ("forward", "backward"):
@@ -418,4 +492,5 @@ def test_one_shape_on_a_gpu_with_every_group(tmp_path):
     for record in results.select("memory"):
         assert record["peak"].value >= 2 * tensor  # y and dx
     assert all(record.data["deterministic repeats"] for record in results.select("determinism"))
-    assert results.select("call", gradient=True, implementation="triton")
+    assert len(results.select("call", gradient=False, implementation=contestants.COMPILED)) == 2
+    assert len(results.select("call", gradient=True, implementation="triton")) == 2

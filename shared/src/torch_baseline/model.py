@@ -90,9 +90,8 @@ class GPT(nn.Module):
             they are views of (B, T, H, D) memory.
     """
 
-    # For a model turned to float64, which is then float64 throughout, and for every other. A compiled step would repeat
-    # a conversion in each kernel that reads a table; with it, gradients of queries and keys went through memory once
-    # more.
+    # For a model turned to float64, which is then float64 throughout, and for every other. A compiled step repeats a
+    # conversion in each kernel that reads a table: enough for it to take gradients of queries and keys in two kernels.
     cos_TD: Tensor
     sin_TD: Tensor
     cos32_TD: Tensor

@@ -29,6 +29,10 @@ from torch_baseline.train import TrainStep as TorchTrainStep
 from torch_baseline.train import autocast
 from torch_baseline.train import make_train_step as make_torch_train_step
 
+# Between operations that it fuses, XLA by default leaves out roundings to a narrower dtype that the program asks for.
+# torch rounds where it is told to: a comparison must too, or it measures that freedom.
+_ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
 # Torch's names of Adam's two moments, and optax's.
 _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 
@@ -199,7 +203,9 @@ class JaxSide:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._device = jax.devices(setup.device)[0]
-        self._step = make_train_step(setup.model, setup.training, keep_gradients=True)
+        self._step = make_train_step(
+            setup.model, setup.training, keep_gradients=True, compiler_options=_ROUND_AS_WRITTEN
+        )
         self._activations = jax.jit(
             lambda params, tokens_BT: jax_activations(
                 params, tokens_BT, setup.model, dtype=compute_dtype(setup.training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -125,6 +125,7 @@ def make_train_step(
     keep_gradients: bool = False,
     steps_per_dispatch: int = 1,
     shardings: TrainState | None = None,
+    compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> Step:
     """Return one whole optimizer step, compiled when it is first called: forward, backward, clip, AdamW, average.
 
@@ -141,6 +142,7 @@ def make_train_step(
             does as many steps before it returns to Python; every metric then has that axis as well. After a step
             that is not finite the others leave the state as it is, too.
         shardings: how the state lies on a mesh, see :mod:`jax_baseline.sharding`; the new one is laid the same way.
+        compiler_options: XLA's, by name, as ``jax.jit`` takes them.
 
     Returns:
         (state, tokens_BT, targets_BT) → (state, metrics).
@@ -180,6 +182,7 @@ def make_train_step(
         train_step if steps_per_dispatch == 1 else train_steps,
         donate_argnums=(0,) if donate else (),
         out_shardings=None if shardings is None else (shardings, None),
+        compiler_options=None if compiler_options is None else dict(compiler_options),
     )
 
 

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal, cast
 
 import torch
@@ -111,7 +112,16 @@ def compiled(mode: CompileMode = "default") -> Contestant:
         return cast("tuple[torch.Tensor, torch.Tensor]", reference.rms_norm(x, residual, weight, _OPTIONS))
 
     compile_one: Any = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
-    return Contestant(compile_one(formula), compile_one(add_formula))
+    return Contestant(compile_one(_with_code_of_its_own(formula)), compile_one(_with_code_of_its_own(add_formula)))
+
+
+def _with_code_of_its_own(function: Any) -> FunctionType:
+    """A copy that torch.compile tells from other copies.
+
+    It keeps what it compiled by code object, eight at most (``torch.compiler.config.recompile_limit``), and tries one
+    after another at each call: contestants of several shapes that live at once would pay for, and refuse, one another.
+    """
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def compiled_name(mode: CompileMode) -> str:

@@ -18,7 +18,7 @@ from benchkit.device import Device
 from benchkit.limits import memory_limits, product_limits
 from benchkit.run import Lens, Run
 from rmsnorm_fused.contestants import Contestant, compiled_quantisers, usable
-from rmsnorm_fused.measure import Case, Pass, measure_case, measure_determinism, measure_quantised
+from rmsnorm_fused.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.report import REPORT
 from rmsnorm_fused.training import measure_training
 
@@ -59,6 +59,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
             },
             "training": {"preset": "gpt2-124m", "modes": ["eager"] if quick else ["eager", "compiled"], "seconds": 5.0},
             "seconds": 0.3 if quick else 1.5,
+            "call_seconds": 0.6 if quick else 9.0,
             "budget": 120 if quick else 450,
         }
     return {
@@ -73,6 +74,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         "compile_modes": {} if quick else {"headline": ["default"]},
         "training": {"preset": "tiny", "modes": ["eager"], "seconds": 0.5 if quick else 6.0},
         "seconds": 0.15 if quick else 1.2,
+        "call_seconds": 0.05 if quick else 0.7,
         "budget": 25 if quick else 85,
     }
 
@@ -122,10 +124,19 @@ def _steps(run: Run, contestants: Mapping[str, Contestant]) -> Iterator[Step]:
     headline = Case("headline", rows, columns, getattr(torch, configuration["dtype"]))
     limits = partial(memory_limits, run.device, bytes_per_tensor=rows * columns * headline.dtype.itemsize)
     a_shape = 15.0 if run.device == "cuda" else 4.0  # of many contestants, some of which compile for it
+    all_calls = a_shape + configuration["call_seconds"]  # more than a shape: with a shape left out, they are too
+    batches: dict[Case, tuple[str, ...]] = {}
+
+    def measure_shape(case: Case) -> None:
+        names = measure_case(run, case, contestants)
+        if case.group == "batches":
+            batches[case] = names
 
     yield Step("The memory limits", lambda: _keep(run, limits()), 0)
     for case in cases(configuration, run.device):
-        yield Step(_title(case), partial(measure_case, run, case, contestants), a_shape)
+        yield Step(_title(case), partial(measure_shape, case), a_shape)
+    for gradient, title in ((False, "Calls from Python"), (True, "Calls from Python, the weight requiring a gradient")):
+        yield Step(title, partial(measure_calls, run, batches, contestants, gradient=gradient), all_calls)
     for columns in configuration["determinism_columns"]:
         case = replace(headline, group="determinism", rows=configuration["elements"] // columns, columns=columns)
         yield Step(f"Determinism at {columns} columns", partial(measure_determinism, run, case, contestants), a_shape)
@@ -136,7 +147,7 @@ def _steps(run: Run, contestants: Mapping[str, Contestant]) -> Iterator[Step]:
         yield Step(f"The {mode} training step", partial(measure_training, run, mode, contestants), needs)
     for name in configuration["other_dtypes"]:
         case = replace(headline, group="dtypes", dtype=getattr(torch, name))
-        yield Step(_title(case), partial(measure_case, run, case, contestants), a_shape)
+        yield Step(_title(case), partial(measure_shape, case), a_shape)
 
 
 def cases(configuration: Mapping[str, Any], device: Device) -> Iterator[Case]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -120,31 +121,74 @@ class PartError(NamedTuple):
     share_of_bound: float
 
 
-def measure_case(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> None:
-    """Check and time every contestant at one shape.
+def measure_case(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> tuple[str, ...]:
+    """Check and time every contestant at one shape; the headline also says what memory each needs.
 
-    The headline also says what memory each needs, a small batch what the call from Python costs.
+    Returns:
+        The names of those that did the case, torch.compile's among them.
 
     Raises:
         RuntimeError: when an implementation of this package is beyond its bound: its speed would mean nothing.
     """
     with kept_graphs():
-        compiling = {compiled_name(mode): compiled(mode) for mode in case.compile_modes}
-        entrants = {**contestants, **compiling}
+        entrants = {**contestants, **_compiling(case)}
         errors = _errors(run, case, entrants)
         entrants = {name: entrants[name] for name in errors}
         for which in case.passes:
             timings = _timings(run, case, entrants, which)
             for name in timings.timings:
                 run.add(_record(case, which, name, timings, {} if name == COPY else errors[name]))
-        if case.group == "batches":
-            _measure_calls(run, case, entrants, gradient=False)
-            # What was compiled would have to be compiled again, for a graph that trains: seconds a shape.
-            again = {name: entrant for name, entrant in entrants.items() if name not in compiling}
-            _measure_calls(run, case, again, gradient=True)
         if case.group == "headline" and run.device == "cuda":
             for name, contestant in entrants.items():
                 run.record("memory", {**case.labels, "implementation": name}, {"peak": _peak_memory(case, contestant)})
+    return tuple(entrants)
+
+
+def measure_calls(
+    run: Run,
+    taking_part: Mapping[Case, Collection[str]],
+    contestants: Mapping[str, Contestant],
+    *,
+    gradient: bool,
+) -> None:
+    """The time until a call returns to Python, on a GPU with the kernel working behind: what a small batch pays.
+
+    All shapes are timed in the same rounds. A host that others use too has phases of some ten seconds in which every
+    call takes half as long again: they are to hit every shape alike.
+
+    Args:
+        run: where the records go; its configuration says for how many seconds the calls are sampled.
+        taking_part: the names of those that did a case, as :func:`measure_case` returns them.
+        contestants: by name, without torch.compile's.
+        gradient: whether the weight requires one, so that autograd takes its notes. torch.compile's take no part then:
+            they would have to be compiled for a graph that trains, seconds a shape.
+    """
+    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    labels: dict[str, dict[str, Label]] = {}
+    for case, names in taking_part.items():
+        entrants = contestants if gradient else {**contestants, **_compiling(case)}
+        x, _ = case.tensors(run.device)
+        weight = case.weight(run.device).requires_grad_(gradient)
+        for name in names:
+            if name in entrants:
+                calls[_at(name, case)] = partial(entrants[name].plain, x, weight)
+                labels[_at(name, case)] = {**case.labels, "implementation": name, "gradient": gradient}
+    with kept_graphs(), torch.set_grad_enabled(gradient):
+        timings = compare(
+            calls,
+            device=run.device,
+            clock="wall-clock",
+            block=lambda result: None,
+            seconds=run.configuration["call_seconds"],
+        )
+    if run.device == "cuda":
+        torch.cuda.synchronize()
+    run.add_all(Record("call", labels[call], {"time": timings[call].quantity()}) for call in calls)
+
+
+def _compiling(case: Case) -> dict[str, Contestant]:
+    """The torch.compile contestants of a case, by name, which compile at their first call."""
+    return {compiled_name(mode): compiled(mode) for mode in case.compile_modes}
 
 
 def measure_determinism(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> None:
@@ -300,32 +344,6 @@ def _timings(run: Run, case: Case, contestants: Mapping[str, Contestant], which:
         inputs |= {name: _graphs(case, contestant, sets, weight) for name, contestant in contestants.items()}
         functions |= dict.fromkeys(contestants, _gradients)
         return compare(functions, device=run.device, inputs=inputs, seconds=seconds)
-
-
-def _measure_calls(run: Run, case: Case, contestants: Mapping[str, Contestant], *, gradient: bool) -> None:
-    """The time until a call returns to Python, on a GPU with the kernel working behind: what a small batch pays.
-
-    Args:
-        run: where the records go.
-        case: the shape.
-        contestants: that take part.
-        gradient: whether the weight requires one, so that autograd takes its notes.
-    """
-    x, _ = case.tensors(run.device)
-    weight = case.weight(run.device).requires_grad_(gradient)
-    with torch.set_grad_enabled(gradient):
-        timings = compare(
-            {name: lambda f=contestant.plain: f(x, weight) for name, contestant in contestants.items()},
-            device=run.device,
-            clock="wall-clock",
-            block=lambda result: None,
-            seconds=0.3 * run.configuration["seconds"],
-        )
-    if run.device == "cuda":
-        torch.cuda.synchronize()
-    for name in contestants:
-        labels: dict[str, Label] = {**case.labels, "implementation": name, "gradient": gradient}
-        run.record("call", labels, {"time": timings[name].quantity()})
 
 
 def _copy(case: Case, which: Pass, device: Device) -> Callable[..., Any] | None:

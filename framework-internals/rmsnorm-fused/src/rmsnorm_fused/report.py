@@ -325,6 +325,8 @@ def _context(results: Results) -> dict[str, Any]:
         "widths": {which: _width_table(results, which) for which in PASSES if results.select(which, group="widths")},
         "width_sentences": {which: _width_sentence(results, which) for which in PASSES},
         "batches": _batch_tables(results),
+        # Runs without this setting timed the calls shape by shape.
+        "calls_together": "call_seconds" in results.configuration and bool(results.select("call")),
         "determinism_rows": _determinism_rows(results),
         "determinism_sentence": _determinism_sentence(results),
         "memory_rows": _memory_rows(results),
