@@ -133,6 +133,10 @@ def test_the_reason_of_a_failure_is_the_exception_and_not_the_advice_after_it():
     advised = "Traceback\n  somewhere\ntorch._inductor.exc.InductorError: no compiler\n\nSet TORCH_LOGS for more\n\n"
     assert last_line(advised) == "torch._inductor.exc.InductorError: no compiler"
     assert last_line("the worker ended with status -9:\n\n") == "the worker ended with status -9:"
+    assert (
+        last_line("out of memory while trying 8 GiB\nexternal/xla+/xla/status.cc:146\n")
+        == "out of memory while trying 8 GiB"
+    )
     assert last_line("") == "no message"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from jax_baseline.engines import EngineSpec, bench_config, named_engines
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
-    pass
+    from jax_baseline.mutations import Verdict
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -24,12 +25,12 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     if device == "cuda":
         size = {"steps": 10 if quick else 30, "batch_size": 16}
         dtypes = dict.fromkeys(("float64", "float32", "bfloat16"), size)
-        names = ["torch-compile", "torch-eager", "cudnn", "torch-compile-bf16-residual", "cudnn-bf16-residual"]
+        names = ["torch-compile", "cudnn", "torch-eager", "torch-compile-bf16-residual"]
         if not quick:
-            names += ["jit-donated", "cudnn-scan", "cudnn-4-steps"]
+            names += ["cudnn-bf16-residual", "cudnn-4-steps", "cudnn-scan", "jit-donated"]
         bench = {"preset": "gpt2-124m", "batch_size": 32, "dtype": "bfloat16", "rounds": 5 if quick else 8, "steps": 8}
-        # At this batch an engine holds 20 to 50 GB: the reference and four others fit into an H200.
-        bench["together"] = 4
+        # At this batch an engine holds 20 to 60 GB, and more while its compiler tries kernels.
+        bench["together"] = 2
     else:
         # On a CPU a step in float64 or bfloat16 costs several in float32, and there are five sides to each.
         small: dict[str, Json] = {"steps": 6 if quick else 10, "batch_size": 2 if quick else 4}
@@ -63,17 +64,31 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
-    """What this half measures, part by part: the name under which a report would miss it, and the work."""
+    """What this half measures, part by part: the name under which a report would miss it, and the work.
+
+    On a GPU's machine, what needs the CPU alone begins at once, beside parity; it is over before anything is timed.
+    """
+    mistakes, meshes = (_started(run, partial(trial, run.configuration)) for trial in (_try_mutations, _try_meshes))
     return [
         *(
             (f"Parity in {dtype}", partial(_collect_parity, dtype=dtype))
             for dtype in run.configuration["parity"]["dtypes"]
         ),
-        ("Planted mistakes", _collect_mutations),
+        ("Planted mistakes", partial(_collect_mutations, result=mistakes)),
+        ("Meshes of devices", partial(_collect_meshes, result=meshes)),
         ("Tokens per second", _collect_bench),
-        ("Meshes of devices", _collect_meshes),
         ("Training to the end in both frameworks", _collect_convergence),
     ]
+
+
+def _started(run: Run, work: Callable[[], Any]) -> Callable[[], Any]:
+    """A function that returns what the work gives; on a CPU, where all would share the cores, it does the work."""
+    if run.device == "cpu":
+        return work
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(work)
+    pool.shutdown(wait=False)
+    return future.result
 
 
 def _collect_parity(run: Run, dtype: Precision) -> None:
@@ -117,13 +132,17 @@ def _collect_parity(run: Run, dtype: Precision) -> None:
     )
 
 
-def _collect_mutations(run: Run) -> None:
+def _try_mutations(configuration: Mapping[str, Any]) -> list[Verdict]:
     from jax_baseline import mutations, sides
 
-    asked = run.configuration["mutations"]
+    asked = configuration["mutations"]
     setup = sides.Setup(GPTConfig(**asked["model"]), TrainConfig(**asked["training"], dtype="float32"))
+    return mutations.trial(setup, mutations.MUTATIONS[-asked["last"] :] if asked["last"] else None)
+
+
+def _collect_mutations(run: Run, result: Callable[[], list[Verdict]]) -> None:
     with run.working("planted mistakes"):
-        verdicts = mutations.trial(setup, mutations.MUTATIONS[-asked["last"] :] if asked["last"] else None)
+        verdicts = result()
     for verdict in verdicts:
         run.record(
             "mutation",
@@ -133,10 +152,11 @@ def _collect_mutations(run: Run) -> None:
         )
 
 
-def _collect_meshes(run: Run) -> None:
+def _try_meshes(configuration: Mapping[str, Any]) -> tuple[list[tuple[int, int, Any]], list[list[float]]]:
+    """What came of one device and of each mesh, and the losses on one device of the rows in other orders."""
     from jax_baseline.worker import Worker
 
-    asked = run.configuration["meshes"]
+    asked = configuration["meshes"]
     devices = max(data * fsdp for data, fsdp in asked["shapes"])
     # Always on the CPU: it can pretend to be any number of devices, a GPU cannot. Losses and collectives are asked for,
     # not speed, so that LLVM need not optimise.
@@ -144,15 +164,19 @@ def _collect_meshes(run: Run) -> None:
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     arguments = {"model": asked["model"], "training": asked["training"]}
     rows = asked["training"]["batch_size"]
-    with (
-        run.working("meshes"),
-        Worker("jax_baseline.mesh_trial:MeshTrial", arguments, environment=environment) as worker,
-    ):
+    with Worker("jax_baseline.mesh_trial:MeshTrial", arguments, environment=environment) as worker:
         orders = [[(row * step) % rows for row in range(rows)] for step in (3, 5, 7)][: asked["orders"]]
         alone = worker.call("run", data=1, fsdp=1)
         controls = [worker.call("run", data=1, fsdp=1, rows=order)["losses"] for order in orders]
         spread = [(data, fsdp, worker.call("run", data=data, fsdp=fsdp)) for data, fsdp in asked["shapes"]]
-    for data, fsdp, found in [(1, 1, alone), *spread]:
+    return [(1, 1, alone), *spread], controls
+
+
+def _collect_meshes(run: Run, result: Callable[[], tuple[list[tuple[int, int, Any]], list[list[float]]]]) -> None:
+    with run.working("meshes"):
+        trials, controls = result()
+    alone = trials[0][2]
+    for data, fsdp, found in trials:
         run.record(
             "mesh",
             {"data": data, "fsdp": fsdp},

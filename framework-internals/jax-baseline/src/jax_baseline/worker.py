@@ -34,13 +34,15 @@ class WorkerError(RuntimeError):
 
 # A line that names an exception, as Python ends a traceback; frameworks go on with advice.
 _RAISED = re.compile(r"([\w.]+(Error|Exception|Interrupt)\b|Fatal Python error)")
+# XLA ends its messages with the place in its own sources.
+_PLACE = re.compile(r"[\w./+-]+:\d+:?$")
 
 
 def last_line(error: str) -> str:
     """The line of a failure that says most: of a traceback, the exception; else the last one that is not empty."""
     lines = [line.strip() for line in error.splitlines() if line.strip()] or ["no message"]
     raised = [line for line in lines if _RAISED.match(line)]
-    return (raised or lines)[-1]
+    return (raised or [line for line in lines if not _PLACE.match(line)] or lines)[-1]
 
 
 class Worker:
