@@ -242,7 +242,8 @@ template <class Pointer = NodePointer, class Node = autograd::Node> Pointer owne
 }
 
 template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
-  if constexpr (kCountsOutside<Pointer>) return Pointer(node);
+  // deleteNode: of a long graph, the destructors of the nodes would else call one another until the stack is full.
+  if constexpr (kCountsOutside<Pointer>) return Pointer(node, [](auto* last) { deleteNode(last); });
   else return Pointer::unsafe_steal_from_new(node);
 }
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -280,6 +285,29 @@ def test_compiles_with_inductor(where):
     plain = torch.autograd.grad(function(x, weight).sum(), (x, weight))
     for a, b in zip(found, plain, strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+LONG_GRAPH = """
+import torch
+from rmsnorm_fused import rms_norm
+
+y = torch.ones(1, 8, requires_grad=True)
+for _ in range(40_000):
+    y = rms_norm(y, eps=1e-6, backend="cpp")
+del y
+print("freed")
+"""
+
+
+@pytest.mark.slow
+def test_a_long_graph_is_freed_without_a_deep_stack():
+    def small_stack():
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+
+    process = [sys.executable, "-c", LONG_GRAPH]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(process, env=environment, capture_output=True, text=True, preexec_fn=small_stack)
+    assert (ended.returncode, ended.stdout) == (0, "freed\n"), ended.stderr
 
 
 @pytest.mark.gpu
