@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -62,8 +62,8 @@ def house(tmp_path):
     return tmp_path
 
 
-def start(house: Path, **options) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", RUN_ALL, str(house), "--device", "cpu"]
+def start(house: Path, through: Sequence[str] = (), **options) -> subprocess.Popen[str]:
+    command = [*through, sys.executable, "-c", RUN_ALL, str(house), "--device", "cpu"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=environment(), **{**streams, **options})
 
@@ -116,7 +116,7 @@ def test_two_at_once_do_not_touch_one_another(house):
 
 def test_no_room_to_note_what_is_done_is_one_line(house):
     (house / "hold").unlink()
-    stopped = start(house, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)))
+    stopped = start(house, through=("prlimit", "--fsize=100"))
     _, errors = stopped.communicate(timeout=60)
     assert stopped.returncode == 2
     assert errors.startswith(

@@ -22,10 +22,13 @@ def commands() -> list[str]:
     return [line.partition("  # ")[0].partition("   #")[0].strip() for line in lines if line]
 
 
-# Triage takes over a minute; the other commands keep their place in a run that leaves slow tests out.
+# Half a minute or more each; the other commands keep their place in a run that leaves slow tests out.
+SLOW = re.compile("triage|parity")
+
+
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(command, marks=[pytest.mark.slow] if "triage" in command else []) for command in commands()],
+    [pytest.param(command, marks=[pytest.mark.slow] if SLOW.search(command) else []) for command in commands()],
 )
 def test_a_command_of_the_root_readme_runs(command, run_command):
     done = run_command(command.replace("--steps 200", "--steps 2"))  # the README's 200 steps have a test

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -100,14 +99,13 @@ def run() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the lens in a folder to its end: arguments of its command line, and variables of the environment."""
 
     def run(
-        lens: Path, *arguments: str, through: Sequence[str] = (), preexec_fn: Any = None, **environment: str
+        lens: Path, *arguments: str, through: Sequence[str] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*through, sys.executable, lens / "run.py", *arguments],
             capture_output=True,
             text=True,
             check=False,
-            preexec_fn=preexec_fn,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(lens), *sys.path]), **environment},
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -74,12 +73,12 @@ def test_a_folder_without_the_right_to_write_is_one_line(lens, run):
     assert "cannot be written: Permission denied; give yourself the right to it" in one_line(failed)
 
 
-def limited(size: int):
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+def limited(size: int) -> tuple[str, ...]:
+    return "prlimit", f"--fsize={size}"
 
 
 def test_a_write_that_the_system_cuts_short_is_one_line_and_the_records_before_it_are_kept(lens, run):
-    failed = run(lens, "--device", "cpu", preexec_fn=limited(30_000), BYTES_A_RECORD="20000")
+    failed = run(lens, "--device", "cpu", through=limited(30_000), BYTES_A_RECORD="20000")
     assert "results.partial.json cannot be written: File too large; raise the limit" in one_line(failed)
     directory = lens / "reports" / "cpu"
     assert [path.name for path in directory.iterdir()] == ["results.partial.json"]
@@ -87,7 +86,7 @@ def test_a_write_that_the_system_cuts_short_is_one_line_and_the_records_before_i
 
 
 def test_a_figure_that_cannot_be_written_costs_no_results_and_is_drawn_later(lens, run):
-    failed = run(lens, "--device", "cpu", preexec_fn=limited(8_000))
+    failed = run(lens, "--device", "cpu", through=limited(8_000))
     assert "times.svg cannot be written: File too large" in one_line(failed)
     directory = lens / "reports" / "cpu"
     assert load(directory / "results.json").complete

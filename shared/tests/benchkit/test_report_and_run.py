@@ -79,7 +79,7 @@ def test_a_sweep_adds_what_is_missing_to_a_complete_run_and_survives_being_kille
     assert [record.labels["n"] for record in load(results).records] == [1, 2, 3]
     assert load(results).complete
     # 20 of the seconds are kept for the report.
-    assert run(lens, "--sweep", "--time-limit", "30").returncode == 0
+    assert run(lens, "--sweep", "--time-limit", "21").returncode == 0
     assert len(load(results).records) == 3
     done = run(lens, "--sweep")
     assert done.returncode == 0, done.stderr
