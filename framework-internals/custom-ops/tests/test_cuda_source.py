@@ -24,7 +24,9 @@ def test_kernels_do_not_spill(rung: str, architecture: str) -> None:
         assert max(kernel.spill_stores, kernel.spill_loads, kernel.stack_frame) <= allowed, kernel
         # 64 registers let four blocks of 256 threads live on a multiprocessor (of 65,536 registers): enough loads in
         # flight to cover the latency of device memory. The sum over groups is small, and one block of 1,024.
-        # Two blocks of the backward kernel in float64, whose tanh limits it, not the memory.
+        # Two blocks of the backward kernel do in float64, whose tanh limits it, not the memory; three on sm_120, which
+        # has 1,536 threads a multiprocessor.
+        three_blocks = architecture == "sm_120" and "bias_gelu_backward" in kernel.name
         two_blocks = "bias_gelu_backwardId" in kernel.name
-        assert kernel.registers <= (128 if two_blocks else 64), kernel
+        assert kernel.registers <= (128 if two_blocks else 80 if three_blocks else 64), kernel
         assert kernel.shared_memory <= 16 * 1024, kernel  # 64 KiB of a multiprocessor, where sm_120 has 100

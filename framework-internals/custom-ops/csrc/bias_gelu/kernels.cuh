@@ -12,8 +12,13 @@ namespace custom_ops {
 
 constexpr int kGeluThreads = 256;
 
-// Blocks of the backward kernel that are to share a multiprocessor, by the registers that they leave each.
+// Blocks of the backward kernel that are to share a multiprocessor, by the registers that they leave each. sm_120 has 1,536
+// threads a multiprocessor.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+template <typename T> constexpr int kBackwardBlocks = sizeof(T) == 8 ? 2 : 3;
+#else
 template <typename T> constexpr int kBackwardBlocks = sizeof(T) == 8 ? 2 : 4;
+#endif
 
 constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kCubic = 0.044715;
