@@ -229,13 +229,23 @@ def test_bias_and_gelu_stay_in_the_dtype_of_the_computation():
     assert isinstance(rms_norm(8, 1e-5), nn.RMSNorm)
 
 
+def compiled_cross_entropy(logits, targets):
+    """What a compiled model computes, in the operators that a compiler is given."""
+    torch._dynamo.reset()
+    return torch.compile(cross_entropy, backend="aot_eager", fullgraph=True)(logits, targets)
+
+
+LOSSES = [cross_entropy, compiled_cross_entropy]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [97, 384])  # summed whole, and in three pieces
-def test_cross_entropy_and_its_gradient(dtype, vocab_size):
+@pytest.mark.parametrize("vocab_size", [97, 384])  # compiled, summed whole, and in three pieces
+def test_cross_entropy_and_its_gradient(dtype, vocab_size, loss):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, vocab_size, generator=generator).mul(4).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab_size, (40,), generator=generator)
-    found = cross_entropy(logits, targets)
+    found = loss(logits, targets)
     found.backward()
     exact = logits.detach().double().requires_grad_()
     expected = nn.functional.cross_entropy(exact, targets)
@@ -248,12 +258,13 @@ def test_cross_entropy_and_its_gradient(dtype, vocab_size):
     assert (logits.grad.double() - exact.grad).abs().max() <= (sums + torch.finfo(dtype).eps) / 40
 
 
-def test_tokens_that_are_ruled_out_have_no_share_in_the_loss():
+@pytest.mark.parametrize("loss", LOSSES)
+def test_tokens_that_are_ruled_out_have_no_share_in_the_loss(loss):
     logits = torch.randn(4, 384, generator=torch.Generator().manual_seed(0))
     logits[:, 100:300] = -torch.inf  # all of a piece, and part of two
     logits.requires_grad_()
     targets = torch.tensor([0, 99, 300, 383])
-    found = cross_entropy(logits, targets)
+    found = loss(logits, targets)
     found.backward()
     torch.testing.assert_close(found, nn.functional.cross_entropy(logits.detach(), targets))
     assert (logits.grad[:, 100:300] == 0).all()
