@@ -38,7 +38,10 @@ def test_triton_under_its_interpreter():
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="no nvcc")
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["sm_90", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_100", "sm_120"))],
+)
 def test_cuda_compiles_without_spills(architecture):
     sources = sorted(CSRC.glob("*.cu"))
     assert len(sources) >= 4
