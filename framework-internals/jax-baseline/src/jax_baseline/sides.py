@@ -266,6 +266,11 @@ def control_sides(setup: Setup) -> list[TorchSide]:
     ]
 
 
+def share_the_gpu() -> None:
+    """Leave the memory of a GPU to torch as well: by default JAX takes three quarters. Before JAX is first used."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def run(setup: Setup) -> Comparison:
     """Run torch, JAX, and torch in other bases over the same batches.
 
@@ -275,8 +280,7 @@ def run(setup: Setup) -> Comparison:
     Raises:
         UserError: where JAX has no such device.
     """
-    # torch shares the GPU, here and in whatever is measured next: by default JAX takes three quarters of its memory.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    share_the_gpu()
     require_jax_device(setup.device)
     # Autocast leaves fp32 products alone, and torch takes them in fp32 unless it is told otherwise; so do we.
     with jax.enable_x64(setup.training.dtype == "float64"):

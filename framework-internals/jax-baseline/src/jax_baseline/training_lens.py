@@ -135,6 +135,7 @@ def _collect_parity(run: Run, dtype: Precision) -> None:
 def _try_mutations(configuration: Mapping[str, Any]) -> list[Verdict]:
     from jax_baseline import mutations, sides
 
+    sides.share_the_gpu()  # looking for the CPU, JAX makes ready every device
     asked = configuration["mutations"]
     setup = sides.Setup(GPTConfig(**asked["model"]), TrainConfig(**asked["training"], dtype="float32"))
     return mutations.trial(setup, mutations.MUTATIONS[-asked["last"] :] if asked["last"] else None)
