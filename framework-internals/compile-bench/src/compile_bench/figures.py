@@ -142,27 +142,37 @@ def draw_speedup(results: Results) -> MatplotlibFigure:
     figure, axes = new_figure(8.0, 1.8 + 0.36 * len(rows))
     for index, mode in enumerate(modes):
         own = [record for record in records if record.labels["mode"] == mode]
-        speedups = [record["speedup"] for record in own]
         offset = (index - (len(modes) - 1) / 2) * 0.7 / len(modes)
-        axes.errorbar(
-            [speedup.value for speedup in speedups],
-            [rows.index(case_key(record)[:2]) + offset for record in own],
-            xerr=np.array([_whiskers(speedup) for speedup in speedups]).T,
-            label=mode,
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=5,
-            linestyle="none",
-            capsize=2,
-            linewidth=1.2,
-        )
+        places = [rows.index(case_key(record)[:2]) + offset for record in own]
+        _draw_marks(axes, [record["speedup"] for record in own], places, mode, index)
+    _finish_rows(axes, rows, "times as fast as eager")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    return figure
+
+
+def _draw_marks(axes: Axes, speedups: Sequence[Quantity], places: Sequence[float], label: str, index: int) -> None:
+    """The marks and intervals of the series of that index, one at each place of the rows."""
+    axes.errorbar(
+        [speedup.value for speedup in speedups],
+        places,
+        xerr=np.array([_whiskers(speedup) for speedup in speedups]).T,
+        label=label,
+        color=COLOURS[index % len(COLOURS)],
+        marker=MARKERS[index % len(MARKERS)],
+        markersize=5,
+        linestyle="none",
+        capsize=2,
+        linewidth=1.2,
+    )
+
+
+def _finish_rows(axes: Axes, rows: Sequence[tuple[str, str]], label: str) -> None:
+    """A row for every model and kind, from the top, and a line where nothing is gained."""
     axes.axvline(1.0, color="#444444", linewidth=1.0)
     axes.set_yticks(range(len(rows)), [f"{target} {kind}" for target, kind in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     _times_axis(axes, "x")
-    axes.set_xlabel("times as fast as eager")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
-    return figure
+    axes.set_xlabel(label)
 
 
 def _mode_order(mode: str) -> tuple[int, str]:
@@ -178,18 +188,10 @@ def draw_autotuning(results: Results) -> MatplotlibFigure:
     figure, axes = new_figure(8.0, 1.8 + 0.36 * len(rows))
     for index, mode in enumerate(modes):
         own = [each for each in found if each.verdict.labels["mode"] == mode]
-        axes.errorbar(
-            [each.speed.value for each in own],
-            [rows.index(case_key(each.verdict)[:2]) + (index - (len(modes) - 1) / 2) * 0.4 for each in own],
-            xerr=np.array([_whiskers(each.speed) for each in own]).T,
-            label=f"{mode} against {' or '.join(sorted({each.before for each in own}))}",
-            color=COLOURS[index % len(COLOURS)],
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=5,
-            linestyle="none",
-            capsize=2,
-            linewidth=1.2,
-        )
+        offset = (index - (len(modes) - 1) / 2) * 0.4
+        places = [rows.index(case_key(each.verdict)[:2]) + offset for each in own]
+        label = f"{mode} against {' or '.join(sorted({each.before for each in own}))}"
+        _draw_marks(axes, [each.speed for each in own], places, label, index)
     for row, model in enumerate(rows):
         prices = [each.more for each in found if case_key(each.verdict)[:2] == model and each.more is not None]
         if prices:
@@ -202,11 +204,7 @@ def draw_autotuning(results: Results) -> MatplotlibFigure:
                 textcoords="offset points",
                 va="center",
             )
-    axes.axvline(1.0, color="#444444", linewidth=1.0)
-    axes.set_yticks(range(len(rows)), [f"{target} {kind}" for target, kind in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    _times_axis(axes, "x")
-    axes.set_xlabel("times as fast as without autotuning")
+    _finish_rows(axes, rows, "times as fast as without autotuning")
     figure.legend(loc="outside lower center", ncols=1, fontsize=9, frameon=False)
     return figure
 
