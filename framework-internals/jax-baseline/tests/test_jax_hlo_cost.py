@@ -12,7 +12,7 @@ from jax_baseline.hlo import kernels, parse, summarise
 from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
 from jax_baseline.hlo.stablehlo import count_operations
 from jax_baseline.hlo.taps import return_everything
-from jax_baseline.model import loss
+from jax_baseline.model import loss, one_pass_logsumexp
 from jax_baseline.profile import kernel_seconds
 from jax_baseline.transfer import from_torch
 from jax_baseline.xla_private import complete_text, run_text
@@ -46,6 +46,13 @@ def test_totals_of_the_model_agree_with_xla(model_gradients):
     assert summary.argument_bytes == memory.argument_size_in_bytes
     # The result is a tuple, whose table of pointers XLA counts too.
     assert 0 <= memory.output_size_in_bytes - summary.output_bytes <= 8 * 64
+
+
+def test_totals_of_a_reduction_of_two_arrays_at_once_agree_with_xla():
+    compiled = jax.jit(one_pass_logsumexp).lower(jnp.ones((4, 8, 300))).compile()
+    summary, costs = summarise(compiled.as_text()), compiled.cost_analysis()
+    assert summary.flops == pytest.approx(costs["flops"], rel=1e-3)
+    assert summary.transcendentals == costs["transcendentals"] > 4 * 8 * 299
 
 
 def test_xla_counts_the_body_of_a_loop_once_and_the_parser_as_often_as_it_runs():

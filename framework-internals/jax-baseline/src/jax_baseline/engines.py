@@ -108,6 +108,14 @@ ENGINES: Mapping[str, EngineSpec] = {
     "torch-compile-tuned": EngineSpec("torch", options="coordinate_descent_tuning"),
     "torch-compile-max": EngineSpec("torch", options="max_autotune_gemm,coordinate_descent_tuning"),
     "cudnn-no-triton-gemm": EngineSpec("jax", attention="cudnn", options=_NO_TRITON_GEMM),
+    "cudnn-no-triton-gemm-4-steps": EngineSpec(
+        "jax", attention="cudnn", steps_per_dispatch=4, options=_NO_TRITON_GEMM
+    ),
+    "cudnn-triton-fusion": EngineSpec(
+        "jax",
+        attention="cudnn",
+        options=f"{_NO_TRITON_GEMM} --xla_gpu_experimental_enable_triton_heroless_priority_fusion=true",
+    ),
     "cudnn-no-graphs": EngineSpec("jax", attention="cudnn", options="--xla_gpu_enable_command_buffer="),
     "cudnn-bf16-residual-no-graphs": EngineSpec(
         "jax",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -205,9 +206,34 @@ def cross_entropy(logits_BTV: LogitsBTV, targets_BT: TokensBT) -> Scalar:
     return _cross_entropy_forward(logits_BTV, targets_BT)[0]
 
 
+def one_pass_logsumexp(x_BTV: Float[Array, "B T V"]) -> Float[Array, "B T"]:
+    """Return log Σ exp(x) over the last axis, reading x once.
+
+    Maximum and sum are reduced together: two parts with maxima m, n and sums s, t of exp(x − maximum) join to
+    max(m, n) and s · exp(m − max(m, n)) + t · exp(n − max(m, n)) (Milakov and Gimelshein, "Online normalizer calculation
+    for softmax", 2018). One of the two exponentials is always 1, so each join costs one.
+
+    Args:
+        x_BTV: finite, or −∞ beside finite ones.
+    """
+
+    def join(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+        (m, s), (n, t) = one, other
+        shrink = jnp.exp(-jnp.abs(m - n))
+        return jnp.maximum(m, n), jnp.where(m >= n, s + t * shrink, s * shrink + t)
+
+    lowest = jnp.array(jnp.finfo(x_BTV.dtype).min, x_BTV.dtype)
+    parts = (jnp.maximum(x_BTV, lowest), jnp.ones_like(x_BTV))  # −∞ less −∞ would not be a number
+    maximum_BT, sum_BT = jax.lax.reduce(parts, (lowest, jnp.zeros((), x_BTV.dtype)), join, (x_BTV.ndim - 1,))
+    return maximum_BT + jnp.log(sum_BT)
+
+
 def _cross_entropy_forward(logits_BTV: LogitsBTV, targets_BT: TokensBT) -> tuple[Scalar, tuple[Array, Array, Array]]:
     wide_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
-    normaliser_BT = jax.nn.logsumexp(wide_BTV, axis=-1)
+    # jax.nn.logsumexp reads the logits twice, once for the maximum, and on a GPU the loss is what that memory takes.
+    normaliser_BT = jax.lax.platform_dependent(
+        wide_BTV, cuda=one_pass_logsumexp, default=partial(jax.nn.logsumexp, axis=-1)
+    )
     chosen_BT = jnp.take_along_axis(wide_BTV, targets_BT[..., None], axis=-1)[..., 0]
     return (normaliser_BT - chosen_BT).mean(), (logits_BTV, normaliser_BT, targets_BT)
 
