@@ -23,6 +23,7 @@ from benchkit.progress import working
 from custom_ops import autograd_nodes, prebuild, runtime_compiled
 from custom_ops.operators import bias_gelu, conv_bn_relu, elementwise, flash_attention
 from custom_ops.registration import NAMESPACES, Rules, register
+from custom_ops.torch_internals import in_cpp
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
 AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"
@@ -160,14 +161,14 @@ def operators() -> Iterator[Rules]:
 
 
 class Operators:
-    """The operators of a namespace as attributes, each its default overload; the first one asked for loads a build."""
+    """The operators of a namespace as attributes, ready to be called; the first one asked for loads a build."""
 
     def fill(self, packets: Any) -> None:
         """Set the attributes."""
         for rules in operators():
-            # The overload itself: calling the packet would look it up anew each time.
+            # Calling the packet would look up the overload anew each time, and calling that is a detour too.
             if hasattr(packets, rules.name):
-                setattr(self, rules.name, getattr(packets, rules.name).default)
+                setattr(self, rules.name, in_cpp(getattr(packets, rules.name).default))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,7 +1,16 @@
 """The private parts of torch that this package and its tests use; tests/test_traps.py fails where one moves."""
 
+from collections.abc import Callable
+from typing import Any
+
 from torch._dynamo.exc import Unsupported
+from torch._ops import OpOverload
 from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import _check_cuda_version as check_cuda_version
 
-__all__ = ["TorchVersion", "Unsupported", "check_cuda_version"]
+__all__ = ["TorchVersion", "Unsupported", "check_cuda_version", "in_cpp"]
+
+
+def in_cpp(overload: OpOverload) -> Callable[..., Any]:
+    """Return what an overload calls: the same operator, without the Python function around it (0.3 µs a call)."""
+    return overload._op
