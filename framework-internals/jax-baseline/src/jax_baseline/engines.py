@@ -108,9 +108,7 @@ ENGINES: Mapping[str, EngineSpec] = {
     "torch-compile-tuned": EngineSpec("torch", options="coordinate_descent_tuning"),
     "torch-compile-max": EngineSpec("torch", options="max_autotune_gemm,coordinate_descent_tuning"),
     "cudnn-no-triton-gemm": EngineSpec("jax", attention="cudnn", options=_NO_TRITON_GEMM),
-    "cudnn-no-triton-gemm-4-steps": EngineSpec(
-        "jax", attention="cudnn", steps_per_dispatch=4, options=_NO_TRITON_GEMM
-    ),
+    "cudnn-no-triton-gemm-4-steps": EngineSpec("jax", attention="cudnn", steps_per_dispatch=4, options=_NO_TRITON_GEMM),
     "cudnn-triton-fusion": EngineSpec(
         "jax",
         attention="cudnn",

@@ -210,8 +210,8 @@ def one_pass_logsumexp(x_BTV: Float[Array, "B T V"]) -> Float[Array, "B T"]:
     """Return log Σ exp(x) over the last axis, reading x once.
 
     Maximum and sum are reduced together: two parts with maxima m, n and sums s, t of exp(x − maximum) join to
-    max(m, n) and s · exp(m − max(m, n)) + t · exp(n − max(m, n)) (Milakov and Gimelshein, "Online normalizer calculation
-    for softmax", 2018). One of the two exponentials is always 1, so each join costs one.
+    max(m, n) and s · exp(m − max(m, n)) + t · exp(n − max(m, n)) (Milakov and Gimelshein, "Online normalizer
+    calculation for softmax", 2018). One of the two exponentials is always 1, so each join costs one.
 
     Args:
         x_BTV: finite, or −∞ beside finite ones.

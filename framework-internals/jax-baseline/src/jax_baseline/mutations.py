@@ -29,8 +29,8 @@ from torch_baseline.data import Tokens
 from torch_baseline.model import init_numpy
 from torch_baseline.optim import learning_rate
 
-# A mistake's gradient runs a handful of times: most of LLVM's optimisations cost more than they save. Not at level 0: it
-# sums one number after another, and then a loss can be further off than any control, without a mistake.
+# A mistake's gradient runs a handful of times: most of LLVM's optimisations cost more than they save. Not at level 0:
+# it sums one number after another, and then a loss can be further off than any control, without a mistake.
 _COMPILE_QUICKLY = {"xla_backend_optimization_level": 1}
 
 Optimizer = Callable[[TrainConfig], optax.GradientTransformation]
