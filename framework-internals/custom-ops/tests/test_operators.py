@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import custom_ops
+from custom_ops import torch_internals
 from custom_ops.builds import kernels
 from custom_ops.checks import DTYPES, wide
 from custom_ops.operators.flash_attention import reference
@@ -347,3 +348,20 @@ def test_every_instruction_set_gives_right_numbers(level: str) -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
     assert answer.returncode == 0, answer.stderr
+
+
+def test_an_operator_without_the_python_around_it_is_the_operator() -> None:
+    overload, a = torch.ops.aten.add.Tensor, torch.arange(3.0)
+    call = torch_internals.in_cpp(overload)
+    assert not hasattr(call, "__code__")  # nothing of Python is left in it
+    assert torch.equal(call(a, a), overload(a, a))
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), keywords=None):
+            seen.append(function)
+            return super().__torch_function__(function, types, arguments, keywords or {})
+
+    call(a.as_subclass(Watched), a)
+    assert overload in seen

@@ -120,23 +120,6 @@ def test_cuda_version_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
         torch_internals.check_cuda_version("g++", torch_internals.TorchVersion("12.0"))
 
 
-def test_an_operator_without_the_python_around_it_is_the_operator() -> None:
-    overload, a = torch.ops.aten.add.Tensor, torch.arange(3.0)
-    call = torch_internals.in_cpp(overload)
-    assert not hasattr(call, "__code__")  # nothing of Python is left in it
-    assert torch.equal(call(a, a), overload(a, a))
-    seen = []
-
-    class Watched(torch.Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, arguments=(), keywords=None):
-            seen.append(function)
-            return super().__torch_function__(function, types, arguments, keywords or {})
-
-    call(a.as_subclass(Watched), a)
-    assert overload in seen
-
-
 def test_cpu_tensor_to_a_cuda_only_operator() -> None:
     library = torch.library.Library("custom_ops_traps", "FRAGMENT")
     library.define("on_gpu(Tensor x) -> Tensor")

@@ -1,4 +1,4 @@
-"""The private parts of torch that this package and its tests use; tests/test_traps.py fails where one moves."""
+"""The private parts of torch that this package and its tests use; tests fail where one moves."""
 
 from collections.abc import Callable
 from typing import Any
