@@ -27,7 +27,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         dtypes = dict.fromkeys(("float64", "float32", "bfloat16"), size)
         names = ["torch-compile", "cudnn", "torch-eager", "torch-compile-bf16-residual"]
         if not quick:
-            names += ["cudnn-bf16-residual", "cudnn-4-steps", "cudnn-scan", "jit-donated"]
+            names += ["cudnn-no-triton-gemm", "cudnn-bf16-residual", "cudnn-4-steps", "cudnn-scan", "jit-donated"]
         bench = {"preset": "gpt2-124m", "batch_size": 32, "dtype": "bfloat16", "rounds": 5 if quick else 8, "steps": 8}
         # At this batch an engine holds 20 to 60 GB, and more while its compiler tries kernels.
         bench["together"] = 2

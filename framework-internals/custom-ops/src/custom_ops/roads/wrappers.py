@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from custom_ops.builds import kernels, public
+from custom_ops.builds import load
 from custom_ops.checks import check_operands
 from custom_ops.operators.elementwise import vector_add
 from custom_ops.roads.just_in_time import load as extension
@@ -26,6 +26,7 @@ STABLE_AUTOGRAD = "stable ABI, with autograd"
 
 def wrappers() -> Mapping[str, AddFunction]:
     """Every way by name: torch's own operator first, then from the barest to those with everything."""
+    load()
     return {
         "torch.add": torch.add,
         "pybind11 function": extension().vector_add,
@@ -33,8 +34,8 @@ def wrappers() -> Mapping[str, AddFunction]:
         "torch.library, no autograd": torch.ops.custom_ops_roads.library_only.default,
         "torch.library + register_autograd": torch.ops.custom_ops_roads.with_autograd.default,
         "custom_op decorator": _decorated,
-        STABLE: kernels.vector_add,
-        STABLE_AUTOGRAD: public.vector_add,
+        STABLE: torch.ops.custom_ops_kernels.vector_add.default,
+        STABLE_AUTOGRAD: torch.ops.custom_ops.vector_add.default,
         SHIPPED: vector_add,
     }
 
