@@ -1,8 +1,18 @@
-"""Which tests can run on this machine."""
+"""Which tests can run on this machine, and what all of them share."""
 
 from __future__ import annotations
 
+import gc
+
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_imported_is_not_garbage() -> None:
+    """Let collections pass over what earlier tests left: with three frameworks in a process a full one takes a second,
+    and there is one before every timing.
+    """
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
