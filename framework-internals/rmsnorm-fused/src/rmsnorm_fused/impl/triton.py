@@ -58,7 +58,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST_FLOAT8)
 
 
-# ---- how the kernels are cut up
+# ---- how the kernels are cut up; kept, since Triton's next_power_of_2 and cdiv are slow when the host calls them
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class Cut:
         return 1 + max(min(int(ring / (self.rows * bytes_a_row)), self.stages - 1), 0)
 
 
+@functools.cache
 def forward_cut(columns: int, wide_bytes: int) -> Cut:
     """How the forward kernels are cut up.
 
@@ -109,6 +110,7 @@ def forward_cut(columns: int, wide_bytes: int) -> Cut:
     return Cut(rows, width, warps=_warps(rows * width, 16))
 
 
+@functools.cache
 def backward_cut(columns: int, wide_bytes: int) -> Cut:
     """How the backward kernels are cut up; a cut narrower than a row is that of the kernel that owns columns.
 
@@ -125,6 +127,7 @@ def backward_cut(columns: int, wide_bytes: int) -> Cut:
     return Cut(max(_BACKWARD_TILE // wide_bytes // width, 1), width, warps=8, programs=1, stages=3)
 
 
+@functools.cache
 def sum_cut(columns: int) -> Cut:
     """How the kernel that adds partial rows is cut up: about 256 programs, most of whose loads are in flight at once.
 
@@ -133,6 +136,11 @@ def sum_cut(columns: int) -> Cut:
     """
     width = min(max(triton.next_power_of_2(columns) // 256, 16), 128)
     return Cut(_TILE // width, width, warps=8)
+
+
+def _tiles(elements: int, a_tile: int) -> int:
+    """How many tiles, the last one perhaps not full."""
+    return -(-elements // a_tile)
 
 
 def _warps(elements: int, elements_a_thread: int) -> int:
@@ -525,7 +533,7 @@ def _launch_forward(
                 COLUMNS=cut.columns, STAGES=_stages(cut, (x, residual)), num_warps=cut.warps,
             )  # fmt: skip
         else:
-            _forward[(triton.cdiv(rows, cut.rows),)](
+            _forward[(_tiles(rows, cut.rows),)](
                 *tensors, rows, columns, *layouts, **constants, **_tile(cut, rows, columns), num_warps=cut.warps,
                 EVICT=_eviction_policy(x),
             )  # fmt: skip
@@ -576,7 +584,7 @@ def backward(
             return dx, None
         dweight = torch.empty_like(weight)
         cut = sum_cut(columns)
-        _add_partials[(triton.cdiv(columns, cut.columns),)](
+        _add_partials[(_tiles(columns, cut.columns),)](
             partials, dweight, partials.shape[0], columns,
             WIDE=constants["WIDE"], ROWS=cut.rows, COLUMNS=cut.columns, num_warps=cut.warps,
         )  # fmt: skip
@@ -593,7 +601,7 @@ def _launch_backward(
 ) -> torch.Tensor:
     """Fill dx from ``read``, which is dy, ds and s; return the partial rows of dweight."""
     rows, columns = dx.shape
-    count = min(triton.cdiv(rows, cut.rows), _programs(dx.device, cut))
+    count = min(_tiles(rows, cut.rows), _programs(dx.device, cut))
     partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
     layouts = (number for tensor in read for number in _layout(tensor))
     _backward[(count,)](
@@ -620,8 +628,8 @@ def _launch_backward_wide(
     _row_scalars[(rows,)](
         dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8
     )
-    blocks = triton.cdiv(columns, cut.columns)
-    count = min(rows, triton.cdiv(_programs(dx.device, cut), blocks))
+    blocks = _tiles(columns, cut.columns)
+    count = min(rows, _tiles(_programs(dx.device, cut), blocks))
     partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
     layouts = (number for tensor in read for number in _layout(tensor))
     _backward_wide[(blocks, count)](
