@@ -168,6 +168,76 @@ def test_held_lines_keep_the_numbers_of_those_behind(folder):
         assert b"__compile_bench_h" in overlay[str(folder / "triage_model.py")].splitlines()[13]
 
 
+def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
+    path = tmp_path / "pair.py"
+    path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
+    recording, replaying = overlays([(str(path), 2)])
+    recorded, replayed = {}, {}
+    exec(recording[str(path)], recorded)
+    exec(replaying[str(path)], replayed)
+    x = torch.ones(3, requires_grad=True)
+    recorded["pair"](x)
+    held, apart = replayed["pair"](x)
+    assert held.tolist() == [2, 2, 2]
+    assert (held.is_leaf, held.requires_grad, apart.requires_grad) == (True, True, False)
+
+
+RAISING = """\
+import torch
+
+
+@torch.compiler.disable
+def picked(x, index):
+    return x * [1.0, 2.0][index]
+
+
+class Picking(torch.nn.Module):
+    def forward(self, x):
+        x = picked(x, 2 if torch.compiler.is_compiling() else 1)
+        return x.sin()
+
+
+def target():
+    return Picking(), (torch.ones(3),)
+"""
+
+
+def test_an_error_of_the_compiled_model_alone_has_its_line(folder, capsys):
+    (folder / "triage_model.py").write_text(RAISING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    assert found.failures == ("IndexError: list index out of range",)
+    (raised,) = (each for each in found.breaks if each.category == "compile error")
+    assert (raised.line, raised.function) == (6, "picked")
+    assert raised.reason == "IndexError: list index out of range; the model by itself does not raise it"
+
+
+STEPPING = """\
+import torch
+
+LAYER = torch.nn.Linear(4, 2)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters(), lr=0.1)
+
+
+def train_step(x):
+    loss = LAYER(x).square().mean()
+    if loss.isnan():
+        raise FloatingPointError
+    loss.backward()
+    return loss.detach()
+
+
+def target():
+    return train_step, (torch.ones(3, 4),)
+"""
+
+
+def test_a_function_with_a_backward_pass_of_its_own_is_surveyed(folder, capsys):
+    (folder / "triage_model.py").write_text(STEPPING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    assert found.failures == ()
+    assert {each.line for each in found.breaks} == {9, 11}
+
+
 def test_the_innermost_line_is_the_users():
     whose = Folders("/site/torch", ["/site"], "/bench", ["zoo.py"])
     stack = [
@@ -209,6 +279,15 @@ def test_functions_that_compute_eagerly_are_seen():
     (found,) = watch.run(lambda: compiled.encode(x))
     assert (found.frame.function, found.method_of) == ("encode", "Encoder")
     assert sys.getprofile() is None
+
+
+def test_code_that_cannot_be_hashed_is_watched():
+    """Dynamo puts dictionaries among the constants of the code that it writes."""
+    code = Encoder.encode.__code__
+    encode = type(Encoder.encode)(code.replace(co_consts=(*code.co_consts, {})), Encoder.encode.__globals__)
+    model = Encoder()
+    (found,) = EagerWatch(model.modules(), folders()).run(lambda: encode(model, torch.ones(2, 4)))
+    assert found.frame.function == "encode"
 
 
 BREAK = Break("model.py", 7, "forward", "print(x)", "side effect", "", (), "side effect", whole_frame=False)

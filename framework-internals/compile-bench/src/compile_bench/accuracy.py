@@ -113,11 +113,10 @@ def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train
         output = call(*target.args, **target.kwargs)
     if not train:
         return {"output": flat(output)}
-    loss = target.scalar(output)
-    loss.backward()
+    loss = target.backward(output)
     gradients = {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return {"output": flat(loss.detach()), **gradients}
+    return {"output": flat(loss), **gradients}
 
 
 def flat(output: Any) -> Tensor:
@@ -169,7 +168,7 @@ def draws_random_numbers(target: Target, *, train: bool) -> bool:
 
     def output(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        with torch.no_grad():
+        with torch.set_grad_enabled(train):  # a function may do a backward pass of its own
             return flat(target.forward(model, target.args))
 
     first = output(0)

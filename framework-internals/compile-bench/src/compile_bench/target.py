@@ -16,7 +16,8 @@ For example::
 
 The model is made on the CPU in the dtype it is to run in; it and its arguments are moved to the device. A training step
 is forward, loss, backward; without a ``loss`` a scalar output is taken as it is, and the mean square of any other
-output. The names in :data:`compile_bench.zoo.ZOO` are targets too.
+output. Where nothing asks for a gradient (a frozen model, a function that does its own backward pass and returns the
+loss detached) it ends with the loss. The names in :data:`compile_bench.zoo.ZOO` are targets too.
 """
 
 from __future__ import annotations
@@ -122,6 +123,13 @@ class Target:
             return tensors[0]
         return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
 
+    def backward(self, output: Any) -> Tensor:
+        """The loss of an output, detached, after its backward pass; there is none where nothing asks for a gradient."""
+        loss = self.scalar(output)
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
+
     def at(self, entry: Any) -> Target:
         """The same target called with an entry of its schedule."""
         if isinstance(entry, Mapping):
@@ -150,9 +158,7 @@ class Target:
 
         def training_step() -> Tensor:
             model.zero_grad(set_to_none=True)
-            loss = self.scalar(self.forward(model, args))
-            loss.backward()
-            return loss.detach()
+            return self.backward(self.forward(model, args))
 
         def inference_step() -> Any:
             with torch.no_grad():

@@ -111,7 +111,7 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
         output = call(*target.args, **target.kwargs)
     values = {"output": flat(output)}
     if train:
-        target.scalar(output).backward()
+        target.backward(output)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
     buffers = {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
     values |= {name: tensor.detach().double().flatten().clone() for name, tensor in {**gradients, **buffers}.items()}
