@@ -29,7 +29,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -116,7 +116,7 @@ class Target:
         """The loss of an output."""
         if self.loss is not None:
             return self.loss(output)
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
         if not tensors:
             raise UserError("the model's output holds no floating-point tensor to train on; give the target a loss")
         if len(tensors) == 1 and tensors[0].ndim == 0:
@@ -165,6 +165,17 @@ class Target:
                 return self.forward(model, args)
 
         return training_step if train else inference_step
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors that a model returns, in turn, also those in the fields of dataclasses."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, each.name) for each in fields(leaf)])
+    return found
 
 
 def load_target(name: str, device: Device) -> Target:
