@@ -163,6 +163,13 @@ def test_time_between_compilations_is_nobodys():
         ("setattr() on Tensor.requires_grad", "autograd"),
         ("Backend compiler exception", "backend failed"),
         ("Missing tp_iternext", "Python construct"),
+        ("sort with non-constant keys", "tensor value read by Python"),
+        ("Attempted to use `torch.nn.functional.one_hot` with data-dependent output shape", "data-dependent shape"),
+        ("Attempted to copy.deepcopy a tensor", "call Dynamo will not enter"),
+        ("attempted to trace numpy function unsupported by PyTorch", "call Dynamo will not enter"),
+        ("torch.* op returned non-Tensor", "call Dynamo will not enter"),
+        ("Attempted to wrap sparse Tensor with VariableTracker", "tensor Dynamo cannot represent"),
+        ("Unsupported Tensor.resize_() call", "tensor Dynamo cannot represent"),
         ("Something new", "other"),
     ],
 )

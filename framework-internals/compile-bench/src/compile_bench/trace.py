@@ -47,19 +47,28 @@ _CATEGORIES = tuple(
         (r"recompile.?limit|cache.?size.?limit", RECOMPILE_LIMIT),
         (r"data.dependent branch|data.dependent jump|dynamic control flow", "data-dependent control flow"),
         (
-            r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist",
+            r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist|repr\(\) on tensor"
+            r"|sort with non-constant keys|list with non-scalar tensor",
             "tensor value read by Python",
         ),
-        (r"dynamic (output )?shape|DynamicOutputShape|nonzero|unbacked", "data-dependent shape"),
+        (
+            r"dynamic (output )?shape|DynamicOutputShape|data.dependent output shape|nonzero|unbacked",
+            "data-dependent shape",
+        ),
         (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", "asked for by the code"),
         (r"builtin operator|reorderable_logging|logging|print", "side effect"),
         (
-            r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable",
+            r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable"
+            r"|numpy function|ndarray method|time function|copy\.deepcopy|op returned non-Tensor|RNN, GRU, or LSTM",
             "call Dynamo will not enter",
         ),
         (r"backend compiler|BackendCompilerFailed", "backend failed"),
-        (r"context manager", "context manager"),
-        (r"requires_grad|autograd\.Function|backward|hook", "autograd"),
+        (r"context manager|contextlib", "context manager"),
+        (r"requires_grad|autograd\.(Function|grad)|backward|hook", "autograd"),
+        (
+            r"sparse tensor|resize_\(\)|tensor data attribute|nn\.Parameter\(\)|opaque object",
+            "tensor Dynamo cannot represent",
+        ),
         (r"bytecode|tp_|__\w+__|generator|exception|super\(\)|iterator|class|builtin", "Python construct"),
     )
 )
@@ -504,9 +513,7 @@ def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
     Where an operator fails inside of a library's function that Dynamo follows into, PyTorch names the library's line
     alone; when it then compiles that function by itself it names the whole stack.
     """
-    known = {
-        (each.stack[-1].place, each.reason): each for each in breaks if each.stack and folders.of_user(each.file)
-    }
+    known = {(each.stack[-1].place, each.reason): each for each in breaks if each.stack and folders.of_user(each.file)}
     attributed = []
     for each in breaks:
         whole = known.get((each.place, each.reason))
