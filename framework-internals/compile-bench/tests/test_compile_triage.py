@@ -19,9 +19,12 @@ from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerWatch
+from compile_bench.findings import Finding, Proposal, mark
 from compile_bench.mending.holding import overlays
+from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
+from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
 from compile_bench.target import load_target
 from compile_bench.trace import Break, Folders, Frame
@@ -209,6 +212,63 @@ def test_an_error_of_the_compiled_model_alone_has_its_line(folder, capsys):
     (raised,) = (each for each in found.breaks if each.category == "compile error")
     assert (raised.line, raised.function) == (6, "picked")
     assert raised.reason == "IndexError: list index out of range; the model by itself does not raise it"
+
+
+HIDING = """\
+import os
+
+import torch
+
+
+class Hiding(torch.nn.Module):
+    def forward(self, x):
+        print(end="")
+        for _ in range(2):
+            self.process = os.getpid()
+        return x / x.norm().item()
+
+
+def target():
+    return Hiding(), (torch.ones(3),)
+"""
+
+
+class InThisProcess:
+    """In the place of a harness; a proof leaves Inductor out."""
+
+    beside = 1
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def toolchain_seconds(self):
+        return 0.0
+
+    def ask_all(self, questions):
+        return [question() for question in questions]
+
+    def ask(self, job, case, *, path, kinds, seeds, proposals=(), overlay=None, allowed=frozenset()):
+        if job == "trials":
+            return trials(case, kinds=kinds, seeds=seeds, proposals=proposals, path=path)
+        return trials(case, kinds=kinds, seeds=seeds, proposals=[Proposal((overlay,), allowed)], path=path)[0][0]
+
+
+def test_what_stays_hidden_is_neither_counted_as_mended_nor_proved(folder, capsys):
+    (folder / "triage_model.py").write_text(HIDING)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    assert [each.line for each in found.breaks] == [8, 10, 11]
+    assert found.hidden == {mark(found.breaks[2])}
+    findings = [
+        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
+        for each in found.breaks
+    ]
+    mending = Mender(InThisProcess(folder), case, [found], folder).mend(findings)
+    mends = {line: mend for (_, line), mend in mending.mends.items()}
+    assert (mends[8].accepted, mends[8].before.breaks, mends[8].after.breaks) == (True, 3, 2)
+    assert not mends[11].accepted
+    assert "a function around it is still given up" in mends[11].verdict
+    assert mending.together.accepted
 
 
 STEPPING = """\

@@ -19,7 +19,7 @@ from torch import nn
 from benchkit import UserError
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import SilentEager, Survey
+from compile_bench.findings import SilentEager, Survey, mark
 from compile_bench.measuring import load_case
 from compile_bench.mending.holding import overlays
 from compile_bench.mending.overlay import forget_user_modules, overlaid
@@ -64,8 +64,8 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
     start = time.perf_counter()
     look = _look(target, case, seeds, whose)
     seconds = time.perf_counter() - start
-    if behind:
-        look.breaks += _behind(look, case, seeds[:1], whose)
+    hidden = _behind(look, case, seeds[:1], whose) if behind else []
+    look.breaks += hidden
     merged = merge_breaks(each for _, each in look.breaks)
     return Survey(
         case,
@@ -80,6 +80,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         seconds,
         frozenset(each.file for each in merged if whose.of_user(each.file)),
         tuple(look.notes),
+        frozenset(mark(each) for _, each in hidden),
     )
 
 
