@@ -1,5 +1,7 @@
 """The float64-calibrated comparison: right results pass, planted errors do not, random models are left alone."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -19,6 +21,39 @@ def test_the_same_computation_is_within_the_bound():
     assert accuracy.holds
     assert accuracy.tensors == 5  # the output and four gradients
     assert accuracy.output.compiled == accuracy.output.eager
+
+
+@dataclass
+class Detections:
+    scores: torch.Tensor
+    kept: list
+
+
+class Detector(nn.Linear):
+    def forward(self, x):
+        scores = super().forward(x)
+        return Detections(scores, [scores > 0, scores.argmax(-1)])
+
+
+class Labels(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).argmax(-1)
+
+
+def test_an_output_that_is_a_dataclass_is_compared():
+    made = Target(Detector(4, 4), (torch.ones(2, 4),))
+    model = made.copied()
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert accuracy.holds
+    assert accuracy.tensors == 3
+    accuracy = compare_with_eager(made, lambda x: Detections(model(x).scores * 1.001, []), model, train=False)
+    assert not accuracy.holds
+
+
+def test_an_output_without_floating_point_numbers_is_not_compared():
+    made = Target(Labels(4, 4), (torch.ones(2, 4),))
+    model = made.copied()
+    assert "holds no floating-point tensor to compare" in compare_with_eager(made, model, model, train=False).skipped
 
 
 def test_weights_are_set_back_before_comparing():

@@ -64,6 +64,27 @@ def test_lines_of_a_string_stay_where_they_are():
     assert text.endswith('        print("""a\n  b""")  # here\n')
 
 
+def test_a_check_that_only_reports_is_made_while_not_compiling():
+    case, text = first("def f(x):\n    if x.isnan().any():  # here\n        log.warning('nan')\n    return x\n", BRANCH)
+    assert case == "print"
+    assert "    if not torch.compiler.is_compiling() and x.isnan().any():  # here\n        log.warning('nan')\n" in text
+    _, text = first("def f(x):\n    if x.max() > 9 or x.min() < -9:  # here\n        print(x)\n", BRANCH)
+    assert "if not torch.compiler.is_compiling() and (x.max() > 9 or x.min() < -9):  # here" in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    if x.max() > 9:  # here\n        print(x)\n        x = x + y\n",
+        "    if x.max() > 9:  # here\n        print(x)\n    else:\n        y = y + x\n",
+        "    if self.seen(x):  # here\n        print(x)\n",
+        "    if y is None:\n        y = x\n    elif x.max() > 9:  # here\n        print(x)\n",
+    ],
+)
+def test_a_check_that_does_more_than_report_is_left_alone(body):
+    assert "print" not in proposals(source_of(f"def f(self, x, y):\n{body}"), BRANCH)
+
+
 def test_a_print_that_does_something_else_is_left_alone():
     assert first("def f(x):\n    print(self.count())  # here\n", "Failed to trace builtin operator") == (None, None)
     assert first("def f(x):\n    print(n := 3)  # here\n", "Failed to trace builtin operator") == (None, None)

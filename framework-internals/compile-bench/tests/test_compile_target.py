@@ -160,6 +160,11 @@ def test_a_function_that_returns_a_tensor_is_the_step_itself(file):
     torch.compiler.reset()
 
 
+def test_no_backward_pass_where_nothing_asks_for_a_gradient(file):
+    target = load_target(f"{file}:function", "cpu")
+    assert target.step(target.copied(), train=True)().item() == 9
+
+
 def test_an_entry_of_the_schedule_is_a_tuple_a_mapping_or_a_tensor():
     model = torch.nn.Linear(1, 1)
     one = torch.ones(2, 1)

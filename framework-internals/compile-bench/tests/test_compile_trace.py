@@ -80,6 +80,35 @@ def test_the_recompile_limit_is_found_in_the_metrics(version):
     assert [entry.compile_id for entry in trace.recompiles] == ["0/1", "0/2"]
 
 
+LIBRARY_BREAK = """Graph break in user code at /library/heads/loss.py:9
+Graph Break Reason: Encountered graph break when attempting to trace CALL: a function call, e.g. f(x, y):
+
+Dynamic shape operator
+  Explanation: Operator `aten.nonzero.default`'s output shape depends on input Tensor data.
+
+User code traceback:
+{stack}  File "/library/heads/loss.py", line 9, in chosen
+    return (labels >= 0).nonzero()
+"""
+CALLED = '  File "/user/model.py", line 5, in forward\n    return chosen(x).sum()\n'
+
+
+def library_breaks(*stacks):
+    events = [
+        Event("dynamo_graph_break_reason", f"{number}/0", {}, LIBRARY_BREAK.format(stack=stack))
+        for number, stack in enumerate(stacks)
+    ]
+    return read_events(events, folders=Folders(torch="/library/torch", library=["/library"])).breaks
+
+
+def test_a_break_in_a_library_is_the_users_line_even_where_one_message_leaves_it_out():
+    (found,) = library_breaks("", CALLED)
+    assert (found.place, found.function, found.source) == ("/user/model.py:5", "forward", "return chosen(x).sum()")
+    assert (found.library, found.times, found.compile_ids) == ("/library/heads/loss.py:9", 2, ("0/0", "1/0"))
+    (unknown,) = library_breaks("")
+    assert unknown.place == "/library/heads/loss.py:9"
+
+
 def spans(*entries):
     return [{"name": name, "ph": ph, "ts": seconds * 1e6} for name, ph, seconds in entries]
 
@@ -134,6 +163,13 @@ def test_time_between_compilations_is_nobodys():
         ("setattr() on Tensor.requires_grad", "autograd"),
         ("Backend compiler exception", "backend failed"),
         ("Missing tp_iternext", "Python construct"),
+        ("sort with non-constant keys", "tensor value read by Python"),
+        ("Attempted to use `torch.nn.functional.one_hot` with data-dependent output shape", "data-dependent shape"),
+        ("Attempted to copy.deepcopy a tensor", "call Dynamo will not enter"),
+        ("attempted to trace numpy function unsupported by PyTorch", "call Dynamo will not enter"),
+        ("torch.* op returned non-Tensor", "call Dynamo will not enter"),
+        ("Attempted to wrap sparse Tensor with VariableTracker", "tensor Dynamo cannot represent"),
+        ("Unsupported Tensor.resize_() call", "tensor Dynamo cannot represent"),
         ("Something new", "other"),
     ],
 )

@@ -19,9 +19,12 @@ from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerWatch
+from compile_bench.findings import Finding, Proposal, mark
 from compile_bench.mending.holding import overlays
+from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
+from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
 from compile_bench.target import load_target
 from compile_bench.trace import Break, Folders, Frame
@@ -168,6 +171,133 @@ def test_held_lines_keep_the_numbers_of_those_behind(folder):
         assert b"__compile_bench_h" in overlay[str(folder / "triage_model.py")].splitlines()[13]
 
 
+def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
+    path = tmp_path / "pair.py"
+    path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
+    recording, replaying = overlays([(str(path), 2)])
+    recorded, replayed = {}, {}
+    exec(recording[str(path)], recorded)
+    exec(replaying[str(path)], replayed)
+    x = torch.ones(3, requires_grad=True)
+    recorded["pair"](x)
+    held, apart = replayed["pair"](x)
+    assert held.tolist() == [2, 2, 2]
+    assert (held.is_leaf, held.requires_grad, apart.requires_grad) == (True, True, False)
+
+
+RAISING = """\
+import torch
+
+
+@torch.compiler.disable
+def picked(x, index):
+    return x * [1.0, 2.0][index]
+
+
+class Picking(torch.nn.Module):
+    def forward(self, x):
+        x = picked(x, 2 if torch.compiler.is_compiling() else 1)
+        return x.sin()
+
+
+def target():
+    return Picking(), (torch.ones(3),)
+"""
+
+
+def test_an_error_of_the_compiled_model_alone_has_its_line(folder, capsys):
+    (folder / "triage_model.py").write_text(RAISING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    assert found.failures == ("IndexError: list index out of range",)
+    (raised,) = (each for each in found.breaks if each.category == "compile error")
+    assert (raised.line, raised.function) == (6, "picked")
+    assert raised.reason == "IndexError: list index out of range; the model by itself does not raise it"
+
+
+HIDING = """\
+import os
+
+import torch
+
+
+class Hiding(torch.nn.Module):
+    def forward(self, x):
+        print(end="")
+        for _ in range(2):
+            self.process = os.getpid()
+        return x / x.norm().item()
+
+
+def target():
+    return Hiding(), (torch.ones(3),)
+"""
+
+
+class InThisProcess:
+    """In the place of a harness; a proof leaves Inductor out."""
+
+    beside = 1
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def toolchain_seconds(self):
+        return 0.0
+
+    def ask_all(self, questions):
+        return [question() for question in questions]
+
+    def ask(self, job, case, *, path, kinds, seeds, proposals=(), overlay=None, allowed=frozenset()):
+        if job == "trials":
+            return trials(case, kinds=kinds, seeds=seeds, proposals=proposals, path=path)
+        return trials(case, kinds=kinds, seeds=seeds, proposals=[Proposal((overlay,), allowed)], path=path)[0][0]
+
+
+def test_what_stays_hidden_is_neither_counted_as_mended_nor_proved(folder, capsys):
+    (folder / "triage_model.py").write_text(HIDING)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    assert [each.line for each in found.breaks] == [8, 10, 11]
+    assert found.hidden == {mark(found.breaks[2])}
+    findings = [
+        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
+        for each in found.breaks
+    ]
+    mending = Mender(InThisProcess(folder), case, [found], folder).mend(findings)
+    mends = {line: mend for (_, line), mend in mending.mends.items()}
+    assert (mends[8].accepted, mends[8].before.breaks, mends[8].after.breaks) == (True, 3, 2)
+    assert not mends[11].accepted
+    assert "a function around it is still given up" in mends[11].verdict
+    assert mending.together.accepted
+
+
+STEPPING = """\
+import torch
+
+LAYER = torch.nn.Linear(4, 2)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters(), lr=0.1)
+
+
+def train_step(x):
+    loss = LAYER(x).square().mean()
+    if loss.isnan():
+        raise FloatingPointError
+    loss.backward()
+    return loss.detach()
+
+
+def target():
+    return train_step, (torch.ones(3, 4),)
+"""
+
+
+def test_a_function_with_a_backward_pass_of_its_own_is_surveyed(folder, capsys):
+    (folder / "triage_model.py").write_text(STEPPING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    assert found.failures == ()
+    assert {each.line for each in found.breaks} == {9, 11}
+
+
 def test_the_innermost_line_is_the_users():
     whose = Folders("/site/torch", ["/site"], "/bench", ["zoo.py"])
     stack = [
@@ -209,6 +339,15 @@ def test_functions_that_compute_eagerly_are_seen():
     (found,) = watch.run(lambda: compiled.encode(x))
     assert (found.frame.function, found.method_of) == ("encode", "Encoder")
     assert sys.getprofile() is None
+
+
+def test_code_that_cannot_be_hashed_is_watched():
+    """Dynamo puts dictionaries among the constants of the code that it writes."""
+    code = Encoder.encode.__code__
+    encode = type(Encoder.encode)(code.replace(co_consts=(*code.co_consts, {})), Encoder.encode.__globals__)
+    model = Encoder()
+    (found,) = EagerWatch(model.modules(), folders()).run(lambda: encode(model, torch.ones(2, 4)))
+    assert found.frame.function == "encode"
 
 
 BREAK = Break("model.py", 7, "forward", "print(x)", "side effect", "", (), "side effect", whole_frame=False)

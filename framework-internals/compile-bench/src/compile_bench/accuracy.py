@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from benchkit import UserError
 from compile_bench.results import Accuracy, ErrorPair
-from compile_bench.target import Target
+from compile_bench.target import Target, tensors_in
 
 # The norm of n independent roundings scatters by a share of 1/√(2n): 3 is far outside for any tensor that matters.
 FACTOR = 3.0
@@ -52,12 +53,9 @@ def compare_with_eager(
         compiled_model: the module behind it; its weights are set to the target's.
         train: compare gradients too.
     """
-    if target.is_step:
-        return Accuracy(skipped="a step function keeps its weights to itself")
-    if draws_random_numbers(target, train=train):
-        return Accuracy(
-            skipped="the model draws random numbers (dropout?), and the compiler draws others than eager does"
-        )
+    reason = _incomparable(target, train=train)
+    if reason:
+        return Accuracy(skipped=reason)
     found = Accuracy()
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -72,6 +70,17 @@ def compare_with_eager(
             break
     compiled_model.load_state_dict(target.model.state_dict())
     return found
+
+
+def _incomparable(target: Target, *, train: bool) -> str:
+    """Why a target's numbers cannot be compared, in one sentence; empty if they can."""
+    if target.is_step:
+        return "a step function keeps its weights to itself"
+    try:
+        random = draws_random_numbers(target, train=train)
+    except UserError as error:  # an output without floating-point numbers
+        return str(error)
+    return "the model draws random numbers (dropout?), and the compiler draws others than eager does" if random else ""
 
 
 def _moved(target: Target, attempt: int) -> Target:
@@ -113,17 +122,25 @@ def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train
         output = call(*target.args, **target.kwargs)
     if not train:
         return {"output": flat(output)}
-    loss = target.scalar(output)
-    loss.backward()
+    loss = target.backward(output)
     gradients = {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return {"output": flat(loss.detach()), **gradients}
+    return {"output": flat(loss), **gradients}
 
 
 def flat(output: Any) -> Tensor:
-    """All floating-point tensors of an output as one vector of float64."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return torch.cat([leaf.detach().double().flatten() for leaf in leaves])
+    """All floating-point tensors of an output as one vector of float64.
+
+    Raises:
+        UserError: if there are none.
+    """
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    if not tensors:
+        raise UserError(
+            f"the model's output, of type {type(output).__name__}, holds no floating-point tensor to compare; let the "
+            "target's model return one, in a tuple, a list, a dict or a dataclass"
+        )
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
 
 def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
@@ -169,7 +186,7 @@ def draws_random_numbers(target: Target, *, train: bool) -> bool:
 
     def output(seed: int) -> Tensor:
         torch.manual_seed(seed)
-        with torch.no_grad():
+        with torch.set_grad_enabled(train):  # a function may do a backward pass of its own
             return flat(target.forward(model, target.args))
 
     first = output(0)

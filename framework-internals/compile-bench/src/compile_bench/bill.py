@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 
 from benchkit import UserError
 from compile_bench.catalogue import CAUSES, match
-from compile_bench.findings import Bill, Finding, Kind, Mend, Priced, SilentEager, Survey
+from compile_bench.findings import Bill, Figures, Finding, Kind, Mend, Priced, SilentEager, Survey
 from compile_bench.harness import Harness, WorkerFailure
 from compile_bench.mending.mend import Mender, patch_root
 from compile_bench.mending.source import Source, head_end
@@ -69,9 +69,20 @@ def draw_up(
                 lambda: cast(Priced, harness.ask("price", main, overlay=overlay)), "the mended model's step", absent
             )
             if after is not None:
-                together = replace(together, before=priced.figures, after=after.figures)
+                together = _measured(together, priced.figures, after.figures)
     findings.sort(key=_dearest_first)
     return Bill(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), together, tuple(absent))
+
+
+def _measured(together: Mend, before: Figures, after: Figures) -> Mend:
+    """With what a step takes; the breaks stay those that were counted, behind functions that were given up too."""
+    assert together.before is not None
+    assert together.after is not None
+    return replace(
+        together,
+        before=replace(before, breaks=together.before.breaks),
+        after=replace(after, breaks=together.after.breaks),
+    )
 
 
 def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[str]) -> list[Survey]:

@@ -63,7 +63,7 @@ class EagerWatch:
         self._modules = {id(module) for module in modules}
         self._folders = folders
         self._calls: list[_Call] = []
-        self._found: dict[CodeType, EagerFrame] = {}
+        self._found: dict[Frame, EagerFrame] = {}
 
     def run(self, step: Callable[[], Any]) -> tuple[EagerFrame, ...]:
         """Do a step, after everything has been compiled.
@@ -121,8 +121,9 @@ class EagerWatch:
             self._calls[-1].known += results
 
     def _report(self, code: CodeType, call: _Call) -> None:
+        # By place: code that Dynamo wrote cannot always be hashed, since its constants may be dictionaries.
         place = Frame(code.co_filename, code.co_firstlineno, code.co_name)
-        self._found.setdefault(code, EagerFrame(place, call.callers, call.method_of))
+        self._found.setdefault(place, EagerFrame(place, call.callers, call.method_of))
 
 
 def _is_compiled(code: CodeType) -> bool:

@@ -41,6 +41,7 @@ class Survey:
         trace_seconds: time of all first calls, that included.
         user_files: those of the breaks' files that are the user's.
         notes: lines that nothing could be seen behind, and why.
+        hidden: breaks that were only seen behind functions that Dynamo gave up.
     """
 
     case: Case
@@ -55,6 +56,7 @@ class Survey:
     trace_seconds: float
     user_files: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    hidden: frozenset[Mark] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -165,13 +167,15 @@ class Trial:
 
     Attributes:
         verdict: empty if it is accepted; else why not, in one sentence.
-        breaks: places that are left, over training and inference.
+        left: the breaks that are left, over training and inference.
+        gives_up: whether functions are still given up, behind which breaks may be hidden.
         graphs: captured in the first kind of step.
     """
 
     verdict: str
-    breaks: int
-    graphs: int
+    left: frozenset[Mark] = frozenset()
+    gives_up: bool = False
+    graphs: int = 0
 
 
 def mark(found: Break) -> Mark:

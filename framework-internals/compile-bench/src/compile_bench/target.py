@@ -16,7 +16,8 @@ For example::
 
 The model is made on the CPU in the dtype it is to run in; it and its arguments are moved to the device. A training step
 is forward, loss, backward; without a ``loss`` a scalar output is taken as it is, and the mean square of any other
-output. The names in :data:`compile_bench.zoo.ZOO` are targets too.
+output. Where nothing asks for a gradient (a frozen model, a function that does its own backward pass and returns the
+loss detached) it ends with the loss. The names in :data:`compile_bench.zoo.ZOO` are targets too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -115,12 +116,19 @@ class Target:
         """The loss of an output."""
         if self.loss is not None:
             return self.loss(output)
-        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
         if not tensors:
             raise UserError("the model's output holds no floating-point tensor to train on; give the target a loss")
         if len(tensors) == 1 and tensors[0].ndim == 0:
             return tensors[0]
         return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
+
+    def backward(self, output: Any) -> Tensor:
+        """The loss of an output, detached, after its backward pass; there is none where nothing asks for a gradient."""
+        loss = self.scalar(output)
+        if loss.requires_grad:
+            loss.backward()
+        return loss.detach()
 
     def at(self, entry: Any) -> Target:
         """The same target called with an entry of its schedule."""
@@ -150,15 +158,24 @@ class Target:
 
         def training_step() -> Tensor:
             model.zero_grad(set_to_none=True)
-            loss = self.scalar(self.forward(model, args))
-            loss.backward()
-            return loss.detach()
+            return self.backward(self.forward(model, args))
 
         def inference_step() -> Any:
             with torch.no_grad():
                 return self.forward(model, args)
 
         return training_step if train else inference_step
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """The tensors that a model returns, in turn, also those in the fields of dataclasses."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, each.name) for each in fields(leaf)])
+    return found
 
 
 def load_target(name: str, device: Device) -> Target:

@@ -47,19 +47,28 @@ _CATEGORIES = tuple(
         (r"recompile.?limit|cache.?size.?limit", RECOMPILE_LIMIT),
         (r"data.dependent branch|data.dependent jump|dynamic control flow", "data-dependent control flow"),
         (
-            r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist",
+            r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist|repr\(\) on tensor"
+            r"|sort with non-constant keys|list with non-scalar tensor",
             "tensor value read by Python",
         ),
-        (r"dynamic (output )?shape|DynamicOutputShape|nonzero|unbacked", "data-dependent shape"),
+        (
+            r"dynamic (output )?shape|DynamicOutputShape|data.dependent output shape|nonzero|unbacked",
+            "data-dependent shape",
+        ),
         (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", "asked for by the code"),
         (r"builtin operator|reorderable_logging|logging|print", "side effect"),
         (
-            r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable",
+            r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable"
+            r"|numpy function|ndarray method|time function|copy\.deepcopy|op returned non-Tensor|RNN, GRU, or LSTM",
             "call Dynamo will not enter",
         ),
         (r"backend compiler|BackendCompilerFailed", "backend failed"),
-        (r"context manager", "context manager"),
-        (r"requires_grad|autograd\.Function|backward|hook", "autograd"),
+        (r"context manager|contextlib", "context manager"),
+        (r"requires_grad|autograd\.(Function|grad)|backward|hook", "autograd"),
+        (
+            r"sparse tensor|resize_\(\)|tensor data attribute|nn\.Parameter\(\)|opaque object",
+            "tensor Dynamo cannot represent",
+        ),
         (r"bytecode|tp_|__\w+__|generator|exception|super\(\)|iterator|class|builtin", "Python construct"),
     )
 )
@@ -486,6 +495,7 @@ def _breaks(
             # torch 2.10 does not say it: nothing was captured, and nothing goes on behind the break.
             given_up = event.compile_id not in captured and plain_function(frame.function) not in resumed
             found.append(replace(each, whole_frame=each.whole_frame or given_up))
+    found = _with_callers(found, folders)
     told = {compile_id for entry in found for compile_id in entry.compile_ids}
     # Some failures never reach the graph-break artifact: the recompile limit, and errors of a backend that Dynamo
     # suppresses. They stand in the metrics of the compilation alone.
@@ -495,6 +505,23 @@ def _breaks(
         if entry.get("fail_type") and compile_id not in told
     ]
     return merge_breaks(found)
+
+
+def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
+    """Breaks in libraries, each at the user's line that led to it.
+
+    Where an operator fails inside of a library's function that Dynamo follows into, PyTorch names the library's line
+    alone; when it then compiles that function by itself it names the whole stack.
+    """
+    known = {(each.stack[-1].place, each.reason): each for each in breaks if each.stack and folders.of_user(each.file)}
+    attributed = []
+    for each in breaks:
+        whole = known.get((each.place, each.reason))
+        if whole is not None and not folders.of_user(each.file):
+            places = {name: getattr(whole, name) for name in ("file", "line", "function", "source", "stack")}
+            each = replace(each, **places)
+        attributed.append(each)
+    return attributed
 
 
 def plain_function(name: str) -> str:
@@ -597,9 +624,18 @@ def innermost_in(text: str, folders: Folders) -> Frame | None:
     return folders.innermost(_stack(text))
 
 
-def broken_in_error(text: str, kind: str, folders: Folders) -> Break | None:
-    """The place that a failed compilation's error names, as a break; None if it names none of the model's."""
-    stack = folders.inside(_stack(text.partition("from user code:")[2]))
+def broken_in_error(text: str, kind: str, folders: Folders, raised_at: Sequence[Frame] = ()) -> Break | None:
+    """The place that a failed compilation's error names, as a break; None if it names none of the model's.
+
+    Args:
+        text: of the error.
+        kind: its type's name.
+        folders: whose lines are whose.
+        raised_at: the error's own traceback: the place where its text names none, as of an error that the compiled
+            code raises and the model by itself does not.
+    """
+    named = _stack(text.partition("from user code:")[2])
+    stack = folders.inside(named or raised_at)
     place = folders.innermost(stack)
     if place is None:
         return None
@@ -609,7 +645,7 @@ def broken_in_error(text: str, kind: str, folders: Folders) -> Break | None:
         line=place.line,
         function=place.function,
         source=place.source,
-        reason=f"{kind}: {reason}",
+        reason=f"{kind}: {reason}" if named else f"{kind}: {reason}; the model by itself does not raise it",
         explanation=explanation,
         hints=hints,
         category="compile error",

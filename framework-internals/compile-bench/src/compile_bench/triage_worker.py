@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from benchkit import UserError
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import SilentEager, Survey
+from compile_bench.findings import SilentEager, Survey, mark
 from compile_bench.measuring import load_case
 from compile_bench.mending.holding import overlays
 from compile_bench.mending.overlay import forget_user_modules, overlaid
@@ -33,6 +34,7 @@ from compile_bench.trace import (
     broken_in_error,
     innermost_in,
     merge_breaks,
+    plain_function,
 )
 
 SEEDS = (0, 1, 2)
@@ -62,8 +64,8 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
     start = time.perf_counter()
     look = _look(target, case, seeds, whose)
     seconds = time.perf_counter() - start
-    if behind:
-        look.breaks += _behind(look, case, seeds[:1], whose)
+    hidden = _behind(look, case, seeds[:1], whose) if behind else []
+    look.breaks += hidden
     merged = merge_breaks(each for _, each in look.breaks)
     return Survey(
         case,
@@ -78,6 +80,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         seconds,
         frozenset(each.file for each in merged if whose.of_user(each.file)),
         tuple(look.notes),
+        frozenset(mark(each) for _, each in hidden),
     )
 
 
@@ -113,13 +116,21 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
         if error is not None:
             _refuse_if_eager_fails(target, case)
             look.failures[_one_line(error)] = None
-            found = broken_in_error(str(error), type(error).__name__, whose)
+            found = broken_in_error(str(error), type(error).__name__, whose, _raised_at(error))
             look.breaks += [(seed, found)] if found is not None else []
             continue
         step = target.step(compiled, train=case.train)
         for silent in _silent(EagerWatch(model.modules(), whose).run(step), trace, whose):
             look.eager.setdefault(silent.frame, silent)
     return look
+
+
+def _raised_at(error: Exception) -> list[Frame]:
+    """An error's traceback, outermost first."""
+    return [
+        Frame(each.filename, each.lineno or 0, plain_function(each.name), each.line or "")
+        for each in traceback.extract_tb(error.__traceback__)
+    ]
 
 
 def _refuse_if_eager_fails(target: Target, case: Case) -> None:
@@ -218,6 +229,13 @@ def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -
     places |= {(frame.file, frame.line) for each in trace.breaks for frame in each.stack}
     given_up = {(each.file, each.function) for each in trace.breaks if each.whole_frame}
     given_up |= {(each.stack[-1].file, each.stack[-1].function) for each in trace.breaks if each.stack}
+    # A break in a function that Dynamo was following into gives up the function that it came from.
+    given_up |= {
+        (frame.file, plain_function(frame.function))
+        for each in trace.breaks
+        if each.whole_frame
+        for frame in each.stack
+    }
     empty = {(each.file, each.line) for each in trace.empty}
     found: list[SilentEager] = []
     for each in frames:

@@ -34,8 +34,13 @@ class __compile_bench_no_context__:  # no name of a user is like it
         return None
 
 
+def _apart(tensor: Tensor) -> Tensor:
+    """The tensor without its history; what is computed from it still has a backward pass if it had one."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
 def __compile_bench_hold__(key: str, value: Any) -> Any:
-    _values[key] = pytree.tree_map_only(Tensor, torch.Tensor.detach, value)
+    _values[key] = pytree.tree_map_only(Tensor, _apart, value)
     return value
 
 
@@ -105,6 +110,7 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "") -> tuple[Edit
     lines = "\n" * text.count("\n")
     held = f"{_HELD}({key!r}{lines})"
     return (
-        source.replace(expression, f"{_HOLD}({key!r}, {text})"),
+        # In parentheses: `return scores, boxes` holds one tuple.
+        source.replace(expression, f"{_HOLD}({key!r}, ({text}))"),
         source.replace(expression, f"{wrapper}({held})" if wrapper else held),
     )

@@ -61,6 +61,7 @@ class Mender:
         self._case = case
         self._kinds = tuple(survey.case.train for survey in surveys)
         self._breaks = {mark(each): each for survey in surveys for each in survey.breaks}
+        self._hidden = frozenset[Mark]().union(*(survey.hidden for survey in surveys))
         # Seeds beyond the first are only tried where one of them found something that the first did not.
         needed = {seeds[0] for survey in surveys for seeds in survey.seeds if seeds}
         self._seeds = tuple(sorted(needed | {0}))
@@ -80,7 +81,7 @@ class Mender:
         together, overlay = self._proved(list(passed.values()))
         if together is not None and not together.accepted:
             # One of them is at fault: each is proved by itself, and then once more those that hold.
-            verdicts = {place: self._prove(each.overlay, place).verdict for place, each in passed.items()}
+            verdicts = {place: self._verdict(self._prove(each.overlay, place), place) for place, each in passed.items()}
             tried = {
                 place: [*attempts[:-1], attempts[-1].with_verdict(verdicts.get(place, attempts[-1].trial.verdict))]
                 for place, attempts in tried.items()
@@ -100,7 +101,7 @@ class Mender:
                         overlay = {place[0]: candidate.source.apply(candidate.edits)}
                     except (ValueError, SyntaxError):
                         continue
-                    attempts.setdefault(place, []).append(_Attempt(place, candidate, overlay, Trial("not tried", 0, 0)))
+                    attempts.setdefault(place, []).append(_Attempt(place, candidate, overlay, Trial("not tried")))
         return attempts
 
     def _tried(self, attempts: dict[tuple[str, int], list[_Attempt]]) -> dict[tuple[str, int], list[_Attempt]]:
@@ -144,7 +145,7 @@ class Mender:
                 path=self._reference,
             )
         except WorkerFailure as error:
-            return Trial(str(error), 0, 0)
+            return Trial(str(error))
         return cast(Trial, answer)
 
     def _proved(self, passed: Sequence[_Attempt]) -> tuple[Mend | None, Overlay]:
@@ -164,18 +165,35 @@ class Mender:
         except (ValueError, SyntaxError) as error:
             return replace(attempt, verdict=f"two of the changes are in each other's way: {error}"), {}
         trial = self._prove(overlay, *(each.place for each in passed))
-        if trial.verdict:
-            return replace(attempt, verdict=trial.verdict), {}
-        return self._accepted(attempt, sources, overlay, trial), overlay
+        verdict = self._verdict(trial, *(each.place for each in passed))
+        if verdict:
+            return replace(attempt, verdict=verdict), {}
+        return self._accepted(attempt, sources, overlay, trial, {each.place for each in passed}), overlay
+
+    def _verdict(self, trial: Trial, *places: tuple[str, int]) -> str:
+        """A trial's verdict; where a mended break lies behind a function that is still given up, nothing is proved."""
+        unseen = [each for each in self._hidden & self._breaks.keys() if each not in self._allowed(places)]
+        if trial.verdict or not trial.gives_up or not unseen:
+            return trial.verdict
+        return "a function around it is still given up, and nothing shows whether the break is gone"
 
     def _mend(self, attempt: _Attempt) -> Mend:
         rewrite, file = attempt.candidate.rewrite, attempt.place[0]
         mend = Mend(rewrite.case, rewrite.title, rewrite.effect, "", (file,), False, attempt.trial.verdict)
         if attempt.trial.verdict:
             return mend
-        return self._accepted(mend, {file: attempt.candidate.source}, attempt.overlay, attempt.trial)
+        return self._accepted(mend, {file: attempt.candidate.source}, attempt.overlay, attempt.trial, {attempt.place})
 
-    def _accepted(self, mend: Mend, sources: Mapping[str, Source], overlay: Overlay, trial: Trial) -> Mend:
+    def _accepted(
+        self,
+        mend: Mend,
+        sources: Mapping[str, Source],
+        overlay: Overlay,
+        trial: Trial,
+        places: Collection[tuple[str, int]],
+    ) -> Mend:
+        # A trial does not look behind functions that are given up: what was hidden there, and not mended, still is.
+        left = trial.left | (self._hidden & self._allowed(places) if trial.gives_up else frozenset())
         diffs = [unified_diff(self._relative(file), source.content, overlay[file]) for file, source in sources.items()]
         return replace(
             mend,
@@ -183,7 +201,7 @@ class Mender:
             accepted=True,
             verdict="outputs and gradients are within their bounds",
             before=Figures(self._graphs, len(self._breaks)),
-            after=Figures(trial.graphs, trial.breaks),
+            after=Figures(trial.graphs, len(left)),
         )
 
     def _allowed(self, places: Collection[tuple[str, int]]) -> frozenset[Mark]:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, widened
 from compile_bench.measuring import load_case
 from compile_bench.results import Case
-from compile_bench.target import Target
+from compile_bench.target import Target, tensors_in
 from compile_bench.triage_worker import own_model, seed_everything
 
 _SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
@@ -111,13 +111,12 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
         output = call(*target.args, **target.kwargs)
     values = {"output": flat(output)}
     if train:
-        target.scalar(output).backward()
+        target.backward(output)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
     buffers = {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
     values |= {name: tensor.detach().double().flatten().clone() for name, tensor in {**gradients, **buffers}.items()}
     model.zero_grad(set_to_none=True)
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    return Observation(values, tuple((tuple(leaf.shape), str(leaf.dtype)) for leaf in leaves))
+    return Observation(values, tuple((tuple(each.shape), str(each.dtype)) for each in tensors_in(output)))
 
 
 def scaled(target: Target, scale: float) -> Target:

@@ -94,12 +94,29 @@ def candidates(source: Source, found: Break) -> Iterator[Candidate]:
 
 
 def _guard_output(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    return _guarded(source, statement) if _writes(statement) else []
+
+
+def _writes(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing but print, warn or log."""
     call = _called(statement)
     if call is None or not all(is_quiet(each) for each in [*call.args, *(word.value for word in call.keywords)]):
-        return []
+        return False
     name = _dotted(call.func)
     logs = isinstance(call.func, ast.Attribute) and call.func.attr in _LOG_METHODS and "log" in name.lower()
-    return _guarded(source, statement) if name in _OUTPUT or logs else []
+    return name in _OUTPUT or logs
+
+
+def _guard_report(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    """``if x.isnan().any(): log.warning(…)``: the value is read only where something may be written."""
+    if not isinstance(statement, ast.If) or statement.orelse or not all(map(_writes, statement.body)):
+        return []
+    if not is_quiet(statement.test) or not source.line(statement.lineno).lstrip().startswith("if "):
+        return []
+    start, end = source.start(statement.test), source.end(statement.test)
+    if isinstance(statement.test, (ast.Compare, ast.Call, ast.Name, ast.Attribute, ast.UnaryOp)):
+        return [Edit(start, start, f"not {_COMPILING} and "), *with_torch(source)]
+    return [Edit(start, start, f"not {_COMPILING} and ("), Edit(end, end, ")"), *with_torch(source)]
 
 
 def _guard_upkeep(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
@@ -414,6 +431,9 @@ _PROCESS_WIDE = "a setting of the whole process: every model compiled in it is t
 REWRITES = (
     Rewrite("graph-break-call", "remove the call of graph_break()", "", _drop_graph_break),
     Rewrite("print", "write only while not compiling", "a compiled model no longer writes this", _guard_output),
+    Rewrite(
+        "print", "check only while not compiling", "a compiled model neither checks this nor writes it", _guard_report
+    ),
     Rewrite("upkeep", "do it only while not compiling", "a compiled model no longer does this", _guard_upkeep),
     Rewrite("clock", "read the clock only while not compiling", "times read 0 in a compiled model", _read_no_clock),
     Rewrite(

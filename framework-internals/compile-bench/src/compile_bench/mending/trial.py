@@ -83,15 +83,17 @@ def _trial(
             try:
                 surveys.append(survey(replace(case, train=train), seeds=seeds, behind=False))
             except UserError as error:
-                return Trial(f"the changed model fails: {error}", 0, 0)
+                return Trial(f"the changed model fails: {error}")
         failures = [failure for each in surveys for failure in each.failures]
         left = {mark(each): each for found in surveys for each in found.breaks}
         graphs = len(surveys[0].trace.graphs)
+        seen = Trial("", frozenset(left), any(each.whole_frame for each in left.values()), graphs)
         new = [each for key, each in left.items() if key not in allowed]
         if new:
-            return Trial(f"it still breaks: {Path(new[0].file).name}:{new[0].line}, {new[0].reason}", len(left), graphs)
+            place = f"{Path(new[0].file).name}:{new[0].line}"
+            return replace(seen, verdict=f"it still breaks: {place}, {new[0].reason}")
         if failures:
-            return Trial(f"the changed model fails: {failures[0]}", len(left), graphs)
+            return replace(seen, verdict=f"the changed model fails: {failures[0]}")
         forget_user_modules(whose)
         torch.compiler.reset()
-        return Trial(holds(case, path=path, with_inductor=compiled), len(left), graphs)
+        return replace(seen, verdict=holds(case, path=path, with_inductor=compiled))
