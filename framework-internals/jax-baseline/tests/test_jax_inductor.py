@@ -252,7 +252,7 @@ def test_a_function_without_results_to_compare_is_told(odd_file, name, message):
 
 @pytest.mark.slow
 def test_results_are_flat_as_those_of_jax(odd_file):
-    """None is nothing, dictionaries go by their keys, and what the result does not depend on has a gradient of zeros."""
+    """None is nothing, dictionaries go by their keys, what the result does not depend on has a gradient of zeros."""
     nested, unused = (
         [
             getattr(compiled_sides, side)(

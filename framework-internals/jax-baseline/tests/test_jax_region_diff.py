@@ -124,7 +124,7 @@ def test_a_sketch_tells_how_far_apart_two_results_are(other):
 def test_results_that_cannot_be_compared():
     assert difference(HIDDEN, HIDDEN.T) == np.inf
     for bad in (np.nan, np.inf):
-        spoilt = np.where(HIDDEN == HIDDEN.max(), bad, HIDDEN)
+        spoilt = np.where(HIDDEN.max() == HIDDEN, bad, HIDDEN)
         assert all(np.isnan(difference(*pair)) for pair in ((HIDDEN, spoilt), (spoilt, HIDDEN), (spoilt, spoilt)))
 
 

@@ -141,7 +141,7 @@ def _bias_gelu_backward(saved: tuple[Array, Array], gradient_BTF: Array) -> tupl
         return jax.vjp(_gelu, biased_BTF)[1](gradient_BTF.astype(wide))[0]
 
     inner_BTF = jax.lax.optimization_barrier(_biased(derivative, x_BTF, bias_F))
-    # The bias that is added is one of x's dtype, as the kernels of products are, and its gradient is rounded like theirs.
+    # What is added is the bias in x's dtype, as kernels are multiplied in it: its gradient is rounded as theirs are.
     return inner_BTF, inner_BTF.astype(wide).sum((0, 1)).astype(x_BTF.dtype).astype(bias_F.dtype)
 
 

@@ -144,9 +144,12 @@ class Program:
 def sketch(array: NDArray) -> tuple[float, ...]:
     """Return Σ|x|² and eight sums Σ ±x whose signs are drawn once for each number of elements.
 
-    With random signs E[(Σ ±(x − y))²] = Σ (x − y)² (Alon, Matias and Szegedy, "The space complexity of approximating the
-    frequency moments", 1996): from the sketches of two arrays, made in two processes, follows how far apart they are
-    element by element. Any other order of the elements is another array.
+    With random signs E[(Σ ±(x − y))²] = Σ (x − y)² (Alon, Matias and Szegedy, "The space complexity of approximating
+    the frequency moments", 1996): from the sketches of two arrays, made in two processes, follows how far apart they
+    are element by element. Any other order of the elements is another array.
+
+    Args:
+        array: of numbers or booleans, complex ones as their real and imaginary parts.
     """
     flat = np.ascontiguousarray(array).ravel()
     parts = (flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,)

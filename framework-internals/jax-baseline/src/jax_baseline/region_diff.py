@@ -368,7 +368,7 @@ def _abridged_cpp(source: str) -> str:
 
 
 def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """The largest over the results; None where their numbers differ. Not a number where a result holds one that is not."""
+    """The largest over the results; None where there are more on one side; NaN where a result is not finite."""
     if not one or len(one) != len(other):
         return None
     return float(np.max([_between(*pair) for pair in zip(one, other, strict=True)]))  # unlike max, it keeps a NaN
