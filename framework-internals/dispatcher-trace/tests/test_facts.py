@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import typing_extensions
 
 from dispatcher_trace import Finding, Shims, Trace, installed, record
 
@@ -166,3 +167,10 @@ def test_the_key_set_stands_as_an_equation(shims: Shims) -> None:
     assert "Autocast of other devices" in text
     assert "− fallthrough {ADInplaceOrView, BackendSelect}; as predicted" in text
     assert "Evidence: " in text
+
+
+def test_a_deprecated_functions_wrapper_is_not_the_users_line(shims: Shims) -> None:
+    old = typing_extensions.deprecated("use relu")(torch.nn.functional.relu)
+    with pytest.warns(DeprecationWarning, match="use relu"):
+        t = _walk(shims, lambda: old(torch.ones(3)))
+    assert [call.source.partition(":")[0] for call in t.calls] == ["tests/test_facts.py"] * 2

@@ -22,6 +22,12 @@ from dispatcher_trace.programs import gpt_step
 from dispatcher_trace.records import calls_from_json
 
 
+# Defined before the shims are installed, as whatever is to be walked must be.
+@torch.library.custom_op("dispatcher_trace_tests::increment", mutates_args=("x",))
+def _increment(x: Tensor) -> None:
+    x.add_(1)
+
+
 @pytest.fixture(scope="module")
 def untraced() -> dict[str, tuple[Tensor, Counter[str]]]:
     """Result and operators of each program before any shim is in."""
@@ -343,3 +349,20 @@ def test_a_number_that_no_tensor_can_stand_for_under_grad_says_so(shims: Shims) 
         record(shims, kernels=False),
     ):
         torch.func.grad(lambda x: ((x * 0.5).sum() * 0.1).float())(_X.bfloat16())
+
+
+def test_a_python_kernel_of_torchs_own_is_passed_and_said(shims: Shims) -> None:
+    """A custom operator that writes to its argument has such a kernel at ADInplaceOrView, a product one at Meta."""
+    x, meta = torch.zeros(3), torch.ones(2, 2, device="meta")
+    with record(shims, kernels=False) as t:
+        _increment(x)
+        torch.mm(meta, meta)
+    written, product = t.calls
+    assert (written.path, written.missed) == (("AutogradCPU", "CPU"), ())
+    assert written.hops[1].how == "redispatch"
+    assert (product.path, product.missed) == (("AutogradMeta",), ())
+    assert not [finding for finding in t.findings if finding.kind == "prediction"]
+    assert t.notes[1:] == [
+        "dispatcher_trace_tests::increment at ADInplaceOrView, a Python kernel of torch's own, is not watched; once.",
+        "aten::mm at Meta, a Python kernel of torch's own, is not watched; once.",
+    ]

@@ -146,6 +146,47 @@ def user_file(tmp_path):
     return str(path)
 
 
+ODD_FILE = """
+import numpy as np
+
+
+def inputs():
+    return np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), np.ones(2, np.float32)
+
+
+def number(x, y):
+    return float(x.sum())
+
+
+def itself(x, y):
+    return x
+
+
+def nested(x, y):
+    return {"b": x.cos(), "a": (None, [y.exp(), x.sum(0)])}
+
+
+def jax_nested(x, y):
+    import jax.numpy as jnp
+
+    return {"b": jnp.cos(x), "a": (None, [jnp.exp(y), x.sum(0)])}
+
+
+def unused(x, y):
+    return (x * x).sum()
+
+
+jax_unused = unused
+"""
+
+
+@pytest.fixture
+def odd_file(tmp_path):
+    path = tmp_path / "odd.py"
+    path.write_text(ODD_FILE)
+    return str(path)
+
+
 @pytest.mark.slow
 def test_two_functions_of_a_user(user_file):
     torch_side = FunctionSide(f"{user_file}:torch_fn", f"{user_file}:inputs", True, "cpu", 1)
@@ -194,6 +235,38 @@ def test_a_function_that_fails_is_blamed(user_file, side, name):
     spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
     with pytest.raises(UserError, match=rf"{name} raised \w+: "):
         getattr(compiled_sides, side)("function", spec).program()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("number", r":number must return tensors, alone or in tuples, lists and dictionaries; got float"),
+        pytest.param("itself", "must call operations of torch on its arguments", marks=pytest.mark.slow),
+    ],
+)
+def test_a_function_without_results_to_compare_is_told(odd_file, name, message):
+    spec = asdict(FunctionSide(f"{odd_file}:{name}", f"{odd_file}:inputs", False, "cpu", 0))
+    with pytest.raises(UserError, match=message):
+        compiled_sides.TorchSide("function", spec).program()
+
+
+@pytest.mark.slow
+def test_results_are_flat_as_those_of_jax(odd_file):
+    """None is nothing, dictionaries go by their keys, what the result does not depend on has a gradient of zeros."""
+    nested, unused = (
+        [
+            getattr(compiled_sides, side)(
+                "function", asdict(FunctionSide(f"{odd_file}:{name}", f"{odd_file}:inputs", gradients, "cpu", 0))
+            ).program()["values"]
+            for side, name in (("JaxSide", f"jax_{name}"), ("TorchSide", name))
+        ]
+        for name, gradients in (("nested", False), ("unused", True))
+    )
+    for xla, inductor in (nested, unused):
+        assert [value["shape"] for value in xla] == [value["shape"] for value in inductor]
+        np.testing.assert_allclose(*([value["sketch"] for value in side] for side in (xla, inductor)), atol=1e-4)
+    assert len(nested[0]) == 3
+    assert unused[1][2]["sketch"] == (0.0,) * 9
 
 
 def test_a_file_that_fails_is_named(tmp_path):

@@ -1,6 +1,7 @@
 """Two programs side by side: labels, values where labels fail, and what is told of the differences."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from jax_baseline import hlo_findings
 from jax_baseline.alignment import align, match_values, region_of, same_values
 from jax_baseline.explanation import explain
 from jax_baseline.hlo_lens import diff_record
-from jax_baseline.programs import Program, Step, Tensor, star_blocks
+from jax_baseline.programs import Program, Step, Tensor, sketch, star_blocks
 from jax_baseline.region_diff import compare_programs, instructive
 
 GENERATOR = np.random.default_rng(0)
@@ -18,7 +19,9 @@ SCORES, HIDDEN, SUM = (GENERATOR.standard_normal(shape) for shape in ((4, 8, 8),
 
 
 def moments(array):
-    wide = np.asarray(array, np.float64).ravel()
+    wide = np.real(array).astype(np.float64).ravel()
+    if wide.size == 0:
+        return None
     sums = wide.sum(), np.abs(wide).sum(), (wide**2).sum(), (wide**3).sum(), wide.max(), wide.min()
     return (float(wide.size), *map(float, sums))
 
@@ -94,6 +97,35 @@ def test_other_values_are_not(other):
 def test_constants_are_equal_to_nothing():
     assert not same_values(tensor("a", np.ones(8)), tensor("b", np.ones(8)))
     assert not same_values(tensor("a", HIDDEN), Tensor("b", "float32", (8, 16), 512, None))
+
+
+def result(array):
+    return replace(tensor("result 0", array), sketch=sketch(np.asarray(array)))
+
+
+def difference(one, other):
+    sides = (Program(name, (), None, 1.0, (result(array),)) for name, array in (("XLA", one), ("Inductor", other)))
+    return compare_programs(*sides).largest_difference
+
+
+@pytest.mark.parametrize(
+    "other",
+    [HIDDEN[::-1], HIDDEN[:, ::-1], HIDDEN * 1.01, HIDDEN + 0.1, HIDDEN * (1 + 1e-5), HIDDEN > 0, HIDDEN * 1j],
+    ids=["rows reversed", "columns reversed", "scaled", "shifted", "rounded", "compared", "turned"],
+)
+def test_a_sketch_tells_how_far_apart_two_results_are(other):
+    exact = np.linalg.norm(HIDDEN - other) / np.linalg.norm(HIDDEN)
+    # The mean of eight squares of a variable that is nearly normal: outside a factor of 3 once in some thousand draws.
+    assert exact / 3 < difference(HIDDEN, other) < 3 * exact
+    assert difference(HIDDEN, HIDDEN) == 0
+    assert difference(np.zeros((2, 0)), np.zeros((2, 0))) == 0
+
+
+def test_results_that_cannot_be_compared():
+    assert difference(HIDDEN, HIDDEN.T) == np.inf
+    for bad in (np.nan, np.inf):
+        spoilt = np.where(HIDDEN.max() == HIDDEN, bad, HIDDEN)
+        assert all(np.isnan(difference(*pair)) for pair in ((HIDDEN, spoilt), (spoilt, HIDDEN), (spoilt, spoilt)))
 
 
 def test_labels_first_then_values():

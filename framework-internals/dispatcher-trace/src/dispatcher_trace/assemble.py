@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from dispatcher_trace import dispatcher
 from dispatcher_trace.native import native_function
-from dispatcher_trace.predict import choose, handed_on, predict
+from dispatcher_trace.predict import Step, choose, handed_on, predict
 from dispatcher_trace.recorder import RawHop, Recorder, facts_in
 from dispatcher_trace.records import Argument, Call, Hop, TensorFact
 from dispatcher_trace.why import explain
 
 
-def calls_of(recorder: Recorder, tables: Mapping[str, dispatcher.Table]) -> tuple[list[Call], list[RawHop]]:
+def calls_of(
+    recorder: Recorder, tables: Mapping[str, dispatcher.Table]
+) -> tuple[list[Call], list[RawHop], dict[str, int]]:
     """Everything a recorder holds, as calls.
 
     Args:
@@ -21,20 +24,21 @@ def calls_of(recorder: Recorder, tables: Mapping[str, dispatcher.Table]) -> tupl
         tables: dispatch tables as they were without shims.
 
     Returns:
-        The calls made by the traced code itself, and the raw first hop of every call (nested ones too) in the order of
-        their numbers, which a profile is matched against.
+        The calls made by the traced code itself, the raw first hop of every call (nested ones too) in the order of
+        their numbers, which a profile is matched against, and how often calls went through kernels that have no shim,
+        by operator and key.
     """
     assembler = _Assembler(recorder, tables)
     calls = [assembler.call(raw) for raw in recorder.top]
     _link_backward(calls)
-    return calls, sorted(assembler.first_hops, key=lambda raw: raw.number)
+    return calls, sorted(assembler.first_hops, key=lambda raw: raw.number), dict(assembler.unshimmed)
 
 
 def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
     """Whether the hop's parent handed on to it, rather than calling the operator anew.
 
     The dispatcher does not say. A hop counts as handed on when its parent is of the same operator, is of a kind that
-    hands on, and the set that it would hand on leads to this very key and set.
+    hands on, and the set that it would hand on leads to this very key and set, past kernels that have no shim.
     """
     parent = raw.parent
     if parent is None or parent.operator != raw.operator or parent.key not in table:
@@ -45,6 +49,11 @@ def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
     if parent.key == "BackendSelect":
         return True  # the backend may come from a layout or a default device: any other key will do
     step = choose(table, left)
+    while step.key in table and table[step.key].torch_python:
+        left = handed_on(step.key, table[step.key].kind, step.keys, raw.backend)
+        if left is None:
+            return False
+        step = choose(table, left)
     return step.key == raw.key
 
 
@@ -53,13 +62,14 @@ class _Assembler:
         self.recorder = recorder
         self.tables = tables
         self.first_hops: list[RawHop] = []
+        self.unshimmed: Counter[str] = Counter()
         self._threads: dict[int, str] = {recorder.thread: "main"}
 
     def call(self, first: RawHop) -> Call:
         """The call that begins with this hop."""
         self.first_hops.append(first)
         table = self.tables[first.operator]
-        steps = predict(table, first.carried, first.included, first.excluded, first.backend)
+        steps = self._shimmed(first, table)
         chain: list[RawHop] = []
         following: RawHop | None = first
         while following is not None:
@@ -75,6 +85,13 @@ class _Assembler:
             hops.append(hop)
         missed = tuple(step.key for step in steps[len(chain) :])
         return Call(first.operator, hops, missed=missed, stack=first.stack)
+
+    def _shimmed(self, first: RawHop, table: dispatcher.Table) -> list[Step]:
+        """The predicted steps of a call but those at torch's own Python kernels, which are counted instead."""
+        steps = predict(table, first.carried, first.included, first.excluded, first.backend)
+        without = [step for step in steps if step.key in table and table[step.key].torch_python]
+        self.unshimmed.update(f"{first.operator} at {step.key}" for step in without)
+        return [step for step in steps if step not in without]
 
     def _hop(self, raw: RawHop, table: dispatcher.Table, predicted: str, *, redispatched: bool) -> Hop:
         registration = table[raw.key]

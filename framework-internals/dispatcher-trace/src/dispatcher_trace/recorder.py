@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
 import operator
 import os
@@ -18,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import typing_extensions
 
 from dispatcher_trace import dispatcher
 from dispatcher_trace.records import NativeStep, TensorFact, dtype_name
@@ -38,6 +40,7 @@ _NOT_THE_USERS = (
     str(Path(torch.__file__).parent) + os.sep,
     *(str(_HERE / f"{module}.py") for module in ("recorder", "shim")),
     str(Path(contextlib.__file__)),
+    inspect.getfile(typing_extensions.deprecated),  # around what torch deprecates; warnings.py from 3.13 on
     "<frozen ",
 )
 _CALLERS_OF_THE_USERS = tuple(str(_HERE / f"{module}.py") for module in ("targets", "assertions", "lens", "agreement"))

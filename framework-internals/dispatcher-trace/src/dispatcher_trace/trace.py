@@ -23,6 +23,8 @@ class Trace:
     Attributes:
         calls: the operator calls that the traced code made, in order; what those called is inside them.
         unrecorded: operator calls that ran without a shim, by operator: see NOTES.md on tensor subclasses.
+        unshimmed: how often recorded calls went through a Python kernel of torch's own, which has no shim, by operator
+            and key.
         match: how the profiler's view fits, where kernels were asked for.
         scope: which keys were watched.
     """
@@ -30,6 +32,7 @@ class Trace:
     def __init__(self, scope: keys.Scope) -> None:
         self.calls: list[Call] = []
         self.unrecorded: dict[str, int] = {}
+        self.unshimmed: dict[str, int] = {}
         self.match: profile.Match | None = None
         self.scope = scope
 
@@ -56,6 +59,8 @@ class Trace:
         notes = [f"Hops at {', '.join(keys.unwatched(self.scope))} are not watched."]
         for operator, count in self.unrecorded.items():
             notes.append(f"{operator} ran {count} times inside a tensor subclass's constructor, unrecorded.")
+        for place, count in self.unshimmed.items():
+            notes.append(f"{place}, a Python kernel of torch's own, is not watched; {_times(count)}.")
         if self.match is not None and self.match.untied_kernels:
             notes.append(
                 f"{self.match.untied_kernels} of {self.match.kernels} device kernels ran under no recorded call."
@@ -96,6 +101,10 @@ class Trace:
         return viewer.page(self.calls, title=title, notes=self.notes)
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 @contextmanager
 def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -> Iterator[Trace]:
     """Record one walk with shims that are installed already, to record several without installing each time.
@@ -124,7 +133,7 @@ def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -
             shims.recorder = shims.stepper = None
             trace.unrecorded = recorder.unrecorded
             # Assembled also when the traced code raised: the walk to the error is what one wants to see then.
-            trace.calls, firsts = assemble.calls_of(recorder, shims.tables)
+            trace.calls, firsts, trace.unshimmed = assemble.calls_of(recorder, shims.tables)
     if profiled is not None:
         trace.match = profile.tie(profiled.events, firsts, trace.calls)
 

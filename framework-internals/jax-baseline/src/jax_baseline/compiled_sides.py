@@ -77,6 +77,7 @@ class JaxSide:
         made = _jax_model(spec) if kind == "model" else _jax_function(spec)
         self._function, self._arguments, self._gradients = made
         self._repeats = spec["repeats"]
+        self._sketched = kind == "function"  # of the model each framework lays the gradients out in its own way
         self._compiled: Any = None
 
     def program(self) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class JaxSide:
         from jax_baseline.xla_program import CompiledFunction
 
         self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
-        return self._compiled.program(repeats=self._repeats).as_plain()
+        return self._compiled.program(repeats=self._repeats, sketched=self._sketched).as_plain()
 
     def values(self) -> dict[str, tuple[float, ...] | None]:
         """The moments of what its kernels leave in memory, by name."""
@@ -309,13 +310,14 @@ def _torch_function(plain: Mapping[str, Any]) -> Program:
             one.grad = None
         result = compiled(*arguments)
         if not wanted:
-            return _leaves(result, torch.Tensor)
+            return _leaves(result, torch.Tensor, spec.function)
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             raise UserError(f"{spec.function}: with --gradients the function must return one scalar")
         result.backward()
-        return [result.detach(), *(one.grad for one in wanted if one.grad is not None)]
+        # JAX's gradient of an argument that the result does not depend on is zeros, torch's is None.
+        return [result.detach(), *(torch.zeros_like(one) if one.grad is None else one.grad for one in wanted)]
 
-    return compile_program(run, device=spec.device, repeats=spec.repeats)
+    return compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True)
 
 
 def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
@@ -339,10 +341,19 @@ def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
     return function, arguments, spec.gradients
 
 
-def _leaves(value: Any, kind: type) -> list[Any]:
-    """What a function returned, flat."""
+def _leaves(value: Any, kind: type, reference: str) -> list[Any]:
+    """What the function of this name returned, flat, as JAX flattens it: dictionaries by their keys, None is nothing.
+
+    Raises:
+        UserError: for anything but tensors in tuples, lists and dictionaries.
+    """
+    if value is None:
+        return []
     if isinstance(value, kind):
         return [value]
-    # In the order in which JAX flattens a dictionary.
+    if not isinstance(value, (tuple, list, dict)):
+        raise UserError(
+            f"{reference} must return tensors, alone or in tuples, lists and dictionaries; got {type(value).__name__}"
+        )
     parts: Sequence[Any] = [value[key] for key in sorted(value)] if isinstance(value, dict) else value
-    return [leaf for part in parts for leaf in _leaves(part, kind)]
+    return [leaf for part in parts for leaf in _leaves(part, kind, reference)]

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from benchkit import UserError
 from jax_baseline.inductor_source import GeneratedKernel, HookedModule, Role, hook_launches
-from jax_baseline.programs import Program, Scopes, Step, Tensor, short_place
+from jax_baseline.programs import Program, Scopes, Step, Tensor, short_place, sketch
 from jax_baseline.torch_labels import LABEL
 from jax_baseline.torch_private import observe_inductor
 
@@ -186,7 +187,9 @@ class Hooks:
 HOOKS = Hooks()
 
 
-def compile_program(run: Callable[[], Sequence[torch.Tensor]], *, device: str, repeats: int) -> Program:
+def compile_program(
+    run: Callable[[], Sequence[torch.Tensor]], *, device: str, repeats: int, sketched: bool = False
+) -> Program:
     """Compile what ``run`` calls, and read it.
 
     Args:
@@ -194,9 +197,11 @@ def compile_program(run: Callable[[], Sequence[torch.Tensor]], *, device: str, r
             a number of times and must do the same each time.
         device: ``cpu`` or ``cuda``, where it runs.
         repeats: how often to time it; 0 for not at all.
+        sketched: whether to sketch the results.
 
     Raises:
-        RuntimeError: if Inductor compiled nothing, or this torch keeps its parts elsewhere.
+        UserError: if Inductor compiled nothing.
+        RuntimeError: if this torch keeps its parts elsewhere.
     """
     graphs: list[_Graph] = []
     waiting: dict[str, _Node] = {}
@@ -221,8 +226,8 @@ def compile_program(run: Callable[[], Sequence[torch.Tensor]], *, device: str, r
         _wait(device)
     compile_seconds = time.perf_counter() - start
     if not graphs:
-        raise RuntimeError("Inductor compiled nothing: the function must call tensor operations under torch.compile")
-    values = _take_values(run)
+        raise UserError("Inductor compiled nothing: the torch function must call operations of torch on its arguments")
+    values = _take_values(run, sketched)
     seconds = _time_launches(run, device, repeats) if repeats else {}
     wall = _time_whole(run, device, repeats) if repeats else None
     missed = [f"no launch was found behind {handle}" for graph in graphs for handle in graph.module.missed]
@@ -263,11 +268,11 @@ def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]
     return dict(found)
 
 
-def _take_values(run: Callable[[], Sequence[torch.Tensor]]) -> tuple[Tensor, ...]:
+def _take_values(run: Callable[[], Sequence[torch.Tensor]], sketched: bool) -> tuple[Tensor, ...]:
     HOOKS.ran_by_key.clear()
     HOOKS.mode = "tensors"
     try:
-        return tuple(_tensor(f"result {index}", value) for index, value in enumerate(run()))
+        return tuple(_tensor(f"result {index}", value, sketched) for index, value in enumerate(run()))
     finally:
         HOOKS.mode = "off"
 
@@ -408,7 +413,7 @@ def _whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _tensor(name: str, value: torch.Tensor) -> Tensor:
+def _tensor(name: str, value: torch.Tensor, sketched: bool = False) -> Tensor:
     value = value.detach()
     return Tensor(
         name,
@@ -416,6 +421,7 @@ def _tensor(name: str, value: torch.Tensor) -> Tensor:
         tuple(value.shape),
         value.numel() * value.element_size(),
         _moments(value),
+        sketch(value.to(torch.complex128 if value.is_complex() else torch.float64).cpu().numpy()) if sketched else None,
     )
 
 

@@ -108,8 +108,8 @@ def bias_gelu(x_BTF: Array, bias_F: Array) -> Array:
     """Return GELU(x + bias) in its tanh form, in the dtype of x.
 
     As in torch, the sum is rounded to the dtype of x, the nonlinearity is taken in float32 at least and rounded once,
-    and the gradient of the bias, a sum over all B·T positions, is kept in float32 until its end. Left in bfloat16, XLA
-    rounds after every operation and sums in bfloat16.
+    and the gradient of the bias, a sum over all B·T positions, is kept in float32 until its end and then rounded to the
+    dtype of x. Left in bfloat16, XLA rounds after every operation and sums in bfloat16.
 
     The backward computes everything again from x; the two barriers keep XLA from saving the float32 tanh instead, and
     from drawing the elementwise work into the sum, a kernel that goes through memory by columns.
@@ -141,7 +141,8 @@ def _bias_gelu_backward(saved: tuple[Array, Array], gradient_BTF: Array) -> tupl
         return jax.vjp(_gelu, biased_BTF)[1](gradient_BTF.astype(wide))[0]
 
     inner_BTF = jax.lax.optimization_barrier(_biased(derivative, x_BTF, bias_F))
-    return inner_BTF, inner_BTF.astype(wide).sum((0, 1)).astype(bias_F.dtype)
+    # What is added is the bias in x's dtype, as kernels are multiplied in it: its gradient is rounded as theirs are.
+    return inner_BTF, inner_BTF.astype(wide).sum((0, 1)).astype(x_BTF.dtype).astype(bias_F.dtype)
 
 
 bias_gelu.defvjp(_bias_gelu_forward, _bias_gelu_backward)

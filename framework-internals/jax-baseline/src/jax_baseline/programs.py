@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 Scopes = tuple[str, ...]
+
+_SIGNED_SUMS = 8
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Tensor:
         shape: sizes.
         bytes: it takes.
         moments: sums that no permutation changes (see :func:`jax_baseline.alignment.same_values`); None if not taken.
+        sketch: of a result that the other side lays out alike, see :func:`sketch`; None if not taken.
     """
 
     name: str
@@ -33,6 +39,7 @@ class Tensor:
     shape: tuple[int, ...]
     bytes: int
     moments: tuple[float, ...] | None = None
+    sketch: tuple[float, ...] | None = None
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
@@ -134,6 +141,26 @@ class Program:
         )
 
 
+def sketch(array: NDArray) -> tuple[float, ...]:
+    """Return Σ|x|² and eight sums Σ ±x whose signs are drawn once for each number of elements.
+
+    With random signs E[(Σ ±(x − y))²] = Σ (x − y)² (Alon, Matias and Szegedy, "The space complexity of approximating
+    the frequency moments", 1996): from the sketches of two arrays, made in two processes, follows how far apart they
+    are element by element. Any other order of the elements is another array.
+
+    Args:
+        array: of numbers or booleans, complex ones as their real and imaginary parts.
+    """
+    flat = np.ascontiguousarray(array).ravel()
+    parts = (flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,)
+    wide = np.concatenate([part.astype(np.float64) for part in parts])
+    generator = np.random.Generator(np.random.PCG64(0))
+    with np.errstate(invalid="ignore"):  # of infinities that cancel: not a number, which tells enough
+        signs = (generator.integers(0, 2, wide.size, dtype=np.bool_) for _ in range(_SIGNED_SUMS))
+        sums = [float(np.where(positive, wide, -wide).sum()) for positive in signs]
+        return (float(np.square(wide).sum()), *sums)
+
+
 def star_blocks(scopes: Sequence[str]) -> Scopes:
     """Take numbered scopes together: ("block3", "mlp") → ("block*", "mlp")."""
     return tuple(re.sub(r"^([A-Za-z_.]*[A-Za-z_.])\d+$", r"\1*", scope) for scope in scopes)
@@ -145,8 +172,8 @@ def short_place(file: str, line: int | str) -> str:
 
 
 def _tensor(plain: Mapping[str, Any]) -> Tensor:
-    moments = plain["moments"]
-    return Tensor(**{**plain, "shape": tuple(plain["shape"]), "moments": None if moments is None else tuple(moments)})
+    sums = {key: None if plain[key] is None else tuple(plain[key]) for key in ("moments", "sketch")}
+    return Tensor(**{**plain, "shape": tuple(plain["shape"]), **sums})
 
 
 def _step(plain: Mapping[str, Any]) -> Step:

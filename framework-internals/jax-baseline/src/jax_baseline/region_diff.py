@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
+
+import numpy as np
 
 from jax_baseline.alignment import Aligned, Matches, align, count_by, match_values, region_of
 from jax_baseline.programs import Program, Scopes, Step, Tensor
@@ -133,7 +136,8 @@ class Diff:
         same: bytes of the tensors that both leave in memory.
         repeated: per compiler, bytes of copies of those.
         only: per compiler, bytes of tensors that only it leaves in memory.
-        largest_difference: between what the two functions returned, relative; None where results were not taken.
+        largest_difference: between what the two functions returned, relative, see :func:`_largest_difference`; infinite
+            between other shapes; None where the numbers of results differ.
     """
 
     regions: tuple[Region, ...]
@@ -364,13 +368,21 @@ def _abridged_cpp(source: str) -> str:
 
 
 def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """Between the moments of results, relative to the sums of magnitudes; None where the numbers of results differ."""
+    """The largest over the results; None where there are more on one side; NaN where a result is not finite."""
     if not one or len(one) != len(other):
         return None
-    differences = [
-        abs(a.moments[index] - b.moments[index]) / (a.moments[2] or 1.0)
-        for a, b in zip(one, other, strict=True)
-        if a.moments and b.moments
-        for index in (1, 2)
-    ]
-    return max(differences, default=None)
+    return float(np.max([_between(*pair) for pair in zip(one, other, strict=True)]))  # unlike max, it keeps a NaN
+
+
+def _between(one: Tensor, other: Tensor) -> float:
+    """‖x − y‖ over ‖x‖ by the sketches; without them between the moments, relative to the sums of magnitudes."""
+    if one.sketch and other.sketch:
+        if one.shape != other.shape:
+            return math.inf
+        (square, *sums), (_, *others) = one.sketch, other.sketch
+        distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(sums, others, strict=True)) / len(sums))
+        return distance / (math.sqrt(square) or 1.0) if math.isfinite(distance) else math.nan
+    if one.moments and other.moments:
+        scale = one.moments[2] or 1.0
+        return float(np.max([abs(one.moments[index] - other.moments[index]) / scale for index in (1, 2)]))
+    return 0.0

@@ -76,7 +76,8 @@ def make_gradient(
     """Return the function (parameters, tokens, targets) → (loss, gradients), not yet compiled.
 
     With ``config.accumulation`` over 1 the batch is taken in that many parts, one after another in a loop, and their
-    losses and gradients are averaged: the memory of one part's activations, the mathematics of the whole batch.
+    losses and gradients are averaged: the memory of one part's activations, the mathematics of the whole batch. As in
+    torch each part's loss is divided before its backward, which below float32 rounds otherwise than divided gradients.
 
     Args:
         model: the shape.
@@ -90,8 +91,9 @@ def make_gradient(
     """
     dtype, micro = compute_dtype(config), config.accumulation
     value_and_grad = jax.value_and_grad(
-        lambda params, tokens_BT, targets_BT: loss(
-            params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention, parts=parts, remat=remat
+        lambda params, tokens_BT, targets_BT: (
+            loss(params, tokens_BT, targets_BT, model, dtype=dtype, attention=attention, parts=parts, remat=remat)
+            / micro
         )
     )
 
@@ -104,8 +106,7 @@ def make_gradient(
             def add(
                 total: tuple[Scalar, Params], part: tuple[TokensBT, TokensBT]
             ) -> tuple[tuple[Scalar, Params], None]:
-                found = value_and_grad(params, *part)
-                return jax.tree.map(lambda a, b: a + b / micro, total, found), None
+                return jax.tree.map(jnp.add, total, value_and_grad(params, *part)), None
 
             batches = tuple(array.reshape(micro, -1, array.shape[1]) for array in (tokens_BT, targets_BT))
             zero = jax.tree.map(jnp.zeros_like, (jnp.zeros((), master_dtype(config)), params))

@@ -10,13 +10,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
 from jax_baseline.hlo.kernels import quote
 from jax_baseline.hlo.taps import return_everything
 from jax_baseline.profile import kernel_seconds
-from jax_baseline.programs import Program, Step, Tensor, short_place
+from jax_baseline.programs import Program, Step, Tensor, short_place, sketch
 from jax_baseline.step_reading import COMMAND_BUFFERS_OFF
 from jax_baseline.xla_private import complete_text, kept_arguments, run_text
 
@@ -45,11 +46,12 @@ class CompiledFunction:
         self._module = parse(self._compiled.as_text())
         self._kernels = kernels(self._module)
 
-    def program(self, *, repeats: int) -> Program:
+    def program(self, *, repeats: int, sketched: bool = False) -> Program:
         """Read it, without the values in memory.
 
         Args:
             repeats: how often to time it; 0 for not at all.
+            sketched: whether to sketch the results.
         """
         run = partial(self._compiled, *self._arguments)
         names = [kernel.name for kernel in self._kernels]
@@ -59,7 +61,7 @@ class CompiledFunction:
             tuple(_step(self._module, kernel, times, self._gradients) for kernel in self._kernels),
             _time_whole(run, repeats) if repeats else None,
             self._compile_seconds,
-            tuple(_result(index, leaf) for index, leaf in enumerate(jax.tree.leaves(run()))),
+            tuple(_result(index, leaf, sketched) for index, leaf in enumerate(jax.tree.leaves(run()))),
         )
 
     def values(self) -> dict[str, tuple[float, ...] | None]:
@@ -117,8 +119,9 @@ def _dtype(shape: Shape) -> str:
     )
 
 
-def _result(index: int, array: AnyArray) -> Tensor:
-    return Tensor(f"result {index}", str(array.dtype), array.shape, array.nbytes, moments(array))
+def _result(index: int, array: AnyArray, sketched: bool) -> Tensor:
+    sums = sketch(np.asarray(array)) if sketched else None
+    return Tensor(f"result {index}", str(array.dtype), array.shape, array.nbytes, moments(array), sums)
 
 
 def _time_whole(run: Callable[[], Any], repeats: int) -> float:

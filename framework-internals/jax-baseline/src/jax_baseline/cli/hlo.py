@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ Target = Annotated[
     str, typer.Option(help="h200: compile for that GPU on a machine without one (optional extra) [default: --device]")
 ]
 
-# Sums over results of two functions that are the same agree better than this in any dtype.
+# Results of two functions that are the same, and sums over them, agree better than this in any dtype.
 _SAME = 1e-2
 
 
@@ -189,17 +190,26 @@ def _print_diff(programs: tuple[Program, Program], show: int) -> None:
             f"not at all {placed.get('nothing', 0)}; leaves {numbers.with_unit(found.only[program.compiler], 'B')} in "
             "memory that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
-    print(_agreement(found.largest_difference))
+    print(_agreement(programs, found.largest_difference))
     for region in instructive(found.regions, show):
         print()
         print(explain(region.as_plain(), quotes=True))
 
 
-def _agreement(difference: float | None) -> str:
+def _agreement(programs: tuple[Program, Program], difference: float | None) -> str:
     """Whether the two functions computed the same, in a line."""
+    xla, inductor = (program.values for program in programs)
     if difference is None:
-        return "NOT COMPARABLE: the two functions return different numbers of arrays"
-    text = f"results differ by at most {numbers.error_size(difference)} (relative, of their sums)"
+        return f"NOT COMPARABLE: {len(xla)} results of XLA's program, {len(inductor)} of Inductor's"
+    if math.isinf(difference):
+        pairs = enumerate(zip(xla, inductor, strict=True))
+        index, (one, other) = next(pair for pair in pairs if pair[1][0].shape != pair[1][1].shape)
+        return f"NOT THE SAME FUNCTION: result {index} is {one} of XLA's and {other} of Inductor's"
+    if math.isnan(difference):
+        return "NOT COMPARABLE: results hold numbers that are not finite; give inputs for which they are"
+    sketched = all(value.sketch for value in (*xla, *inductor))
+    how = "norm of the difference over the norm" if sketched else "relative, of their sums"
+    text = f"results differ by at most {numbers.error_size(difference)} ({how})"
     return f"NOT THE SAME FUNCTION: {text}" if difference > _SAME else text
 
 
