@@ -57,7 +57,7 @@ def without_compiler(library: Path, tmp_path: Path, *command: str, **environment
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("level", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow), "avx512"])
 def test_it_is_right_without_a_compiler(library, tmp_path, level):
     answer = without_compiler(library, tmp_path, str(HERE / "prebuilt_process.py"), ATEN_CPU_CAPABILITY=level)
     assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-4000:]
