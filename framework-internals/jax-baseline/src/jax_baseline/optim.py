@@ -89,8 +89,8 @@ def scale_by_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.Gr
         updates: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params = None
     ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
         del params
-        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, updates, state.mu)
-        nu = jax.tree.map(lambda g, v: (1 - b2) * g**2 + b2 * v, updates, state.nu)
+        mu = optax.tree_utils.tree_update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree_utils.tree_update_moment(updates, state.nu, b2, 2)
         count = optax.safe_increment(state.count)
         first, second = (-jnp.expm1(count * logarithm) for logarithm in logarithms)
 
