@@ -86,6 +86,15 @@ def test_only_what_a_gather_or_an_update_touches_is_counted():
     assert summary.bytes < (2 * copies + 0.1) * whole + 100 * rows * width
 
 
+def test_what_is_converted_on_the_way_to_a_gather_is_counted_where_it_is_gathered():
+    rows, width = 256, 512
+    table, index = jnp.ones((rows, width), jnp.bfloat16), jnp.zeros(rows, jnp.int32)
+    compiled = jax.jit(lambda x, i: jnp.take_along_axis(x.astype(jnp.float32), i[:, None], -1) + 1)
+    found = kernels(parse(compiled.lower(table, index).compile().as_text()))
+    # A row's one value of two bytes, and its index.
+    assert sum(kernel.total.bytes_read for kernel in found if "gather" in kernel.ops) == rows * (2 + 4)
+
+
 def test_donation_agrees_with_xla():
     def f(a, b):
         return a + b, b.sum()

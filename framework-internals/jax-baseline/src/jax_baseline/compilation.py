@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax_baseline.train import Step
+
+
+def profiled(platform: str) -> dict[str, str] | None:
+    """Compiler options for a program whose kernels a profile is to name.
+
+    On a GPU, XLA puts kernels into command buffers, which are CUDA graphs: to a profiler one event, without the names.
+
+    Args:
+        platform: ``gpu`` or ``cpu``.
+    """
+    return {"xla_gpu_enable_command_buffer": ""} if platform == "gpu" else None
 
 
 @dataclass(frozen=True)
@@ -33,12 +45,13 @@ class Compiled:
     temporaries: int | None
 
 
-def compile_step(step: Step, *arguments: Any) -> Compiled:
+def compile_step(step: Step, *arguments: Any, options: Mapping[str, str] | None = None) -> Compiled:
     """Compile a jitted function for arguments like these.
 
     Args:
         step: made by ``jax.jit``.
         arguments: arrays or ``jax.ShapeDtypeStruct``; not consumed.
+        options: of the compiler, by the names of its flags.
     """
     jitted: Any = step
     marks = [time.perf_counter()]
@@ -46,7 +59,7 @@ def compile_step(step: Step, *arguments: Any) -> Compiled:
     marks.append(time.perf_counter())
     lowered = traced.lower()
     marks.append(time.perf_counter())
-    compiled = lowered.compile()
+    compiled = lowered.compile(dict(options) if options else None)
     marks.append(time.perf_counter())
     trace, lower, compile_ = (after - before for before, after in itertools.pairwise(marks))
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()

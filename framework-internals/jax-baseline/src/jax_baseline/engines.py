@@ -306,7 +306,8 @@ class JaxEngine:
         state = initial_state(model, config, scan=spec.scan)
         shardings = state_sharding(state, mesh)
         self._state = spread(state, shardings)
-        self._step: Any = make_train_step(
+        self._step: Any = None  # until it is prepared
+        self._jitted = make_train_step(
             model,
             config,
             attention=ATTENTIONS[spec.attention],
@@ -335,8 +336,8 @@ class JaxEngine:
 
         self._jax.block_until_ready(self._state)
         start = time.perf_counter()
-        compiled = compile_step(self._step, self._state, *self._batches[0])
-        self._step, self._text = compiled.step, compiled.text
+        compiled = compile_step(self._jitted, self._state, *self._batches[0])
+        self._step = compiled.step
         loss = self.next_loss()
         seconds = time.perf_counter() - start
         stages = {
@@ -365,10 +366,18 @@ class JaxEngine:
         return None if not statistics else statistics.get("peak_bytes_in_use")
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Take so many steps under JAX's profiler."""
+        """Take so many steps under JAX's profiler, of a program compiled again for it."""
+        from jax_baseline.compilation import compile_step, profiled
         from jax_baseline.kernel_times import jax_kernel_times
 
-        return jax_kernel_times(lambda: self.run(steps), steps, self._text)
+        options = profiled(self._device.platform)
+        compiled = compile_step(self._jitted, self._state, *self._batches[0], options=options)
+        timed, self._step = self._step, compiled.step
+        try:
+            self.run(self._per_call)  # the first run of a program sets it up
+            return jax_kernel_times(lambda: self.run(steps), steps, compiled.text)
+        finally:
+            self._step = timed
 
     def _next(self) -> Any:
         self._state, metrics = self._step(self._state, *self._batches[self._done % len(self._batches)])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
@@ -207,12 +207,19 @@ def cross_entropy(logits_BTV: LogitsBTV, targets_BT: TokensBT) -> Scalar:
     return _cross_entropy_forward(logits_BTV, targets_BT)[0]
 
 
+# Stretches of a row that XLA reads side by side. On an H200, 32 × 1024 rows of 50 304 take 2.29 ms with one, 1.46 with 4,
+# 1.01 with 8, 1.10 with 16 and 2.06 with 32; to read them takes 0.78.
+_MOST_STRETCHES = 8
+
+
 def one_pass_logsumexp(x_BTV: Float[Array, "B T V"]) -> Float[Array, "B T"]:
     """Return log Σ exp(x) over the last axis, reading x once.
 
     Maximum and sum are reduced together: two parts with maxima m, n and sums s, t of exp(x − maximum) join to
     max(m, n) and s · exp(m − max(m, n)) + t · exp(n − max(m, n)) (Milakov and Gimelshein, "Online normalizer
-    calculation for softmax", 2018). One of the two exponentials is always 1, so each join costs one.
+    calculation for softmax", 2018). One of the two exponentials is always 1, so each join costs one. What is joined are
+    not single values but sums over a few, one from each of as many equal stretches of a row: a value then costs an
+    exponential and little else.
 
     Args:
         x_BTV: finite, or −∞ beside finite ones.
@@ -224,8 +231,13 @@ def one_pass_logsumexp(x_BTV: Float[Array, "B T V"]) -> Float[Array, "B T"]:
         return jnp.maximum(m, n), jnp.where(m >= n, s + t * shrink, s * shrink + t)
 
     lowest = jnp.array(jnp.finfo(x_BTV.dtype).min, x_BTV.dtype)
-    parts = (jnp.maximum(x_BTV, lowest), jnp.ones_like(x_BTV))  # −∞ less −∞ would not be a number
-    maximum_BT, sum_BT = jax.lax.reduce(parts, (lowest, jnp.zeros((), x_BTV.dtype)), join, (x_BTV.ndim - 1,))
+    stretches = math.gcd(_MOST_STRETCHES, x_BTV.shape[-1])
+    # −∞ less −∞ would not be a number.
+    parts = jnp.split(jnp.maximum(x_BTV, lowest), stretches, axis=-1)
+    maxima = reduce(jnp.maximum, parts)
+    sums = reduce(jnp.add, [jnp.exp(part - maxima) for part in parts])
+    zero = jnp.zeros((), x_BTV.dtype)
+    maximum_BT, sum_BT = jax.lax.reduce((maxima, sums), (lowest, zero), join, (x_BTV.ndim - 1,))
     return maximum_BT + jnp.log(sum_BT)
 
 

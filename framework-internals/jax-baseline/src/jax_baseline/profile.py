@@ -16,8 +16,7 @@ from jax_baseline.xplane import read_instructions
 def kernel_seconds(run: Callable[[], Any], names: Collection[str], *, repeats: int) -> dict[str, float]:
     """Profile a compiled function and return the time of its kernels in one run, on average.
 
-    What XLA runs as a CUDA graph has no events of its own: compile with
-    ``compiler_options={"xla_gpu_enable_command_buffer": ""}``.
+    Compile with the options of :func:`jax_baseline.compilation.profiled`.
 
     Args:
         run: runs the function once; what it returns is waited for.

@@ -9,10 +9,9 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
+from jax_baseline.compilation import profiled
 from jax_baseline.worker import Worker
 from torch_baseline.config import GPTConfig, TrainConfig
-
-COMMAND_BUFFERS_OFF = {"xla_gpu_enable_command_buffer": ""}
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,7 @@ class StepReader:
         tokens = jax.device_put(generator.integers(0, 256, shape, np.int32), self._device)
         start = time.perf_counter()
         lowered = self._step.lower(state, tokens, tokens)
-        # Kernels that are replayed as a CUDA graph have no names in a profile.
-        compiled = lowered.compile(compiler_options=COMMAND_BUFFERS_OFF if self._device.platform != "cpu" else None)
+        compiled = lowered.compile(compiler_options=profiled(self._device.platform))
         seconds = time.perf_counter() - start
         text = compiled.as_text()
         costs, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()

@@ -18,7 +18,7 @@ from jax_baseline.hlo.kernels import quote
 from jax_baseline.hlo.taps import return_everything
 from jax_baseline.profile import kernel_seconds
 from jax_baseline.programs import Program, Step, Tensor, short_place, sketch
-from jax_baseline.step_reading import COMMAND_BUFFERS_OFF
+from jax_baseline.compilation import profiled
 from jax_baseline.xla_private import complete_text, kept_arguments, run_text
 
 AnyArray = Shaped[Array, "..."]
@@ -38,9 +38,7 @@ class CompiledFunction:
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool) -> None:
         start = time.perf_counter()
         lowered = jax.jit(function).lower(*arguments)
-        # Kernels that are replayed as a CUDA graph have no names in a profile.
-        options = COMMAND_BUFFERS_OFF if jax.default_backend() == "gpu" else None
-        self._compiled = lowered.compile(compiler_options=options)
+        self._compiled = lowered.compile(compiler_options=profiled(jax.default_backend()))
         self._compile_seconds = time.perf_counter() - start
         self._arguments, self._gradients = arguments, gradients
         self._module = parse(self._compiled.as_text())

@@ -77,6 +77,7 @@ _TRANSCENDENTAL = frozenset(
         "sinh",
     ]
 )
+_BY_ELEMENT = _ELEMENTWISE | _TRANSCENDENTAL
 # Only a part of their first operand is read.
 _READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
 _NESTED = frozenset({"fusion", "map", "async-start"})
@@ -239,15 +240,19 @@ def _parts_read(module: Module, instruction: Instruction) -> dict[str, int]:
 
 
 def _part_of_parameter(parameter: Instruction, readers: Mapping[str, list[Instruction]]) -> int | None:
-    """Bytes that a fusion reads of a parameter; None if all of it."""
+    """Bytes that a fusion reads of a parameter; None if all of it.
+
+    An element-wise operation between the parameter and a slice is made for the elements of the slice alone.
+    """
     total, waiting = 0, [parameter.name]
+    itemsize = parameter.bytes // max(parameter.elements, 1)
     while waiting:
         name = waiting.pop()
         for reader in readers.get(name, []):
-            if reader.opcode == "bitcast":
+            if reader.opcode in _READS_A_PART and reader.operands[0] == name:
+                total += reader.elements * itemsize
+            elif not reader.root and (reader.opcode == "bitcast" or reader.opcode in _BY_ELEMENT):
                 waiting.append(reader.name)
-            elif reader.opcode in _READS_A_PART and reader.operands[0] == name:
-                total += reader.bytes
             elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == name:
                 continue  # written in place: nothing of the old is read
             else:
