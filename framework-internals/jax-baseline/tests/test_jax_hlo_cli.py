@@ -91,21 +91,26 @@ def test_mistakes_are_user_errors(arguments, message):
     assert message in str(result.exception)
 
 
-def test_diff_prints_both_sides(monkeypatch):
+@pytest.mark.parametrize(
+    ("loss", "status", "verdict"), [(2.0, 0, "results differ by at most 0"), (2.5, 1, "NOT THE SAME FUNCTION: ")]
+)
+def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
     from jax_baseline.programs import Program, Step, Tensor
 
-    def program(compiler, kind, name):
+    def program(compiler, kind, name, loss):
         scores = Tensor("scores", "float32", (4, 4), 64, (16.0, 1.0, 2.0, 3.0, 4.0, 5.0, float(len(name))))
         step = Step(
             name, kind, "reduction", {"reduce": 1}, "forward", ("head",), (("head",),), "mine.py:3", 1, 64, 64, 9, 1e-3,
             "source text", (scores,),
         )  # fmt: skip
-        return Program(compiler, (step,), 2e-3, 1.0, (), ("a note",) if compiler == "XLA" else ())
+        values = (Tensor("loss", "float32", (), 4, (1.0, loss, loss, loss, loss, loss, loss)),)
+        return Program(compiler, (step,), 2e-3, 1.0, values, ("a note",) if compiler == "XLA" else ())
 
-    sides = program("XLA", "fusion loop", "fusion"), program("Inductor", "C++ kernel", "0:cpp_fused_sum_0:1")
+    sides = program("XLA", "fusion loop", "fusion", 2.0), program("Inductor", "C++ kernel", "0:cpp_fused_sum_0:1", loss)
     monkeypatch.setattr("jax_baseline.compiled_sides.compile_both", lambda one, other: sides)
     result = invoke("diff", "--device", "cpu")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == status, result.output
+    assert verdict in result.output
     assert "| head | forward | 1 | 128 B | 1.00 ms | 1 | 128 B | 1.00 ms |" in result.output
     assert "XLA: compiled in 1.00 s, runs 2.00 ms; kernels placed by label 1, by value 0, not at all 0" in result.output
     assert "; a note" in result.output

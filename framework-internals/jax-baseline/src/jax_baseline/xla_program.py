@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
+from jax_baseline.compilation import profiled
 from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
 from jax_baseline.hlo.kernels import quote
 from jax_baseline.hlo.taps import return_everything
 from jax_baseline.profile import kernel_seconds
 from jax_baseline.programs import Program, Step, Tensor, short_place, sketch
-from jax_baseline.compilation import profiled
 from jax_baseline.xla_private import complete_text, kept_arguments, run_text
 
 AnyArray = Shaped[Array, "..."]

@@ -140,7 +140,7 @@ def diff(
     repeats: Annotated[int, typer.Option(min=0, help="runs to time; 0 for none")] = 5,
     show: Annotated[int, typer.Option(min=0, help="regions to explain, with both sources")] = 3,
 ) -> None:
-    """Put what XLA and Inductor made of the same function side by side, region by region."""
+    """Put what XLA and Inductor made of one function side by side; exit status 1 if the two do not compute the same."""
     from jax_baseline.compiled_sides import FunctionSide, ModelSide, compile_both
 
     with user_errors():
@@ -158,11 +158,12 @@ def diff(
             torch_side = ModelSide(asdict(model), batch_size, cast(Precision, dtype), attention, where, repeats)
             jax_side = torch_side
         programs = compile_both(jax_side, torch_side)
-    _print_diff(programs, show)
+    if not _print_diff(programs, show):
+        raise typer.Exit(1)
 
 
-def _print_diff(programs: tuple[Program, Program], show: int) -> None:
-    """Print two programs side by side, and explain the regions that tell most."""
+def _print_diff(programs: tuple[Program, Program], show: int) -> bool:
+    """Print two programs side by side, and explain the regions that tell most; whether they computed the same."""
     from jax_baseline.explanation import explain
     from jax_baseline.region_diff import compare_programs, instructive
 
@@ -190,27 +191,29 @@ def _print_diff(programs: tuple[Program, Program], show: int) -> None:
             f"not at all {placed.get('nothing', 0)}; leaves {numbers.with_unit(found.only[program.compiler], 'B')} in "
             "memory that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
-    print(_agreement(programs, found.largest_difference))
+    same, verdict = _agreement(programs, found.largest_difference)
+    print(verdict)
     for region in instructive(found.regions, show):
         print()
         print(explain(region.as_plain(), quotes=True))
+    return same
 
 
-def _agreement(programs: tuple[Program, Program], difference: float | None) -> str:
-    """Whether the two functions computed the same, in a line."""
+def _agreement(programs: tuple[Program, Program], difference: float | None) -> tuple[bool, str]:
+    """Whether the two functions computed the same, and that in a line."""
     xla, inductor = (program.values for program in programs)
     if difference is None:
-        return f"NOT COMPARABLE: {len(xla)} results of XLA's program, {len(inductor)} of Inductor's"
+        return False, f"NOT COMPARABLE: {len(xla)} results of XLA's program, {len(inductor)} of Inductor's"
     if math.isinf(difference):
         pairs = enumerate(zip(xla, inductor, strict=True))
         index, (one, other) = next(pair for pair in pairs if pair[1][0].shape != pair[1][1].shape)
-        return f"NOT THE SAME FUNCTION: result {index} is {one} of XLA's and {other} of Inductor's"
+        return False, f"NOT THE SAME FUNCTION: result {index} is {one} of XLA's and {other} of Inductor's"
     if math.isnan(difference):
-        return "NOT COMPARABLE: results hold numbers that are not finite; give inputs for which they are"
+        return False, "NOT COMPARABLE: results hold numbers that are not finite; give inputs for which they are"
     sketched = all(value.sketch for value in (*xla, *inductor))
     how = "norm of the difference over the norm" if sketched else "relative, of their sums"
     text = f"results differ by at most {numbers.error_size(difference)} ({how})"
-    return f"NOT THE SAME FUNCTION: {text}" if difference > _SAME else text
+    return (False, f"NOT THE SAME FUNCTION: {text}") if difference > _SAME else (True, text)
 
 
 def _side_cells(side: Any) -> tuple[str, str, str]:
