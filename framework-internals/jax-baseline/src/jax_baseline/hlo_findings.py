@@ -42,6 +42,7 @@ def context(results: Results) -> dict[str, Any]:
         "step": _step(step) if step else None,
         "diffs": [_diff(record) for record in results.select("region diff")],
         "target": _target(targets) if targets else None,
+        "on_gpu": results.environment.gpu is not None,
     }
 
 
