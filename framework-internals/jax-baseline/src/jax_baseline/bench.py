@@ -10,7 +10,8 @@ from tempfile import TemporaryDirectory
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
-from jax_baseline.engines import EngineSpec, KernelTime, Preparation
+from jax_baseline.engines import EngineSpec, Preparation
+from jax_baseline.kernel_times import KernelTime
 from jax_baseline.worker import Worker, WorkerError
 from torch_baseline.config import GPTConfig, TrainConfig
 

@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from benchkit import UserError
 from benchkit.device import Device
+from jax_baseline.kernel_times import KernelTime, jax_kernel_times, torch_kernel_times
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
@@ -164,20 +165,6 @@ class Preparation:
     collectives: dict[str, int] = field(default_factory=dict)
 
 
-class KernelTime(NamedTuple):
-    """One kernel, all its calls together.
-
-    Attributes:
-        name: as the profiler has it.
-        calls: a step.
-        seconds: a step.
-    """
-
-    name: str
-    calls: float
-    seconds: float
-
-
 class Engine(Protocol):
     """One variant of the step, with its model and its data."""
 
@@ -269,8 +256,6 @@ class TorchEngine:
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
         """Take so many steps under torch's profiler."""
-        from jax_baseline.kernel_times import torch_kernel_times
-
         return torch_kernel_times(lambda: self.run(steps), steps, self._device)
 
     def _next(self) -> Any:
@@ -368,7 +353,6 @@ class JaxEngine:
     def kernel_times(self, steps: int) -> list[KernelTime]:
         """Take so many steps under JAX's profiler, of a program compiled again for it."""
         from jax_baseline.compilation import compile_step, profiled
-        from jax_baseline.kernel_times import jax_kernel_times
 
         options = profiled(self._device.platform)
         compiled = compile_step(self._jitted, self._state, *self._batches[0], options=options)

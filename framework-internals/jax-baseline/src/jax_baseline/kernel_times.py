@@ -5,10 +5,24 @@ from __future__ import annotations
 import collections
 import re
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from benchkit import UserError
 from benchkit.device import Device
-from jax_baseline.engines import KernelTime
+
+
+class KernelTime(NamedTuple):
+    """One kernel, all its calls together.
+
+    Attributes:
+        name: as the profiler has it.
+        calls: a step.
+        seconds: a step.
+    """
+
+    name: str
+    calls: float
+    seconds: float
 
 
 def torch_kernel_times(run: Callable[[], None], steps: int, device: Device) -> list[KernelTime]:
