@@ -47,7 +47,7 @@ _SURFACE = (
     ("torch._dynamo", "mark_static"),
     ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext"),
-    ("torch._guards", "detect_fake_mode"),
+    ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
     ("torch._dynamo.utils", "get_compilation_metrics"),
     ("torch._inductor.config", "force_disable_caches"),
@@ -276,10 +276,14 @@ def backend_of(name: str) -> Callable[..., Any]:
     return importlib.import_module("torch._dynamo").lookup_backend(name)
 
 
-def tensors_without_data(inputs: Sequence[Any]) -> AbstractContextManager[object]:
-    """The mode that Dynamo's tensors without data belong to; nothing for tensors that have data."""
-    mode = importlib.import_module("torch._guards").detect_fake_mode(inputs)
-    return nullcontext() if mode is None else mode
+def without_data(inputs: Sequence[Any]) -> tuple[AbstractContextManager[object], list[Any]]:
+    """A mode of tensors that have no data, and the inputs of a graph as such tensors."""
+    fake = importlib.import_module("torch._subclasses")
+    for each in inputs:
+        if isinstance(each, fake.FakeTensor):
+            return each.fake_mode, list(inputs)
+    mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
+    return mode, [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in inputs]
 
 
 def compile_id() -> str:

@@ -1,8 +1,8 @@
 """The user's line of an operator that a backend cannot compile.
 
 What AOTAutograd raises, such as the ``nonzero`` that the backward pass of ``x[mask] = value`` needs, names no line, and
-Dynamo reports it where the graph happened to begin. Running the graph once more, node by node, on the tensors without
-data that it was traced with, tells which node it is: the one that fails, or the one whose backward pass does.
+Dynamo reports it where the graph happened to begin. Running the graph once more, node by node, on tensors without data,
+tells which node it is: the one that fails, or the one whose backward pass does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from compile_bench.collector import backend_of, compile_id, tensors_without_data
+from compile_bench.collector import backend_of, compile_id, without_data
 from compile_bench.trace import Folders, Frame, innermost_in
 
 
@@ -60,8 +60,10 @@ class _Watched(fx.Interpreter):
         result = super().run_node(n)
         if n.op != "output":
             # All values, since an operator in place gives an earlier one another history.
-            self._claim([each.grad_fn for each in pytree.tree_leaves(list(self.env.values()) + [result])
-                         if isinstance(each, Tensor)], n)
+            self._claim(
+                [each.grad_fn for each in pytree.tree_leaves([*self.env.values(), result]) if isinstance(each, Tensor)],
+                n,
+            )
         return result
 
     def _claim(self, waiting: list[torch.autograd.graph.Node | None], node: fx.Node) -> None:
@@ -78,7 +80,8 @@ class _Watched(fx.Interpreter):
 def failing_node(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> fx.Node | None:
     """The node that a graph fails at without data, forward or backward; None if it does not fail."""
     watched = _Watched(graph)
-    with tensors_without_data(inputs), torch.enable_grad():
+    mode, inputs = without_data(inputs)
+    with mode, torch.enable_grad():
         try:
             outputs = [each for each in pytree.tree_leaves(watched.run(*inputs)) if isinstance(each, Tensor)]
             wanted = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]

@@ -22,6 +22,7 @@ from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.failing_operator import Blamed
 from compile_bench.findings import SilentEager, Survey, mark
 from compile_bench.measuring import load_case
+from compile_bench.mending import holding
 from compile_bench.mending.holding import overlays, rewind
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
@@ -192,6 +193,8 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
 
 def _made_by_holding(each: Break) -> bool:
     """Whether a held value, of a kind that the code would not have had there, may be the only cause."""
+    if each.file == holding.__file__:
+        return True
     return each.category in ("compile error", BACKEND_FAILED) or each.reason == "Observed exception"
 
 

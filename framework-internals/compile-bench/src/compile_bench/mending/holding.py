@@ -11,7 +11,7 @@ import ast
 import builtins
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ class _Recording:
 
     def __init__(self) -> None:
         self.values: dict[str, list[Any]] = {}
+        self.parts: list[Any] = []
         self.rewind()
 
     def rewind(self) -> None:
@@ -58,6 +59,20 @@ class _Recording:
         index = self._next.get(key, 0)
         self._next[key] = index + 1
         return values[index % len(values)]
+
+    def split(self, key: str) -> int:
+        """The number of tensors that the next value is: 1 of a tensor, 0 where it is not made of tensors alone."""
+        values = self.values.get(key)
+        if not values:
+            return 0
+        value = self.take(key)
+        self._next[key] -= 1
+        if isinstance(value, Tensor):
+            return 1
+        self.parts = list(value) if type(value) in (tuple, list) and len(value) > 1 else []
+        if not all(isinstance(each, Tensor) for each in self.parts):
+            self.parts = []
+        return len(self.parts)
 
 
 _recording = _Recording()
@@ -96,9 +111,42 @@ def __compile_bench_held__(key: str) -> Any:
     return _recording.take(key)
 
 
+@torch.compiler.assume_constant_result
+def __compile_bench_held_part__(part: int) -> Tensor:
+    return cast(Tensor, _recording.parts[part])
+
+
+@torch.compiler.assume_constant_result
+def __compile_bench_parts__(key: str) -> int:
+    return _recording.split(key)
+
+
+def __compile_bench_replay__(key: str) -> Any:
+    """What was held; tensors as results of the graph, not as its constants.
+
+    An attribute of a constant tensor Dynamo looks up by the name that it gave the tensor, which is that of the function
+    that returned it, and fails (torch 2.13).
+    """
+    parts = __compile_bench_parts__(key)
+    if parts == 0:
+        return __compile_bench_held__(key)
+    if parts == 1:
+        return torch.clone(__compile_bench_held__(key))
+    value = tuple([torch.clone(__compile_bench_held_part__(part)) for part in range(parts)])
+    __compile_bench_held__(key)
+    return value
+
+
 # The rewritten sources find them among the builtins, under the names that Dynamo knows them by.
-_BUILTINS = (__compile_bench_hold__, __compile_bench_held__, __compile_bench_no_context__)
-_HOLD, _HELD, _NO_CONTEXT = (each.__name__ for each in _BUILTINS)
+_BUILTINS = (
+    __compile_bench_hold__,
+    __compile_bench_replay__,
+    __compile_bench_no_context__,
+    __compile_bench_held__,
+    __compile_bench_held_part__,
+    __compile_bench_parts__,
+)
+_HOLD, _REPLAY, _NO_CONTEXT = (each.__name__ for each in _BUILTINS[:3])
 
 
 def overlays(places: Mapping[tuple[str, int], bool]) -> tuple[Overlay, Overlay]:
@@ -162,7 +210,7 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = 
     key = f"{source.path}:{expression.lineno}:{expression.col_offset}"
     # The lines behind keep their numbers.
     lines = "\n" * text.count("\n")
-    held = f"{_HELD}({key!r}{lines})"
+    held = f"{_REPLAY}({key!r}{lines})"
     return (
         # In parentheses: `return scores, boxes` holds one tuple. A condition is held as what it was taken for: a tensor
         # in its place would be branched on like the one before.
