@@ -95,8 +95,11 @@ class __compile_bench_no_context__:  # no name of a user is like it
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The tensor without its history; what is computed from it still has a backward pass if it had one."""
-    apart = tensor.detach().requires_grad_(tensor.requires_grad)
+    """A copy without its history, which the model may go on to write into.
+
+    What is computed from it still has a backward pass if it had one.
+    """
+    apart = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     mark_static(apart)
     return apart
 
