@@ -60,6 +60,21 @@ def test_a_function_in_a_file(file):
     assert target.forward(target.model, target.args).shape == (3, 2)
 
 
+def test_a_file_of_a_package_imports_its_neighbours(file, tmp_path):
+    inner = tmp_path / "my_package_of_layers" / "inner"
+    inner.mkdir(parents=True)
+    for folder in (inner.parent, inner):
+        (folder / "__init__.py").write_text("")
+    (inner.parent / "sizes_of_layers.py").write_text("WIDTH = 4\n")
+    (inner / "more_sizes.py").write_text("HEIGHT = 3\n")
+    (inner / "model.py").write_text(
+        "import torch\nfrom more_sizes import HEIGHT\nfrom ..sizes_of_layers import WIDTH\n\n\n"
+        "def target():\n    return torch.nn.Linear(WIDTH, 2), (torch.ones(HEIGHT, WIDTH),)\n"
+    )
+    target = load_target(f"{inner / 'model.py'}:target", "cpu")
+    assert target.forward(target.model, target.args).shape == (3, 2)
+
+
 def test_a_function_in_a_module(file, monkeypatch):
     monkeypatch.syspath_prepend(file.parent)
     target = load_target("my_targets:good", "cpu")

@@ -20,7 +20,7 @@ from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerWatch
 from compile_bench.findings import Finding, Proposal, mark
-from compile_bench.mending.holding import overlays
+from compile_bench.mending.holding import overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
@@ -165,16 +165,16 @@ def test_an_overlay_is_what_is_imported_and_shown(folder):
 
 def test_held_lines_keep_the_numbers_of_those_behind(folder):
     path = folder / "triage_helper.py"
-    recording, replaying = overlays([(str(path), 4), (str(folder / "triage_model.py"), 14)])
+    recording, replaying = overlays({(str(path), 4): False, (str(folder / "triage_model.py"), 14): False})
     for overlay in (recording, replaying):
         assert len(overlay[str(path)].splitlines()) == len(HELPER.splitlines())
-        assert b"__compile_bench_h" in overlay[str(folder / "triage_model.py")].splitlines()[13]
+        assert b"__compile_bench_" in overlay[str(folder / "triage_model.py")].splitlines()[13]
 
 
 def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
     path = tmp_path / "pair.py"
     path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
-    recording, replaying = overlays([(str(path), 2)])
+    recording, replaying = overlays({(str(path), 2): False})
     recorded, replayed = {}, {}
     exec(recording[str(path)], recorded)
     exec(replaying[str(path)], replayed)
@@ -182,7 +182,117 @@ def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
     recorded["pair"](x)
     held, apart = replayed["pair"](x)
     assert held.tolist() == [2, 2, 2]
-    assert (held.is_leaf, held.requires_grad, apart.requires_grad) == (True, True, False)
+    assert (held.requires_grad, apart.requires_grad) == (True, False)
+
+
+def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text("def loop(xs, kept):\n    while xs.pop() > 0:\n        kept.append(xs[-1])\n    return kept\n")
+    # A condition is kept as what it was taken for; of a call for its own sake the arguments, and it still happens.
+    recording, replaying = overlays({(str(path), 2): False, (str(path), 3): True})
+    recorded, replayed = {}, {}
+    exec(recording[str(path)], recorded)
+    exec(replaying[str(path)], replayed)
+    assert recorded["loop"]([torch.tensor(0), 5, 7, torch.tensor(1)], []) == [7, 5, 0]
+    for _ in range(2):
+        rewind()
+        assert replayed["loop"]([], []) == [7, 5, 0]
+
+
+LOOPING = """\
+import torch
+
+
+class Looping(torch.nn.Module):
+    def forward(self, x):
+        kept = []
+        rows = x.relu().sum(1) + 1
+        while rows.numel() > 1:
+            kept.append(float(rows[0]))
+            try:
+                rows = rows[1:][rows[1:] > rows.mean().item() - 9]
+            except ZeroDivisionError:
+                break
+        if rows.sum() > 0:
+            x = x * max(kept)
+        return x.sin() * rows.norm().item()
+
+
+def target():
+    torch.manual_seed(0)
+    return Looping(), (torch.rand(4, 3),)
+"""
+
+
+def test_all_that_lies_behind_the_breaks_of_a_loop_is_found(folder, capsys):
+    (folder / "triage_model.py").write_text(LOOPING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert {each.line for each in found.breaks} == {9, 11, 14, 16}
+    assert found.notes == ()
+
+
+MASKED = """\
+import torch
+
+
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.filler = torch.nn.Parameter(torch.zeros(3))
+
+    def forward(self, x, mask):
+        h = self.linear(x)
+        h = self.filled(h, mask)
+        return h.sin()
+
+    def filled(self, h, mask):
+        h[mask] = self.filler
+        return h
+
+
+def target():
+    torch.manual_seed(0)
+    return Masked(), (torch.ones(2, 4, 3), torch.rand(2, 4) > 0.5)
+"""
+
+
+def test_what_the_backend_fails_for_has_the_line_of_the_operator(folder, capsys):
+    (folder / "triage_model.py").write_text(MASKED)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu")
+    found = survey(case, seeds=(0,))
+    # Only the backward pass needs to know how many there are.
+    assert [(each.line, each.function, each.category) for each in found.breaks] == [(16, "filled", "backend failed")]
+    assert survey(replace(case, train=False), seeds=(0,)).breaks == ()
+
+
+YIELDING = """\
+import torch
+
+
+class Yielding(torch.nn.Module):
+    def rows(self, x):
+        for row in x:
+            yield row.sin() * 2
+
+    def forward(self, x):
+        total = x.sum()
+        for row in self.rows(x):
+            if row.sum() > 0:
+                total = total + row.cos().sum()
+        return total
+
+
+def target():
+    return Yielding(), (torch.ones(3, 2),)
+"""
+
+
+def test_a_generator_in_a_function_that_was_given_up_is_no_finding(folder, capsys):
+    (folder / "triage_model.py").write_text(YIELDING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert [each.line for each in found.breaks] == [12]
+    assert found.eager == ()
 
 
 RAISING = """\

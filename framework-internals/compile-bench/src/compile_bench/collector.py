@@ -15,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,8 +44,12 @@ _SURFACE = (
     ("torch._inductor.compile_fx", "compile_fx"),
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
+    ("torch._dynamo", "mark_static"),
     ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext"),
+    ("torch._subclasses", "FakeTensorMode"),
+    ("torch._dynamo", "lookup_backend"),
+    ("torch._dynamo.utils", "get_compilation_metrics"),
     ("torch._inductor.config", "force_disable_caches"),
 )
 
@@ -266,10 +271,51 @@ def inductor(module: Any, inputs: list[Any]) -> Callable[..., Any]:
     return importlib.import_module("torch._inductor.compile_fx").compile_fx(module, inputs)
 
 
+def backend_of(name: str) -> Callable[..., Any]:
+    """The function behind a backend's name."""
+    return importlib.import_module("torch._dynamo").lookup_backend(name)
+
+
+def without_data(inputs: Sequence[Any]) -> tuple[AbstractContextManager[object], list[Any]]:
+    """A mode of tensors that have no data, and the inputs of a graph as such tensors."""
+    fake = importlib.import_module("torch._subclasses")
+    for each in inputs:
+        if isinstance(each, fake.FakeTensor):
+            return each.fake_mode, list(inputs)
+    mode = fake.FakeTensorMode(allow_non_fake_inputs=True)
+    return mode, [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+
+
 def compile_id() -> str:
     """Number of the compilation that is going on, as in a trace's records; empty outside of one."""
     identity = importlib.import_module("torch._guards").CompileContext.current_compile_id()
     return "" if identity is None else f"{identity.frame_id}/{identity.frame_compile_id}"
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """Where Dynamo is.
+
+    Attributes:
+        compile_id: as of :func:`compile_id`.
+        attempt: how often it began anew with that function.
+    """
+
+    compile_id: str
+    attempt: int
+
+
+def tracing() -> Tracing:
+    """Where Dynamo is at this moment."""
+    trace = importlib.import_module("torch._guards").CompileContext.current_trace_id()
+    return Tracing(compile_id(), 0 if trace is None else trace.attempt)
+
+
+def was_given_up(compile_id: str) -> bool:
+    """Whether a compilation that is over came to nothing, so that its function runs as it was written."""
+    metrics = importlib.import_module("torch._dynamo.utils").get_compilation_metrics()
+    latest = next((each for each in reversed(metrics) if each.compile_id == compile_id), None)
+    return latest is not None and latest.fail_type is not None
 
 
 def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -294,6 +340,11 @@ def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
     """Tell Dynamo that a dimension will change, so that its size is symbolic from the first call."""
     importlib.import_module("torch._dynamo").mark_dynamic(tensor, dimension)
+
+
+def mark_static(tensor: torch.Tensor) -> None:
+    """Tell Dynamo that no size of a tensor is to be symbolic, whatever sizes come where it is made."""
+    importlib.import_module("torch._dynamo").mark_static(tensor)
 
 
 def allocations(profile: Any) -> list[int]:

@@ -8,6 +8,7 @@ all.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -31,11 +32,13 @@ class EagerFrame:
         frame: its first line and name.
         callers: the user's lines that led to it, outermost first.
         method_of: class of the compiled model's module that it is a method of; empty if of none.
+        generator: whether it yields; Dynamo follows into a generator and never compiles one by itself.
     """
 
     frame: Frame
     callers: tuple[Frame, ...]
     method_of: str = ""
+    generator: bool = False
 
 
 @dataclass
@@ -123,7 +126,8 @@ class EagerWatch:
     def _report(self, code: CodeType, call: _Call) -> None:
         # By place: code that Dynamo wrote cannot always be hashed, since its constants may be dictionaries.
         place = Frame(code.co_filename, code.co_firstlineno, code.co_name)
-        self._found.setdefault(place, EagerFrame(place, call.callers, call.method_of))
+        generator = bool(code.co_flags & inspect.CO_GENERATOR)
+        self._found.setdefault(place, EagerFrame(place, call.callers, call.method_of, generator))
 
 
 def _is_compiled(code: CodeType) -> bool:

@@ -225,6 +225,11 @@ def _find(name: str) -> Callable[[], Any]:
 def _load_file(path: Path, name: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"there is no file {path} (target {name})")
+    if (package := _package_of(path)) is not None:
+        root, module_name = package
+        sys.path.insert(0, str(root))
+        sys.path.append(str(path.resolve().parent))  # last: a package may have a logging.py of its own
+        return _import(module_name, name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -236,6 +241,18 @@ def _load_file(path: Path, name: str) -> ModuleType:
     except Exception as error:  # whatever the user's file raises
         raise UserError(f"{path} cannot be loaded: {describe_error(error)}") from error
     return module
+
+
+def _package_of(path: Path) -> tuple[Path, str] | None:
+    """The folder that a file's package lies in, and the file's name as a module; None for one that is in no package.
+
+    Only as a part of its package can it import its neighbours by ``from .layers import …``.
+    """
+    folder, parts = path.resolve().parent, [path.stem]
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    return (folder, ".".join(parts)) if len(parts) > 1 and path.stem.isidentifier() else None
 
 
 def _import(module: str, name: str) -> ModuleType:

@@ -38,6 +38,7 @@ _PHASE_PATTERNS = tuple(
 )
 
 RECOMPILE_LIMIT = "recompile limit"
+BACKEND_FAILED = "backend failed"
 
 # Reason -> category, first match. The registry numbers of PyTorch's own list change between releases; the wording of
 # the kinds below has been the same from 2.10 on.
@@ -62,7 +63,7 @@ _CATEGORIES = tuple(
             r"|numpy function|ndarray method|time function|copy\.deepcopy|op returned non-Tensor|RNN, GRU, or LSTM",
             "call Dynamo will not enter",
         ),
-        (r"backend compiler|BackendCompilerFailed", "backend failed"),
+        (r"backend compiler|BackendCompilerFailed|^backend=", BACKEND_FAILED),
         (r"context manager|contextlib", "context manager"),
         (r"requires_grad|autograd\.(Function|grad)|backward|hook", "autograd"),
         (
@@ -104,7 +105,8 @@ _GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
 _CACHE_EVENT = re.compile(r"(?:fx_graph|aotautograd|dynamo)_(?:bundled_)?cache_(?:hit|miss|bypass)")
 # Dynamo names what runs after a break torch_dynamo_resume_in_FUNCTION_at_LINE.
 RESUMED = "torch_dynamo_resume_in_"
-_WHOLE_FRAME = ("cannot properly resume", "will skip tracing the frame", "falling back to eager")
+_BACKEND_TRACEBACK = "WON'T CONVERT"
+_WHOLE_FRAME = ("cannot properly resume", "will skip tracing the frame", "falling back to eager", "cannot resume from")
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,8 @@ class Break:
         explanation: the sentence behind it.
         hints: what PyTorch proposes.
         category: one of a dozen families of reasons.
-        whole_frame: whether the function was given up as a whole and runs eagerly for good, instead of being split.
+        whole_frame: whether the function was given up, as a whole or from a line before on, and runs eagerly for good,
+            instead of being split.
         times: how often it was met (every recompilation meets it anew).
         registry: the number in PyTorch's published list, ``"GB0170"``; empty if it gave none.
         stack: the model's lines that led to it, outermost first, those of libraries included.
@@ -486,14 +489,17 @@ def _breaks(
     folders: Folders,
     captured: Collection[str],
 ) -> tuple[Break, ...]:
-    resumed = {plain_function(each.function) for each in frames.values() if each.function.startswith(RESUMED)}
+    resumed = {(e.file, plain_function(e.function)) for e in frames.values() if e.function.startswith(RESUMED)}
     found = []
     for event in events:
-        if event.kind == "dynamo_graph_break_reason":
+        # An error of the backend is told twice, first as a Python traceback.
+        if event.kind == "dynamo_graph_break_reason" and not event.payload.startswith(_BACKEND_TRACEBACK):
             frame = _frame_of(event.compile_id, frames)
             each = _break(event.payload, event.compile_id, frame, folders)
-            # torch 2.10 does not say it: nothing was captured, and nothing goes on behind the break.
-            given_up = event.compile_id not in captured and plain_function(frame.function) not in resumed
+            # torch 2.10 does not say it: nothing was captured, and nothing goes on behind the break, neither in the
+            # function that was compiled nor in the one that it was following into.
+            goes_on = {(frame.file, plain_function(frame.function)), (each.file, plain_function(each.function))}
+            given_up = event.compile_id not in captured and not goes_on & resumed
             found.append(replace(each, whole_frame=each.whole_frame or given_up))
     found = _with_callers(found, folders)
     told = {compile_id for entry in found for compile_id in entry.compile_ids}
@@ -527,6 +533,29 @@ def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
 def plain_function(name: str) -> str:
     """A function's own name, also where Dynamo names the part of it that goes on behind a break."""
     return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
+
+
+def with_lines(trace: CompileTrace, lines: Mapping[str, Frame]) -> CompileTrace:
+    """A trace whose errors of a backend stand at the lines that they are about.
+
+    Args:
+        trace: what was seen.
+        lines: of the operator that failed, by compilation.
+    """
+    breaks = []
+    for each in trace.breaks:
+        line = next((lines[compile_id] for compile_id in each.compile_ids if compile_id in lines), None)
+        if line is not None and each.category == BACKEND_FAILED:
+            each = replace(
+                each,
+                file=line.file,
+                line=line.line,
+                function=plain_function(line.function),
+                source=line.source,
+                stack=(line,),
+            )
+        breaks.append(each)
+    return replace(trace, breaks=merge_breaks(breaks))
 
 
 def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:

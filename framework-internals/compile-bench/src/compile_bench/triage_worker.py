@@ -19,13 +19,16 @@ from torch import nn
 from benchkit import UserError
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
+from compile_bench.failing_operator import Blamed
 from compile_bench.findings import SilentEager, Survey, mark
 from compile_bench.measuring import load_case
-from compile_bench.mending.holding import overlays
+from compile_bench.mending import holding
+from compile_bench.mending.holding import overlays, rewind
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
 from compile_bench.target import Target
 from compile_bench.trace import (
+    BACKEND_FAILED,
     Break,
     CompileTrace,
     Folders,
@@ -35,6 +38,7 @@ from compile_bench.trace import (
     innermost_in,
     merge_breaks,
     plain_function,
+    with_lines,
 )
 
 SEEDS = (0, 1, 2)
@@ -44,6 +48,9 @@ _STEADY_CALLS = 3
 
 # Lines that are taken out of the way one after the other in search of what lies behind.
 _MOST_ROUNDS = 8
+
+# Categories of breaks that are about the values in a statement, not about what it calls.
+_READS = frozenset(("data-dependent control flow", "tensor value read by Python", "data-dependent shape"))
 
 
 def triage(case: Case) -> Triage:
@@ -101,16 +108,18 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
     for seed in seeds:
         torch.compiler.reset()
         model = own_model(target, case)
-        compiled = _traced(model, case)
+        backend = Blamed("aot_eager" if case.train else "eager", whose)
+        compiled = cast(nn.Module, torch.compile(model, backend=backend, dynamic=case.dynamic))
         seed_everything(seed)
         error: Exception | None = None
         with Collector() as collector:
             try:
                 for each in (*(target,) * (_STEADY_CALLS - 1), *target.calls()):
+                    rewind()
                     each.step(compiled, train=case.train)()
             except Exception as raised:  # whatever the model or the compiler raises
                 error = raised
-        trace = collector.trace()
+        trace = with_lines(collector.trace(), backend.lines)
         look.traces.append(trace)
         look.breaks += [(seed, each) for each in trace.breaks]
         if error is not None:
@@ -135,6 +144,7 @@ def _raised_at(error: Exception) -> list[Frame]:
 
 def _refuse_if_eager_fails(target: Target, case: Case) -> None:
     """A model that raises by itself has nothing to be triaged."""
+    rewind()
     try:
         target.step(own_model(target, case), train=case.train)()
     except Exception as error:  # whatever the model raises
@@ -144,16 +154,19 @@ def _refuse_if_eager_fails(target: Target, case: Case) -> None:
 def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> list[tuple[int, Break]]:
     """The breaks behind functions that were given up, one given-up line after the other taken out of the way."""
     found: list[tuple[int, Break]] = []
-    held: dict[tuple[str, int], None] = {}
+    held: dict[tuple[str, int], bool] = {}
     latest = look.breaks
     for _ in range(_MOST_ROUNDS):
+        # Of a call for its own sake, such as kept.append(x.item()), the arguments are held first: it may be needed.
         in_the_way = {
-            (each.file, each.line): None for _, each in latest if each.whole_frame and whose.of_user(each.file)
+            (each.file, each.line): each.category in _READS and (each.file, each.line) not in held
+            for _, each in latest
+            if each.whole_frame and whose.of_user(each.file)
         }
-        new = [place for place in in_the_way if place not in held]
+        new = [place for place, arguments in in_the_way.items() if held.get(place) != arguments]
         if not new:
             break
-        held |= dict.fromkeys(new)
+        held |= in_the_way
         recording, replaying = overlays(held)
         try:
             with overlaid(recording):
@@ -180,7 +193,9 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
 
 def _made_by_holding(each: Break) -> bool:
     """Whether a held value, of a kind that the code would not have had there, may be the only cause."""
-    return each.category == "compile error" or each.reason == "Observed exception"
+    if each.file == holding.__file__:
+        return True
+    return each.category in ("compile error", BACKEND_FAILED) or each.reason == "Observed exception"
 
 
 def own_model(target: Target, case: Case) -> nn.Module:
@@ -219,10 +234,6 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _traced(model: nn.Module, case: Case) -> nn.Module:
-    return cast(nn.Module, torch.compile(model, backend="aot_eager" if case.train else "eager", dynamic=case.dynamic))
-
-
 def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -> list[SilentEager]:
     """The eager functions that no break explains."""
     places = {(each.file, each.line) for each in trace.breaks}
@@ -242,6 +253,8 @@ def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -
         chain = [*each.callers, each.frame]
         if (each.frame.file, each.frame.function) in given_up or any((f.file, f.line) in places for f in chain):
             continue
+        if each.generator and each.callers and (each.callers[-1].file, each.callers[-1].function) in given_up:
+            continue  # Dynamo would have followed into it
         if any((known.frame.file, known.function) in {(f.file, f.function) for f in each.callers} for known in found):
             continue  # called by a function that is on the list
         found.append(_silent_kind(each, (each.frame.file, each.frame.line) in empty))

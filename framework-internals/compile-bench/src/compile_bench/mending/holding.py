@@ -9,18 +9,78 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from compile_bench.collector import Tracing, mark_static, tracing, was_given_up
 from compile_bench.mending.overlay import Overlay
 from compile_bench.mending.source import Edit, Source
 
-_values: dict[str, Any] = {}
+
+class _Recording:
+    """What held expressions computed, in turn: in a loop a value for every time around.
+
+    Dynamo may trace a function several times over before it has its code, and after it gave one up the function runs
+    as it stands: each of them asks for the values anew from where the function began.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[Any]] = {}
+        self.parts: list[Any] = []
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin a step: what is asked for next is what was computed first."""
+        self._next: dict[str, int] = {}
+        self._at_start: dict[str, int] = {}
+        self._last: Tracing | None = None
+
+    def keep(self, key: str, value: Any) -> None:
+        """Add what an expression computed."""
+        self.values.setdefault(key, []).append(value)
+
+    def take(self, key: str) -> Any:
+        """The next value of an expression; the first one again after the last, and None of one that never ran."""
+        now, last = tracing(), self._last
+        goes_on = last is not None and last.compile_id == now.compile_id
+        if last is not None and (last.attempt != now.attempt if goes_on else was_given_up(last.compile_id)):
+            self._next = dict(self._at_start)
+        if not goes_on:
+            self._at_start = dict(self._next)
+        self._last = now if now.compile_id else None
+        values = self.values.get(key)
+        if not values:
+            return None
+        index = self._next.get(key, 0)
+        self._next[key] = index + 1
+        return values[index % len(values)]
+
+    def split(self, key: str) -> int:
+        """The number of tensors that the next value is: 1 of a tensor, 0 where it is not made of tensors alone."""
+        values = self.values.get(key)
+        if not values:
+            return 0
+        value = self.take(key)
+        self._next[key] -= 1
+        if isinstance(value, Tensor):
+            return 1
+        self.parts = list(value) if type(value) in (tuple, list) and len(value) > 1 else []
+        if not all(isinstance(each, Tensor) for each in self.parts):
+            self.parts = []
+        return len(self.parts)
+
+
+_recording = _Recording()
+
+
+def rewind() -> None:
+    """Have the recorded values begin with the first again, as a step of the model does."""
+    _recording.rewind()
 
 
 class __compile_bench_no_context__:  # no name of a user is like it
@@ -35,42 +95,82 @@ class __compile_bench_no_context__:  # no name of a user is like it
 
 
 def _apart(tensor: Tensor) -> Tensor:
-    """The tensor without its history; what is computed from it still has a backward pass if it had one."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
+    """A copy without its history, which the model may go on to write into.
+
+    What is computed from it still has a backward pass if it had one.
+    """
+    apart = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    mark_static(apart)
+    return apart
 
 
 def __compile_bench_hold__(key: str, value: Any) -> Any:
-    _values[key] = pytree.tree_map_only(Tensor, _apart, value)
+    _recording.keep(key, pytree.tree_map_only(Tensor, _apart, value))
     return value
 
 
 @torch.compiler.assume_constant_result
 def __compile_bench_held__(key: str) -> Any:
-    return _values.get(key)
+    return _recording.take(key)
+
+
+@torch.compiler.assume_constant_result
+def __compile_bench_held_part__(part: int) -> Tensor:
+    return cast(Tensor, _recording.parts[part])
+
+
+@torch.compiler.assume_constant_result
+def __compile_bench_parts__(key: str) -> int:
+    return _recording.split(key)
+
+
+def __compile_bench_replay__(key: str) -> Any:
+    """What was held; tensors as results of the graph, not as its constants.
+
+    An attribute of a constant tensor Dynamo looks up by the name that it gave the tensor, which is that of the function
+    that returned it, and fails (torch 2.13).
+    """
+    parts = __compile_bench_parts__(key)
+    if parts == 0:
+        return __compile_bench_held__(key)
+    if parts == 1:
+        return torch.clone(__compile_bench_held__(key))
+    value = tuple([torch.clone(__compile_bench_held_part__(part)) for part in range(parts)])
+    __compile_bench_held__(key)
+    return value
 
 
 # The rewritten sources find them among the builtins, under the names that Dynamo knows them by.
-_BUILTINS = (__compile_bench_hold__, __compile_bench_held__, __compile_bench_no_context__)
-_HOLD, _HELD, _NO_CONTEXT = (each.__name__ for each in _BUILTINS)
+_BUILTINS = (
+    __compile_bench_hold__,
+    __compile_bench_replay__,
+    __compile_bench_no_context__,
+    __compile_bench_held__,
+    __compile_bench_held_part__,
+    __compile_bench_parts__,
+)
+_HOLD, _REPLAY, _NO_CONTEXT = (each.__name__ for each in _BUILTINS[:3])
 
 
-def overlays(places: Iterable[tuple[str, int]]) -> tuple[Overlay, Overlay]:
-    """The sources that record, and the sources that replay.
+def overlays(places: Mapping[tuple[str, int], bool]) -> tuple[Overlay, Overlay]:
+    """The sources that record, and the sources that replay; what was recorded before is forgotten.
 
     Args:
-        places: file and line of what is to be held; one that cannot be held is left as it is.
+        places: file and line of what is to be held, and whether of a call whose result is not used the arguments are
+            held instead; one that cannot be held is left as it is.
     """
     for each in _BUILTINS:
         setattr(builtins, each.__name__, each)
+    _recording.values.clear()
     sources: dict[str, Source] = {}
     record: dict[str, list[Edit]] = {}
     replay: dict[str, list[Edit]] = {}
-    for file, line in places:
+    for (file, line), arguments in places.items():
         try:
             source = sources.setdefault(file, Source.read(Path(file)))
         except (OSError, SyntaxError):
             continue
-        for first, second in _edits(source, line):
+        for first, second in _edits(source, line, arguments):
             record.setdefault(file, []).append(first)
             replay.setdefault(file, []).append(second)
     return _applied(sources, record), _applied(sources, replay)
@@ -86,31 +186,37 @@ def _applied(sources: Mapping[str, Source], edits: Mapping[str, list[Edit]]) -> 
     return overlay
 
 
-def _edits(source: Source, line: int) -> list[tuple[Edit, Edit]]:
+def _edits(source: Source, line: int, arguments: bool) -> list[tuple[Edit, Edit]]:
     statement = source.statement(line)
+    if arguments and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        call = statement.value
+        values = [*call.args, *(word.value for word in call.keywords)]
+        return [_edit(source, each) for each in values if not isinstance(each, ast.Starred) and _holdable(each)]
     if isinstance(statement, (ast.With, ast.AsyncWith)):
         return [_edit(source, item.context_expr, _NO_CONTEXT) for item in statement.items]
     if isinstance(statement, (ast.If, ast.While, ast.Assert)):
-        expression: ast.expr | None = statement.test
-    elif isinstance(statement, ast.For):
-        expression = statement.iter
+        return [_edit(source, statement.test, reads="bool")] if _holdable(statement.test) else []
+    if isinstance(statement, ast.For):
+        expression: ast.expr | None = statement.iter
     else:
         expression = getattr(statement, "value", None)
-    if expression is None or any(
-        isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)) for node in ast.walk(expression)
-    ):
-        return []
-    return [_edit(source, expression)]
+    return [_edit(source, expression)] if expression is not None and _holdable(expression) else []
 
 
-def _edit(source: Source, expression: ast.expr, wrapper: str = "") -> tuple[Edit, Edit]:
+def _holdable(expression: ast.expr) -> bool:
+    later = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)
+    return not any(isinstance(node, later) for node in ast.walk(expression))
+
+
+def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = "") -> tuple[Edit, Edit]:
     text = source.text(expression)
     key = f"{source.path}:{expression.lineno}:{expression.col_offset}"
     # The lines behind keep their numbers.
     lines = "\n" * text.count("\n")
-    held = f"{_HELD}({key!r}{lines})"
+    held = f"{_REPLAY}({key!r}{lines})"
     return (
-        # In parentheses: `return scores, boxes` holds one tuple.
-        source.replace(expression, f"{_HOLD}({key!r}, ({text}))"),
+        # In parentheses: `return scores, boxes` holds one tuple. A condition is held as what it was taken for: a tensor
+        # in its place would be branched on like the one before.
+        source.replace(expression, f"{_HOLD}({key!r}, {reads}({text}))"),
         source.replace(expression, f"{wrapper}({held})" if wrapper else held),
     )
