@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import custom_ops
-from custom_ops import torch_internals
-from custom_ops.builds import kernels
+from custom_ops import calls, torch_internals
 from custom_ops.checks import DTYPES, wide
 from custom_ops.operators.flash_attention import reference
 
@@ -41,7 +40,7 @@ def exact_gelu(x: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, T
 def test_bias_gelu_against_float64(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, bias, grad = rows(dtype, *shape)
     y, dx, dbias = exact_gelu(x, bias, grad)
-    ours, (our_dx, our_dbias) = custom_ops.bias_gelu(x, bias), kernels.bias_gelu_backward(grad, x, bias)
+    ours, (our_dx, our_dbias) = custom_ops.bias_gelu(x, bias), calls.bias_gelu_backward(grad, x, bias)
     unit, wide_unit, tiny = torch.finfo(dtype).eps, torch.finfo(wide(dtype)).eps, floor_of(dtype)
     # One rounding to the dtype; in the arithmetic, eight units of the wide type of u for the sum, its cube and the
     # gate.
@@ -72,7 +71,7 @@ def test_bias_gelu_far_out(dtype: torch.dtype) -> None:
     assert torch.allclose(y[:4], x[:4].clamp(min=0), atol=1e-30)
     assert y[4].isinf()
     assert y[5].isnan()
-    dx, _ = kernels.bias_gelu_backward(one, x, zero)
+    dx, _ = calls.bias_gelu_backward(one, x, zero)
     assert torch.allclose(dx[:5], torch.tensor([[1.0], [0.0], [1.0], [0.0], [1.0]], dtype=dtype), atol=1e-30)
     assert dx[5].isnan()
 
@@ -84,7 +83,7 @@ def test_gradients_do_not_depend_on_the_threads() -> None:
         found = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(kernels.bias_gelu_backward(grad, x, bias))
+            found.append(calls.bias_gelu_backward(grad, x, bias))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, other) for each in found[1:] for one, other in zip(found[0], each, strict=True))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import custom_ops
-from custom_ops.builds import kernels
+from custom_ops import calls
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -30,7 +30,7 @@ def test_bias_gelu_against_float64(dtype: torch.dtype, rows: int, columns: int) 
     exact = torch.nn.functional.gelu(wide_x + wide_bias, approximate="tanh")
     exact.backward(grad.double())
     y = custom_ops.bias_gelu(x, bias)
-    dx, dbias = kernels.bias_gelu_backward(grad, x, bias)
+    dx, dbias = calls.bias_gelu_backward(grad, x, bias)
     unit = torch.finfo(dtype).eps
     wide_unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     tiny = torch.finfo(dtype).smallest_normal * unit  # the spacing of subnormal results, of which half may be lost
@@ -60,7 +60,7 @@ def test_every_access_gives_the_same_bits(dtype: torch.dtype, access: int) -> No
 def test_every_plan_gives_the_same_gradient(across: int) -> None:
     grad, x = (torch.randn(1030, 776, device="cuda") for _ in range(2))
     bias = torch.randn(776, device="cuda")
-    dx, dbias = kernels.bias_gelu_backward(grad, x, bias)
+    dx, dbias = calls.bias_gelu_backward(grad, x, bias)
     other_dx, other_dbias = torch.ops.custom_ops_kernels.bias_gelu_backward.plan(grad, x, bias, across, 4, 16)
     assert torch.equal(dx, other_dx)
     assert torch.allclose(dbias, other_dbias, rtol=1e-4, atol=1e-3)
@@ -69,9 +69,9 @@ def test_every_plan_gives_the_same_gradient(across: int) -> None:
 def test_gradients_are_the_same_every_time() -> None:
     grad, x = (torch.randn(20000, 768, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     bias = torch.randn(768, device="cuda", dtype=torch.bfloat16)
-    first = kernels.bias_gelu_backward(grad, x, bias)
+    first = calls.bias_gelu_backward(grad, x, bias)
     for _ in range(20):
-        assert all(torch.equal(a, b) for a, b in zip(kernels.bias_gelu_backward(grad, x, bias), first, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(calls.bias_gelu_backward(grad, x, bias), first, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,7 +103,7 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "axpb": lambda x: custom_ops.axpb(x, x, 2.0),
     "scale": custom_ops.scale,
     "bias_gelu": lambda x: custom_ops.bias_gelu(x, x[0]),
-    "bias_gelu_backward": lambda x: kernels.bias_gelu_backward(x, x, x[0])[1],
+    "bias_gelu_backward": lambda x: calls.bias_gelu_backward(x, x, x[0])[1],
     "conv_bn_relu": lambda x: custom_ops.conv_bn_relu(
         x[:32, :32].reshape(1, 1, 32, 32), x[:3, :3].reshape(1, 1, 3, 3), x[0, :1], x[0, :1]
     ),
@@ -189,7 +189,7 @@ def test_bias_gelu_of_more_elements_than_32_bits_count(columns: int) -> None:
         assert torch.equal(y[row], expected)
     del y
     x[-1] = 1
-    dx, dbias = kernels.bias_gelu_backward(x, x, bias)
+    dx, dbias = calls.bias_gelu_backward(x, x, bias)
     assert int(torch.count_nonzero(dx)) == columns
     assert torch.equal(dbias, dx[-1])
 

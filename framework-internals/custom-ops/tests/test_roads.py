@@ -10,7 +10,7 @@ import torch
 
 import custom_ops
 import native_build
-from custom_ops import builds, measure, prebuild
+from custom_ops import builds, calls, measure, prebuild
 from custom_ops.roads.wrappers import SHIPPED, STABLE, STABLE_AUTOGRAD, wrappers
 
 # What csrc/scale/module.cpp calls of Python, all in the limited API since 3.2.
@@ -77,7 +77,7 @@ def test_no_open_road_names_every_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_operator_that_the_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match="no_such_operator: the build that serves has no kernels for it"):
-        _ = builds.kernels.no_such_operator
+        _ = calls.no_such_operator
 
 
 def test_the_library_alone_has_operators_module_and_c_function() -> None:

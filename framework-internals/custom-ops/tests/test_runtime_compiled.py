@@ -58,13 +58,13 @@ SCRIPT = """
 import torch, native_build
 native_build.missing_cuda = lambda: "no nvcc"
 import custom_ops
-from custom_ops import builds
+from custom_ops import calls
 x, bias = torch.randn(300, 512, device="cuda"), torch.randn(512, device="cuda")
 info = custom_ops.load()
 assert info.cuda == "run-time compilation", info
 y = custom_ops.bias_gelu(x, bias)
 torch.testing.assert_close(y, torch.nn.functional.gelu(x + bias, approximate="tanh"))
-dx, dbias = builds.kernels.bias_gelu_backward(x, x, bias)
+dx, dbias = calls.bias_gelu_backward(x, x, bias)
 expected = torch.ops.aten.gelu_backward(x, x + bias, approximate="tanh")
 torch.testing.assert_close(dx, expected)
 torch.testing.assert_close(dbias, expected.sum(0), rtol=1e-4, atol=1e-3)

@@ -128,6 +128,7 @@ def build_library(
     cflags: Sequence[str] = (),
     cuda_cflags: Sequence[str] = (),
     exports: Sequence[str] = (),
+    libraries: Sequence[str] = (),
 ) -> LibraryRecord:
     """Compile and link a library; ``output`` is replaced in one step, when everything has worked.
 
@@ -142,6 +143,7 @@ def build_library(
         cflags: for the C++ compiler, besides ``-O3 -std=c++17``.
         cuda_cflags: for nvcc, besides ``-O3 -std=c++17``.
         exports: symbols that others may look up in it, ``"PyInit__C"``; all else but the record is hidden.
+        libraries: of torch's to link with besides those of its C++ functions, ``"torch_python"``.
 
     Returns:
         What was written into it.
@@ -169,7 +171,7 @@ def build_library(
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_unit, enumerate([*units, Unit(stamp)])))
-        _link(name, objects, output, nvcc, Path(folder), exports)
+        _link(name, objects, output, nvcc, Path(folder), exports, libraries)
     return record
 
 
@@ -291,7 +293,13 @@ def _nvcc_command(nvcc: Path | None, record: LibraryRecord, cuda_cflags: Sequenc
 
 
 def _link(
-    name: str, objects: Sequence[str], output: Path, nvcc: Path | None, folder: Path, symbols: Sequence[str]
+    name: str,
+    objects: Sequence[str],
+    output: Path,
+    nvcc: Path | None,
+    folder: Path,
+    symbols: Sequence[str],
+    libraries: Sequence[str],
 ) -> None:
     from torch.utils.cpp_extension import library_paths
 
@@ -306,7 +314,8 @@ def _link(
             f"-Wl,--version-script={exports}", "-Wl,--no-undefined", "-Wl,--warn-unresolved-symbols",
             *(f"-L{path}" for path in library_paths()),
             # libtorch.so brings torch's CUDA library along where there is one, for the one weak symbol that is in it.
-            "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", "-ltorch_cpu", "-lc10", *runtime,
+            "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", *(f"-l{library}" for library in libraries),
+            "-ltorch_cpu", "-lc10", *runtime,
         ])  # fmt: skip
         # Python's own functions are in the program that imports the library, and nowhere to be linked with.
         missing = [found for found in _UNDEFINED.finditer(log) if not found[1].startswith(("Py", "_Py"))]

@@ -4,23 +4,24 @@
 #include <optional>
 
 #include "../conv_bn_relu/kernels.h"
+#include "boxing.h"
 #include "registration.h"
-#include "tensors.h"
 
 namespace custom_ops::stable {
 namespace {
 
 constexpr const char* kOp = "conv_bn_relu";
-using Sizes = std::vector<int64_t>;
+using Pair = std::vector<int64_t>;  // for height and width
 
 void check_channels(const Tensor& x, const Tensor& weight, const Argument& argument) {
   check_device(kOp, {"x", x}, argument);
-  const ScalarType expected = wide(x.scalar_type());
-  if (argument.tensor.scalar_type() != expected) {
-    fail(kOp, ": argument '", argument.name, "': expected dtype ", name_of(expected), ", in which ", name_of(x.scalar_type()),
-         " is computed, got ", name_of(argument.tensor.scalar_type()));
+  const int32_t expected = wide(x.dtype());
+  if (argument.tensor.dtype() != expected) {
+    fail(kOp, ": argument '", argument.name, "': expected dtype ", name_of_dtype(expected), ", in which ", name_of_dtype(x.dtype()),
+         " is computed, got ", name_of_dtype(argument.tensor.dtype()));
   }
-  const Sizes sizes{weight.size(0)};
+  const int64_t channels = weight.size(0);
+  const Sizes sizes(&channels, 1);
   if (!equal_sizes(sizes, argument.tensor.sizes())) {
     fail(kOp, ": argument '", argument.name, "': expected shape ", name_of_shape(sizes), ", an element for each channel of 'weight', got ",
          name_of_shape(argument.tensor.sizes()));
@@ -40,13 +41,12 @@ void check(const Tensor& x, const Tensor& weight, const Tensor& scale, const Ten
   check_channels(x, weight, {"shift", shift});
 }
 
-Tensor convolution(const Tensor& x, const Tensor& weight, const Sizes& stride, const Sizes& padding, const Sizes& dilation, int64_t groups) {
+Tensor convolution(const Tensor& x, const Tensor& weight, const Pair& stride, const Pair& padding, const Pair& dilation, int64_t groups) {
   using torch::stable::detail::from;
-  const std::optional<Tensor> no_bias;
-  std::array<StableIValue, 9> stack{from(x),        from(weight), from(no_bias),     from(stride), from(padding),
-                                    from(dilation), from(false),  from(Sizes{0, 0}), from(groups)};
+  std::array<StableIValue, 9> stack{word_of(another_handle(x.get())), word_of(another_handle(weight.get())), from(std::nullopt), from(stride),
+                                    from(padding), from(dilation), from(false), from(Pair{0, 0}), from(groups)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::convolution", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return Tensor(torch::stable::detail::to<AtenTensorHandle>(stack[0]));
 }
 
 bool channels_last(const Tensor& y) {
@@ -56,33 +56,31 @@ bool channels_last(const Tensor& y) {
 
 // Of checked operands; `apply` runs the kernel that a call describes.
 template <typename Apply>
-Tensor run(const Tensor& x, const Tensor& weight, const Tensor& scale_any, const Tensor& shift_any, const Sizes& stride, const Sizes& padding,
-           const Sizes& dilation, int64_t groups, Apply apply) {
-  const Tensor scale = in_order(scale_any), shift = in_order(shift_any);
+Tensor run(const Tensor& x, const Tensor& weight, Tensor scale_any, Tensor shift_any, const Pair& stride, const Pair& padding,
+           const Pair& dilation, int64_t groups, Apply apply) {
+  const Tensor scale = in_order(std::move(scale_any)), shift = in_order(std::move(shift_any));
   Tensor y = convolution(x, weight, stride, padding, dilation, groups);
   const bool last = !y.is_contiguous() && channels_last(y);
-  if (!last) y = in_order(y);
+  if (!last) y = in_order(std::move(y));
   const int64_t pixels = y.size(2) * y.size(3);
   apply(ScaleShiftRelu{dtype_of(kOp, {"x", x}), y.mutable_data_ptr(), scale.const_data_ptr(), shift.const_data_ptr(),
                        last ? y.size(0) * pixels : y.size(0), y.size(1), last ? 1 : pixels});
   return y;
 }
 
-Tensor conv_bn_relu(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& shift, Sizes stride, Sizes padding,
-                    Sizes dilation, int64_t groups) {
+Tensor conv_bn_relu(Tensor x, Tensor weight, Tensor scale, Tensor shift, Pair stride, Pair padding, Pair dilation, int64_t groups) {
   check(x, weight, scale, shift);
-  return run(x, weight, scale, shift, stride, padding, dilation, groups, [](const ScaleShiftRelu& call) {
+  return run(x, weight, std::move(scale), std::move(shift), stride, padding, dilation, groups, [](const ScaleShiftRelu& call) {
     torch::stable::parallel_for(0, call.outer * call.channels * call.inner, kGrain,
                                 [&](int64_t begin, int64_t end) { scale_shift_relu_cpu(call, begin, end); });
   });
 }
 
 #ifdef CUSTOM_OPS_CUDA
-Tensor conv_bn_relu_on_gpu(const Tensor& x, const Tensor& weight, const Tensor& scale, const Tensor& shift, Sizes stride, Sizes padding,
-                           Sizes dilation, int64_t groups) {
+Tensor conv_bn_relu_on_gpu(Tensor x, Tensor weight, Tensor scale, Tensor shift, Pair stride, Pair padding, Pair dilation, int64_t groups) {
   check(x, weight, scale, shift);  // that all of them are on one GPU
   const OnDevice on(x);
-  return run(x, weight, scale, shift, stride, padding, dilation, groups,
+  return run(x, weight, std::move(scale), std::move(shift), stride, padding, dilation, groups,
              [&](const ScaleShiftRelu& call) { check_launch(kOp, scale_shift_relu_cuda(call, on.stream())); });
 }
 #endif
@@ -95,10 +93,10 @@ void define_conv_bn_relu(Library& library) {
       " -> Tensor");
 }
 
-void implement_conv_bn_relu_cpu(Library& library) { library.impl("conv_bn_relu", TORCH_BOX(&conv_bn_relu)); }
+void implement_conv_bn_relu_cpu(Library& library) { library.impl("conv_bn_relu", boxed<&conv_bn_relu>); }
 
 #ifdef CUSTOM_OPS_CUDA
-void implement_conv_bn_relu_cuda(Library& library) { library.impl("conv_bn_relu", TORCH_BOX(&conv_bn_relu_on_gpu)); }
+void implement_conv_bn_relu_cuda(Library& library) { library.impl("conv_bn_relu", boxed<&conv_bn_relu_on_gpu>); }
 #endif
 
 }  // namespace custom_ops::stable

@@ -6,8 +6,8 @@
 #include <tuple>
 
 #include "../flash_attention/flash_attention.h"
+#include "boxing.h"
 #include "registration.h"
-#include "tensors.h"
 
 namespace custom_ops::stable {
 namespace {
@@ -35,8 +35,7 @@ flash::Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, boo
   for (const Argument& argument : {of_q, of_k, of_v}) check_dimensions(argument);
   check_like_q(of_q, of_k);
   check_like_q(of_q, of_v);
-  const std::vector<int64_t> expected{q.size(0), k.size(1), k.size(2), q.size(3)};
-  if (!equal_sizes(expected, k.sizes())) {
+  if (k.size(0) != q.size(0) || k.size(3) != q.size(3)) {
     fail(kOp, ": argument 'k': expected batch ", q.size(0), " and head size ", q.size(3), " like 'q', got shape ", name_of_shape(k.sizes()));
   }
   check_shape(kOp, of_k, of_v);
@@ -55,15 +54,15 @@ static_assert(static_cast<int>(flash::ScalarType::kFloat16) == static_cast<int>(
 static_assert(static_cast<int>(flash::ScalarType::kBFloat16) == static_cast<int>(Dtype::kBFloat16));
 
 // A tensor as the kernels read it: adjacent elements of a head, and 16-byte rows for the 16-bit types.
-Tensor readable(const Tensor& x) {
+Tensor readable(Tensor&& x) {
   const bool adjacent = x.stride(3) == 1 || x.size(3) == 1;
-  const bool narrow = x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16;
+  const bool narrow = x.dtype() == codes.float16 || x.dtype() == codes.bfloat16;
   bool fits = adjacent;
   if (narrow && x.is_cuda()) {
     fits = fits && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
     for (int64_t d = 0; d < 3; ++d) fits = fits && (x.size(d) == 1 || x.stride(d) % 8 == 0);
   }
-  return fits ? x : torch::stable::contiguous(x);
+  return fits ? std::move(x) : contiguous(x);
 }
 
 flash::Tensor view(const Tensor& x) { return {const_cast<void*>(x.const_data_ptr()), x.stride(0), x.stride(1), x.stride(2)}; }
@@ -97,26 +96,25 @@ struct OnGpu {
 #endif
 
 // torch's allocators align to 64 bytes on the CPU and 512 on a GPU.
-Tensor workspace_of(const Tensor& like, int64_t bytes) { return make(like, {bytes}, ScalarType::Byte); }
 void* data_of(const Tensor& workspace) { return workspace.numel() == 0 ? nullptr : workspace.mutable_data_ptr(); }
 
 template <class Device>
-Results run_forward(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, bool causal, std::optional<double> scale, int64_t algorithm) {
+Results run_forward(Tensor q_any, Tensor k_any, Tensor v_any, bool causal, std::optional<double> scale, int64_t algorithm) {
   flash::Problem problem = problem_of(q_any, k_any, v_any, causal, scale);
   if (algorithm < 0 || algorithm > 3) fail(kOp, ": argument 'algorithm': expected 0 to 3, got ", algorithm);
   problem.algorithm = static_cast<flash::Algorithm>(algorithm);
   const Device device(q_any);
-  const Tensor q = readable(q_any), k = readable(k_any), v = readable(v_any);
-  const Tensor out = make_like(q_any), lse = make(q_any, {q.size(0), q.size(1), q.size(2)}, wide(q.scalar_type()));
-  if (lse.numel() == 0) return {out, lse};
-  const Tensor workspace = workspace_of(q, device.forward_bytes(problem));
+  const Tensor q = readable(std::move(q_any)), k = readable(std::move(k_any)), v = readable(std::move(v_any));
+  Tensor out = make_like(q), lse = make(q, {q.sizes().data(), 3}, wide(q.dtype()));
+  if (lse.numel() == 0) return {std::move(out), std::move(lse)};
+  const Tensor workspace = make_bytes(q, device.forward_bytes(problem));
   device.forward({problem, view(q), view(k), view(v), view(out), lse.mutable_data_ptr(), data_of(workspace)});
-  return {out, lse};
+  return {std::move(out), std::move(lse)};
 }
 
 template <class Device>
-Gradients run_backward(const Tensor& grad_any, const std::optional<Tensor>& grad_lse_any, const Tensor& q_any, const Tensor& k_any,
-                       const Tensor& v_any, const Tensor& out_any, const Tensor& lse_any, bool causal, std::optional<double> scale) {
+Gradients run_backward(Tensor grad_any, std::optional<Tensor> grad_lse_any, Tensor q_any, Tensor k_any, Tensor v_any, Tensor out_any,
+                       Tensor lse_any, bool causal, std::optional<double> scale) {
   const flash::Problem problem = problem_of(q_any, k_any, v_any, causal, scale);
   const Argument of_q{"q", q_any};
   for (const Argument& argument : {Argument{"grad_out", grad_any}, Argument{"out", out_any}}) {
@@ -124,33 +122,29 @@ Gradients run_backward(const Tensor& grad_any, const std::optional<Tensor>& grad
     check_shape(kOp, of_q, argument);
   }
   const Device device(q_any);
-  const Tensor q = readable(q_any), k = readable(k_any), v = readable(v_any), out = readable(out_any), grad = readable(grad_any);
-  const Tensor lse = in_order(lse_any);
-  const std::optional<Tensor> grad_lse = grad_lse_any ? std::optional<Tensor>(in_order(*grad_lse_any)) : std::nullopt;
-  const Tensor dq = make_like(q_any), dk = make_like(k_any), dv = make_like(v_any);
-  if (q.numel() == 0 && k.numel() == 0) return {dq, dk, dv};
-  const Tensor workspace = workspace_of(q, device.backward_bytes(problem));
+  const Tensor q = readable(std::move(q_any)), k = readable(std::move(k_any)), v = readable(std::move(v_any));
+  const Tensor out = readable(std::move(out_any)), grad = readable(std::move(grad_any)), lse = in_order(std::move(lse_any));
+  const std::optional<Tensor> grad_lse = grad_lse_any ? std::optional<Tensor>(in_order(*std::move(grad_lse_any))) : std::nullopt;
+  Tensor dq = make_like(q), dk = make_like(k), dv = make_like(v);
+  if (q.numel() == 0 && k.numel() == 0) return {std::move(dq), std::move(dk), std::move(dv)};
+  const Tensor workspace = make_bytes(q, device.backward_bytes(problem));
   device.backward({problem, view(q), view(k), view(v), view(out), view(grad), lse.const_data_ptr(),
                    grad_lse ? grad_lse->const_data_ptr() : nullptr, view(dq), view(dk), view(dv), data_of(workspace)});
-  return {dq, dk, dv};
+  return {std::move(dq), std::move(dk), std::move(dv)};
 }
 
-// The operators of a device: a plain function each, as TORCH_BOX wants them.
+// The operators of a device: a plain function each, as boxed wants them.
 template <class Device> struct Operators {
-  static Results forward(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, std::optional<double> scale) {
-    return run_forward<Device>(q, k, v, causal, scale, 0);
+  static Results forward(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale) {
+    return forward_by(std::move(q), std::move(k), std::move(v), causal, scale, 0);
   }
-  static Results forward_by(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, std::optional<double> scale, int64_t algorithm) {
-    return run_forward<Device>(q, k, v, causal, scale, algorithm);
-  }
-  static Gradients backward(const Tensor& grad_out, const std::optional<Tensor>& grad_lse, const Tensor& q, const Tensor& k, const Tensor& v,
-                            const Tensor& out, const Tensor& lse, bool causal, std::optional<double> scale) {
-    return run_backward<Device>(grad_out, grad_lse, q, k, v, out, lse, causal, scale);
+  static Results forward_by(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale, int64_t algorithm) {
+    return run_forward<Device>(std::move(q), std::move(k), std::move(v), causal, scale, algorithm);
   }
   static void add_to(Library& library) {
-    library.impl("flash_attention", TORCH_BOX(&forward));
-    library.impl("flash_attention.algorithm", TORCH_BOX(&forward_by));
-    library.impl("flash_attention_backward", TORCH_BOX(&backward));
+    library.impl("flash_attention", boxed<&forward>);
+    library.impl("flash_attention.algorithm", boxed<&forward_by>);
+    library.impl("flash_attention_backward", boxed<&run_backward<Device>>);
   }
 };
 

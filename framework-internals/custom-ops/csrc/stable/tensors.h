@@ -6,11 +6,14 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/HeaderOnlyArrayRef.h>
 
 #include <cstdint>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../common/dtype.h"
@@ -22,8 +25,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace custom_ops::stable {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 // Elements that are worth a thread of their own: what PyTorch's element-wise operators use.
 constexpr int64_t kGrain = 32768;
@@ -34,10 +36,70 @@ template <typename... Parts> [[noreturn]] void fail(const Parts&... parts) {
   throw std::runtime_error(message.str());
 }
 
+// ---- tensors
+
+// torch's numbers for dtypes and devices. They are its own affair and may change, so that it is asked for them; once,
+// because torch::stable::Tensor::scalar_type() asks for one after another until one fits.
+struct Codes {
+  const int32_t float32 = aoti_torch_dtype_float32(), float64 = aoti_torch_dtype_float64();
+  const int32_t float16 = aoti_torch_dtype_float16(), bfloat16 = aoti_torch_dtype_bfloat16();
+  const int32_t uint8 = aoti_torch_dtype_uint8();
+  const int32_t cpu = aoti_torch_device_type_cpu(), cuda = aoti_torch_device_type_cuda();
+};
+inline const Codes codes;
+
+// What a C function of torch's says of a tensor; `what` is for the error.
+template <typename T> T asked(AOTITorchError (*function)(AtenTensorHandle, T*), AtenTensorHandle handle, const char* what) {
+  T answer{};
+  if (function(handle, &answer) != TORCH_SUCCESS) fail("torch does not say what the ", what, " of this tensor is");
+  return answer;
+}
+
+// A tensor that a call was given or has made, with one owner (boxing.h).
+class Tensor {
+ public:
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
+  Tensor(Tensor&& other) noexcept : handle_(other.release()) {}
+  Tensor& operator=(Tensor&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Tensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+
+  int64_t dim() const { return asked(aoti_torch_get_dim, handle_, "number of dimensions"); }
+  int64_t numel() const { return asked(aoti_torch_get_numel, handle_, "number of elements"); }
+  Sizes sizes() const { return {asked(aoti_torch_get_sizes, handle_, "shape"), static_cast<size_t>(dim())}; }
+  int64_t size(int64_t of) const { return sizes()[of]; }
+  int64_t stride(int64_t of) const { return asked(aoti_torch_get_strides, handle_, "layout")[of]; }
+  bool is_contiguous() const { return asked(aoti_torch_is_contiguous, handle_, "layout"); }
+  int32_t dtype() const { return asked(aoti_torch_get_dtype, handle_, "dtype"); }
+  int32_t device_type() const { return asked(aoti_torch_get_device_type, handle_, "device"); }
+  int32_t device_index() const { return asked(aoti_torch_get_device_index, handle_, "device"); }
+  bool is_cpu() const { return device_type() == codes.cpu; }
+  bool is_cuda() const { return device_type() == codes.cuda; }
+  const void* const_data_ptr() const { return asked(torch_get_const_data_ptr, handle_, "memory"); }
+  void* mutable_data_ptr() const { return asked(torch_get_mutable_data_ptr, handle_, "memory"); }
+
+ private:
+  AtenTensorHandle handle_;
+};
+
+inline AtenTensorHandle another_handle(AtenTensorHandle handle) {
+  AtenTensorHandle another = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &another));
+  return another;
+}
+
 // ---- what an error says
 
-inline std::string name_of(ScalarType type) {
-  switch (type) {
+inline std::string name_of_dtype(int32_t code) {
+  using torch::headeronly::ScalarType;
+  switch (torch::stable::detail::to<ScalarType>(torch::stable::detail::from(code))) {
     case ScalarType::Float: return "torch.float32";
     case ScalarType::Double: return "torch.float64";
     case ScalarType::Half: return "torch.float16";
@@ -51,7 +113,7 @@ inline std::string name_of(ScalarType type) {
   }
 }
 
-template <typename Sizes> std::string name_of_shape(const Sizes& sizes) {
+inline std::string name_of_shape(Sizes sizes) {
   std::ostringstream text;
   text << '[';
   const char* separator = "";
@@ -63,19 +125,13 @@ template <typename Sizes> std::string name_of_shape(const Sizes& sizes) {
   return text.str();
 }
 
-inline int32_t device_type(const Tensor& tensor) {
-  int32_t type = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
-  return type;
-}
-
 inline std::string name_of_device(const Tensor& tensor) {
   if (tensor.is_cpu()) return "cpu";
-  if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.device_index());
   return "another device";
 }
 
-template <typename First, typename Second> bool equal_sizes(const First& a, const Second& b) {
+inline bool equal_sizes(Sizes a, Sizes b) {
   if (a.size() != b.size()) return false;
   for (size_t i = 0; i < a.size(); ++i)
     if (a[i] != b[i]) return false;
@@ -91,28 +147,26 @@ struct Argument {
 };
 
 inline Dtype dtype_of(const char* op, const Argument& x) {
-  switch (x.tensor.scalar_type()) {
-    case ScalarType::Float: return Dtype::kFloat32;
-    case ScalarType::Double: return Dtype::kFloat64;
-    case ScalarType::Half: return Dtype::kFloat16;
-    case ScalarType::BFloat16: return Dtype::kBFloat16;
-    default:
-      fail(op, ": argument '", x.name, "': expected dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, got ",
-           name_of(x.tensor.scalar_type()));
-  }
+  const int32_t code = x.tensor.dtype();
+  if (code == codes.float32) return Dtype::kFloat32;
+  if (code == codes.bfloat16) return Dtype::kBFloat16;
+  if (code == codes.float16) return Dtype::kFloat16;
+  if (code == codes.float64) return Dtype::kFloat64;
+  fail(op, ": argument '", x.name, "': expected dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, got ",
+       name_of_dtype(code));
 }
 
 inline void check_device(const char* op, const Argument& first, const Argument& other) {
-  if (device_type(other.tensor) != device_type(first.tensor) || other.tensor.get_device_index() != first.tensor.get_device_index()) {
+  if (other.tensor.device_type() != first.tensor.device_type() || other.tensor.device_index() != first.tensor.device_index()) {
     fail(op, ": argument '", other.name, "': expected device ", name_of_device(first.tensor), " like '", first.name, "', got ",
          name_of_device(other.tensor), " (move it there with .to())");
   }
 }
 
 inline void check_dtype(const char* op, const Argument& first, const Argument& other) {
-  if (other.tensor.scalar_type() != first.tensor.scalar_type()) {
-    fail(op, ": argument '", other.name, "': expected dtype ", name_of(first.tensor.scalar_type()), " like '", first.name, "', got ",
-         name_of(other.tensor.scalar_type()), " (dtypes are not promoted; use .to())");
+  if (other.tensor.dtype() != first.tensor.dtype()) {
+    fail(op, ": argument '", other.name, "': expected dtype ", name_of_dtype(first.tensor.dtype()), " like '", first.name, "', got ",
+         name_of_dtype(other.tensor.dtype()), " (dtypes are not promoted; use .to())");
   }
 }
 
@@ -126,26 +180,36 @@ inline void check_shape(const char* op, const Argument& first, const Argument& o
 // ---- making tensors
 
 // Through the C function itself: torch::stable::new_empty goes through the dispatcher by name, a microsecond more.
-inline Tensor make(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType type) {
-  std::vector<int64_t> strides(sizes.size());
+inline Tensor make(const Tensor& like, Sizes sizes, int32_t dtype) {
+  constexpr size_t kFew = 8;  // dimensions whose strides need no memory from the heap
+  int64_t few[kFew];
+  std::vector<int64_t> many(sizes.size() > kFew ? sizes.size() : 0);
+  int64_t* const strides = many.empty() ? few : many.data();
   int64_t stride = 1;
   for (size_t i = sizes.size(); i-- > 0;) {
     strides[i] = stride;
     stride *= sizes[i] > 0 ? sizes[i] : 1;
   }
+  const int32_t device_type = like.device_type();
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  torch::stable::detail::to<int32_t>(torch::stable::detail::from(type)),
-                                                  device_type(like), like.is_cpu() ? 0 : like.get_device_index(), &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides, dtype, device_type,
+                                                  device_type == codes.cpu ? 0 : like.device_index(), &made));
   return Tensor(made);
 }
 
-inline Tensor make_like(const Tensor& like) { return make(like, {like.sizes().begin(), like.sizes().end()}, like.scalar_type()); }
+inline Tensor make_like(const Tensor& like) { return make(like, like.sizes(), like.dtype()); }
+
+inline Tensor make_bytes(const Tensor& like, int64_t count) { return make(like, {&count, 1}, codes.uint8); }
+
+inline Tensor contiguous(const Tensor& tensor) {
+  const torch::stable::Tensor copy = torch::stable::contiguous(torch::stable::Tensor(another_handle(tensor.get())));
+  return Tensor(another_handle(copy.get()));
+}
 
 // The kernels walk memory in order: a transposed or sliced operand is copied.
-inline Tensor in_order(const Tensor& tensor) { return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor); }
+inline Tensor in_order(Tensor&& tensor) { return tensor.is_contiguous() ? std::move(tensor) : contiguous(tensor); }
 
-inline ScalarType wide(ScalarType type) { return type == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
+inline int32_t wide(int32_t dtype) { return dtype == codes.float64 ? dtype : codes.float32; }
 
 // ---- where a kernel runs
 
@@ -154,14 +218,18 @@ inline ScalarType wide(ScalarType type) { return type == ScalarType::Double ? Sc
 // written.
 class OnDevice {
  public:
-  explicit OnDevice(const Tensor& tensor) : guard_(tensor.get_device_index()) {
+  explicit OnDevice(const Tensor& tensor) {
     if (aoti_torch_get_current_cuda_stream == nullptr) fail("this torch has no CUDA");
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream_));
+    const int32_t wanted = tensor.device_index();
+    int32_t current = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_device_index(&current));
+    if (current != wanted) guard_.emplace(wanted);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(wanted, &stream_));
   }
   void* stream() const { return stream_; }
 
  private:
-  const torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<const torch::stable::accelerator::DeviceGuard> guard_;  // where another device is current: it is made on the heap
   void* stream_ = nullptr;
 };
 

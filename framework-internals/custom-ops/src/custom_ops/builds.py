@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,10 @@ import torch
 
 import native_build
 from benchkit.progress import working
-from custom_ops import autograd_nodes, prebuild, runtime_compiled
+from custom_ops import autograd_nodes, calls, prebuild, runtime_compiled
 from custom_ops.operators import bias_gelu, conv_bn_relu, elementwise, flash_attention
 from custom_ops.registration import NAMESPACES, Rules, register
-from custom_ops.torch_internals import in_cpp
+from custom_ops.torch_internals import OpOverload, any_requires_grad, in_cpp
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
 AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"
@@ -119,29 +119,61 @@ def _load() -> BuildInfo:
         native_build.load_library(info.file)
     if info.cuda == "run-time compilation":
         runtime_compiled.register()
+    callable_of: Callable[[OpOverload], Callable[..., Any]] = in_cpp
+    in_nodes: frozenset[str] = frozenset()
     if info.autograd == "compiled nodes":
-        info = _load_nodes(info)
-    in_nodes = autograd_nodes.OPERATORS if info.autograd == "compiled nodes" else frozenset()
+        info, nodes = _load_nodes(info)
+        if nodes is not None:
+            callable_of, in_nodes = autograd_nodes.operator_call(nodes), autograd_nodes.OPERATORS
     for rules in operators():
         register(rules, derivative=rules.name not in in_nodes)
-    for namespace, made in zip(NAMESPACES, (public, kernels), strict=True):
-        made.fill(getattr(torch.ops, namespace))
+    calls.fill(dict(_callables(callable_of, in_nodes)))
     return info
 
 
-def _load_nodes(info: BuildInfo) -> BuildInfo:
-    """Put the nodes in, compiled first if need be.
+def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:
+    """Put the nodes in, compiled first if need be; the second result is their library.
 
     Where that fails, the derivatives are Python's and :func:`load` says so, unless the environment asked for the nodes.
     """
     try:
         with working(f"compiling derivatives, once for torch {torch.__version__}"):
-            native_build.load_library(autograd_nodes.build())
+            nodes = autograd_nodes.build()
+            native_build.load_library(nodes)
     except (native_build.BuildError, native_build.LibraryError) as error:
         if os.environ.get(AUTOGRAD_VARIABLE) == "nodes":
             raise
-        return replace(info, autograd="Python", not_served={**info.not_served, _NODES: str(error)})
-    return info
+        return replace(info, autograd="Python", not_served={**info.not_served, _NODES: str(error)}), None
+    return info, nodes
+
+
+def _callables(
+    callable_of: Callable[[OpOverload], Callable[..., Any]], in_nodes: frozenset[str]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What :mod:`custom_ops.calls` offers, by name.
+
+    Args:
+        callable_of: what makes a callable of an operator.
+        in_nodes: operators whose kernel for autograd is C++, and costs next to nothing where no gradient is wanted.
+    """
+    public, bare = (getattr(torch.ops, namespace) for namespace in NAMESPACES)
+    for rules in operators():
+        if hasattr(public, rules.name):
+            whole = callable_of(getattr(public, rules.name).default)
+            if rules.autograd is not None and rules.name not in in_nodes:
+                whole = _where_wanted(whole, callable_of(getattr(bare, rules.name).default))
+            yield rules.name, whole
+
+
+def _where_wanted(whole: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator with its derivative where a gradient is wanted or a graph is recorded, and without elsewhere."""
+
+    def call(*arguments: Any) -> Any:
+        if (torch.is_grad_enabled() and any_requires_grad(*arguments)) or torch.compiler.is_compiling():
+            return whole(*arguments)
+        return kernel(*arguments)
+
+    return call
 
 
 def load_if_built() -> None:
@@ -158,32 +190,6 @@ def operators() -> Iterator[Rules]:
     """What is registered for the operators, in the order of the ladder."""
     for module in (elementwise, bias_gelu, conv_bn_relu, flash_attention):
         yield from module.RULES
-
-
-class Operators:
-    """The operators of a namespace as attributes, ready to be called; the first one asked for loads a build."""
-
-    def fill(self, packets: Any) -> None:
-        """Set the attributes."""
-        for rules in operators():
-            # Calling the packet would look up the overload anew each time, and calling that is a detour too.
-            if hasattr(packets, rules.name):
-                setattr(self, rules.name, in_cpp(getattr(packets, rules.name).default))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        load()
-        try:
-            return vars(self)[name]
-        except KeyError:
-            raise NotImplementedError(
-                f"{name}: the build that serves has no kernels for it (custom_ops.build_info() says why)"
-            ) from None
-
-
-public = Operators()
-kernels = Operators()
 
 
 def _choose() -> tuple[Road | None, dict[str, str]]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.timing import rotating_inputs
+from custom_ops import calls
 from custom_ops.accounting import count_launches, vector_add_traffic
-from custom_ops.builds import kernels
 from custom_ops.contestants import ALPHA
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import fuse
@@ -186,7 +186,7 @@ def accuracy(device: Device, dtypes: Sequence[torch.dtype], *, rows: int, column
         bias = torch.randn(columns, generator=generator).to(device, dtype)
         exact = _gelu_results(*(tensor.double() for tensor in (x, bias, grad)))
         theirs = _gelu_results(x, bias, grad)
-        ours = (bias_gelu(x, bias), *kernels.bias_gelu_backward(grad, x, bias))
+        ours = (bias_gelu(x, bias), *calls.bias_gelu_backward(grad, x, bias))
         for name, right, own, other in zip(("y", "dx", "dbias"), exact, ours, theirs, strict=True):
             errors = [float((result.double() - right).norm() / right.norm()) for result in (own, other)]
             yield Record(

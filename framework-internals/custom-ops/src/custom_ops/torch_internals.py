@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from torch._C import _any_requires_grad as any_requires_grad
 from torch._dynamo.exc import Unsupported
 from torch._ops import OpOverload
 from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import _check_cuda_version as check_cuda_version
 
-__all__ = ["TorchVersion", "Unsupported", "check_cuda_version", "in_cpp"]
+__all__ = ["OpOverload", "TorchVersion", "Unsupported", "any_requires_grad", "check_cuda_version", "in_cpp"]
 
 
 def in_cpp(overload: OpOverload) -> Callable[..., Any]:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from custom_ops import builds
+from custom_ops import calls
 from custom_ops.checks import check_bias_gelu, check_bias_gelu_backward, explain
 from custom_ops.registration import Autograd, Rules, to_lower
 
@@ -36,12 +37,10 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
         NotImplementedError: for a device that the build that serves has no kernels for.
         native_build.BuildError: at the first call, when the kernels cannot be built.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return torch.ops.custom_ops.bias_gelu.default(x, bias)
     try:
-        if torch.is_grad_enabled() and (x.requires_grad or bias.requires_grad):
-            return builds.public.bias_gelu(x, bias)
-        return builds.kernels.bias_gelu(x, bias)
+        return calls.bias_gelu(x, bias)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_bias_gelu, x, bias)
 

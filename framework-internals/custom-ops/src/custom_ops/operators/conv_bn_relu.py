@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
-from custom_ops import builds
+from custom_ops import calls
 from custom_ops.checks import check_conv_bn_relu, explain, wide
 from custom_ops.registration import Autograd, Rules, to_lower
 
@@ -55,12 +56,10 @@ def conv_bn_relu(
         native_build.BuildError: at the first call, when the kernels cannot be built.
     """
     arguments = (x, weight, scale, shift, _pair(stride), _pair(padding), _pair(dilation), groups)
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return torch.ops.custom_ops.conv_bn_relu.default(*arguments)
     try:
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments[:4]):
-            return builds.public.conv_bn_relu(*arguments)
-        return builds.kernels.conv_bn_relu(*arguments)
+        return calls.conv_bn_relu(*arguments)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_conv_bn_relu, x, weight, scale, shift)
 

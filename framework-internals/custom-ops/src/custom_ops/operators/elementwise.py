@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from custom_ops import builds
+from custom_ops import calls
 from custom_ops.checks import check_axpb, check_scale, check_vector_add, explain
 from custom_ops.registration import Autograd, Rules, to_widest
 
@@ -33,12 +34,10 @@ def vector_add(a: Tensor, b: Tensor) -> Tensor:
         NotImplementedError: for a device that the build that serves has no kernels for.
         native_build.BuildError: at the first call, when the kernels cannot be built.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return torch.ops.custom_ops.vector_add.default(a, b)
     try:
-        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-            return builds.public.vector_add(a, b)
-        return builds.kernels.vector_add(a, b)
+        return calls.vector_add(a, b)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_vector_add, a, b)
 
@@ -62,12 +61,10 @@ def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
         NotImplementedError: for a device that the build that serves has no kernels for.
         native_build.BuildError: at the first call, when the kernels cannot be built.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return torch.ops.custom_ops.axpb.default(x, b, alpha)
     try:
-        if torch.is_grad_enabled() and (x.requires_grad or b.requires_grad):
-            return builds.public.axpb(x, b, alpha)
-        return builds.kernels.axpb(x, b, alpha)
+        return calls.axpb(x, b, alpha)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_axpb, x, b, alpha)
 
@@ -87,12 +84,10 @@ def scale(x: Tensor, alpha: float = 1.23) -> Tensor:
         NotImplementedError: for a device that the build that serves has no kernels for.
         native_build.BuildError: at the first call, when the kernels cannot be built.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return torch.ops.custom_ops.scale.default(x, alpha)
     try:
-        if torch.is_grad_enabled() and x.requires_grad:
-            return builds.public.scale(x, alpha)
-        return builds.kernels.scale(x, alpha)
+        return calls.scale(x, alpha)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_scale, x, alpha)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from custom_ops import builds
+from custom_ops import calls
 from custom_ops.checks import check_flash_attention, explain, wide
 from custom_ops.registration import Autograd, Rules, to_lower
 
@@ -37,12 +38,10 @@ def flash_attention(
         NotImplementedError: for a device that the build that serves has no kernels for.
         native_build.BuildError: at the first call, when the kernels cannot be built.
     """
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():
         return torch.ops.custom_ops.flash_attention.default(q, k, v, causal, scale)
     try:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return builds.public.flash_attention(q, k, v, causal, scale)
-        return builds.kernels.flash_attention(q, k, v, causal, scale)
+        return calls.flash_attention(q, k, v, causal, scale)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_flash_attention, q, k, v, causal, scale)
 

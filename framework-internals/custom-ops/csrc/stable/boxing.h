@@ -1,0 +1,57 @@
+// A function of tensors as the stable ABI calls it: arguments and results are words of 64 bits on a stack.
+//
+// torch's own TORCH_BOX does the same for torch::stable::Tensor, which counts its owners in a std::shared_ptr beside torch's
+// own count, and hands a result on as a second handle. Here every tensor has one owner, and a handle is passed as it is.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+
+#include <optional>
+#include <tuple>
+#include <utility>
+
+#include "tensors.h"
+
+namespace custom_ops::stable {
+
+// What lies on the stack belongs to the function that takes it.
+template <typename T> struct Take {
+  static T from(StableIValue word) { return torch::stable::detail::to<T>(word); }
+};
+template <> struct Take<Tensor> {
+  static Tensor from(StableIValue word) { return Tensor(torch::stable::detail::to<AtenTensorHandle>(word)); }
+};
+template <> struct Take<std::optional<Tensor>> {
+  static std::optional<Tensor> from(StableIValue word) {
+    const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(word);
+    return handle ? std::optional<Tensor>(std::in_place, *handle) : std::nullopt;
+  }
+};
+
+inline StableIValue word_of(AtenTensorHandle handle) { return torch::stable::detail::from<AtenTensorHandle>(handle); }
+
+inline void put(StableIValue* stack, Tensor&& result) { stack[0] = word_of(result.release()); }
+
+template <typename... Results> void put(StableIValue* stack, std::tuple<Results...>&& results) {
+  std::apply([&](auto&... each) { ((*stack++ = word_of(each.release())), ...); }, results);
+}
+
+template <auto kFunction, typename Signature = decltype(kFunction)> struct Boxed;
+
+template <auto kFunction, typename Result, typename... Parameters> struct Boxed<kFunction, Result (*)(Parameters...)> {
+  static void call(StableIValue* stack, uint64_t given, uint64_t) {
+    if (given != sizeof...(Parameters)) fail("a schema has ", given, " arguments, and its kernel takes ", sizeof...(Parameters));
+    run(stack, std::index_sequence_for<Parameters...>{});
+  }
+
+ private:
+  template <size_t... kIndex> static void run(StableIValue* stack, std::index_sequence<kIndex...>) {
+    std::tuple<std::decay_t<Parameters>...> arguments{Take<std::decay_t<Parameters>>::from(stack[kIndex])...};
+    put(stack, kFunction(std::get<kIndex>(std::move(arguments))...));
+  }
+};
+
+// For Library::impl.
+template <auto kFunction> constexpr auto boxed = &Boxed<kFunction>::call;
+
+}  // namespace custom_ops::stable
