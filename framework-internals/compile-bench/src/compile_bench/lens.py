@@ -99,8 +99,8 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
         "shapes": [_shape("gpt2", "growing-sequence", ("eager", "automatic", "mark_dynamic", "padding"))],
         "agreement": {"targets": list(chain(*SWEEP_GROUPS)), "kinds": ["training"], "side_by_side": 13},
         "steady_seconds": 3.0,
-        "until_seconds": {"cases": 90.0, "shapes": 160.0, "agreement": 230.0, "more cases": 300.0},
-        "end_seconds": 345.0,
+        "until_seconds": {"cases": 90.0, "shapes": 200.0, "agreement": 270.0, "more cases": 340.0},
+        "end_seconds": 385.0,
         "limit_seconds": 200.0,
     }
 
