@@ -11,8 +11,8 @@ from benchkit.results import load
 from benchkit.run import sweep_and_write
 from compile_bench import Case, Harness, judge
 from compile_bench.lens import build_lens
+from compile_bench.loading import load_target
 from compile_bench.results import MODES
-from compile_bench.target import load_target
 from compile_bench.zoo import SURVEY
 from compile_bench.zoo_transformers import ARCHITECTURES
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from benchkit import UserError
-from compile_bench.target import Target, load_target
+from compile_bench.loading import load_target
+from compile_bench.target import Target
 
 FILE = """
 import torch

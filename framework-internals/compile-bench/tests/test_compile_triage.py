@@ -20,13 +20,13 @@ from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerWatch
 from compile_bench.findings import Finding, Proposal, mark
+from compile_bench.loading import load_target
 from compile_bench.mending.holding import overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
 from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
-from compile_bench.target import load_target
 from compile_bench.trace import Break, Folders, Frame
 from compile_bench.triage_records import bill_records
 from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey

@@ -9,8 +9,8 @@ import torch
 
 from benchkit import UserError
 from compile_bench import zoo_transformers
+from compile_bench.loading import load_target
 from compile_bench.resnet import ResNet
-from compile_bench.target import load_target
 from compile_bench.zoo import SURVEY, ZOO
 from compile_bench.zoo_transformers import ARCHITECTURES
 

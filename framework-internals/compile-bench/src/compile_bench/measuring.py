@@ -15,10 +15,11 @@ from benchkit.environment import cpu_pressure
 from benchkit.timing import Clock
 from compile_bench.accuracy import compare_with_eager
 from compile_bench.collector import Collector, CudaGraphSkips, import_compiler, prepare_toolchain
+from compile_bench.loading import load_target
 from compile_bench.profiling import peak_rise, profile_step
 from compile_bench.regional import compile_case
 from compile_bench.results import FIRST_STEPS, Accuracy, Case, Compiled, FirstSteps, Memory, Steady
-from compile_bench.target import Step, Target, describe_error, load_target
+from compile_bench.target import Step, Target, describe_error
 from compile_bench.turns import Stopwatch, alone, one_at_a_time, pauses
 
 

@@ -98,6 +98,7 @@ def load() -> BuildInfo:
 
 
 _lock = threading.RLock()
+calls.loader = load
 
 
 @functools.cache

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# Loads a build, and so fills this module; set by custom_ops.builds, which imports the operators, and they this module.
+loader: Callable[[], object] | None = None
+
 
 def fill(operators: Mapping[str, Callable[..., Any]]) -> None:
     """Set the attributes."""
@@ -18,9 +21,8 @@ def fill(operators: Mapping[str, Callable[..., Any]]) -> None:
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    from custom_ops import builds  # which imports the operators, and they this module
-
-    builds.load()
+    assert loader is not None  # the package's __init__ imports the builds
+    loader()
     try:
         return globals()[name]
     except KeyError:
