@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -219,7 +220,8 @@ def test_the_report_is_made_of_the_record():
         {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"},
         *diff_record(*programs()),
     )
-    results = Results("jax-baseline", environment=None, configuration={}, records=(record,))
+    environment = SimpleNamespace(gpu=None)
+    results = Results("jax-baseline", environment=environment, configuration={}, records=(record,))
     assert hlo_findings.clauses(results) == [
         "for the same gradients of `tiny` XLA runs 5 kernels that move 3.99 KiB, Inductor 2 that move 1.20 KiB"
     ]
