@@ -161,7 +161,11 @@ def build_library(
     with tempfile.TemporaryDirectory() as folder:
         stamp = Path(folder) / "record.cpp"
         stamp.write_text(_record_source(record), encoding="utf-8")
-        compilers = {".cpp": _cxx_command(record, cflags), ".cu": _nvcc_command(nvcc, record, cuda_cflags)}
+        places = _without_places(name, units)
+        compilers = {
+            ".cpp": [*_cxx_command(record, cflags), *places],
+            ".cu": [*_nvcc_command(nvcc, record, cuda_cflags), *(f for each in places for f in ("-Xcompiler", each))],
+        }
 
         def compile_unit(numbered: tuple[int, Unit]) -> str:
             index, unit = numbered
@@ -267,6 +271,15 @@ def _record_source(record: LibraryRecord) -> str:
         f'extern "C" __attribute__((used, visibility("default"))) const char {_SYMBOL}[];\n'
         f"const char {_SYMBOL}[] = {text};\n"
     )
+
+
+def _without_places(name: str, units: Sequence[Unit]) -> list[str]:
+    """Flags under which errors do not name folders of this machine: the same sources make the same bytes anywhere."""
+    import torch
+
+    sources = os.path.commonpath([unit.source.resolve().parent for unit in units])
+    packages = Path(torch.__file__).resolve().parents[1]
+    return [f"-ffile-prefix-map={packages}/=", f"-ffile-prefix-map={sources}={name}"]
 
 
 def _cxx_command(record: LibraryRecord, cflags: Sequence[str]) -> list[str]:

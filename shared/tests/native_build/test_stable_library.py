@@ -74,6 +74,25 @@ def test_a_library_is_built_read_loaded_and_left_alone_by_a_failure(sources, tmp
 
 
 @needs_cxx
+def test_the_same_sources_make_the_same_library_in_any_folder(tmp_path):
+    made = []
+    for folder in (tmp_path / "here", tmp_path / "there" / "deeper"):
+        folder.mkdir(parents=True)
+        source = folder / "place.cpp"
+        source.write_text(
+            'extern "C" __attribute__((visibility("default"))) const char* place() { return __FILE__; }\n'
+        )
+        made.append(folder / "library.so")
+        native_build.build_library(
+            "places", [Unit(source)], made[-1], torch_versions=("2.10", "2.15"), exports=("place",)
+        )
+    assert made[0].read_bytes() == made[1].read_bytes()
+    place = ctypes.CDLL(str(made[0])).place
+    place.restype = ctypes.c_char_p
+    assert place() == b"places/place.cpp"
+
+
+@needs_cxx
 def test_what_an_older_torch_lacks_does_not_compile(sources, tmp_path):
     sources[0].write_text(OPERATOR + "void later() { torch_stream_native_handle(nullptr, nullptr); }\n")
     with pytest.raises(BuildError, match="torch_stream_native_handle"):  # since torch 2.13
