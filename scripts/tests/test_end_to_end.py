@@ -12,7 +12,7 @@ from benchkit.results import load
 from benchkit.run import measure_and_write, report_directories
 from whole_step import measure
 from whole_step.dissection import covered, dispatch_seconds, per_step
-from whole_step.report import REPORT, steps_before
+from whole_step.report import REPORT, parts_of_steps, steps_before
 from whole_step.variants import every_operator, norm, variants
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
@@ -104,7 +104,9 @@ def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     assert max(losses) - min(losses) < 1e-4
     eager, own = (results.one("dissection", variant=name) for name in ("eager", "norm"))
     assert own["operators"].value > 0
-    assert eager["operator_seconds"].value > 0
+    assert 0 < eager["operator_seconds"].value < eager["profiled_seconds"].value
+    for variant, parts in parts_of_steps(results).items():  # of the step as it was timed, whatever profiling it took
+        assert sum(part.seconds for part in parts) == pytest.approx(records[variant]["step"].value)
     assert sum(eager.data["hops"].values()) > 500
     text = report.read_text()
     assert "rmsnorm-fused" in text

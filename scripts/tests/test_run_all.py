@@ -14,8 +14,8 @@ from benchkit.report import render
 from benchkit.results import load
 from benchkit.run import report_directories
 
-# run_all.py forks with a function of its own to run in the child. It never imports JAX, which warns of that in a process
-# where another test has used it.
+# run_all.py forks with a function of its own to run in the child. It never imports JAX, which warns of that; another
+# test of the process may have.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ class DissectedEngine:
         Returns:
             ``kernels`` and ``kernel_seconds`` of a GPU (overlapping ones once); of torch also ``operators`` (calls) and
             ``hops`` by kind, and on a CPU ``operator_seconds``, their own time, and ``compiled_seconds``, that of
-            compiled programs without the operators that they call.
+            compiled programs without the operators that they call, and ``profiled_seconds``, the step's while it was
+            profiled, which those two are parts of.
         """
         if self._framework == "jax":
             if self._device == "cpu":
@@ -54,9 +56,11 @@ class DissectedEngine:
         from dispatcher_trace import profile
 
         with profile.profiled() as profiled:
+            start = time.perf_counter()
             self._engine.run(_PROFILED_STEPS)
+            seconds = (time.perf_counter() - start) / _PROFILED_STEPS
         found = per_step(profiled.events, profile.operator_spans(profiled.events), _PROFILED_STEPS)
-        return {**found, "hops": self._hops()}
+        return {**found, "profiled_seconds": seconds, "hops": self._hops()}
 
     def _hops(self) -> dict[str, int]:
         from dispatcher_trace import trace

@@ -109,7 +109,8 @@ def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> Non
 
     for kind, cost in hop_costs().items():
         run.record("hop", {"kind": kind}, {"cost": cost})
-    units = {"operators": "", "kernels": "", "kernel_seconds": "s", "operator_seconds": "s", "compiled_seconds": "s"}
+    times = ("kernel_seconds", "operator_seconds", "compiled_seconds", "profiled_seconds")
+    units = {"operators": "", "kernels": "", **dict.fromkeys(times, "s")}
     for name, found in apart.items():
         values = {key: Quantity(found[key], unit) for key, unit in units.items() if key in found}
         if values:

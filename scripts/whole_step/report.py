@@ -64,7 +64,7 @@ def figures(results: Results) -> Sequence[Figure]:
                 lambda: _draw_throughput(results),
             )
         )
-    if _shares(results):
+    if parts_of_steps(results):
         found.append(
             Figure(
                 "time",
@@ -155,7 +155,7 @@ def _counts(results: Results, before: str, after: str) -> str:
     return ", ".join(parts)
 
 
-def _shares(results: Results) -> dict[str, list[Share]]:
+def parts_of_steps(results: Results) -> dict[str, list[Share]]:
     """The parts of each step that was taken apart, by variant; they add up to the step."""
     costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
     found = {}
@@ -166,8 +166,10 @@ def _shares(results: Results) -> dict[str, list[Share]]:
             found[str(record.labels["variant"])] = [Share("kernels", busy), Share("GPU idle", step - busy)]
         elif "operator_seconds" in record.values:
             dispatch = dispatch_seconds(record.data["hops"], costs)
-            operators = max(record["operator_seconds"].value - dispatch, 0.0)
-            compiled = record["compiled_seconds"].value
+            # On a CPU the profiler slows what it times, and the machine may be faster or slower than it was before.
+            scale = step / record["profiled_seconds"].value
+            operators = max(record["operator_seconds"].value * scale - dispatch, 0.0)
+            compiled = record["compiled_seconds"].value * scale
             rest = max(step - operators - compiled - dispatch, 0.0)
             found[str(record.labels["variant"])] = [
                 Share("kernels of operators", operators),
@@ -179,7 +181,7 @@ def _shares(results: Results) -> dict[str, list[Share]]:
 
 
 def _share_table(results: Results) -> str:
-    shares = _shares(results)
+    shares = parts_of_steps(results)
     if not shares:
         return ""
     names = [share.name for share in next(iter(shares.values()))]
@@ -259,7 +261,7 @@ def _draw_throughput(results: Results) -> MatplotlibFigure:
 
 
 def _draw_shares(results: Results) -> MatplotlibFigure:
-    shares: Mapping[str, list[Share]] = _shares(results)
+    shares: Mapping[str, list[Share]] = parts_of_steps(results)
     figure, axes = new_figure(7.5, 0.55 * len(shares) + 1.3)
     for row, parts in enumerate(shares.values()):
         left = 0.0
