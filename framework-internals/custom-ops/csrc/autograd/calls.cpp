@@ -37,7 +37,7 @@ struct Call {
   std::vector<Parameter> parameters;
 };
 
-Kind kind_of(const c10::Argument& argument) {
+Kind expected_kind(const c10::Argument& argument) {
   switch (argument.type()->kind()) {
     case c10::TypeKind::TensorType: return Kind::kTensor;
     case c10::TypeKind::FloatType: return Kind::kFloat;
@@ -169,7 +169,7 @@ PyObject* operator_call(PyObject*, PyObject* arguments) {
   const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, overload);
   std::vector<Parameter> parameters;
   for (const c10::Argument& argument : op.schema().arguments()) {
-    parameters.push_back({argument.kwarg_only() ? Kind::kOther : kind_of(argument), argument.default_value()});
+    parameters.push_back({argument.kwarg_only() ? Kind::kOther : expected_kind(argument), argument.default_value()});
   }
   auto* const made = PyObject_New(Call, type);
   if (made == nullptr) return nullptr;
