@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,10 +47,12 @@ _SURFACE = (
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo", "mark_static"),
     ("torch._dynamo", "explain"),
-    ("torch._guards", "CompileContext"),
+    ("torch._guards", "CompileContext.current_compile_id"),
+    ("torch._guards", "CompileContext.current_trace_id"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
     ("torch._dynamo.utils", "get_compilation_metrics"),
+    ("torch._dynamo.utils", "CompilationMetrics.fail_type"),
     ("torch._inductor.config", "force_disable_caches"),
 )
 
@@ -158,10 +161,8 @@ def missing_surface() -> list[str]:
     missing = []
     for module, attribute in _SURFACE:
         try:
-            found = hasattr(importlib.import_module(module), attribute)
-        except ImportError:
-            found = False
-        if not found:
+            attrgetter(attribute)(importlib.import_module(module))
+        except (ImportError, AttributeError):
             missing.append(f"{module}.{attribute}")
     return missing
 

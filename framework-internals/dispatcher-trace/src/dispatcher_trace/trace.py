@@ -58,7 +58,7 @@ class Trace:
         """What this walk does not show, each in one sentence."""
         notes = [f"Hops at {', '.join(keys.unwatched(self.scope))} are not watched."]
         for operator, count in self.unrecorded.items():
-            notes.append(f"{operator} ran {count} times inside a tensor subclass's constructor, unrecorded.")
+            notes.append(f"{operator} ran {_times(count)} inside a tensor subclass's constructor, unrecorded.")
         for place, count in self.unshimmed.items():
             notes.append(f"{place}, a Python kernel of torch's own, is not watched; {_times(count)}.")
         if self.match is not None and self.match.untied_kernels:

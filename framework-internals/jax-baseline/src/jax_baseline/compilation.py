@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,7 @@ class Compiled:
     temporaries: int | None
 
 
-def compile_step(step: Step, *arguments: Any, options: Mapping[str, str] | None = None) -> Compiled:
+def compile_step(step: Step, *arguments: Any, options: dict[str, str] | None = None) -> Compiled:
     """Compile a jitted function for arguments like these.
 
     Args:
@@ -59,7 +58,7 @@ def compile_step(step: Step, *arguments: Any, options: Mapping[str, str] | None 
     marks.append(time.perf_counter())
     lowered = traced.lower()
     marks.append(time.perf_counter())
-    compiled = lowered.compile(dict(options) if options else None)
+    compiled = lowered.compile(options)
     marks.append(time.perf_counter())
     trace, lower, compile_ = (after - before for before, after in itertools.pairwise(marks))
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
