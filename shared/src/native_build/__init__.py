@@ -1,6 +1,6 @@
 """Building and loading C++ and CUDA operators, just in time and ahead of time, and reading what a CUDA kernel uses."""
 
-from native_build.extension import BuildError, load_extension
+from native_build.extension import BuildError, build_root, load_extension
 from native_build.kernel_resources import KernelResources, compile_cuda
 from native_build.stable_library import (
     ARCHITECTURES,
@@ -27,6 +27,7 @@ __all__ = [
     "Unit",
     "build_library",
     "build_library_once",
+    "build_root",
     "cached_library",
     "compile_cuda",
     "find_nvcc",

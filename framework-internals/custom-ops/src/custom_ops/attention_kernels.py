@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import subprocess
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -18,8 +17,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from filelock import FileLock
 
-from native_build import BuildError, find_nvcc
+from native_build import BuildError, build_root, find_nvcc
 
 SOURCES = Path(__file__).parents[2] / "csrc" / "flash_attention"
 KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu", "backward_wgmma.cu")
@@ -246,17 +246,17 @@ def _compile(machine: str, commands: dict[str, list[str]], link: list[str]) -> P
     digest = hashlib.sha256(repr((sorted(commands.items()), link)).encode())
     for source in sorted([*SOURCES.iterdir(), *(SOURCES.parent / "common").iterdir()]):
         digest.update(source.read_bytes())
-    library = Path(tempfile.gettempdir()) / f"custom-ops-attention-{digest.hexdigest()[:16]}" / f"{machine}.so"
-    if library.exists():
-        return library
-    library.parent.mkdir(exist_ok=True)
-    objects = {name: library.parent / f"{name}.o" for name in commands}
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        for _ in pool.map(_run, ([*command, "-o", str(objects[name])] for name, command in commands.items())):
-            pass
-    partial = library.with_suffix(".partial")
-    _run([*link, "-o", str(partial), *map(str, objects.values())])
-    partial.replace(library)  # whoever finds the library finds all of it
+    library = build_root(cuda=machine == "cuda") / f"attention-kernels-{digest.hexdigest()[:16]}" / f"{machine}.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{library}.lock"):
+        if not library.exists():
+            objects = {name: library.parent / f"{name}.o" for name in commands}
+            with ThreadPoolExecutor(max_workers=8) as pool:
+                for _ in pool.map(_run, ([*command, "-o", str(objects[name])] for name, command in commands.items())):
+                    pass
+            partial = library.with_suffix(".partial")
+            _run([*link, "-o", str(partial), *map(str, objects.values())])
+            partial.replace(library)  # whoever finds the library finds all of it
     return library
 
 

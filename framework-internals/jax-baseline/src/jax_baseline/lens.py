@@ -1,4 +1,4 @@
-"""The main job: parity per dtype, throughput side by side, and what XLA made of the step."""
+"""The main job: parity per dtype, throughput side by side, what XLA made of the step; several GPUs as its long part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchkit.device import Device
 from benchkit.report import ReportSpec
 from benchkit.results import Json
 from benchkit.run import Lens, Run
-from jax_baseline import findings, hlo_lens, training_lens
+from jax_baseline import findings, hlo_lens, scaling, training_lens
 from jax_baseline.worker import last_line
 
 _LOG = logging.getLogger(__name__)
@@ -24,12 +24,18 @@ def build_lens(root: Path) -> Lens:
         root: the subproject's folder.
     """
     report = ReportSpec("jax_baseline", findings.context, findings.figures, findings.finding)
-    return Lens("jax-baseline", root, configure, collect, report)
+    return Lens(
+        "jax-baseline", root, configure, collect, report, lambda run, seconds: scaling.sweep(run, root, seconds)
+    )
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     """Return what a run does on a device."""
-    return {**training_lens.configure(device, quick), "hlo": hlo_lens.configure(device, quick)}
+    return {
+        **training_lens.configure(device, quick),
+        "hlo": hlo_lens.configure(device, quick),
+        "sweep": scaling.configure(device, quick),
+    }
 
 
 def collect(run: Run) -> None:

@@ -64,6 +64,7 @@ def context(results: Results) -> dict[str, Any]:
         "engine_table": _engine_table(results, engines),
         "compile_rows": [_compile_row(record) for record in engines],
         "meshes": _meshes(results),
+        "scaling": _scaling(results),
         "convergence": _convergence(results),
     }
 
@@ -114,14 +115,57 @@ def _meshes(results: Results) -> dict[str, Any] | None:
         "largest": numbers.error_size(max(record["difference"].value for record in others)),
         "rows": [
             [
-                f"{record.labels['data']} × {record.labels['fsdp']}",
+                _mesh(record),
                 numbers.error_size(record["difference"].value),
                 numbers.quantity(record["state"]),
-                ", ".join(f"{count} {kind}" for kind, count in sorted(record.data["collectives"].items())) or "none",
+                _collectives(record),
             ]
             for record in records
         ],
     }
+
+
+def _scaling(results: Results) -> dict[str, Any] | None:
+    records = results.select("scaling")
+    if not records:
+        return None
+    asked = results.configuration["sweep"]
+    measured = [record for record in records if "failed" not in record.data]
+    return {
+        **asked,
+        "on": sorted({f"{record.data['date'][:10]} at {_source(record)}" for record in records}),
+        "failed": [(_mesh(record), record.data["failed"]) for record in records if "failed" in record.data],
+        "rows": [
+            [
+                _mesh(record),
+                numbers.quantity(record["rate"]),
+                numbers.quantity(record["step"]),
+                numbers.quantity(record["step of one"]),
+                _share(record["efficiency"]),
+                numbers.quantity(record["peak memory"]) if "peak memory" in record.values else "–",
+                _collectives(record),
+            ]
+            for record in measured
+        ],
+    }
+
+
+def _mesh(record: Record) -> str:
+    return f"{record.labels['data']} × {record.labels['fsdp']}"
+
+
+def _collectives(record: Record) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(record.data["collectives"].items())) or "none"
+
+
+def _share(figure: Quantity) -> str:
+    low, high = (figure.value if end is None else end for end in (figure.low, figure.high))
+    return f"{numbers.percent(figure.value)} ({numbers.percent(low)}–{numbers.percent(high)})"
+
+
+def _source(record: Record) -> str:
+    commit = f"`{record.data['commit'][:7]}`" if record.data["commit"] else "an unknown commit"
+    return commit + (", with changes" if record.data["dirty"] else "")
 
 
 def _convergence(results: Results) -> dict[str, Any] | None:
