@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import torch
 from jaxtyping import Array, Int
 
 from benchkit import UserError
@@ -193,7 +194,7 @@ def update_average(average: Params, params: Params, decay: float) -> Params:
 
 
 def require_jax_device(device: Device) -> None:
-    """Check that JAX can use the device.
+    """Check that JAX can use the device, the first of its kind; torch's GPU is that one afterwards.
 
     Raises:
         UserError: if not.
@@ -205,3 +206,6 @@ def require_jax_device(device: Device) -> None:
             f"JAX sees no device {device!r} (it has {jax.default_backend()}); for a GPU install jax[cuda13], or use "
             "--device cpu"
         ) from error
+    if device == "cuda":
+        # Made ready one after another, several GPUs leave the last one current, to which torch's "cuda" would then go.
+        torch.cuda.set_device(0)

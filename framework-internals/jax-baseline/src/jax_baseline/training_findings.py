@@ -138,7 +138,7 @@ def _scaling(results: Results) -> dict[str, Any] | None:
         "rows": [
             [
                 _mesh(record),
-                numbers.quantity(record["rate"]),
+                _interval(record),
                 numbers.quantity(record["step"]),
                 numbers.quantity(record["step of one"]),
                 _share(record["efficiency"]),
