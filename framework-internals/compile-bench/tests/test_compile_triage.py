@@ -580,3 +580,29 @@ def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message
     assert answer.exit_code == status
     assert message in answer.output.replace("\n", " ")
     assert len(textwrap.dedent(answer.output).strip().splitlines()) == 1
+
+
+# In a process of its own, with what a worker imports: in this one other tests have long had the zoo.
+ZOO_CHANGED = """
+import importlib.util
+from pathlib import Path
+import compile_bench.triage_worker
+from compile_bench.collector import folders
+from compile_bench.loading import load_target
+from compile_bench.mending.overlay import forget_user_modules, overlaid
+from compile_bench.mending.trial import trials
+
+zoo = Path(importlib.util.find_spec("compile_bench.zoo").origin)
+before, after = "self.outer = nn.Linear(64, 64)", "self.outer = nn.Linear(64, 3)"
+changed = zoo.read_text().replace(before, after).encode()
+for overlay in ({}, {str(zoo): changed}, {}):
+    with overlaid(overlay):
+        forget_user_modules(folders())
+        print(load_target("planted", "cpu").model.outer.out_features)
+"""
+
+
+def test_a_change_of_the_zoo_itself_is_tried():
+    answer = subprocess.run([sys.executable, "-c", ZOO_CHANGED], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == ["64", "3", "64"]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from benchkit import UserError
 from benchkit.device import Device
 from compile_bench.target import FunctionModel, Target, describe_error
-from compile_bench.zoo import ZOO
 
 
 def load_target(name: str, device: Device) -> Target:
@@ -29,9 +28,11 @@ def load_target(name: str, device: Device) -> Target:
     Raises:
         UserError: in one line, when there is no such target, it raises, or it returns something else.
     """
+    from compile_bench.zoo import ZOO  # a target's source like any other: changed sources are tried in its place
+
     if name in ZOO:
         return ZOO[name].make(device).moved(device)
-    function = _find(name)
+    function = _find(name, ZOO)
     try:
         made = function()
     except Exception as error:  # whatever the user's function raises
@@ -43,11 +44,11 @@ def load_target(name: str, device: Device) -> Target:
         raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
 
 
-def _find(name: str) -> Callable[[], Any]:
+def _find(name: str, others: Iterable[str]) -> Callable[[], Any]:
     place, separator, attribute = name.rpartition(":")
     if not separator or not place or not attribute:
         raise UserError(
-            f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(ZOO))}"
+            f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(others))}"
         )
     module = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
     function = getattr(module, attribute, None)
