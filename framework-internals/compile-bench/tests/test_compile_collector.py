@@ -1,5 +1,6 @@
 """The collector on this torch: the private surface it stands on, and that it leaves no trace of itself."""
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from compile_bench.collector import Collector, missing_surface
+from compile_bench.trace import RECOMPILE_LIMIT, Folders, read_events
 
 # PyTorch's compiler warns about itself while it is imported and while it traces.
 pytestmark = [
@@ -88,3 +90,50 @@ def test_results_and_report_need_no_torch():
     code = "import compile_bench.report, compile_bench.harness, sys; assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
+LIBRARY = """
+from torch import nn
+
+
+class Helper(nn.Module):
+    calls = 0  # a constant to the compiler
+
+    def forward(self, x):
+        print(end="")  # not followed into: compiled by itself
+        self.calls += 1
+        return x.sin() + self.calls
+"""
+CALLER = """
+from library import Helper
+
+helper = Helper()
+
+
+def forward(x):
+    return helper(x.cos())  # the user's call
+"""
+
+
+def test_the_recompile_limit_of_a_librarys_function_is_at_the_users_call(tmp_path, monkeypatch):
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "library.py").write_text(LIBRARY)
+    (tmp_path / "caller.py").write_text(CALLER)
+    for folder in (installed, tmp_path):
+        monkeypatch.syspath_prepend(folder)
+    torch._dynamo.reset()
+    outer = torch.compile(importlib.import_module("caller").forward, backend="eager")
+    with Collector() as collector:
+        for _ in range(10):
+            outer(torch.ones(2))
+    torch._dynamo.reset()
+    folders = Folders(
+        torch=str(Path(torch.__file__).parent), library=[str(installed)], launcher=str(Path(__file__).parent)
+    )
+    limit = next(
+        each for each in read_events(collector.events, folders=folders).breaks if each.category == RECOMPILE_LIMIT
+    )
+    line = next(number for number, text in enumerate(CALLER.splitlines(), 1) if text.endswith("# the user's call"))
+    assert (limit.place, limit.function) == (f"{tmp_path / 'caller.py'}:{line}", "forward")
+    assert limit.library.startswith(f"{installed / 'library.py'}:")

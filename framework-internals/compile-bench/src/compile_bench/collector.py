@@ -34,6 +34,9 @@ BREAK_LOGGERS = tuple(
 
 _KEPT = frozenset(("dynamo_output_graph", "dynamo_cpp_guards_str", "compilation_metrics"))
 
+# Files by the number that stands for them in stacks. PyTorch tells each once a process, to whoever listens then.
+_FILES: dict[int, str] = {}
+
 # Artifacts whose text is read; of the others (bytecode, graphs, generated code: megabytes) the name is enough.
 _READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
 
@@ -372,6 +375,11 @@ def _events(metadata: Mapping[str, Any], payload: object) -> list[Event]:
         elif key == "artifact":
             name = value["name"]
             events.append(Event(name, compile_id, value, text if name in _READ_ARTIFACTS else ""))
+        elif key == "str":
+            _FILES[value[1]] = value[0]
+        elif key == "dynamo_start":
+            stack = [{**frame, "filename": _FILES.get(frame["filename"], "")} for frame in value["stack"]]
+            events.append(Event(key, compile_id, {"stack": stack}))
         elif key in _KEPT:
             events.append(Event(key, compile_id, value, text))
     return events

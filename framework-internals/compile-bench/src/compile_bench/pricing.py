@@ -197,10 +197,12 @@ def why_no_gap(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
         return f"something is still compiled in every step after {FIRST_STEPS + _SETTLING_STEPS} of them"
     around = {plain_function(frame.function) for frame in found.stack} | {plain_function(found.function)}
     for limit in limits:
-        if plain_function(limit.function) in around:
+        given_up = limit.stack[-1] if limit.library else limit
+        if plain_function(given_up.function) in around:
             return (
-                f"{plain_function(limit.function)} is compiled anew until the recompile limit and then given up "
-                f"(for what changes at {Path(limit.file).name}:{limit.line}): no graph runs around the break any more"
+                f"{plain_function(given_up.function)} is compiled anew until the recompile limit and then given up "
+                f"(for what changes at {Path(given_up.file).name}:{given_up.line}): no graph runs around the break "
+                "any more"
             )
     return "no graph runs both before and behind it in a settled step"
 

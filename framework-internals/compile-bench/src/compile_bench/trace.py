@@ -505,12 +505,45 @@ def _breaks(
     told = {compile_id for entry in found for compile_id in entry.compile_ids}
     # Some failures never reach the graph-break artifact: the recompile limit, and errors of a backend that Dynamo
     # suppresses. They stand in the metrics of the compilation alone.
-    found += [
+    failures = [
         _failure(entry, compile_id, _frame_of(compile_id, frames), recompiles, folders)
         for compile_id, entry in metrics.items()
         if entry.get("fail_type") and compile_id not in told
     ]
-    return merge_breaks(found)
+    stacks = _stacks(events)
+    return merge_breaks((*found, *(_called_by_user(each, stacks, folders) for each in failures)))
+
+
+def _stacks(events: Sequence[Event]) -> dict[str, tuple[Frame, ...]]:
+    """Of every function that was compiled, by its number, who called it for the last time, itself at the end."""
+    return {
+        event.compile_id.split("/")[0]: tuple(
+            Frame(frame["filename"], frame["line"], frame["name"], frame.get("loc") or "")
+            for frame in event.detail["stack"]
+            if frame["filename"]
+        )
+        for event in events
+        if event.kind == "dynamo_start"
+    }
+
+
+def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], folders: Folders) -> Break:
+    """A library's function that hit the recompile limit, at the user's line that called it where that is known."""
+    if found.category != RECOMPILE_LIMIT or folders.of_user(found.file):
+        return found
+    own = folders.inside(stacks.get(found.compile_ids[0].split("/")[0], ()))
+    caller = folders.innermost(own)
+    if caller is None or not folders.of_user(caller.file):
+        return found
+    there = Frame(found.file, found.line, found.function, found.source)
+    return replace(
+        found,
+        file=caller.file,
+        line=caller.line,
+        function=plain_function(caller.function),
+        source=caller.source,
+        stack=(*own[:-1], there),
+    )
 
 
 def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
