@@ -20,6 +20,8 @@ from whole_step.variants import variants
 
 NAME = "end-to-end"
 
+_QUICKLY = ("eager", "compiled", "operators compiled", "jax")
+
 
 def build_lens(root: Path) -> Lens:
     """The end-to-end report as ``benchkit.run`` and the index of reports see it.
@@ -41,9 +43,11 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         name: {key: value for key, value in asdict(variant).items() if key != "spec"} | {"engine": asdict(variant.spec)}
         for name, variant in variants(device).items()
     }
-    # A compiler's time goes with the blocks: one has every kind of kernel there is.
-    layers = 1 if quick else None
-    return {**size, "layers": layers, "variants": chosen, "reference": "eager", "dissect": not quick}
+    # A compiler's time goes with the blocks, and one has every kind of kernel; these four have every lens's part.
+    if quick:
+        chosen = {name: chosen[name] for name in _QUICKLY}
+    small = {"layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick}
+    return {**size, **small, "variants": chosen, "reference": "eager"}
 
 
 def collect(run: Run) -> None:
@@ -72,6 +76,7 @@ def collect(run: Run) -> None:
             device=run.device,
             rounds=asked["rounds"],
             steps=asked["steps"],
+            empty_caches=asked["empty_caches"],
             factory="whole_step.dissection:make_dissected_engine",
             inspect=inspect,
         )
