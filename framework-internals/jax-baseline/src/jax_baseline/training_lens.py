@@ -42,9 +42,11 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         bench = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "rounds": 6, "steps": 4}
         bench["together"] = None
     engines = {name: asdict(spec) for name, spec in named_engines(names).items()}
+    # Compiling takes most of a quick run, and longer for every block.
+    layers = 1 if quick and device == "cpu" else None
     learned = {"preset": "tiny", "steps": 200 if quick else 1000, "seeds": [0, 1, 2]} if device == "cuda" else None
     return {
-        "parity": {"preset": "tiny", "seed": 0, "lr": 1e-3, "controls": 3, "dtypes": dtypes},
+        "parity": {"preset": "tiny", "layers": layers, "seed": 0, "lr": 1e-3, "controls": 3, "dtypes": dtypes},
         "mutations": {
             "model": {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "tie_embeddings": False},
             "training": {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4, "clip": 0.5},
@@ -52,7 +54,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
             # On a GPU's machine they are the same, on its CPU.
             "last": 6 if quick else 26 if device == "cuda" else None,
         },
-        "bench": {**bench, "engines": engines, "reference": names[0]},
+        "bench": {**bench, "layers": layers, "engines": engines, "reference": names[0]},
         "meshes": {
             "model": {"n_layer": 2, "n_embd": 64, "block_size": 32},
             "training": {"steps": 8, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4},
@@ -113,7 +115,7 @@ def _collect_parity(run: Run, dtype: Precision) -> None:
             controls=asked["controls"],
             **size,
         )
-        found = sides.run(setup)
+        found = sides.run(replace(setup, model=_with_layers(setup.model, asked["layers"])))
     divergence = found.divergence()
     run.record(
         "parity",
@@ -236,6 +238,7 @@ def _collect_bench(run: Run) -> None:
 
     asked = run.configuration["bench"]
     model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
+    model = _with_layers(model, asked["layers"])
     engines = {name: EngineSpec(**spec) for name, spec in asked["engines"].items()}
     with run.working("tokens per second"):
         found = measure_engines(
@@ -260,6 +263,10 @@ def _collect_bench(run: Run) -> None:
     if run.device == "cpu":
         run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
         run.absent("cuDNN's attention", "it needs a CUDA GPU")
+
+
+def _with_layers(model: GPTConfig, layers: int | None) -> GPTConfig:
+    return model if layers is None else replace(model, n_layer=layers)
 
 
 def _plain(model: GPTConfig, training: TrainConfig) -> dict[str, Any]:
