@@ -70,7 +70,8 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
     What needs the CPU alone begins at once on a GPU's machine, beside parity. On a CPU, where parity takes every core,
     the meshes begin with the mistakes, which keep one core busy. All is over before anything is timed.
     """
-    mistakes, meshes = partial(_try_mutations, run.configuration), _once(partial(_try_meshes, run.configuration))
+    mistakes: Callable[[], list[Verdict]] = partial(_try_mutations, run.configuration)
+    meshes = _once(partial(_try_meshes, run.configuration))
     if run.device == "cuda":
         mistakes = _once(mistakes)().result
         meshes()
