@@ -183,7 +183,7 @@ def write_index() -> int:
     return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
 
 
-def summary(outcomes: list[Outcome]) -> Table:
+def summary(outcomes: list[Outcome], *, quick: bool) -> Table:
     """The table that closes a run."""
     table = Table("job", "seconds", "report", title="framework-internals")
     table.columns[1].justify = "right"
@@ -197,7 +197,8 @@ def summary(outcomes: list[Outcome]) -> Table:
         table.add_row(outcome.job, numbers.significant(outcome.seconds), result)
     total = sum(outcome.seconds for outcome in outcomes)
     table.add_section()
-    table.add_row("all", numbers.significant(total), "framework-internals/README.md is the index")
+    index = "" if quick else "framework-internals/README.md is the index"
+    table.add_row("all", numbers.significant(total), index)
     return table
 
 
@@ -223,14 +224,16 @@ def main(
             if not fresh and only is None:
                 kept.load()
             outcomes = _run(only, resolved, kept, quick=quick)
-            with progress.working("index of reports"):
-                index_status = write_index()
+            index_status = 0
+            if not quick:  # of quick reports there is no index
+                with progress.working("index of reports"):
+                    index_status = write_index()
             failed = [outcome.job for outcome in outcomes if outcome.report is None]
             if not failed and only is None:
                 kept.path.unlink(missing_ok=True)  # all is done: the next run measures anew
         # A path cut short is of no use: where nobody watches, the table is as wide as it needs to be.
         console = Console()
-        (console if console.is_terminal else Console(width=160)).print(summary(outcomes))
+        (console if console.is_terminal else Console(width=160)).print(summary(outcomes, quick=quick))
     if index_status != 0:
         failed.append("index of reports")
     if failed:

@@ -88,12 +88,25 @@ def test_every_variant_differs_from_one_before_it_in_what_it_says(device):
     assert next(iter(seen)) == "eager"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_quick_run_has_fewer_ways_each_beside_one_that_it_has_too(device):
+    full, quick = measure.configure(device, False), measure.configure(device, True)
+    assert full.keys() == quick.keys()
+    assert quick["variants"].items() < full["variants"].items()
+    assert all(variant["over"] in ("", *quick["variants"]) for variant in quick["variants"].values())
+    assert {variant["lens"] for variant in quick["variants"].values()} >= {
+        "compile-bench",
+        "custom-ops",
+        "jax-baseline",
+    }
+
+
 @pytest.mark.slow
 def test_a_small_run_measures_every_part_and_renders(tmp_path, monkeypatch):
     few = {name: variant for name, variant in variants("cpu").items() if name in ("eager", "operators", "jax", "norm")}
     monkeypatch.setattr(measure, "variants", lambda device: few)
     lens = measure.build_lens(HOUSE)
-    small = {**lens.configure("cpu", True), "rounds": 2, "steps": 1, "batch_size": 1, "dissect": True}
+    small = {**lens.configure("cpu", False), "layers": 1, "rounds": 2, "steps": 1, "batch_size": 1}
     monkeypatch.setattr(measure, "configure", lambda device, quick: small)
     report = measure_and_write(measure.build_lens(HOUSE), device="cpu", quick=True, out=tmp_path)
     results = load(tmp_path / "results.json")

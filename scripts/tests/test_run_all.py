@@ -198,6 +198,12 @@ def test_only_runs_what_it_names(house, capsys):
     assert "jax-baseline" not in printed
 
 
+def test_a_quick_run_leaves_the_index_alone(house, monkeypatch, capsys):
+    monkeypatch.setattr(run_all, "write_index", lambda: pytest.fail("it was written"))
+    run_all.main(device="cpu", only=["custom-ops"], quick=True, fresh=False)
+    assert "is the index" not in capsys.readouterr().out
+
+
 def test_an_index_that_cannot_be_written_is_a_failure(house, monkeypatch, capsys):
     monkeypatch.setattr(run_all, "write_index", lambda: 1)
     with pytest.raises(run_all.typer.Exit):

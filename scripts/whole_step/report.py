@@ -41,6 +41,7 @@ def context(results: Results) -> dict[str, Any]:
     return {
         "asked": results.configuration,
         "steps_before": steps_before(results),
+        "ways": ways(results),
         "variant_table": variant_table(results),
         "changes": _changes(results),
         "share_table": _share_table(results),
@@ -52,6 +53,12 @@ def context(results: Results) -> dict[str, Any]:
     }
 
 
+def ways(results: Results) -> str:
+    """How many ways to run the step were asked for, in a word."""
+    count = len(results.configuration["variants"])
+    return {4: "four", 6: "six"}.get(count, str(count))
+
+
 def figures(results: Results) -> Sequence[Figure]:
     """The figures that the records allow."""
     found = []
@@ -59,8 +66,8 @@ def figures(results: Results) -> Sequence[Figure]:
         found.append(
             Figure(
                 "throughput",
-                f"Tokens per second of the same training step of {results.configuration['preset']}, six ways; whiskers "
-                "from the 20th to the 80th percentile of the rounds.",
+                f"Tokens per second of the same training step of {results.configuration['preset']}, "
+                f"{ways(results)} ways; whiskers from the 20th to the 80th percentile of the rounds.",
                 lambda: _draw_throughput(results),
             )
         )

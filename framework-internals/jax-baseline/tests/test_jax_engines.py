@@ -1,6 +1,7 @@
 """The workers and the comparison of engines in them."""
 
 import sys
+import threading
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -199,6 +200,32 @@ def test_every_part_has_a_name_of_its_own(device):
     run = Run(device, lens.configure(device, quick=False), Notes())
     names = [name for half in (lens.training_lens, lens.hlo_lens) for name, _ in half.sections(run)]
     assert len(set(names)) == len(names) >= 8
+
+
+def test_a_quick_run_has_every_kind_of_part():
+    kinds = []
+    for quick in (False, True):
+        run = Run("cpu", lens.configure("cpu", quick), Notes())
+        names = [name for half in (lens.training_lens, lens.hlo_lens) for name, _ in half.sections(run)]
+        kinds.append({"Parity" if name.startswith("Parity") else name for name in names})
+    assert kinds[0] - kinds[1] == {"The GPU's program"}  # which takes XLA's compiler for a GPU that is not there
+
+
+def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):
+    from jax_baseline import training_lens
+
+    begun = threading.Event()
+    mesh = {"state_bytes": 1, "losses": [1.0], "collectives": {}}
+    monkeypatch.setattr(training_lens, "_try_meshes", lambda configuration: begun.set() or ([(1, 1, mesh)], [[1.0]]))
+    monkeypatch.setattr(training_lens, "_try_mutations", lambda configuration: [] if begun.wait(10) else ["alone"])
+    kept = []
+    run = Run("cpu", lens.configure("cpu", quick=True), Notes())
+    monkeypatch.setattr(Run, "record", lambda self, name, *rest: kept.append(name))
+    parts = dict(training_lens.sections(run))
+    assert not begun.is_set()
+    parts["Planted mistakes"](run)
+    parts["Meshes of devices"](run)
+    assert kept == ["mesh"]
 
 
 def test_a_factory_that_fails_raises(factory):

@@ -35,7 +35,7 @@ TINY = {
     "batch_columns": [64],
     "determinism_columns": [128],
     "compile_modes": {},
-    "training": {"preset": "tiny", "modes": ["eager"], "seconds": 0.01},
+    "training": {"preset": "tiny", "batch_size": 1, "modes": ["eager"], "seconds": 0.01},
     "seconds": 0.01,
     "call_seconds": 0.01,
     "budget": 1000,

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -145,6 +145,7 @@ class Recorder:
         self.directory = directory
         self.results = Results(lens, environment, dict(configuration))
         self.path = self.partial_path
+        self._texts: list[str] = []  # of the records: each is put into JSON once, not again with all that come after it
 
     @classmethod
     def going_on(
@@ -222,8 +223,9 @@ class Recorder:
         return final
 
     def _update(self, **changes: Any) -> None:
-        self.results = Results(**{**_shallow(self.results), **changes})
-        write_text_atomically(self.path, dump(self.results))
+        self.results = replace(self.results, **changes)
+        self._texts += map(_record_text, self.results.records[len(self._texts) :])
+        write_text_atomically(self.path, _document(self.results, self._texts))
 
 
 def dump(results: Results) -> str:
@@ -232,11 +234,27 @@ def dump(results: Results) -> str:
     Raises:
         ValueError: naming the record when a figure is NaN or infinite.
     """
-    for record in results.records:
-        for key, quantity in record.values.items():
-            if not math.isfinite(quantity.value):
-                raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {quantity.value}")
-    return json.dumps(asdict(results), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return _document(results, [_record_text(record) for record in results.records])
+
+
+def _document(results: Results, records: Sequence[str]) -> str:
+    """The JSON text of results whose records are texts already."""
+    members = {name: _text(value, depth=1) for name, value in asdict(replace(results, records=())).items()}
+    if records:
+        members["records"] = "[\n  " + ",\n  ".join(records) + "\n ]"
+    return "{\n " + ",\n ".join(f'"{name}": {text}' for name, text in members.items()) + "\n}\n"
+
+
+def _record_text(record: Record) -> str:
+    for key, quantity in record.values.items():
+        if not math.isfinite(quantity.value):
+            raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {quantity.value}")
+    return _text(asdict(record), depth=2)
+
+
+def _text(plain: Any, *, depth: int) -> str:
+    """JSON as it stands inside so many brackets; every line break is one between lines, for strings escape theirs."""
+    return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False).replace("\n", "\n" + depth * " ")
 
 
 def load(path: Path) -> Results:
@@ -355,7 +373,3 @@ def _same_ground(path: Path, before: Results, now: Results) -> None:
     ):
         if old != new:
             raise UserError(f"{path} was measured with {what} {old}, this is {new}; name another folder with --out")
-
-
-def _shallow(results: Results) -> dict[str, Any]:
-    return {name: getattr(results, name) for name in results.__dataclass_fields__}

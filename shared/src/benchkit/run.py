@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import signal
 import sys
@@ -209,6 +210,8 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None)
 def _keeping(recorder: Recorder) -> Iterator[None]:
     """Inside, a run measures: ended, or refused something by the machine, it says where what it measured is."""
     recorder.begin()
+    gc.collect()
+    gc.freeze()  # what was imported stays: the collection before every comparison need not walk a framework's objects
     try:
         yield
     except KeyboardInterrupt:
@@ -218,6 +221,8 @@ def _keeping(recorder: Recorder) -> Iterator[None]:
         if (fault := machine_fault(error)) is None:
             raise
         raise UserError(f"{fault} ({_kept(recorder)})") from error
+    finally:
+        gc.unfreeze()
 
 
 def _kept(recorder: Recorder) -> str:

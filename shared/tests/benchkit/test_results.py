@@ -101,6 +101,15 @@ def test_a_missing_file_is_named(tmp_path):
         load(tmp_path / "results.json")
 
 
+def test_the_file_is_the_plain_json_of_the_results_however_it_grew(recorder):
+    recorder.begin()
+    for value in ({"lines": ["a", 'b\n "records": []']}, None, [[], {}, "µ"]):
+        recorder.add(Record("forward", {"n": 4}, {"time": Quantity(0.5, "s")}, value))
+        recorder.absent("something", "a reason")
+        plain = dataclasses.asdict(recorder.results)
+        assert recorder.path.read_text() == json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+
+
 def test_a_figure_that_is_not_finite_is_refused_by_name(recorder):
     with pytest.raises(ValueError, match=r"record 'forward' \{'n': 4\}: time is nan"):
         recorder.add(Record("forward", {"n": 4}, {"time": Quantity(float("nan"), "s")}))

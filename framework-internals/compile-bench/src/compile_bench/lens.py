@@ -63,12 +63,12 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 def _sizes(device: Device, quick: bool) -> dict[str, Json]:
     if quick:
         return {
-            "cases": [_case("gpt-one-layer", train=False)],
+            "cases": [_case("mlp", train=False)],
             "more cases": [],
             "sweep": _sweep(device, [["mlp"]], 1, 300.0, 0.3, modes=MODES[:2]),
             "shapes": [],
             "agreement": {"targets": [], "kinds": [], "side_by_side": 1},
-            "steady_seconds": 2.0,
+            "steady_seconds": 0.5,
             "until_seconds": {"cases": 20.0},
             "end_seconds": 120.0,
             "limit_seconds": 120.0,

@@ -113,6 +113,9 @@ class Registration:
 
 _ANY_BACKEND = re.compile(r"^StartOf(\w+)(?:FunctionalityBackends|Backends)$")
 
+# Read once: torch makes the mapping anew at every read, and an installation looks up 65,000 keys.
+_KEYS: Mapping[str, Any] = torch._C.DispatchKey.__members__
+
 Table = Mapping[str, Registration]
 
 
@@ -198,12 +201,12 @@ def schema(operator: str) -> Any:
 
 def known_key(name: str) -> bool:
     """Whether Python can name that dispatch key; a few keys of the table are not bound."""
-    return name in torch._C.DispatchKey.__members__
+    return name in _KEYS
 
 
 def kernel_of(operator: str, key: str) -> Any:
     """The kernel that the table holds for (operator, key); its ``call_boxed(keyset, *args, **kwargs)`` runs it."""
-    member = torch._C.DispatchKey.__members__[key]
+    member = _KEYS[key]
     return torch._C._dispatch_get_computed_kernel_for_dispatch_key(operator, member)
 
 
@@ -231,7 +234,7 @@ def bits_of(*names: str) -> KeyBits:
     """The bits of the set that holds these keys."""
     bits = 0
     for name in names:
-        bits |= torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[name]).raw_repr()
+        bits |= torch._C.DispatchKeySet(_KEYS[name]).raw_repr()
     return bits
 
 
@@ -287,13 +290,13 @@ def computed(carried: KeyBits, included: KeyBits, excluded: KeyBits) -> KeyBits:
 @functools.lru_cache(maxsize=65536)
 def without(bits: KeyBits, key: str) -> KeyBits:
     """The set without one key; backend bits stay."""
-    return key_set(bits).remove(torch._C.DispatchKey.__members__[key]).raw_repr()
+    return key_set(bits).remove(_KEYS[key]).raw_repr()
 
 
 @functools.lru_cache(maxsize=65536)
 def below(bits: KeyBits, key: str) -> KeyBits:
     """The part of a set that has lower priority than ``key``."""
-    return (key_set(bits) & torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.__members__[key])).raw_repr()
+    return (key_set(bits) & torch._C._dispatch_keyset_full_after(_KEYS[key])).raw_repr()
 
 
 def backend_key(device_type: str) -> str:

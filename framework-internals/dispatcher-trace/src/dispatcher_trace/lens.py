@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from benchkit.results import write_bytes_atomically, write_text_atomically
 from benchkit.run import Lens, Run
 from dispatcher_trace import agreement, cost, dispatcher, figures, fold, native_step, profile, render, story
 from dispatcher_trace.cases import SHOWN, STEPPED, Case, cases
-from dispatcher_trace.catalogue import CATALOGUE
+from dispatcher_trace.catalogue import CATALOGUE, Entry
 from dispatcher_trace.programs import PROGRAMS
 from dispatcher_trace.recorder import Recorder
 from dispatcher_trace.records import Call
@@ -35,6 +36,8 @@ from native_build.toolchain import missing_cxx
 
 _SMALL = 4  # elements of the vectors of the overhead measurement: nothing but dispatch
 _STEPPED_SIZE = 32  # rows and columns where a kernel is single-stepped: every routine is reached, no loop takes long
+# Each takes under a second: a loop over elements, a library's product, a reduction.
+_STEPPED_QUICKLY = (("a + b", "f32"), ("a @ b", "f32"), ("torch.softmax(a, -1)", "f32"))
 _CUSTOM_OPERATOR = ("scaled_relu(x, 2.0)", "f32", "requires_grad")
 
 Made = Callable[[], list[torch.Tensor]]
@@ -51,8 +54,14 @@ def build_lens(root: Path) -> Lens:
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
-    """Sizes and seconds of a run."""
-    return {"size": 64 if quick else 256, "seconds": 0.5 if quick else 3.0, "rounds": 5 if quick else 15}
+    """Sizes and seconds of a run, of the catalogue every so many entries, and what is single-stepped."""
+    return {
+        "size": 64 if quick else 256,
+        "seconds": 0.5 if quick else 3.0,
+        "rounds": 5 if quick else 15,
+        "catalogue_step": 6 if quick else 1,
+        "stepped": [case for case in STEPPED if not quick or case in _STEPPED_QUICKLY],
+    }
 
 
 def collect(run: Run, root: Path) -> None:
@@ -69,7 +78,8 @@ def collect(run: Run, root: Path) -> None:
         for description, figure in cost.hop_costs(run.configuration["rounds"]).items():
             run.record("hop_cost", {"what": description}, {"seconds": figure})
     with run.working("What torch itself refuses of the catalogue"):
-        impossible = agreement.impossible(run.device)
+        entries = CATALOGUE[:: run.configuration["catalogue_step"]]
+        impossible = agreement.impossible(run.device, entries)
     tables = dispatcher.dumps()
     start = time.perf_counter()
     with run.working("Installing the shims"), installed("all") as shims:
@@ -79,15 +89,16 @@ def collect(run: Run, root: Path) -> None:
             with run.working(str(name)):
                 _walk(run, shims, name, make, *untraced[name])
         with run.working("The catalogue under every mode"):
-            _agreement(run, shims, impossible)
+            _agreement(run, shims, entries, impossible)
         with run.working("Overhead of the shims"):
             _overhead(run, shims, small, stock.quantity())
     with run.working("What is left behind"):
         _restored(run, tables)
-    with run.working("Below the backend key"):
-        _native_steps(run)
-    with run.working("What notes on the dispatcher say"):
-        _claims(run)
+    with _dispatch_trace() as printed:  # starts torch in a process of its own while this one single-steps
+        with run.working("Below the backend key"):
+            _native_steps(run)
+        with run.working("What notes on the dispatcher say"):
+            _claims(run, printed)
 
 
 def _made(run: Run, root: Path, *, compile: bool) -> dict[Case | str, Callable[[], Made]]:
@@ -237,10 +248,10 @@ def _folded_step(run: Run, walk: Trace, profiled: profile.Profile) -> None:
     write_bytes_atomically(run.recorder.directory / story.PERFETTO, gzip.compress(document, mtime=0))
 
 
-def _agreement(run: Run, shims: Shims, impossible: dict[tuple[str, str], str]) -> None:
+def _agreement(run: Run, shims: Shims, entries: tuple[Entry, ...], impossible: dict[tuple[str, str], str]) -> None:
     """The catalogue under every mode: how often the prediction holds, and each disagreement with its cause."""
-    measured = list(agreement.measure(shims, run.device, impossible))
-    run.record("catalogue", data=[[entry.name, entry.family] for entry in CATALOGUE])
+    measured = list(agreement.measure(shims, run.device, impossible, entries))
+    run.record("catalogue", data=[[entry.name, entry.family] for entry in entries])
     for mode in agreement.MODES:
         ours = [item for item in measured if item.mode == mode]
         wrong = [item for entry in ours for item in entry.disagreements]
@@ -289,7 +300,10 @@ def _native_steps(run: Run) -> None:
     if reason := native_step.unavailable():
         run.absent("The routine below the CPU kernel (vectorised loop, BLAS or oneDNN)", reason)
         return
-    plain = [Case(expression, dtype, "plain", _STEPPED_SIZE, run.device) for expression, dtype in STEPPED]
+    plain = [
+        Case(expression, dtype, "plain", _STEPPED_SIZE, run.device)
+        for expression, dtype in run.configuration["stepped"]
+    ]
     with installed("core") as shims:
         for case in plain:
             evaluate = case.prepare()
@@ -329,12 +343,38 @@ def _overhead(run: Run, shims: Shims, small: list[torch.Tensor], stock: Quantity
     )
 
 
-def _claims(run: Run) -> None:
-    """Two things that notes on the dispatcher tell readers to use, tried on this build."""
+@contextmanager
+def _dispatch_trace() -> Iterator[Callable[[], str]]:
+    """A child that adds with ``TORCH_SHOW_DISPATCH_TRACE`` set, and a function that waits for what it printed."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import torch; torch.ones(2) + 1"],
+        env={**os.environ, "TORCH_SHOW_DISPATCH_TRACE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def printed() -> str:
+        output, _ = child.communicate()
+        if child.returncode:
+            raise RuntimeError(f"a process that adds two tensors ended with status {child.returncode}: {output}")
+        return output
+
+    with child:
+        try:
+            yield printed
+        finally:
+            child.kill()
+
+
+def _claims(run: Run, printed: Callable[[], str]) -> None:
+    """Two things that notes on the dispatcher tell readers to use, tried on this build.
+
+    Args:
+        run: where the records go.
+        printed: what a child printed whose every dispatch was to be.
+    """
     name = "_dispatch_print_registrations"
     run.record("claim", {"claim": "torch._C._dispatch_print_registrations"}, data={"exists": hasattr(torch._C, name)})
-    code = "import torch; torch.ones(2) + 1"
-    environment = {**os.environ, "TORCH_SHOW_DISPATCH_TRACE": "1"}
-    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    printed = [line for line in (child.stdout + child.stderr).splitlines() if "op=" in line]
-    run.record("claim", {"claim": "TORCH_SHOW_DISPATCH_TRACE"}, data={"lines": len(printed)})
+    lines = [line for line in printed().splitlines() if "op=" in line]
+    run.record("claim", {"claim": "TORCH_SHOW_DISPATCH_TRACE"}, data={"lines": len(lines)})

@@ -104,6 +104,7 @@ def measure_engines(
     rounds: int,
     steps: int = 1,
     together: int | None = None,
+    empty_caches: bool = True,
     factory: str = ENGINE_FACTORY,
     inspect: Callable[[str, Worker], None] | None = None,
 ) -> dict[str, MeasuredEngine | str]:
@@ -119,6 +120,8 @@ def measure_engines(
         rounds: of one sample each.
         steps: that one sample holds; enough of them that the message to the worker (a tenth of a millisecond) is lost.
         together: how many engines besides the reference the device's memory holds at a time; by default all of them.
+        empty_caches: begin with nothing compiled. Else Inductor has what it compiled before for this user, and a first
+            step is no measure of what compiling takes.
         factory: makes an engine in its process, as :func:`jax_baseline.engines.make_engine` does.
         inspect: called once with each engine's name and worker, when its group is timed and all in it have taken
             :func:`steps_taken` steps.
@@ -132,12 +135,12 @@ def measure_engines(
     """
     reference, *others = engines
     found: dict[str, MeasuredEngine | str] = {}
-    with _workers(device, factory) as start:
+    with _workers(device, factory, empty_caches) as start:
         first = start(engines[reference], model, training)
         expected = _prepare(first, steps)
         devices = engines[reference].devices
         for group in _groups(others, together) or [[]]:
-            with _workers(device, factory) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
+            with _workers(device, factory, empty_caches) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
                 # Processes start at the same time; what is timed, compiling included, they do one after another.
                 starting = {name: pool.submit(start_more, engines[name], model, training) for name in group}
                 wait(starting.values())
@@ -250,16 +253,15 @@ _Start = Callable[[EngineSpec, GPTConfig, TrainConfig], Worker]
 
 
 @contextmanager
-def _workers(device: Device, factory: str = ENGINE_FACTORY) -> Iterator[_Start]:
+def _workers(device: Device, factory: str = ENGINE_FACTORY, empty_caches: bool = True) -> Iterator[_Start]:
     """A function that starts a worker; all of them end with the context."""
     with ExitStack() as stack:
-        # Compile times are those of a first run: torch.compile keeps its results on disk, XLA only if it is told to.
-        cache = stack.enter_context(TemporaryDirectory())
         environment = {
-            "TORCHINDUCTOR_CACHE_DIR": cache,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             "JAX_TRACEBACK_FILTERING": "off",  # a failure's last line is then its reason, not advice on tracebacks
         }
+        if empty_caches:  # torch.compile keeps its results on disk, XLA only if it is told to
+            environment["TORCHINDUCTOR_CACHE_DIR"] = stack.enter_context(TemporaryDirectory())
         if device == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
 

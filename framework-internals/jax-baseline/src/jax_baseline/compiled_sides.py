@@ -6,7 +6,8 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -96,6 +97,8 @@ class TorchSide:
     """What the worker of Inductor's side holds."""
 
     def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+        import jax_baseline.inductor_program  # noqa: F401 - torch is there when the first answer is waited for
+
         self._program = _torch_model if kind == "model" else _torch_function
         self._spec = spec
 
@@ -115,17 +118,24 @@ def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | Fun
     """
     if (reason := missing_inductor(torch_side.device)) is not None:
         raise UserError(reason)
-    programs = []
-    for side, spec in (("JaxSide", jax_side), ("TorchSide", torch_side)):
-        kind = "model" if isinstance(spec, ModelSide) else "function"
-        environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if spec.device == "cpu" or side == "TorchSide":
-            environment["JAX_PLATFORMS"] = "cpu"
-        arguments = {"kind": kind, "spec": asdict(spec)}
-        with Worker(f"jax_baseline.compiled_sides:{side}", arguments, environment=environment) as worker:
-            program = Program.from_plain(worker.call("program"))
-            programs.append(_with_values(program, worker) if side == "JaxSide" else program)
-    return programs[0], programs[1]
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(2) as pool:  # both import their framework at the same time; then one works at a time
+            starting = [pool.submit(_start, "JaxSide", jax_side), pool.submit(_start, "TorchSide", torch_side)]
+        for started in starting:
+            if started.exception() is None:
+                stack.enter_context(started.result())
+        jax_worker, torch_worker = (started.result() for started in starting)
+        xla = _with_values(Program.from_plain(jax_worker.call("program")), jax_worker)
+        jax_worker.close()  # and with it what it holds of the device
+        return xla, Program.from_plain(torch_worker.call("program"))
+
+
+def _start(side: str, spec: ModelSide | FunctionSide) -> Worker:
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if spec.device == "cpu" or side == "TorchSide":
+        environment["JAX_PLATFORMS"] = "cpu"
+    arguments = {"kind": "model" if isinstance(spec, ModelSide) else "function", "spec": asdict(spec)}
+    return Worker(f"jax_baseline.compiled_sides:{side}", arguments, environment=environment)
 
 
 def _with_values(program: Program, worker: Worker) -> Program:

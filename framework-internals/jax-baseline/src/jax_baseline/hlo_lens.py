@@ -31,8 +31,9 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         diffs = [{**size, "layers": 2, "attention": attention, "repeats": 5} for attention in ("cudnn", "xla")]
         return {"step": step, "diffs": diffs[:1] if quick else diffs, "layouts": []}
     size = {"preset": "tiny", "batch_size": 4 if quick else 16, "dtype": "float32"}
-    step = {**size, "layers": 2, "attention": "xla", "repeats": 3}
-    diff = {**size, "layers": 1 if quick else 2, "attention": "xla", "repeats": 3}
+    layers = 1 if quick else 2
+    step = {**size, "layers": layers, "attention": "xla", "repeats": 3}
+    diff = {**size, "layers": layers, "attention": "xla", "repeats": 3}
     layouts = [] if quick else [["one device", 1], ["FSDP", 4]]
     target = {"preset": "gpt2-124m", "layers": 2, "batch_size": 16, "dtype": "bfloat16", "attention": "xla"}
     return {"step": step, "diffs": [diff], "target": target, "layouts": layouts}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from benchkit import Quantity
@@ -32,27 +32,29 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         # At this batch an engine holds 20 to 60 GB, and more while its compiler tries kernels.
         bench["together"] = 2
     else:
-        # On a CPU a step in float64 or bfloat16 costs several in float32, and there are five sides to each.
-        small: dict[str, Json] = {"steps": 6 if quick else 10, "batch_size": 2 if quick else 4}
-        dtypes = {"float64": small, "float32": small if quick else {"steps": 16, "batch_size": 4}}
-        names = ["torch-eager", "jit", "jit-donated"]
+        dtypes = {"float32": {"steps": 4, "batch_size": 2}}
+        names = ["torch-eager", "jit-donated"]
         if not quick:
-            dtypes["bfloat16"] = small
-            names += ["torch-compile", "jit-scan", "jit-4-steps"]
+            # On a CPU a step in float64 or bfloat16 costs several in float32, and there are five sides to each.
+            small: dict[str, Json] = {"steps": 10, "batch_size": 4}
+            dtypes = {"float64": small, "float32": {"steps": 16, "batch_size": 4}, "bfloat16": small}
+            names = ["torch-eager", "jit", "jit-donated", "torch-compile", "jit-scan", "jit-4-steps"]
         bench = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "rounds": 6, "steps": 4}
         bench["together"] = None
     engines = {name: asdict(spec) for name, spec in named_engines(names).items()}
+    # Compiling takes most of a quick run, and longer for every block.
+    layers = 1 if quick and device == "cpu" else None
     learned = {"preset": "tiny", "steps": 200 if quick else 1000, "seeds": [0, 1, 2]} if device == "cuda" else None
     return {
-        "parity": {"preset": "tiny", "seed": 0, "lr": 1e-3, "controls": 3, "dtypes": dtypes},
+        "parity": {"preset": "tiny", "layers": layers, "seed": 0, "lr": 1e-3, "controls": 3, "dtypes": dtypes},
         "mutations": {
             "model": {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "tie_embeddings": False},
             "training": {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4, "clip": 0.5},
             # The later ones leave the gradient as it is, and so need no compilation of their own.
             # On a GPU's machine they are the same, on its CPU.
-            "last": 26 if quick or device == "cuda" else None,
+            "last": 6 if quick else 26 if device == "cuda" else None,
         },
-        "bench": {**bench, "engines": engines, "reference": names[0]},
+        "bench": {**bench, "layers": layers, "engines": engines, "reference": names[0]},
         "meshes": {
             "model": {"n_layer": 2, "n_embd": 64, "block_size": 32},
             "training": {"steps": 8, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4},
@@ -65,29 +67,37 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
     """What this half measures, part by part: the name under which a report would miss it, and the work.
 
-    On a GPU's machine, what needs the CPU alone begins at once, beside parity; it is over before anything is timed.
+    What needs the CPU alone begins at once on a GPU's machine, beside parity. On a CPU, where parity takes every core,
+    the meshes begin with the mistakes, which keep one core busy. All is over before anything is timed.
     """
-    mistakes, meshes = (_started(run, partial(trial, run.configuration)) for trial in (_try_mutations, _try_meshes))
+    mistakes: Callable[[], list[Verdict]] = partial(_try_mutations, run.configuration)
+    meshes = _once(partial(_try_meshes, run.configuration))
+    if run.device == "cuda":
+        mistakes = _once(mistakes)().result
+        meshes()
     return [
         *(
             (f"Parity in {dtype}", partial(_collect_parity, dtype=dtype))
             for dtype in run.configuration["parity"]["dtypes"]
         ),
-        ("Planted mistakes", partial(_collect_mutations, result=mistakes)),
-        ("Meshes of devices", partial(_collect_meshes, result=meshes)),
+        ("Planted mistakes", partial(_collect_mutations, result=mistakes, beside=meshes)),
+        ("Meshes of devices", partial(_collect_meshes, begin=meshes)),
         ("Tokens per second", _collect_bench),
         ("Training to the end in both frameworks", _collect_convergence),
     ]
 
 
-def _started(run: Run, work: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that returns what the work gives; on a CPU, where all would share the cores, it does the work."""
-    if run.device == "cpu":
-        return work
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(work)
-    pool.shutdown(wait=False)
-    return future.result
+def _once(work: Callable[[], Any]) -> Callable[[], Future[Any]]:
+    """A function whose first call begins the work, in a thread of its own; it returns what will hold the result."""
+
+    @cache
+    def begin() -> Future[Any]:
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(work)
+        pool.shutdown(wait=False)
+        return future
+
+    return begin
 
 
 def _collect_parity(run: Run, dtype: Precision) -> None:
@@ -106,7 +116,7 @@ def _collect_parity(run: Run, dtype: Precision) -> None:
             controls=asked["controls"],
             **size,
         )
-        found = sides.run(setup)
+        found = sides.run(replace(setup, model=_with_layers(setup.model, asked["layers"])))
     divergence = found.divergence()
     run.record(
         "parity",
@@ -140,8 +150,9 @@ def _try_mutations(configuration: Mapping[str, Any]) -> list[Verdict]:
     return mutations.trial(setup, mutations.MUTATIONS[-asked["last"] :] if asked["last"] else None)
 
 
-def _collect_mutations(run: Run, result: Callable[[], list[Verdict]]) -> None:
+def _collect_mutations(run: Run, result: Callable[[], list[Verdict]], beside: Callable[[], Future[Any]]) -> None:
     with run.working("planted mistakes"):
+        beside()
         verdicts = result()
     for verdict in verdicts:
         run.record(
@@ -172,9 +183,11 @@ def _try_meshes(configuration: Mapping[str, Any]) -> tuple[list[tuple[int, int, 
     return [(1, 1, alone), *spread], controls
 
 
-def _collect_meshes(run: Run, result: Callable[[], tuple[list[tuple[int, int, Any]], list[list[float]]]]) -> None:
+def _collect_meshes(
+    run: Run, begin: Callable[[], Future[tuple[list[tuple[int, int, Any]], list[list[float]]]]]
+) -> None:
     with run.working("meshes"):
-        trials, controls = result()
+        trials, controls = begin().result()
     alone = trials[0][2]
     for data, fsdp, found in trials:
         run.record(
@@ -226,6 +239,7 @@ def _collect_bench(run: Run) -> None:
 
     asked = run.configuration["bench"]
     model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
+    model = _with_layers(model, asked["layers"])
     engines = {name: EngineSpec(**spec) for name, spec in asked["engines"].items()}
     with run.working("tokens per second"):
         found = measure_engines(
@@ -250,6 +264,10 @@ def _collect_bench(run: Run) -> None:
     if run.device == "cpu":
         run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
         run.absent("cuDNN's attention", "it needs a CUDA GPU")
+
+
+def _with_layers(model: GPTConfig, layers: int | None) -> GPTConfig:
+    return model if layers is None else replace(model, n_layer=layers)
 
 
 def _plain(model: GPTConfig, training: TrainConfig) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -30,14 +31,16 @@ def measure_training(run: Run, mode: Mode, contestants: Mapping[str, Contestant]
     that computes something else shows.
 
     Args:
-        run: where the records go; its configuration names the preset.
+        run: where the records go; its configuration names the preset, and a batch size that is not the preset's.
         mode: ``"compiled"`` passes each whole model through torch.compile.
         contestants: those that make a norm are put in, beside PyTorch's module.
     """
     norms: dict[str, NormFactory] = {BASELINE: lambda width, eps: torch.nn.RMSNorm(width, eps)}
     norms |= {name: contestant.norm for name, contestant in contestants.items() if contestant.norm is not None}
-    preset = run.configuration["training"]["preset"]
-    shape, config = GPTConfig.preset(preset), TrainConfig.preset(preset)
+    asked = run.configuration["training"]
+    shape, config = GPTConfig.preset(asked["preset"]), TrainConfig.preset(asked["preset"])
+    if asked["batch_size"] is not None:
+        config = replace(config, batch_size=asked["batch_size"])
     tokens = batch(load_corpus().train, config.seed, 0, config.batch_size, shape.block_size)
     x_BT, y_BT = (torch.from_numpy(part).to(run.device) for part in tokens)
     torch.compiler.reset()
@@ -51,7 +54,7 @@ def measure_training(run: Run, mode: Mode, contestants: Mapping[str, Contestant]
         device=run.device,
         inputs=[(x_BT, y_BT)],
         clock="wall-clock",
-        seconds=run.configuration["training"]["seconds"],
+        seconds=asked["seconds"],
     )
     for name in norms:
         time = timings[name].quantity()
