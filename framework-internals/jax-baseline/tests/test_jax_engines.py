@@ -102,7 +102,7 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     log = []
 
     @contextmanager
-    def workers(device, factory):
+    def workers(device, factory, empty_caches):
         yield lambda spec, model, training: FakeWorker(log, spec)
 
     monkeypatch.setattr(bench, "_workers", workers)
