@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,18 @@ def entries() -> dict[str, list[Entry]]:
     return dict(sorted(found.items()))
 
 
+def measured_on(entries: Iterable[Entry]) -> str:
+    """The hardware of these reports; where it is not the same for all, each with the lenses that ran on it."""
+    lenses: dict[str, list[str]] = {}
+    for entry in entries:
+        found = entry.results.environment
+        described = f"{found.gpu.name}, CUDA {found.gpu.cuda}" if found.gpu else f"{found.cpu}, {found.cores} cores"
+        lenses.setdefault(described, []).append(entry.lens)
+    if len(lenses) == 1:
+        return next(iter(lenses))
+    return "; ".join(f"{described} ({', '.join(names)})" for described, names in lenses.items())
+
+
 def whole_step() -> WholeStep | None:
     """The end-to-end report to show; None before there is one."""
     lens = build_end_to_end(HOUSE)
@@ -102,7 +115,8 @@ def render() -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    text = environment.get_template("index.md.j2").render(lenses=LENSES, machines=entries(), whole_step=whole_step())
+    machines = {machine: (measured_on(reports), reports) for machine, reports in entries().items()}
+    text = environment.get_template("index.md.j2").render(lenses=LENSES, machines=machines, whole_step=whole_step())
     return inert(text)
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -196,6 +197,17 @@ def test_only_runs_what_it_names(house, capsys):
     printed = capsys.readouterr().out
     assert "1/1 custom-ops" in printed
     assert "jax-baseline" not in printed
+
+
+def test_the_index_says_which_reports_are_of_which_hardware():
+    def entry(lens, cpu):
+        return index_reports.Entry(
+            lens, "", "", SimpleNamespace(environment=SimpleNamespace(gpu=None, cpu=cpu, cores=2))
+        )
+
+    assert index_reports.measured_on([entry("one", "A"), entry("two", "A")]) == "A, 2 cores"
+    mixed = [entry("one", "A"), entry("two", "B"), entry("three", "A")]
+    assert index_reports.measured_on(mixed) == "A, 2 cores (one, three); B, 2 cores (two)"
 
 
 def test_a_quick_run_leaves_the_index_alone(house, monkeypatch, capsys):
