@@ -34,6 +34,9 @@ from benchkit.plotting import new_figure
 from benchkit.report import Figure, ReportSpec
 from benchkit.run import Lens, main
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without one
+
+
 def collect(run):
     for n in run.configuration["sizes"]:
         if os.environ.get("INTERRUPT_AT") == str(n):
