@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,9 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 def collect(run: Run) -> None:
     """Time every variant against the others, then take each apart; records ``variant``, ``dissection``, ``hop``."""
     asked = run.configuration
-    model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
-    if asked["layers"] is not None:
-        model = replace(model, n_layer=asked["layers"])
+    model, training = bench_config(
+        asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
+    )
     engines = {name: EngineSpec(**variant["engine"]) for name, variant in asked["variants"].items()}
     last: dict[str, float] = {}
     apart: dict[str, Mapping[str, Any]] = {}

@@ -369,10 +369,19 @@ class JaxEngine:
         return metrics.loss if self._per_call == 1 else metrics.loss[0]
 
 
-def bench_config(preset: str, *, batch_size: int, dtype: Precision) -> tuple[GPTConfig, TrainConfig]:
-    """Return the shapes and settings that are timed; the learning rate is small, for its schedule is not at work."""
-    training = TrainConfig.preset(preset)
-    return GPTConfig.preset(preset), replace(
+def bench_config(
+    preset: str, *, batch_size: int, dtype: Precision, layers: int | None = None
+) -> tuple[GPTConfig, TrainConfig]:
+    """Return the shapes and settings that are timed; the learning rate is small, for its schedule is not at work.
+
+    Args:
+        preset: of shape and settings.
+        batch_size: sequences a step.
+        dtype: of the products.
+        layers: blocks; by default the preset's.
+    """
+    model, training = GPTConfig.preset(preset), TrainConfig.preset(preset)
+    return replace(model, n_layer=model.n_layer if layers is None else layers), replace(
         training, batch_size=batch_size, dtype=dtype, compile=False, lr=1e-4, min_lr=1e-4, warmup=0
     )
 

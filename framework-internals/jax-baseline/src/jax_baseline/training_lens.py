@@ -238,8 +238,9 @@ def _collect_bench(run: Run) -> None:
     from torch_baseline.model import flops_per_token
 
     asked = run.configuration["bench"]
-    model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
-    model = _with_layers(model, asked["layers"])
+    model, training = bench_config(
+        asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
+    )
     engines = {name: EngineSpec(**spec) for name, spec in asked["engines"].items()}
     with run.working("tokens per second"):
         found = measure_engines(
