@@ -6,12 +6,13 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from compile_bench.collector import Collector, missing_surface
+from compile_bench.collector import Collector, autotuning_within, missing_surface
 from compile_bench.trace import RECOMPILE_LIMIT, Folders, read_events
 
 # PyTorch's compiler warns about itself while it is imported and while it traces.
@@ -36,6 +37,29 @@ def program():
 def test_the_private_surface_is_there():
     missing = missing_surface()
     assert not missing, f"torch {torch.__version__} has moved {missing}: compile_bench.collector needs an update"
+
+
+def test_what_inductor_times_on_a_gpu_is_within_a_guard(monkeypatch):
+    """By whichever of its own functions it comes to that; on a CPU the timing itself is made up."""
+    benchmarker = importlib.import_module("torch._inductor.runtime.benchmarking").benchmarker
+    inside, seen = [], []
+
+    @contextmanager
+    def guard():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def timed(self, *arguments, **options):
+        seen.append(bool(inside))
+        return 1.5
+
+    monkeypatch.setattr(type(benchmarker), "benchmark_gpu", timed)
+    with autotuning_within(guard):
+        assert benchmarker.benchmark(lambda: None, (), {}, device="cuda") == 1.5
+        assert benchmarker.benchmark_gpu(lambda: None, rep=20) == 1.5
+    benchmarker.benchmark_gpu(lambda: None)
+    assert seen == [True, True, False]
 
 
 def test_the_trace_of_this_torch_reads_as_the_recorded_ones_do(program):

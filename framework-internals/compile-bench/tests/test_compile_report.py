@@ -23,7 +23,7 @@ from compile_bench.records import (
 from compile_bench.report import REPORT
 from compile_bench.results import Accuracy, Bench, Case, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.shapes import Passes, ShapeStudy
-from compile_bench.trace import Break, CompileTrace, Graph, Recompile
+from compile_bench.trace import Break, CompileTrace, Frame, Graph, Recompile
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,9 +90,28 @@ def test_a_slower_compiled_step_is_never_recommended():
 def test_breaks_and_recompilations_are_listed_with_neutral_paths():
     record = triage_record(Triage(Case("planted"), TROUBLE, 3), ROOT)
     text = render(results(*records_of(bench()), record), REPORT)
-    assert "| `a/model.py:12` | `if x > 0:` | branch | Data-dependent branching | 1 |" in text
+    assert "| `model.py:12` | `if x > 0:` | branch | Data-dependent branching | 1 |" in text
     assert "| `model.py:10` | `forward` | Python value | `self.calls == 0` |" in text
     assert "1 graph, 1 break, 1 recompilation" in text
+
+
+def broken(mode, entry):
+    """A case whose model broke by itself, at one place."""
+    trace = CompileTrace(breaks=(entry,))
+    return replace(bench(mode=mode), cold=replace(bench().cold, trace=trace))
+
+
+def test_a_break_in_a_library_has_the_librarys_line_and_modes_share_a_table():
+    frames = (Frame("a/model.py", 12, "forward", "return self.model(x)"), Frame("lib.py", 7, "wrapped", "x.item()"))
+    inside = replace(TROUBLE.breaks[0], stack=frames)
+    benches = [broken(mode, inside) for mode in ("max-autotune", "default")]
+    failed = replace(inside, category="backend failed", explanation="Backend `x` failed with y. Adding a graph break.")
+    text = render(results(*records_of(*benches, broken("reduce-overhead", failed))), REPORT)
+    assert text.count("did not stay in one piece") == 2
+    assert "**gpt training** (modes default, max-autotune) did not stay in one piece" in text
+    assert "| `model.py:12` | `lib.py:7` `x.item()` | branch | Data-dependent branching | 1 |" in text
+    assert "**gpt training** (mode reduce-overhead) did not stay in one piece" in text
+    assert "| backend failed | Backend `x` failed with y | 1 |" in text
 
 
 def profiled(measured, **more):

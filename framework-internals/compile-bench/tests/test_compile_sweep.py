@@ -317,6 +317,18 @@ def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path
         assert figure.legends[0].get_texts()[0].get_text().startswith(("default", "max-autotune against"))
 
 
+def test_the_report_says_whether_autotuning_had_the_gpu_to_itself(tmp_path, made_up):
+    run = run_of(tmp_path, side_by_side=2)
+    sweep(run, ROOT, None)
+    results = run.recorder.results
+    assert "though none timed on the GPU at\n  the same time: it may" in render(results, REPORT)
+    # Of a call before there were turns.
+    (call,) = results.select("sweep call")
+    earlier = replace(call, data={name: value for name, value in call.data.items() if name != "autotuning"})
+    older = replace(results, records=tuple(earlier if each == call else each for each in results.records))
+    assert "and timed theirs on the same\n  GPU: it may" in render(older, REPORT)
+
+
 def test_cells_do_not_stand_in_the_tables_of_the_main_job(tmp_path, made_up):
     run = run_of(tmp_path)
     sweep(run, ROOT, None)

@@ -83,12 +83,43 @@ def test_the_others_stand_still_while_one_samples(tmp_path, end):
 
 
 def test_without_others_nothing_waits_and_nothing_is_taken_off(tmp_path):
-    with alone(None), one_at_a_time(None, "float64"), Stopwatch() as watch:
+    with alone(None), one_at_a_time(None, "gpu"), Stopwatch() as watch:
         time.sleep(0.02)
     assert watch.seconds >= 0.02
     assert pauses(None) == pauses(tmp_path) == []
-    with one_at_a_time(tmp_path, "float64"):
-        assert (tmp_path / "float64.lock").exists()
+    with one_at_a_time(tmp_path, "gpu"):
+        assert (tmp_path / "gpu.lock").exists()
+
+
+def test_who_waits_for_a_lock_has_that_taken_off_once(tmp_path):
+    """A process of its own: what it waited is remembered as long as it lives. It is stopped while it waits, too."""
+    code = """
+import sys, time
+from pathlib import Path
+from compile_bench.turns import Stopwatch, one_at_a_time, pauses
+folder = Path(sys.argv[1])
+with Stopwatch(folder) as watch:
+    (folder / "begun").touch()
+    with one_at_a_time(folder, "gpu"):
+        time.sleep(0.05)
+print(watch.seconds, *pauses(folder)[0], len(pauses(folder)))
+"""
+    with one_at_a_time(tmp_path, "gpu"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        now = time.time()
+        (tmp_path / "pauses").write_text(f"{now - 0.2} {now - 0.1}\n")
+    seconds, begin, end, count = map(float, process.communicate(timeout=30)[0].split())
+    assert 0.05 <= seconds < 0.2
+    assert count == 1  # the pause lies within the wait
+    assert end - begin > 0.25
 
 
 def test_a_stopwatch_takes_off_what_lies_within_it(tmp_path):

@@ -40,6 +40,9 @@ _FILES: dict[int, str] = {}
 # Artifacts whose text is read; of the others (bytecode, graphs, generated code: megabytes) the name is enough.
 _READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
 
+# Where Inductor times what it chooses from.
+_BENCHMARKING = "torch._inductor.runtime.benchmarking"
+
 # module, attribute: what this file reaches for, apart from the loggers.
 _SURFACE = (
     ("torch._logging", "trace_structured"),
@@ -57,6 +60,7 @@ _SURFACE = (
     ("torch._dynamo.utils", "get_compilation_metrics"),
     ("torch._dynamo.utils", "CompilationMetrics.fail_type"),
     ("torch._inductor.config", "force_disable_caches"),
+    (_BENCHMARKING, "benchmarker.benchmark_gpu"),
 )
 
 
@@ -325,6 +329,24 @@ def was_given_up(compile_id: str) -> bool:
 def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
     """Settings of ``torch._dynamo.config``, inside a block."""
     return importlib.import_module("torch._dynamo").config.patch(dict(values)) if values else nullcontext()
+
+
+@contextmanager
+def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Whatever Inductor times on a GPU inside the block, to choose a kernel, it times in a ``guard()`` of its own."""
+    benchmarker = importlib.import_module(_BENCHMARKING).benchmarker
+    timed = benchmarker.benchmark_gpu
+
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        with guard():
+            return timed(*arguments, **options)
+
+    # On the one instance that everything in Inductor shares, whatever its class is in this version.
+    benchmarker.benchmark_gpu = guarded
+    try:
+        yield
+    finally:
+        del benchmarker.benchmark_gpu
 
 
 @contextmanager

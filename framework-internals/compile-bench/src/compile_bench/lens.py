@@ -75,8 +75,9 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
         }
     if device == "cpu":
         return {
-            "cases": [_case("gpt", warm=True, mega=True), _case("gpt", train=False), _case("mlp", train=False)],
+            "cases": [_case("gpt", warm=True, mega=True), _case("mlp", train=False)],
             "more cases": [
+                _case("gpt", train=False),
                 _case("mlp", train=False, mode="max-autotune"),
                 _case("gpt", train=False, scope="blocks"),
             ],
@@ -88,19 +89,19 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
                 "side_by_side": 2,
             },
             "steady_seconds": 3.0,
-            "until_seconds": {"cases": 120.0, "shapes": 165.0, "agreement": 182.0, "more cases": 184.0},
+            "until_seconds": {"cases": 120.0, "shapes": 165.0, "agreement": 182.0, "more cases": 172.0},
             "end_seconds": 200.0,
             "limit_seconds": 150.0,
         }
     return {
         "cases": [_case("gpt", warm=True, mega=True)],
         "more cases": [_case("gpt", scope="blocks")],
-        "sweep": _sweep(device, SWEEP_GROUPS, 14, 360.0, 0.5),
+        "sweep": _sweep(device, SWEEP_GROUPS, 16, 1500.0, 0.5),
         "shapes": [_shape("gpt2", "growing-sequence", ("eager", "automatic", "mark_dynamic", "padding"))],
         "agreement": {"targets": list(chain(*SWEEP_GROUPS)), "kinds": ["training"], "side_by_side": 13},
         "steady_seconds": 3.0,
-        "until_seconds": {"cases": 90.0, "shapes": 200.0, "agreement": 270.0, "more cases": 340.0},
-        "end_seconds": 385.0,
+        "until_seconds": {"cases": 150.0, "shapes": 300.0, "agreement": 400.0, "more cases": 480.0},
+        "end_seconds": 560.0,
         "limit_seconds": 200.0,
     }
 

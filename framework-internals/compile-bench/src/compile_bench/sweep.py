@@ -1,8 +1,9 @@
 """The sweep: every model in inference and training over all modes of ``torch.compile``, a cell at a time, resumable.
 
 A cell is a model, a kind of step and a mode. Several cells compile side by side; each samples its steps alone, while
-the others stand still (:mod:`compile_bench.turns`). Its records are written at once, so a sweep that is killed goes
-on with what is missing; a cell that fails or hangs leaves a record that says so and is not tried again.
+the others stand still, and no two of them autotune on the GPU at once (:mod:`compile_bench.turns`). Its records are
+written at once, so a sweep that is killed goes on with what is missing; a cell that fails or hangs leaves a record that
+says so and is not tried again.
 """
 
 from __future__ import annotations
@@ -121,7 +122,13 @@ class _Sweep:
     def _begin(self) -> None:
         """Say of which commit and day the cells of this call are: those of several calls stand in one document."""
         found = capture(self.run.device, root=self.repository)
-        data = {"date": found.date, "command": found.command, "commit": found.commit, "dirty": found.dirty}
+        data = {
+            "date": found.date,
+            "command": found.command,
+            "commit": found.commit,
+            "dirty": found.dirty,
+            "autotuning": "in turns",  # in earlier calls: beside one another
+        }
         self.run.record("sweep call", {"call": self.call}, data=data)
 
     def _measure(self, work: Sequence[Unit], side_by_side: int) -> list[Case]:

@@ -50,6 +50,7 @@ def sweep_context(results: Results, verdicts: Sequence[Record]) -> dict[str, Any
         "side_by_side": max((side_by_side(record) for record in results.select("first steps")), default=1),
         "models": len({target for target, _ in rows}),
         "calls": _calls(results),
+        "autotuned_in_turns": _autotuned_in_turns(results),
         "cells": _cells(results, verdicts),
         "failed": [(case_title(record), record.data["failed"]) for record in failed.values()],
         "missing": _missing(results),
@@ -84,6 +85,13 @@ def _calls(results: Results) -> list[str]:
         changed = ", with changes" if call.data["dirty"] else ""
         lines.append(f"{plural(len(own), 'cell')} on {call.data['date']} at {commit}{changed}")
     return lines
+
+
+def _autotuned_in_turns(results: Results) -> bool:
+    """Whether no autotuning timed its candidates while another process of the sweep timed its own."""
+    turns = {call.labels["call"] for call in results.select("sweep call") if call.data.get("autotuning") == "in turns"}
+    tuned = [record for record in results.select("cell") if record.labels["mode"] in _PLAIN]
+    return all(record.data["call"] in turns for record in tuned)
 
 
 def _missing(results: Results) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from benchkit import numbers
 from benchkit.report import markdown_table
 from benchkit.results import Quantity, Record, Results
 from compile_bench.records import case_title, plural
-from compile_bench.results import FIRST_STEPS
+from compile_bench.results import FIRST_STEPS, MODES
 
 
 def triage_context(results: Results) -> dict[str, Any]:
@@ -18,8 +18,19 @@ def triage_context(results: Results) -> dict[str, Any]:
     return {
         "bills": [_bill(record, results) for record in results.select("bill")],
         "triages": [_triage(record) for record in results.select("triage")],
-        "natural": [_triage(record) for record in results.select("compilation") if _has_list(record)],
+        "natural": _natural(results),
     }
+
+
+def _natural(results: Results) -> list[dict[str, Any]]:
+    """Tables of every model that broke by itself; modes in which it broke the same way share one."""
+    found: dict[tuple[object, ...], tuple[dict[str, Any], list[str]]] = {}
+    for record in results.select("compilation"):
+        if record.data["breaks"] or record.data["recompiles"]:
+            tables = _triage(record)
+            key = tuple(tables[name] for name in ("title", "break_table", "recompile_table"))
+            found.setdefault(key, (tables, []))[1].append(str(record.labels["mode"]))
+    return [{**tables, "modes": ", ".join(sorted(modes, key=MODES.index))} for tables, modes in found.values()]
 
 
 def _bill(record: Record, results: Results) -> dict[str, Any]:
@@ -126,20 +137,44 @@ def _together(each: Record) -> str:
     return markdown_table(["all mends together", "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
 
 
+_BREAKS = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
+
+
+def _place(entry: Mapping[str, Any]) -> str:
+    return f"{entry['file']}:{entry['line']}"
+
+
+def _inside(entry: Mapping[str, Any]) -> str:
+    """The line's code; for a break in code that is not the user's, that code and its place instead."""
+    frames = entry.get("stack") or [entry]
+    innermost = frames[-1]
+    code = f"`{innermost['source']}`" if innermost["source"] else ""
+    if (innermost["file"], innermost["line"]) == (entry["file"], entry["line"]):
+        return code
+    return f"`{_short(_place(innermost))}` {code}".rstrip()
+
+
+def _reason(entry: Mapping[str, Any]) -> str:
+    """PyTorch's title of the break; of a backend that failed it says nothing, and the first sentence says at what."""
+    if entry["category"] != "backend failed":
+        return str(entry["reason"])
+    return str(entry["explanation"]).split("\n")[0].partition(". ")[0]
+
+
 def _triage(record: Record) -> dict[str, Any]:
     """Break and recompilation tables of one record; empty strings where there are none."""
     breaks = [
         (
-            f"`{entry['file']}:{entry['line']}`",
-            f"`{entry['source']}`" if entry["source"] else "",
+            f"`{_short(_place(entry))}`",
+            _inside(entry),
             entry["category"],
-            entry["reason"],
+            _reason(entry),
             entry["times"],
         )
         for entry in record.data["breaks"]
     ]
     recompiles = [
-        (f"`{entry['file']}:{entry['line']}`", f"`{entry['function']}`", entry["cause"], f"`{entry['guard']}`")
+        (f"`{_short(_place(entry))}`", f"`{entry['function']}`", entry["cause"], f"`{entry['guard']}`")
         for entry in record.data["recompiles"]
     ]
     return {
@@ -149,14 +184,10 @@ def _triage(record: Record) -> dict[str, Any]:
         "breaks": plural(len(breaks), "break"),
         "recompiles": plural(len(recompiles), "recompilation"),
         "calls": numbers.count(record.values.get("calls", Quantity(FIRST_STEPS, "")).value),
-        "break_table": markdown_table(["break", "line", "category", "reason", "met"], breaks, left=4) if breaks else "",
+        "break_table": markdown_table(_BREAKS, breaks, left=4) if breaks else "",
         "recompile_table": (
             markdown_table(["place", "compiled again", "cause", "guard that failed"], recompiles, left=4)
             if recompiles
             else ""
         ),
     }
-
-
-def _has_list(record: Record) -> bool:
-    return bool(record.data["breaks"] or record.data["recompiles"])

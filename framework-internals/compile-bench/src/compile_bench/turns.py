@@ -2,8 +2,9 @@
 
 Compiling takes minutes and mostly a core, sampling a second and the whole machine. So processes that are ready wait
 for their turn (:func:`alone`); the :class:`Conductor` stops every other process (``SIGSTOP``), lets the GPU run dry,
-has the one sample, and lets the others go on. What they were made to wait is written down, and taken out of their own
-figures (:class:`Stopwatch`, :func:`pauses`). Nothing here imports torch.
+has the one sample, and lets the others go on. What may go on beside compiling but not beside its like, as autotuning's
+own timings, holds a lock (:func:`one_at_a_time`). What a process was made to wait is written down, and taken out of its
+own figures (:class:`Stopwatch`, :func:`pauses`). Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from types import TracebackType
 
 Pause = tuple[float, float]
 
+# When this process waited for a lock.
+_waits: list[Pause] = []
+
 _BEAT = 0.02
 # What a process had queued on the GPU before it was stopped still runs: a few training steps at most.
 _DRAIN = 0.3
 _PAUSES = "pauses"
+# A wait for a lock that is shorter than this is none: a thousand of them are a twentieth of a second.
+_NOTICED = 5e-5
 
 
 @contextmanager
@@ -53,22 +59,31 @@ def one_at_a_time(folder: Path | None, what: str) -> Iterator[None]:
 
     Args:
         folder: as for :func:`alone`.
-        what: what no two processes may do at once.
+        what: what no two processes may do at once; not to be asked for again inside.
     """
     if folder is None:
         yield
         return
     with (folder / f"{what}.lock").open("a") as handle:
+        begin = time.time()
         fcntl.flock(handle, fcntl.LOCK_EX)
+        if (end := time.time()) - begin > _NOTICED:
+            _waits.append((begin, end))
         yield
 
 
 def pauses(folder: Path | None) -> list[Pause]:
-    """When processes were made to stand still so far: begin and end, of ``time.time()``, in order."""
+    """When this process was made to wait so far: begin and end, of ``time.time()``, in order and apart."""
     file = None if folder is None else folder / _PAUSES
-    if file is None or not file.exists():
-        return []
-    return [(float(begin), float(end)) for begin, end in map(str.split, file.read_text().splitlines())]
+    stopped = file.read_text().splitlines() if file is not None and file.exists() else []
+    found = sorted([*((float(begin), float(end)) for begin, end in map(str.split, stopped)), *_waits])
+    apart: list[Pause] = []
+    for begin, end in found:
+        if apart and begin <= apart[-1][1]:  # stopped while it waited for a lock
+            apart[-1] = (apart[-1][0], max(apart[-1][1], end))
+        else:
+            apart.append((begin, end))
+    return apart
 
 
 class Stopwatch:
