@@ -104,11 +104,27 @@ class Environment:
         """The name of this kind of machine in ``reports/``: ``"cpu"``, or the GPU's name in lower case with dashes."""
         return "cpu" if self.gpu is None else re.sub(r"[^a-z0-9]+", "-", self.gpu.name.lower()).strip("-")
 
+    @property
+    def source(self) -> dict[str, str | bool | None]:
+        """Date, command, commit and whether it was changed: for the data of records that a later call adds to a run."""
+        return {name: getattr(self, name) for name in ("date", "command", "commit", "dirty")}
+
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Environment:
         """Rebuild from what :func:`dataclasses.asdict` made."""
         gpu = document["gpu"]
         return cls(**{**document, "gpu": None if gpu is None else Gpu(**gpu)})
+
+
+def commit_label(commit: str | None, dirty: bool | None) -> str:
+    """A commit as Markdown.
+
+    Args:
+        commit: as in :class:`Environment`.
+        dirty: likewise.
+    """
+    name = f"`{commit[:12]}`" if commit else "an unknown commit (no git checkout)"
+    return name + (", with uncommitted changes" if dirty else "")
 
 
 def capture(device: Device, *, root: Path) -> Environment:

@@ -16,6 +16,7 @@ import jinja2
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import markdown, numbers
+from benchkit.environment import commit_label
 from benchkit.plotting import save
 from benchkit.results import Results, load, write_text_atomically
 
@@ -167,9 +168,7 @@ def _machine_rows(results: Results) -> list[tuple[str, str]]:
         )
     rows.append(("System", f"{environment.system}, Python {environment.python}"))
     rows.append(("Packages", ", ".join(f"{name} {number}" for name, number in environment.packages.items())))
-    commit = environment.commit or "not known (no git checkout)"
-    state = {True: " with uncommitted changes", False: "", None: ""}[environment.dirty]
-    rows.append(("Commit", f"`{commit[:12] if environment.commit else commit}`{state}"))
+    rows.append(("Commit", commit_label(environment.commit, environment.dirty)))
     rows.append(("Command", markdown.code(environment.command)))
     rows.append(("Date", environment.date))
     return rows

@@ -85,3 +85,13 @@ def test_the_gpu_is_described():
     assert found.multiprocessors > 0
     assert found.l2_cache > 0
     assert found.driver
+
+
+def test_a_part_of_a_run_says_where_it_comes_from():
+    found = dataclasses.replace(
+        environment.capture("cpu", root=Path(__file__).parent), commit="0123456789abcdef", dirty=True
+    )
+    assert found.source == {"date": found.date, "command": found.command, "commit": found.commit, "dirty": True}
+    assert environment.commit_label(found.commit, found.dirty) == "`0123456789ab`, with uncommitted changes"
+    assert environment.commit_label("0123456", None) == "`0123456`"
+    assert environment.commit_label(None, None) == "an unknown commit (no git checkout)"

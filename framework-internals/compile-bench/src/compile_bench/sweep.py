@@ -122,13 +122,7 @@ class _Sweep:
     def _begin(self) -> None:
         """Say of which commit and day the cells of this call are: those of several calls stand in one document."""
         found = capture(self.run.device, root=self.repository)
-        data = {
-            "date": found.date,
-            "command": found.command,
-            "commit": found.commit,
-            "dirty": found.dirty,
-            "autotuning": "in turns",  # in earlier calls: beside one another
-        }
+        data = {**found.source, "autotuning": "in turns"}  # in earlier calls: beside one another
         self.run.record("sweep call", {"call": self.call}, data=data)
 
     def _measure(self, work: Sequence[Unit], side_by_side: int) -> list[Case]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchkit import numbers
+from benchkit.environment import commit_label
 from benchkit.report import markdown_table
 from benchkit.results import Quantity, Record, Results
 from compile_bench.reading import (
@@ -81,9 +82,8 @@ def _calls(results: Results) -> list[str]:
     lines = []
     for call in results.select("sweep call"):
         own = [record for record in results.select("cell") if record.data["call"] == call.labels["call"]]
-        commit = f"`{call.data['commit'][:7]}`" if call.data["commit"] else "an unknown commit"
-        changed = ", with changes" if call.data["dirty"] else ""
-        lines.append(f"{plural(len(own), 'cell')} on {call.data['date']} at {commit}{changed}")
+        commit = commit_label(call.data["commit"], call.data["dirty"])
+        lines.append(f"{plural(len(own), 'cell')} on {call.data['date']} at {commit}")
     return lines
 
 

@@ -59,8 +59,7 @@ def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, 
         seconds: after which no further mesh is begun; None for no limit.
         options: ``XLA_FLAGS`` of the processes.
     """
-    environment = capture(run.device, root=root)
-    source = {"date": environment.date, "commit": environment.commit, "dirty": environment.dirty}
+    source = capture(run.device, root=root).source
     begin = time.monotonic()
     for data, fsdp in wanted:
         labels = {"data": data, "fsdp": fsdp}

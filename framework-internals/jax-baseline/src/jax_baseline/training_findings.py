@@ -12,6 +12,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from numpy.typing import NDArray
 
 from benchkit import Quantity, Record, Results, numbers
+from benchkit.environment import commit_label
 from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
 from benchkit.report import Figure, markdown_table
 
@@ -133,7 +134,7 @@ def _scaling(results: Results) -> dict[str, Any] | None:
     measured = [record for record in records if "failed" not in record.data]
     return {
         **asked,
-        "on": sorted({f"{record.data['date'][:10]} at {_source(record)}" for record in records}),
+        "on": sorted({_measured_on(record) for record in records}),
         "failed": [(_mesh(record), record.data["failed"]) for record in records if "failed" in record.data],
         "rows": [
             [
@@ -163,9 +164,8 @@ def _share(figure: Quantity) -> str:
     return f"{numbers.percent(figure.value)} ({numbers.percent(low)}–{numbers.percent(high)})"
 
 
-def _source(record: Record) -> str:
-    commit = f"`{record.data['commit'][:7]}`" if record.data["commit"] else "an unknown commit"
-    return commit + (", with changes" if record.data["dirty"] else "")
+def _measured_on(record: Record) -> str:
+    return f"{record.data['date'][:10]} at {commit_label(record.data['commit'], record.data['dirty'])}"
 
 
 def _convergence(results: Results) -> dict[str, Any] | None:

@@ -38,7 +38,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
             # On a CPU a step in float64 or bfloat16 costs several in float32, and there are five sides to each.
             small: dict[str, Json] = {"steps": 10, "batch_size": 4}
             dtypes = {"float64": small, "float32": {"steps": 16, "batch_size": 4}, "bfloat16": small}
-            names = ["torch-eager", "jit", "jit-donated", "torch-compile", "jit-scan", "jit-4-steps"]
+            names = ["torch-eager", "jit", "jit-donated", "torch-compile", "jit-scan"]
         bench = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "rounds": 6, "steps": 4}
         bench["together"] = None
     engines = {name: asdict(spec) for name, spec in named_engines(names).items()}
