@@ -231,6 +231,37 @@ def test_all_that_lies_behind_the_breaks_of_a_loop_is_found(folder, capsys):
     assert found.notes == ()
 
 
+READING = """\
+import torch
+
+
+class Reading(torch.nn.Module):
+    def forward(self, x):
+        for _ in range(2):
+            with open(__file__, encoding="utf-8") as file:
+                first = file.readline()
+            with open(__file__ + ".log", "w") as log:
+                log.write(first)
+            if x.sum() > 0:
+                x = x * len(first)
+        return x.cos() * x.mean().item()
+
+
+def target():
+    return Reading(), (torch.ones(4, 3),)
+"""
+
+
+def test_files_that_a_loop_reads_hide_nothing_behind_them(folder):
+    """What ``open()`` gave was closed when the line was first run; behind it the model reads it again."""
+    path = folder / "triage_model.py"
+    path.write_text(READING)
+    found = survey(Case(f"{path}:target", "cpu", train=False), seeds=(0,))
+    assert {each.line for each in found.breaks} >= {7, 9, 11, 13}
+    assert found.notes == ()
+    assert Path(f"{path}.log").read_text() == "import torch\n"
+
+
 MASKED = """\
 import torch
 

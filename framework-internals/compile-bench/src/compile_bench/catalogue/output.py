@@ -152,11 +152,11 @@ def _sleep() -> Repro:
 
 @theme.cause(
     "file",
-    "a file is opened or written",
+    "a file is opened, read or written",
     pattern="Failed to trace builtin operator",
     code=r"\bopen\(",
     why="Files are outside of anything a graph can hold; inside a `with` the whole function is given up.",
-    advice="Return what is to be written and write it outside.",
+    advice="Read it before the call and pass in what it holds; return what is to be written and write it outside.",
 )
 def _file() -> Repro:
     def broken(x: Tensor) -> Tensor:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import builtins
+import io
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +34,7 @@ class _Recording:
     def __init__(self) -> None:
         self.values: dict[str, list[Any]] = {}
         self.parts: list[Any] = []
+        self._opened: list[IO[Any]] = []
         self.rewind()
 
     def rewind(self) -> None:
@@ -39,6 +42,8 @@ class _Recording:
         self._next: dict[str, int] = {}
         self._at_start: dict[str, int] = {}
         self._last: Tracing | None = None
+        while self._opened:
+            self._opened.pop().close()
 
     def keep(self, key: str, value: Any) -> None:
         """Add what an expression computed."""
@@ -58,7 +63,11 @@ class _Recording:
             return None
         index = self._next.get(key, 0)
         self._next[key] = index + 1
-        return values[index % len(values)]
+        value = values[index % len(values)]
+        if isinstance(value, io.IOBase) and value.closed:  # the model closed it, and will read it again
+            self._opened.append(_opened_again(value))
+            return self._opened[-1]
+        return value
 
     def split(self, key: str) -> int:
         """The number of tensors that the next value is: 1 of a tensor, 0 where it is not made of tensors alone."""
@@ -73,6 +82,14 @@ class _Recording:
         if not all(isinstance(each, Tensor) for each in self.parts):
             self.parts = []
         return len(self.parts)
+
+
+def _opened_again(file: io.IOBase) -> IO[Any]:
+    """A file as it was before it was read; an empty one where it was written, or is no file on a disk."""
+    mode, name = str(getattr(file, "mode", "r")), getattr(file, "name", None)
+    reads = mode.startswith("r") and "+" not in mode and isinstance(name, str) and Path(name).is_file()
+    path = Path(cast(str, name)) if reads else Path(os.devnull)
+    return path.open(mode, encoding=getattr(file, "encoding", None), errors=getattr(file, "errors", None))
 
 
 _recording = _Recording()
