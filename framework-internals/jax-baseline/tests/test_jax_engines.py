@@ -207,8 +207,15 @@ def test_a_quick_run_has_every_kind_of_part():
     for quick in (False, True):
         run = Run("cpu", lens.configure("cpu", quick), Notes())
         names = [name for half in (lens.training_lens, lens.hlo_lens) for name, _ in half.sections(run)]
-        kinds.append({"Parity" if name.startswith("Parity") else name for name in names})
+        kinds.append({name.split(",")[0] if "attention" in name else name.split(" in ")[0] for name in names})
     assert kinds[0] - kinds[1] == {"The GPU's program"}  # which takes XLA's compiler for a GPU that is not there
+
+
+def test_a_quick_run_says_what_it_leaves_out_of_the_compiled_step():
+    notes = Notes()
+    run = Run("cpu", lens.configure("cpu", quick=True), notes)
+    dict(lens.hlo_lens.sections(run))["XLA beside Inductor"](run)
+    assert list(notes.told) == ["XLA beside Inductor, and the program of a GPU"]
 
 
 def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):

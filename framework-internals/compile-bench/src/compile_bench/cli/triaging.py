@@ -175,11 +175,11 @@ def describe_triage(found: Triage) -> str:
                 place(e.file, e.line),
                 e.category,
                 e.reason + (" (whole function eager)" if e.whole_frame else ""),
-                e.source,
+                f"{Path(e.library).name} {e.stack[-1].source}" if e.library else e.source,
             )
             for e in trace.breaks
         ]
-        lines += ["", markdown_table(["break", "category", "reason", "line"], rows, left=4)]
+        lines += ["", markdown_table(["break", "category", "reason", "code"], rows, left=4)]
     if trace.recompiles:
         rows = [(place(e.file, e.line), e.cause, e.guard, e.function) for e in trace.recompiles]
         lines += ["", markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
