@@ -52,7 +52,7 @@ def missing_apis() -> list[str]:
     missing += [f"torch._C._dynamo.eval_frame.{n}" for n in hooks if not hasattr(torch._C._dynamo.eval_frame, n)]
     missing += [] if hasattr(torch._C._profiler, "_RecordFunctionFast") else ["torch._C._profiler._RecordFunctionFast"]
     missing += [] if hasattr(torch._library.custom_ops, "OPDEFS") else ["torch._library.custom_ops.OPDEFS"]
-    missing += [] if hasattr(torch.autograd.graph.Node, "_sequence_nr") else ["torch.autograd.graph.Node._sequence_nr"]
+    missing += [] if hasattr(torch._C._FunctionBase, "_sequence_nr") else ["torch._C._FunctionBase._sequence_nr"]
     missing += [] if hasattr(torch._C._autograd, "_profiler_enabled") else ["torch._C._autograd._profiler_enabled"]
     if not missing:
         kernel = kernel_of("aten::add.Tensor", "CPU")
