@@ -43,6 +43,7 @@ FOLLOWS = frozenset(
     (
         *("torch", "triton", "jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin", "flax", "optax"),
         *("orbax-checkpoint", "numpy", "transformers"),
+        "setuptools",  # torch 2.11 takes none from 82 on
     )
 )
 
