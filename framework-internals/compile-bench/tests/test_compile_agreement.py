@@ -8,11 +8,6 @@ import torch
 from compile_bench.agreement_worker import agreement, places
 from compile_bench.results import Case
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
-
 
 @pytest.fixture(autouse=True)
 def fresh():

@@ -15,12 +15,6 @@ import torch
 from compile_bench.collector import Collector, autotuning_within, missing_surface
 from compile_bench.trace import RECOMPILE_LIMIT, Folders, read_events
 
-# PyTorch's compiler warns about itself while it is imported and while it traces.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
-
 GOLDEN = Path(__file__).parent / "golden"
 
 

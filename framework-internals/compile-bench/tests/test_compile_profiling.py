@@ -10,11 +10,6 @@ from compile_bench.profiling import largest_rise, peak_rise, profile_step, summa
 from compile_bench.regional import compile_case, repeated_blocks
 from compile_bench.results import Case
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
-
 
 @dataclass
 class Span:

@@ -11,11 +11,6 @@ from compile_bench.shapes import Passes, ShapeStudy
 from compile_bench.target import Target
 from compile_bench.trace import Recompile
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
-]
-
 
 def target(*args, **kwargs):
     return Target(torch.nn.Identity(), args, kwargs)

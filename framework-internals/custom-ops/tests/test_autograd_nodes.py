@@ -76,7 +76,6 @@ def test_an_operand_changed_before_the_backward_pass_is_refused() -> None:
 
 
 @needs_nodes
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")  # torch.func's
 def test_forward_mode_is_refused_and_not_dropped() -> None:
     x = torch.randn(3)
     for scale in (ops.scale, custom_ops.scale):

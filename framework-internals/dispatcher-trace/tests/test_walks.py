@@ -7,7 +7,6 @@ calls. Not golden, because they move between versions: file and line of a regist
 
 import json
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -43,10 +42,7 @@ def untraced() -> dict[str, tuple[Tensor, Counter[str]]]:
 @pytest.fixture(scope="module")
 def numbers() -> dict[str, Tensor]:
     """Results of the programs with numbers under ``torch.func`` before any shim is in."""
-    with warnings.catch_warnings():
-        # torch's own, when forward-mode differentiation first imports its decompositions
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-        return {name: program() for name, program in NUMBERS_UNDER_GRAD.items()}
+    return {name: program() for name, program in NUMBERS_UNDER_GRAD.items()}
 
 
 @pytest.fixture(scope="module")

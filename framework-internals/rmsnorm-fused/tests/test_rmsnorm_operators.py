@@ -132,8 +132,6 @@ def test_second_derivative_of_early_rounding_is_refused(kernel):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
-# Whoever makes the first dual tensor has torch import formulas that it compiles with torch.jit.script.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_forward_mode_is_refused(kernel):
     if family(kernel) == "triton":
         pytest.skip("torch itself refuses forward mode through a formula registered from Python")
@@ -267,7 +265,7 @@ def test_compiles_whole_and_once_for_all_batches(where):
 
 
 # Importing Inductor makes torch warn of its own code; on a GPU it recommends TensorFloat32, for products.
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiles_with_inductor(where):
     if where.interpreted:
         pytest.skip(

@@ -279,7 +279,6 @@ def test_what_a_run_leaves_behind(small, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # importing Inductor
 def test_the_compiled_model_takes_the_same_steps(small):
     losses = []
     for compiled in (False, True):
