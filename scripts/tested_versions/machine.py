@@ -23,6 +23,9 @@ PACKAGES = ("shared[dev]", *(f"framework-internals/{name}" for name in SELECTION
 # Seconds that one package's selection is given, and one installation.
 TEST_LIMIT, INSTALL_LIMIT = 300, 1800
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
+# Of a build that fails pip says first only that it does.
+_COMPLAINT = re.compile(r"\s*(ERROR: |error: (?!subprocess-exited)|\w+Error: )")
+_SUMMARY = re.compile(r"\d+ (passed|failed|skipped|error).* in \d")
 _VERSIONS = """
 import importlib.metadata, json, platform
 found = {name: importlib.metadata.version(name) for name in ("torch", "jax", "jaxlib", "flax", "numpy")}
@@ -204,7 +207,7 @@ class VirtualEnvironment:
         text = constraints((self.root / "constraints.txt").read_text())
         pins.write_text(f"{text}torch=={build.version}\njax=={combination.jax}.*\njaxlib=={combination.jax}.*\n")
         self._pip([*build.options, f"torch=={build.version}"], pins)
-        self._pip(["setuptools", "wheel"], pins)
+        self._pip(["setuptools>=77", "wheel"], pins)  # venv brings an older one, which cannot build these packages
         editable = [word for package in PACKAGES for word in ("--editable", str(self.root / package))]
         self._pip(["--no-build-isolation", *editable], pins)
         self.versions = json.loads(_output([str(self.python), "-c", _VERSIONS]) or "{}")
@@ -252,15 +255,16 @@ class VirtualEnvironment:
         except subprocess.TimeoutExpired:
             raise CannotBeHad(f"its installation was not done after {INSTALL_LIMIT} s") from None
         if done.returncode != 0:
-            complaints = [line for line in done.stderr.splitlines() if re.match(r"ERROR|error|×", line.strip())]
+            complaints = [line for line in done.stderr.splitlines() if _COMPLAINT.match(line)]
             said = (complaints or done.stderr.strip().splitlines() or ["nothing was said"])[0]
-            raise CannotBeHad(f"it cannot be installed: {said.removeprefix('ERROR: ').strip().rstrip('.')}")
+            raise CannotBeHad(f"it cannot be installed: {said.strip().removeprefix('ERROR: ').rstrip('.')}")
 
 
 def read_tests(status: int, output: str) -> Outcome:
-    """What pytest said of its tests, in its last line and its list of failures."""
+    """What pytest said of its tests: in its list of failures, and in its summary, behind which a library may go on."""
     lines = output.strip().splitlines() or ["pytest said nothing"]
-    counts = {what: int(count) for count, what in _COUNT.findall(lines[-1])}
+    summary = next(filter(_SUMMARY.search, reversed(lines)), "")
+    counts = {what: int(count) for count, what in _COUNT.findall(summary)}
     failures = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     failed = counts.get("failed", 0) + counts.get("error", 0)
     if status != 0 and not failed:  # it did not come so far

@@ -150,6 +150,7 @@ def test_a_build_with_cuda_is_taken_only_where_it_is_asked_for(monkeypatch):
     ("status", "output", "expected"),
     [
         (0, "..s\n3 passed, 1 skipped in 2.00s", Outcome(3, 0, 1)),
+        (0, "..\n2 passed in 61.20s (0:01:01)\nnanobind: leaked 4 instances!", Outcome(2, 0, 0)),
         (
             1,
             "F\nFAILED a.py::test_b - assert 1\n1 failed, 2 passed in 1s",
@@ -175,7 +176,8 @@ def test_a_jax_that_is_not_there_for_this_python_says_so(monkeypatch, tmp_path):
 
 def test_an_installation_that_fails_says_with_what_and_leaves_nothing(monkeypatch, tmp_path):
     def fails(command, **options):
-        return subprocess.CompletedProcess(command, 1, "", "WARNING: slow\nERROR: No matching distribution for torch\n")
+        said = "WARNING: slow\n  error: subprocess-exited-with-error\n      ERROR: No matching distribution for torch\n"
+        return subprocess.CompletedProcess(command, 1, "", said)
 
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     monkeypatch.setattr(machine, "find_torch", lambda *asked, **more: Build("2.13.0+cpu"))
