@@ -34,6 +34,7 @@ def test_meshes_are_two_devices_and_all() -> None:
     assert scaling.meshes(8) == [(2, 1), (1, 2), (8, 1), (1, 8)]
 
 
+@pytest.mark.slow
 def test_the_step_on_two_devices_beside_one_and_a_mesh_that_fails(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     scaling.measure(run, ROOT, [(1, 2), (3, 1)], None, options=TWO_DEVICES)
