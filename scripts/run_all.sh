@@ -3,7 +3,7 @@
 #
 #   ./scripts/run_all.sh                      everything, on the GPU where there is one
 #   ./scripts/run_all.sh --only custom-ops    one job (may be repeated)
-#   ./scripts/run_all.sh --quick              fewer and smaller measurements, about three minutes on two idle cores
+#   ./scripts/run_all.sh --quick              fewer and smaller measurements, three to four minutes on two idle cores
 #   ./scripts/run_all.sh --fresh              what a run that was ended has done already, too: without it a run goes on there
 #   SETUP=0 PYTHON=python3 ./scripts/run_all.sh --device cuda   in a ready environment, nothing installed
 set -euo pipefail
