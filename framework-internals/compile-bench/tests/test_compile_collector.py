@@ -36,24 +36,49 @@ def test_the_private_surface_is_there():
 def test_what_inductor_times_on_a_gpu_is_within_a_guard(monkeypatch):
     """By whichever of its own functions it comes to that; on a CPU the timing itself is made up."""
     benchmarker = importlib.import_module("torch._inductor.runtime.benchmarking").benchmarker
-    inside, seen = [], []
+    happened = []
 
     @contextmanager
     def guard():
-        inside.append(True)
+        happened.append("begin")
         yield
-        inside.pop()
+        happened.append("end")
 
-    def timed(self, *arguments, **options):
-        seen.append(bool(inside))
+    def timed(self, candidate, *arguments, **options):
+        candidate()
         return 1.5
 
+    def candidate():
+        happened.append("call")
+
     monkeypatch.setattr(type(benchmarker), "benchmark_gpu", timed)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    guarded = ["call", "begin", "call", "end"]  # the first call compiles: no other process need wait for it
     with autotuning_within(guard):
-        assert benchmarker.benchmark(lambda: None, (), {}, device="cuda") == 1.5
-        assert benchmarker.benchmark_gpu(lambda: None, rep=20) == 1.5
-    benchmarker.benchmark_gpu(lambda: None)
-    assert seen == [True, True, False]
+        assert benchmarker.benchmark(candidate, (), {}, device="cuda") == 1.5
+        assert happened == guarded
+        assert benchmarker.benchmark_gpu(candidate, rep=20) == 1.5
+        assert happened == guarded * 2
+    happened.clear()
+    benchmarker.benchmark_gpu(candidate)
+    assert happened == ["call"]
+
+
+def test_a_candidate_that_fails_has_nobody_wait(monkeypatch):
+    benchmarker = importlib.import_module("torch._inductor.runtime.benchmarking").benchmarker
+    begun = []
+
+    @contextmanager
+    def guard():
+        begun.append(True)
+        yield
+
+    def candidate():
+        raise RuntimeError("out of shared memory")
+
+    with autotuning_within(guard), pytest.raises(RuntimeError, match="shared memory"):
+        benchmarker.benchmark_gpu(candidate)
+    assert not begun
 
 
 def test_the_trace_of_this_torch_reads_as_the_recorded_ones_do(program):

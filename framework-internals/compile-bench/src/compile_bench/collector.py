@@ -333,13 +333,19 @@ def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
 
 @contextmanager
 def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Whatever Inductor times on a GPU inside the block, to choose a kernel, it times in a ``guard()`` of its own."""
+    """Whatever Inductor times on a GPU inside the block, to choose a kernel, it times in a ``guard()`` of its own.
+
+    A candidate's first call is made before that: it may compile, load or autotune what it runs, which takes up to
+    seconds of a CPU and is not timed. Candidates that fail do so there.
+    """
     benchmarker = importlib.import_module(_BENCHMARKING).benchmarker
     timed = benchmarker.benchmark_gpu
 
-    def guarded(*arguments: Any, **options: Any) -> Any:
+    def guarded(candidate: Callable[[], Any], *arguments: Any, **options: Any) -> Any:
+        candidate()
+        torch.cuda.synchronize()
         with guard():
-            return timed(*arguments, **options)
+            return timed(candidate, *arguments, **options)
 
     # On the one instance that everything in Inductor shares, whatever its class is in this version.
     benchmarker.benchmark_gpu = guarded
