@@ -4,7 +4,8 @@
 ./scripts/python.sh scripts/version_matrix.py --python 3.11 --torch 2.13   these (each may be repeated)
 ./scripts/python.sh scripts/version_matrix.py --render-only                the report anew from its results.json
 
-Each combination is kept as soon as it is done: a run that was ended goes on where it was, unless the commit is another.
+Each combination is kept as soon as it is done, with its commit. What is asked for and was tried at this commit is not tried
+again, so a run that was ended goes on where it was; what is not asked for stays.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def main(
     torch: Annotated[list[str] | None, typer.Option(help="2.13; again for another [default: all]")] = None,
     jax: Annotated[list[str] | None, typer.Option(help="0.10; again for another [default: all]")] = None,
     cuda: Annotated[bool, typer.Option("--cuda", help="Also builds of torch that bring gigabytes of CUDA.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Also what was tried at this commit before.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Again what was tried at this commit.")] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the virtual environments in --cache.")] = False,
     cache: Annotated[Path, typer.Option(help="Folder for the virtual environments.")] = ROOT / "build" / "versions",
     out: Annotated[Path, typer.Option(help="Folder of results.json and report.md.")] = DIRECTORY,

@@ -61,13 +61,14 @@ class Machine(Protocol):
         """
 
 
-def attempt(machine: Machine, combination: Combination) -> Record:
+def attempt(machine: Machine, combination: Combination, environment: Environment) -> Record:
     """Try one combination; that it could not be tried is a finding too."""
     start = time.monotonic()
+    source = {"commit": environment.commit, "dirty": environment.dirty}
     try:
         trial = machine.prepare(combination)
     except CannotBeHad as error:
-        return Record(RECORD, combination.labels, {}, {"why": str(error), "versions": {}, "packages": {}})
+        return Record(RECORD, combination.labels, {}, {**source, "why": str(error), "versions": {}, "packages": {}})
     try:
         found = {package: asdict(trial.run(package)) for package in SELECTION}
     finally:
@@ -76,7 +77,7 @@ def attempt(machine: Machine, combination: Combination) -> Record:
         what: Quantity(sum(tests[what] for tests in found.values()), "") for what in ("passed", "failed", "skipped")
     }
     seconds = Quantity(time.monotonic() - start, "s")
-    data = {"why": "", "versions": dict(trial.versions), "packages": found}
+    data = {**source, "why": "", "versions": dict(trial.versions), "packages": found}
     return Record(RECORD, combination.labels, {**counts, "seconds": seconds}, data)
 
 
@@ -93,42 +94,44 @@ def run(
     Args:
         machine: makes environments.
         wanted: combinations, in the order of the table.
-        directory: of ``results.json``; what it holds of the same commit is gone on with, and what it holds of others
-            is left out.
+        directory: of ``results.json``. What it holds of this commit is not tried again; what is not wanted stays in it,
+            with its own commit.
         environment: of this run.
         fresh: try all that is wanted anew.
     """
     path = directory / "results.json"
-    done = {} if fresh else _done(path, environment.commit)
+    found = _kept(path)
     for combination in progress.track(wanted, "combinations"):
-        if combination not in done:
-            done[combination] = attempt(machine, combination)
-            write_text_atomically(path, dump(_results(environment, wanted, done)))
-    found = _results(environment, wanted, done)
-    write_text_atomically(path, dump(found))
-    return found
+        if fresh or combination not in found or not _is_of(found[combination], environment):
+            found[combination] = attempt(machine, combination, environment)
+            write_text_atomically(path, dump(_results(environment, wanted, found)))
+    results = _results(environment, wanted, found)
+    write_text_atomically(path, dump(results))
+    return results
 
 
-def _done(path: Path, commit: str | None) -> dict[Combination, Record]:
+def _kept(path: Path) -> dict[Combination, Record]:
     try:
-        before = load(path)
+        return {_combination(record): record for record in load(path).select(RECORD)}
     except UserError:  # there is none, or none that this program reads
         return {}
-    if commit is None or before.environment.commit != commit or before.environment.dirty:
-        return {}
-    return {_combination(record): record for record in before.select(RECORD)}
+
+
+def _is_of(record: Record, environment: Environment) -> bool:
+    """Whether it is known to be of the sources as they are now."""
+    return record.data["commit"] == environment.commit is not None and not (record.data["dirty"] or environment.dirty)
 
 
 def _combination(record: Record) -> Combination:
     return Combination(**{key: str(value) for key, value in record.labels.items()})
 
 
-def _results(environment: Environment, wanted: Sequence[Combination], done: Mapping[Combination, Record]) -> Results:
-    order = sorted(done, key=lambda each: [tuple(map(int, part.split("."))) for part in each.labels.values()])
+def _results(environment: Environment, wanted: Sequence[Combination], found: Mapping[Combination, Record]) -> Results:
+    order = sorted(found, key=lambda each: [tuple(map(int, part.split("."))) for part in each.labels.values()])
     return Results(
         NAME,
         environment,
         {"selection": {package: [str(path) for path in paths] for package, paths in SELECTION.items()}},
-        tuple(done[each] for each in order),
-        complete=all(each in done for each in wanted),
+        tuple(found[each] for each in order),
+        complete=all(each in found and _is_of(found[each], environment) for each in wanted),
     )

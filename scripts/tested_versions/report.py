@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchkit import Record, Results, numbers
+from benchkit.environment import commit_label
 from benchkit.markdown import code
 from benchkit.report import ReportSpec, markdown_table
 from tested_versions.matrix import RECORD
@@ -53,8 +54,9 @@ def _table(records: list[Record]) -> str:
         versions = record.data["versions"]
         exact = [versions.get(name, record.labels[name]) for name in ("python", "torch", "jax")]
         cells = [_cell(record.data["packages"].get(package)) for package in SELECTION]
-        rows.append([*exact, *cells, numbers.with_unit(record["seconds"].value, "s")])
-    return markdown_table(["Python", "torch", "jax", *SELECTION, "time"], rows, left=3)
+        commit = commit_label(record.data["commit"], record.data["dirty"])
+        rows.append([*exact, commit, *cells, numbers.with_unit(record["seconds"].value, "s")])
+    return markdown_table(["Python", "torch", "jax", "commit", *SELECTION, "time"], rows, left=4)
 
 
 def _cell(tests: Mapping[str, Any] | None) -> str:

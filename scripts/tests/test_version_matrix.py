@@ -72,7 +72,7 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     text = render(results, REPORT)
     assert "**2 of 4 combinations could be tried on this machine; 1 of those passed" in text
     assert (
-        "| 3.11.7 | 2.10.0+cpu | 0.10.2 | 5 passed, 2 skipped | 5 passed, 2 skipped | **1 failed**, 3 passed |" in text
+        "| 3.11.7 | 2.10.0+cpu | 0.10.2 | `0123456789` | 5 passed, 2 skipped | 5 passed, 2 skipped | **1 failed**, 3 passed |" in text
     )
     assert "| 2.10 | 3.12 | 0.10 | no Python 3.12 here |\n| 2.13 | 3.12 | 0.10 | no Python 3.12 here |" in text
     assert "- Python 3.11, torch 2.10, jax 0.10, compile-bench: `` tests/test_x.py::test_y - <b>moved" in text
@@ -102,6 +102,17 @@ def test_what_is_of_another_state_of_the_sources_is_tried_anew(change, tmp_path,
     results = run(fake, WANTED[1:2] if change == "more" else WANTED[:1], tmp_path, now, fresh=change == "fresh")
     assert len(fake.trials) == 1
     assert len(results.records) == (2 if change == "more" else 1)
+
+
+def test_what_is_not_asked_for_stays_with_its_commit(tmp_path, environment):
+    run(FakeMachine(), WANTED[:1], tmp_path, environment, fresh=False)
+    later = dataclasses.replace(environment, commit="abcdef")
+    results = run(FakeMachine(), WANTED[1:2], tmp_path, later, fresh=True)
+    assert [record.data["commit"] for record in results.records] == ["0123456789", "abcdef"]
+    assert results.complete
+    text = render(results, REPORT)
+    assert "| 2.10.0+cpu | 0.10.2 | `0123456789` |" in text
+    assert "| 2.13.0+cpu | 0.10.2 | `abcdef` |" in text
 
 
 def test_an_interpreter_that_is_not_there_and_a_torch_that_is_not_there_are_told_apart(monkeypatch, tmp_path):
