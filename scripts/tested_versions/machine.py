@@ -152,8 +152,9 @@ def find_torch(interpreter: Path, version: str, *, cuda: bool) -> Build | str:
 
 
 def _resolved(interpreter: Path, requirement: str, options: Sequence[str]) -> dict[str, Any] | None:
-    command = [str(interpreter), "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet"]
-    text = _output([*command, "--only-binary", ":all:", "--report", "-", *options, requirement])
+    # Asked by this environment's pip on behalf of the interpreter: Debian's have none of their own.
+    command = [sys.executable, "-m", "pip", "--python", str(interpreter), "install", "--dry-run", "--ignore-installed"]
+    text = _output([*command, "--no-deps", "--quiet", "--only-binary", ":all:", "--report", "-", *options, requirement])
     try:
         (item,) = json.loads(text)["install"]
     except (ValueError, KeyError):

@@ -72,7 +72,8 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     text = render(results, REPORT)
     assert "**2 of 4 combinations could be tried on this machine; 1 of those passed" in text
     assert (
-        "| 3.11.7 | 2.10.0+cpu | 0.10.2 | `0123456789` | 5 passed, 2 skipped | 5 passed, 2 skipped | **1 failed**, 3 passed |" in text
+        "| 3.11.7 | 2.10.0+cpu | 0.10.2 | `0123456789` | 5 passed, 2 skipped | 5 passed, 2 skipped | **1 failed**, 3 passed |"
+        in text
     )
     assert "| 2.10 | 3.12 | 0.10 | no Python 3.12 here |\n| 2.13 | 3.12 | 0.10 | no Python 3.12 here |" in text
     assert "- Python 3.11, torch 2.10, jax 0.10, compile-bench: `` tests/test_x.py::test_y - <b>moved" in text
@@ -139,6 +140,15 @@ def pip_says(monkeypatch, answers):
 
 CUDA = {"version": "2.15.0", "requires_dist": ["sympy", "nvidia-cudnn-cu13==9", 'cuda-toolkit[cublas]==13; x == "y"']}
 CPU = {"version": "2.15.0+cpu", "requires_dist": ["sympy"]}
+
+
+def test_an_interpreter_needs_no_pip_of_its_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(machine, "_output", lambda command: asked.append(command) or "")
+    find_torch(Path("/usr/bin/python3.13"), "2.15", cuda=False)
+    assert {tuple(command[:5]) for command in asked} == {
+        (sys.executable, "-m", "pip", "--python", "/usr/bin/python3.13")
+    }
 
 
 def test_a_build_with_cuda_is_taken_only_where_it_is_asked_for(monkeypatch):
