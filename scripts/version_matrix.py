@@ -4,8 +4,8 @@
 ./scripts/python.sh scripts/version_matrix.py --python 3.11 --torch 2.13   these (each may be repeated)
 ./scripts/python.sh scripts/version_matrix.py --render-only                the report anew from its results.json
 
-Each combination is kept as soon as it is done, with its commit. What is asked for and was tried at this commit is not tried
-again, so a run that was ended goes on where it was; what is not asked for stays.
+Each combination is kept as soon as it is done, with its commit. What is asked for and was tried at this commit is not
+tried again, so a run that was ended goes on where it was; what is not asked for stays.
 """
 
 from __future__ import annotations

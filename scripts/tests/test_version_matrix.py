@@ -71,10 +71,8 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     assert all(trial.closed for trial in fake.trials)
     text = render(results, REPORT)
     assert "**2 of 4 combinations could be tried on this machine; 1 of those passed" in text
-    assert (
-        "| 3.11.7 | 2.10.0+cpu | 0.10.2 | `0123456789` | 5 passed, 2 skipped | 5 passed, 2 skipped | **1 failed**, 3 passed |"
-        in text
-    )
+    row = "| 3.11.7 | 2.10.0+cpu | 0.10.2 | `0123456789` | 5 passed, 2 skipped | 5 passed, 2 skipped | **1 failed**, "
+    assert f"{row}3 passed |" in text
     assert "| 2.10 | 3.12 | 0.10 | no Python 3.12 here |\n| 2.13 | 3.12 | 0.10 | no Python 3.12 here |" in text
     assert "- Python 3.11, torch 2.10, jax 0.10, compile-bench: `` tests/test_x.py::test_y - <b>moved" in text
 
