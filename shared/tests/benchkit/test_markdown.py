@@ -63,7 +63,7 @@ def active(text: str) -> list[str]:
 PAGES = {
     "prose": lambda text: f"# A page\n\nSee {text} and `this`.\n",
     "code by hand": lambda text: f"See `{text}` here, and `<b>` there.\n",
-    "item": lambda text: f"- **{text}** is not in this report: {text}.\n",
+    "item": lambda text: f"- Not in this report: **{text}** ({text}).\n",
     "table": lambda text: markdown_table(["a", "b"], [[text, f"`{text}`"], [code(text), text]]) + "\n",
     "block": lambda text: f"Before.\n\n{block(text, 'diff')}\n\nAfter {text}\n",
     "block by hand": lambda text: f"Before.\n\n```\n{text}\n```\n\nAfter {text}\n",

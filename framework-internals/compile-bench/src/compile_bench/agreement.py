@@ -65,5 +65,7 @@ class Agreement:
                     "explain takes one from the number of graphs, so a line that breaks in several frames counts "
                     "several times, and one that leaves no graph before it not at all"
                 )
-            lines.append(f"explain says {self.explain_breaks}, here are {len(self.places)} places: {ground}")
+            lines.append(
+                f"breaks by explain {self.explain_breaks}, places by the collector {len(self.places)}: {ground}"
+            )
         return tuple(lines)

@@ -242,8 +242,8 @@ class _Measuring:
                 self.run.add_all(record for record in records if not self._is_known(record))
         if late:
             seconds = self.run.configuration["until_seconds"][part]
-            names = ", ".join(late) if len(late) < 4 else f"{', '.join(late[:3])} and {plural(len(late) - 3, 'other')}"
-            self.run.absent(names, f"{seconds:.0f} s after the start no more was begun of this part ({part})")
+            names = "; ".join(late) if len(late) < 4 else f"{'; '.join(late[:3])}; {plural(len(late) - 3, 'other')}"
+            self.run.absent(names, f"left out for time: of {part} no more is begun {seconds:.0f} s after the start")
         if crowded:
             self._keep(part, crowded, 1)
 

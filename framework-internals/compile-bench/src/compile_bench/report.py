@@ -175,8 +175,8 @@ def _plan(verdicts: Sequence[Record]) -> dict[str, str]:
     for restarts, cache in dict.fromkeys((plan["restarts"], plan["cache"]) for plan in plans):
         row = [cells[restarts, cache, count] for count in steps]
         texts = [f"{cell['advice']}, {numbers.significant(cell['ratio'])}×" for cell in row]
-        rows.append((plural(restarts, "restart"), _KEPT[cache], *texts))
-    header = ["processes", "each finds", *(f"{numbers.count(count)} steps" for count in steps)]
+        rows.append((numbers.count(restarts), _KEPT[cache], *texts))
+    header = ["restarts", "each process finds", *(f"{numbers.count(count)} steps" for count in steps)]
     return {"case": case_title(found[0]), "table": markdown_table(header, rows, left=2)}
 
 
@@ -265,7 +265,14 @@ def _step_table(results: Results, verdicts: Sequence[Record]) -> str:
             )
         )
     gpu_columns = ["GPU kernels", "launches"] if on_gpu else []
-    header = ["case", "inside compiled regions", "operators called", *gpu_columns, "guards", "peak memory"]
+    header = [
+        "case",
+        "inside compiled regions",
+        "operators called",
+        *gpu_columns,
+        "looking up compiled code",
+        "peak memory",
+    ]
     return markdown_table(header, rows) if rows else ""
 
 
@@ -305,7 +312,7 @@ def _compilation_table(results: Results, verdicts: Sequence[Record]) -> str:
         "recompiles",
         "guards",
         "generated kernels",
-        "guard check a call",
+        "one guard check",
     ]
     return markdown_table(header, rows) if rows else ""
 
@@ -349,7 +356,7 @@ def _shapes(record: Record) -> dict[str, Any]:
         )
     header = ["strategy", "first pass", "later pass (p20–p80)", "graphs", *(_passes(count) for count in counts)]
     again = [
-        (entry["strategy"], f"`{item['file']}:{item['line']}`", item["cause"], f"`{item['guard']}`")
+        (entry["strategy"], f"`{_tidy(item['file'])}:{item['line']}`", item["cause"], f"`{item['guard']}`")
         for entry in record.data["strategies"]
         for item in entry["recompiles"]
     ]
@@ -364,6 +371,11 @@ def _shapes(record: Record) -> dict[str, Any]:
         ),
         "best": [(_passes(int(count)), strategy, STRATEGIES[strategy]) for count, strategy in best.items()],
     }
+
+
+def _tidy(file: str) -> str:
+    """Without the folders of an installation, which are this machine's."""
+    return file.rpartition("site-packages/")[2]
 
 
 def _passes(count: int) -> str:

@@ -12,6 +12,7 @@ from benchkit.report import markdown_table
 from benchkit.results import Quantity, Record, Results
 from compile_bench.reading import (
     CaseKey,
+    alone,
     case_key,
     compiled_first,
     models,
@@ -27,6 +28,12 @@ from compile_bench.sweep import missing
 # Behind first steps that found in the caches what another mode's autotuning had chosen.
 MARK = "ᵃ"
 
+# Behind the accuracy of cells whose results could not be compared.
+NOT_COMPARED = "ᵇ"
+
+# Behind the price of a model that was compiled alone, in a table of those that were not.
+ALONE = "ᶜ"
+
 # A mode that autotunes, and the one that it is held against: the same without autotuning.
 _PLAIN = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
 
@@ -38,17 +45,26 @@ def sweep_context(results: Results, verdicts: Sequence[Record]) -> dict[str, Any
         return {}
     modes = [mode for mode in MODES if any(record.labels["mode"] == mode for record in _outcomes(results, verdicts))]
     failed = _failed(results)
+    beside = max((side_by_side(record) for record in results.select("first steps")), default=1)
+    crowded = beside > 1
     table = []
     for target, kind in rows:
         by_mode = {mode: verdict for mode in modes if (verdict := _find(verdicts, target, kind, mode))}
         start = by_mode.get("default")
         cells = [_speedup(results, by_mode.get(mode), (target, kind, mode) in failed) for mode in modes]
-        table.append((f"{target} {kind}", numbers.with_unit(start["price"].value, "s") if start else "–", *cells))
-    advices = [verdict.data["advice"] for verdict in verdicts]
+        price = "–"
+        if start is not None:
+            price = numbers.with_unit(start["price"].value, "s") + (
+                ALONE if crowded and alone(results, [start]) else ""
+            )
+        table.append((f"{target} {kind}", price, *cells))
+    advices = [verdict.data["advice"] for verdict in verdicts if verdict.labels["mode"] in MODES]
     return {
         "table": markdown_table(["case", "price, default", *modes], table),
         "counts": {advice: advices.count(advice) for advice in ("compile", "inconclusive", "don't")},
-        "side_by_side": max((side_by_side(record) for record in results.select("first steps")), default=1),
+        "side_by_side": beside,
+        "alone": any(ALONE in row[1] for row in table),
+        "not_compared": _not_compared(results),
         "models": len({target for target, _ in rows}),
         "calls": _calls(results),
         "autotuned_in_turns": _autotuned_in_turns(results),
@@ -153,8 +169,18 @@ def _arrow(record: Record, what: str, shown: Any) -> str:
 
 def _within(accuracy: Record) -> str:
     if accuracy.data["skipped"]:
-        return "not compared"
+        return f"not compared{NOT_COMPARED}"
     return "yes" if accuracy.data["holds"] else "**no**"
+
+
+def _not_compared(results: Results) -> list[tuple[str, str]]:
+    """Why results of swept cells could not be compared: models and kinds of a reason together, and the reason."""
+    swept = swept_cases(results)
+    found: dict[str, dict[str, None]] = {}
+    for record in results.select("accuracy"):
+        if record.data["skipped"] and case_key(record) in swept:
+            found.setdefault(record.data["skipped"], {})[case_title(record, mode=False)] = None
+    return [(", ".join(titles), why) for why, titles in found.items()]
 
 
 def _tuned(results: Results, verdict: Record) -> bool:

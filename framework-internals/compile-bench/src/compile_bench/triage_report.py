@@ -150,7 +150,7 @@ def _inside(entry: Mapping[str, Any]) -> str:
     innermost = frames[-1]
     code = f"`{innermost['source']}`" if innermost["source"] else ""
     if (innermost["file"], innermost["line"]) == (entry["file"], entry["line"]):
-        return code
+        return code or "(the whole function)"
     return f"`{_short(_place(innermost))}` {code}".rstrip()
 
 
