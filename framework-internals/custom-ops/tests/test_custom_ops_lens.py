@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchkit import Record
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write
-from custom_ops import lens
+from custom_ops import lens, speed
+from custom_ops.contestants import COMPILED, contests
 from custom_ops.report import REPORT
 
 COMMITTED = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
@@ -105,3 +107,29 @@ def products(device: str) -> list:
     from benchkit.limits import product_limits
 
     return list(product_limits(device, size=64, seconds=0.01))
+
+
+def test_torch_compile_is_held_against_at_each_size_for_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for any size it is twice as slow as torch's own kernels: no opponent."""
+    asked = []
+
+    def compile_anew(function, **options):
+        sizes = set()
+        asked.append((options, sizes))
+
+        def compiled(*operands):
+            sizes.add(operands[0].numel())
+            return function(*operands)
+
+        return compiled
+
+    axpb = contests()["axpb"]
+    without_library = replace(axpb, forms=dict.fromkeys(axpb.forms, axpb.forms["torch"]))
+    monkeypatch.setattr(speed, "contests", lambda: {"axpb": without_library})
+    monkeypatch.setattr(torch, "compile", compile_anew)
+    counts = [1024, 4096]
+    found = list(speed.operators("cpu", ["axpb"], counts, [torch.float32], columns=64, compiled=True, seconds=0.01))
+    assert [options["dynamic"] for options, _ in asked] == [False, False]
+    assert [sizes for _, sizes in asked] == [{1024}, {4096}]
+    own = [record for record in found if record.labels["form"] == COMPILED]
+    assert [record.data for record in own] == [{"compiled": "for each size"}] * 2

@@ -64,8 +64,8 @@ def finding(results: Results) -> str | None:
     }
     clauses = " and ".join(f"{found} ({dtype})" for dtype, found in speeds.items())
     return (
-        f"Attention's forward pass over {numbers.count(longest)} tokens runs at {clauses} the speed of PyTorch's best "
-        "fused back end."
+        f"In sequences of {numbers.count(longest)} tokens attention's forward pass runs at {clauses} the speed of "
+        "PyTorch's best fused back end."
     )
 
 

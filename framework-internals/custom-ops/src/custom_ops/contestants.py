@@ -15,6 +15,7 @@ from custom_ops import accounting, calls
 from custom_ops.accounting import Traffic
 
 OURS = "custom_ops"
+COMPILED = "torch.compile"
 
 # Three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
 ALPHA = 1.25

@@ -168,7 +168,7 @@ def _collect_speed(run: Run) -> None:
         compiled=configuration["builds"] and device == "cuda", **sampled,
     )  # fmt: skip
     _keep(run, "the operators over sizes", sizes)
-    _keep(run, "launches and bytes", partial(speed.fusions, device, large, torch.float32, **sampled))
+    _keep(run, "launches and bytes", partial(speed.fusions, device, large, torch.float32, columns=columns))
     side = int(large**0.5)
     _keep(run, "operands that lie badly", partial(measure.layouts, device, side, torch.float32, seconds=seconds))
     images, pixels = 64 if device == "cuda" else 2, 56 if configuration["builds"] else 14

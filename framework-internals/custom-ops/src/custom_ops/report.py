@@ -8,11 +8,9 @@ from typing import Any
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Figure, ReportSpec
 from custom_ops import attention_report, build_costs
-from custom_ops.contestants import OURS
+from custom_ops.contestants import COMPILED, OURS
 from custom_ops.figures import attention_figure, calls_figure, speed_figure
 from custom_ops.roads.wrappers import SHIPPED
-
-_COMPILED = "torch.compile"
 
 # What no measurement tells: for each road what it fits, and what it cannot do.
 _ROADS = {
@@ -44,10 +42,11 @@ def _context(results: Results) -> dict[str, Any]:
         "own_call": _own_call(results, smallest),
         "speed_rows": [_speed_row(results, record) for record in largest_speeds],
         "large": max((_count(record) for record in largest_speeds), default=0),
+        "compiled": _compiled_how(results),
         "limits": [(record.labels["traffic"], record["bandwidth"]) for record in results.select("memory limit")],
         "products": [(record.labels["dtype"], record["rate"]) for record in results.select("product limit")],
         "clock": next((record.labels["clock"] for record in results.select("speed", form=OURS)), None),
-        "fusion_rows": [_fusion_row(record) for record in results.select("fusion")],
+        "fusion_rows": [_fusion_row(results, record) for record in results.select("fusion")],
         "fusion_count": max(map(_count, results.select("fusion")), default=0),
         "launches_agree": _launches_agree(results),
         "layout_rows": _layout_rows(results),
@@ -171,7 +170,7 @@ def _call_rows(results: Results, smallest: int, largest: int) -> list[tuple[str,
 
 def _speed_row(results: Results, record: Record) -> tuple[str, ...]:
     same = {"op": record.labels["op"], "dtype": record.labels["dtype"], "count": record.labels["count"]}
-    compiled = results.select("speed", form=_COMPILED, **same)
+    compiled = results.select("speed", form=COMPILED, **same)
     return (
         str(record.labels["op"]),
         str(record.labels["dtype"]),
@@ -184,7 +183,17 @@ def _speed_row(results: Results, record: Record) -> tuple[str, ...]:
     )
 
 
-def _fusion_row(record: Record) -> tuple[str, ...]:
+def _compiled_how(results: Results) -> str:
+    """For which sizes torch compiled, where it did."""
+    records = results.select("speed", form=COMPILED)
+    if not records:
+        return ""
+    return "for each size" if all((record.data or {}).get("compiled") for record in records) else "for all sizes"
+
+
+def _fusion_row(results: Results, record: Record) -> tuple[str, ...]:
+    speeds = results.select("speed", form=OURS, **record.labels)
+
     def launched(prefix: str) -> str:
         predicted, counted = record[f"{prefix}predicted_launches"].value, record[f"{prefix}launches"].value
         return f"{numbers.count(predicted)}, {numbers.count(counted)}"
@@ -196,7 +205,7 @@ def _fusion_row(record: Record) -> tuple[str, ...]:
         numbers.quantity(record["unfused_bytes"]),
         numbers.quantity(record["bytes"]),
         numbers.quantity(record["predicted_speedup"]),
-        numbers.quantity(record["speedup"]),
+        numbers.quantity(speeds[0]["speedup"]) if speeds else "–",
     )
 
 

@@ -14,7 +14,7 @@ from benchkit.device import Device
 from benchkit.results import Label
 from benchkit.timing import rotating_inputs
 from custom_ops.accounting import Traffic, count_launches, size_of
-from custom_ops.contestants import OURS, Contest, contests
+from custom_ops.contestants import COMPILED, OURS, Contest, contests
 
 ACCESSES = {"chosen": 0, "one element": 1, "one vector": 2, "two vectors": 3, "four vectors": 4}
 
@@ -51,11 +51,11 @@ def operators(
     """
     for op in ops:
         contest = contests()[op]
-        forms = dict(contest.forms)
-        if compiled and contest.compiled is not None:
-            forms["torch.compile"] = _compiled(contest.compiled)
         for dtype in dtypes:
             for count in counts:
+                forms = dict(contest.forms)
+                if compiled and contest.compiled is not None:
+                    forms[COMPILED] = _compiled(contest.compiled)
                 yield from _one(contest, forms, device, count, dtype, columns=columns, seconds=seconds)
 
 
@@ -72,7 +72,8 @@ def _one(
     timed = _timed(contest, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
     for form, clock, values in timed:
         labels: dict[str, Label] = {"op": contest.op, "form": form, "dtype": name_of(dtype), "count": count}
-        yield Record("speed", {**labels, "limit": contest.limit, "clock": clock}, values)
+        data = {"compiled": "for each size"} if form == COMPILED else None
+        yield Record("speed", {**labels, "limit": contest.limit, "clock": clock}, values, data)
 
 
 def _timed(
@@ -97,17 +98,23 @@ def _timed(
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled anew, for the one size that it is called with.
+
+    Called with a second size it would be compiled for any, with the blocks that suit the first: twice the time of
+    torch's own kernels at 128 Mi elements.
+    """
+
     def call(*operands: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the compiler's, of this machine (TF32, few multiprocessors)
             return made(*operands)
 
     torch.compiler.reset()
-    made = torch.compile(function, fullgraph=True)
+    made = torch.compile(function, fullgraph=True, dynamic=False)
     return call
 
 
-def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int, seconds: float) -> Iterator[Record]:
+def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:
     """Launches and bytes of each operator, unfused and fused: records ``fusion``, label ``op``.
 
     Args:
@@ -115,25 +122,21 @@ def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int, sec
         count: elements, more than the caches hold.
         dtype: of the tensors.
         columns: of the operators that have rows.
-        seconds: of sampling for each operator.
 
     Yields:
         ``bytes``, ``predicted_launches`` and ``launches`` as the profiler counts them, each with ``unfused_`` before it
-        for torch's operators; ``predicted_speedup``, the ratio of the bytes, and ``speedup``.
+        for torch's operators; ``predicted_speedup``, the ratio of the bytes.
     """
     for contest in contests().values():
-        inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
-        comparison = compare(contest.forms, device=device, inputs=inputs, seconds=seconds)
-        ours, theirs = contest.traffic(*inputs[0]), contest.unfused(*inputs[0])
+        operands = contest.operands(count, columns, dtype, device)
+        ours, theirs = contest.traffic(*operands), contest.unfused(*operands)
         yield Record(
             "fusion",
             {"op": contest.op, "dtype": name_of(dtype), "count": count},
             {
-                "time": comparison[OURS].quantity(),
-                "speedup": comparison.speedup(OURS, over="torch"),
                 "predicted_speedup": Quantity(theirs.bytes / ours.bytes, "×"),
-                **launches(ours, partial(contest.forms[OURS], *inputs[0]), device),
-                **launches(theirs, partial(contest.forms["torch"], *inputs[0]), device, "unfused_"),
+                **launches(ours, partial(contest.forms[OURS], *operands), device),
+                **launches(theirs, partial(contest.forms["torch"], *operands), device, "unfused_"),
             },
         )
 
