@@ -8,19 +8,18 @@ A pure function of the ``results.json`` files; quick runs are left out.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
 
-from benchkit import UserError
+from benchkit.command import one_line_errors
 from benchkit.markdown import inert
 from benchkit.results import Results, load, write_text_atomically
 from benchkit.run import Lens, report_directories
 from whole_step.measure import build_lens as build_end_to_end
-from whole_step.report import variant_table
+from whole_step.report import variant_table, ways
 
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / "framework-internals"
@@ -52,6 +51,7 @@ class WholeStep:
     figure: str
     finding: str
     table: str
+    ways: str
 
 
 def build_lens(name: str) -> Lens:
@@ -102,6 +102,7 @@ def whole_step() -> WholeStep | None:
         str((directory / "figures" / "throughput.svg").relative_to(HOUSE)),
         lens.report.finding(results),
         variant_table(results),
+        ways(results),
     )
 
 
@@ -122,12 +123,9 @@ def render() -> str:
 
 def main() -> None:
     """Write the index and print its path."""
-    try:
-        text = render()
-    except UserError as error:
-        sys.exit(f"index of reports: {error}")
     path = HOUSE / "README.md"
-    write_text_atomically(path, text)
+    with one_line_errors("index of reports"):
+        write_text_atomically(path, render())
     print(path)
 
 

@@ -57,7 +57,8 @@ class Progress:
     Attributes:
         path: of the file; there is one for each device and size.
         lock: descriptor of the file that says that a run is under way; its jobs hold it too, should they outlive it.
-        commit: that the run measures, empty if not known; only the work of the same commit is gone on with.
+        commit: that the run measures; empty if it is not known or tracked files differ from it. Only the work of the
+            same commit is gone on with.
         done: seconds and report of each job that ended well.
     """
 
@@ -107,9 +108,15 @@ def only_run(device: Device, *, quick: bool) -> Iterator[Progress]:
         _take(lock, name)
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
-        yield Progress(folder / f"{name}.json", lock, capture(device, root=ROOT).commit or "")
+        yield Progress(folder / f"{name}.json", lock, _sources(device))
     finally:
         os.close(lock)
+
+
+def _sources(device: Device) -> str:
+    """The commit that stands for what is measured; empty where none does."""
+    found = capture(device, root=ROOT)
+    return "" if found.dirty else found.commit or ""
 
 
 def _take(lock: int, name: str) -> None:

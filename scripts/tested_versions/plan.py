@@ -14,7 +14,7 @@ JAXES = ("0.10", "0.11")
 
 _LENSES = Path("framework-internals")
 
-# Files of tests by package: what touches private names of a framework, and the widest of what takes seconds. Outcome
+# Files of tests by package: what touches private names of a framework, and the widest of what takes seconds. Tests
 # marked slow are left out.
 SELECTION: Mapping[str, tuple[Path, ...]] = {
     "shared": (

@@ -43,7 +43,8 @@ class DissectedEngine:
         """What the profiler and a trace see of a step.
 
         Returns:
-            ``kernels`` and ``kernel_seconds`` of a GPU (overlapping ones once); of torch also ``operators`` (calls) and
+            ``kernels`` and ``kernel_seconds`` of a GPU (torch's with overlapping ones once; JAX's as their sum, since
+            they run one after another); of torch also ``operators`` (calls) and
             ``hops`` by kind, and on a CPU ``operator_seconds``, their own time, and ``compiled_seconds``, that of
             compiled programs without the operators that they call, and ``profiled_seconds``, the step's while it was
             profiled, which those two are parts of.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Quantity, Record, Results, numbers
+from benchkit.limits import datasheet
 from benchkit.plotting import COLOURS, HATCHES, new_figure
 from benchkit.report import Figure, ReportSpec, markdown_table
 from jax_baseline.bench import steps_taken
@@ -45,12 +46,29 @@ def context(results: Results) -> dict[str, Any]:
         "variant_table": variant_table(results),
         "changes": _changes(results),
         "share_table": _share_table(results),
-        "hop_rows": [
-            (str(record.labels["kind"]), numbers.quantity(record["cost"])) for record in results.select("hop")
-        ],
+        "hop_rows": [(str(record.labels["kind"]), _hop_cost(record["cost"])) for record in results.select("hop")],
+        "peak": _peak(results),
         "kernel_rows": _kernel_rows(results),
         "on_gpu": results.environment.gpu is not None,
     }
+
+
+def _hop_cost(cost: Quantity) -> str:
+    """A hop's time; or the most that it can be, where it cannot be told from none."""
+    assert cost.low is not None
+    assert cost.high is not None
+    if cost.low > 0:
+        return numbers.quantity(cost)
+    return f"not to be told from 0 (at most {numbers.with_unit(max(cost.high, 0.0), 's')})"
+
+
+def _peak(results: Results) -> str:
+    """The rate that MFU is a share of; empty where none is given."""
+    gpu = results.environment.gpu
+    sheet = None if gpu is None else datasheet(gpu.name)
+    if sheet is None or not any("MFU" in record.values for record in results.select("variant")):
+        return ""
+    return numbers.with_unit(sheet.flops[results.configuration["dtype"]], "FLOP/s")
 
 
 def ways(results: Results) -> str:
@@ -152,18 +170,26 @@ def _counts(results: Results, before: str, after: str) -> str:
     if not old or not new:
         return ""
     parts = [
-        f"{what} {numbers.count(old[0][key].value)} → {numbers.count(new[0][key].value)}"
+        f"{what} {_change(old[0][key].value, new[0][key].value)}"
         for key, what in (("operators", "operator calls"), ("kernels", "GPU kernels"))
         if key in old[0].values and key in new[0].values
     ]
     hops = [sum(record.data["hops"].values()) for record in (old[0], new[0])]
     if all(hops):
-        parts.append(f"hops above the backend {numbers.count(hops[0])} → {numbers.count(hops[1])}")
+        parts.append(f"hops above the backend {_change(*hops)}")
     return ", ".join(parts)
 
 
+def _change(before: float, after: float) -> str:
+    if before == after:
+        return f"{numbers.count(before)} in both"
+    return f"{numbers.count(before)} → {numbers.count(after)}"
+
+
 def parts_of_steps(results: Results) -> dict[str, list[Share]]:
-    """The parts of each step that was taken apart, by variant; they add up to the step."""
+    """The parts of each step that was taken apart, by variant; they add up to the step, or to more where it was slower
+    while it was taken apart: then nothing is left for the last.
+    """
     costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
     found = {}
     for record in results.select("dissection"):

@@ -56,7 +56,7 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "eager, rmsnorm-fused",
             EngineSpec("torch", compiled=False, parts="whole_step.variants:norm"),
             "eager",
-            "each norm is one kernel forward and one backward",
+            "each norm is this repository's kernel, forward and backward",
             "rmsnorm-fused",
         ),
         "operators": Variant(

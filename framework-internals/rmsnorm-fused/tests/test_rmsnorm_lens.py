@@ -113,7 +113,7 @@ def test_the_report_renders(results):
     assert "64 × 128 float32" in text
     assert "## Targets" not in text
     assert "there is no such limit here" in text
-    assert "It takes at most" in text
+    assert "Deterministic, a pass takes at most" in text
     assert "is that until it returns. The calls of all these shapes" in text
     before = {key: value for key, value in results.configuration.items() if key != "call_seconds"}
     assert "The calls of all these shapes" not in render(replace(results, configuration=before), lens.REPORT)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -201,15 +200,20 @@ def _gpu() -> Gpu:
 
 
 def _nvidia_smi(uuid: str) -> dict[str, str]:
-    if shutil.which("nvidia-smi") is None:
-        return {}
     query = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(_SMI_QUERY.values())}"]
-    answer = subprocess.run(
-        [*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=30, check=False
-    )
-    if answer.returncode != 0:
+    answer = _answer([*query, "--format=csv,noheader,nounits"])
+    if answer is None:
         return {}
-    return dict(zip(_SMI_QUERY, (part.strip() for part in answer.stdout.split(",")), strict=True))
+    return dict(zip(_SMI_QUERY, (part.strip() for part in answer.split(",")), strict=True))
+
+
+def _answer(command: Sequence[str]) -> str | None:
+    """What a program prints; None where it fails or takes longer than half a minute."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _git_state(root: Path) -> tuple[str | None, bool | None]:
@@ -218,14 +222,11 @@ def _git_state(root: Path) -> tuple[str | None, bool | None]:
         return os.environ["BENCHKIT_COMMIT"], None
 
     def git(*arguments: str) -> str | None:
-        answer = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30, check=False
-        )
-        return answer.stdout.strip() if answer.returncode == 0 else None
+        return _answer(["git", "-C", str(root), *arguments])
 
-    if shutil.which("git") is None or (commit := git("rev-parse", "HEAD")) is None:
+    if (commit := git("rev-parse", "HEAD")) is None:
         return None, None
-    generated = (f":(exclude,top)framework-internals/{folder}/*" for folder in ("*/reports", "versions"))
+    generated = (f":(exclude,top)framework-internals/{what}" for what in ("*/reports/*", "versions/*", "README.md"))
     status = git("status", "--porcelain", "--untracked-files=no", "--", ":/", *generated)
     return commit, None if status is None else bool(status)
 
@@ -236,7 +237,11 @@ def _command_line(root: Path) -> str:
 
     def shorten(argument: str) -> str:
         path = Path(argument)
-        if path.is_absolute() or path.exists():
+        try:
+            is_path = path.is_absolute() or path.exists()
+        except OSError:  # too long for a file's name
+            is_path = False
+        if is_path:
             resolved = path.resolve()
             return str(resolved.relative_to(top.resolve())) if resolved.is_relative_to(top.resolve()) else path.name
         return argument

@@ -29,6 +29,12 @@ _REMEDIES = {
 }
 
 
+def first_line(error: BaseException) -> str:
+    """An exception as part of a sentence: its type and the first line of its message, without a full stop."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line.rstrip('.')}" if line else type(error).__name__
+
+
 def machine_fault(error: OSError) -> UserError | None:
     """What the machine refused, where, and the remedy, in one line.
 

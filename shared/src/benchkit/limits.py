@@ -37,19 +37,20 @@ class Datasheet:
     source: str
 
 
-# Keyed by a part of the name that the driver gives; dense rates, that is, half of those stated "with sparsity".
+# By the whole name that the driver gives: an H200 NVL, a GH200 and a part of a GPU (MIG) have other rates. Dense rates:
+# half of those stated "with sparsity".
 _DATASHEETS = {
-    "H200": Datasheet(
+    "NVIDIA H200": Datasheet(
         4.8e12,
         {"bfloat16": 989.5e12, "float16": 989.5e12, "tf32": 494.5e12, "float32": 67e12, "float64": 67e12},
         "NVIDIA H200 Tensor Core GPU datasheet (SXM)",
     ),
-    "H100 80GB HBM3": Datasheet(
+    "NVIDIA H100 80GB HBM3": Datasheet(
         3.35e12,
         {"bfloat16": 989.5e12, "float16": 989.5e12, "tf32": 494.5e12, "float32": 67e12, "float64": 67e12},
         "NVIDIA H100 Tensor Core GPU datasheet (SXM)",
     ),
-    "A100-SXM4-80GB": Datasheet(
+    "NVIDIA A100-SXM4-80GB": Datasheet(
         2.039e12,
         {"bfloat16": 312e12, "float16": 312e12, "tf32": 156e12, "float32": 19.5e12, "float64": 19.5e12},
         "NVIDIA A100 Tensor Core GPU datasheet (SXM 80GB)",
@@ -59,7 +60,7 @@ _DATASHEETS = {
 
 def datasheet(gpu_name: str) -> Datasheet | None:
     """The datasheet of a GPU by the name that the driver gives; None where this module does not know it."""
-    return next((sheet for part, sheet in _DATASHEETS.items() if part in gpu_name), None)
+    return _DATASHEETS.get(gpu_name)
 
 
 def fraction_of_limit(bytes_moved: float, seconds: float, bytes_per_second: float) -> float:

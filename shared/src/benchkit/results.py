@@ -223,8 +223,9 @@ class Recorder:
         return final
 
     def _update(self, **changes: Any) -> None:
-        self.results = replace(self.results, **changes)
-        self._texts += map(_record_text, self.results.records[len(self._texts) :])
+        results = replace(self.results, **changes)
+        texts = [_record_text(record) for record in results.records[len(self._texts) :]]
+        self.results, self._texts = results, self._texts + texts  # a record that is refused is not among them
         write_text_atomically(self.path, _document(self.results, self._texts))
 
 
@@ -247,8 +248,9 @@ def _document(results: Results, records: Sequence[str]) -> str:
 
 def _record_text(record: Record) -> str:
     for key, quantity in record.values.items():
-        if not math.isfinite(quantity.value):
-            raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {quantity.value}")
+        for figure in filter(None, (quantity.value, quantity.low, quantity.high)):
+            if not math.isfinite(figure):
+                raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {figure}")
     return _text(asdict(record), depth=2)
 
 

@@ -29,10 +29,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchkit.results import Quantity
-from benchkit.statistics import bootstrap_median_interval, quantile
+from benchkit.statistics import bootstrap_median_interval, fewest_samples, quantile
 
 if TYPE_CHECKING:
     from benchkit.device import Device
+from benchkit.errors import first_line
 
 Clock = Literal["auto", "cuda-graph", "cuda-events", "wall-clock"]
 Inputs = Sequence[tuple[Any, ...]]
@@ -100,11 +101,15 @@ class Comparison:
             confidence: of the interval.
 
         Returns:
-            time(over) / time(name), without unit; an interval that covers 1 means that no difference was seen.
+            time(over) / time(name), without unit; an interval that covers 1 means that no difference was seen. From too
+            few rounds for that confidence (fewer than 6 for 95 %) it is the range of the ratios, and called so.
         """
         ratios = [reference / own for own, reference in zip(self[name].samples, self[over].samples, strict=True)]
+        middle = quantile(ratios, 0.5)
+        if len(ratios) < fewest_samples(confidence):
+            return Quantity(middle, "×", min(ratios), max(ratios), len(ratios), "range")
         low, high = bootstrap_median_interval(ratios, confidence=confidence)
-        return Quantity(quantile(ratios, 0.5), "×", low, high, len(ratios), f"bootstrap {confidence:.0%}")
+        return Quantity(middle, "×", low, high, len(ratios), f"bootstrap {confidence:.0%}")
 
 
 def measure(function: Callable[..., object], **options: Any) -> Timing:
@@ -132,8 +137,8 @@ def compare(
             name; make them with :func:`rotating_inputs` to keep a GPU's L2 cache cold.
         clock: ``auto`` is a CUDA graph on a GPU, or CUDA events for a function that cannot be captured (the timing's
             ``note`` says why), and the wall clock on a CPU.
-        block: with the wall clock, called with each result to wait for it (``jax.block_until_ready``; a lambda around
-            ``torch.cuda.synchronize``).
+        block: called with each result to wait for it (``jax.block_until_ready``; a lambda around
+            ``torch.cuda.synchronize``); the clock is the wall's then.
         warmup_calls: calls after the first one that are not sampled.
         seconds: how long to sample, over all functions; at least 8 and at most 500 rounds are made.
         rounds: the number of rounds, instead of ``seconds``.
@@ -142,7 +147,7 @@ def compare(
         One timing a name, samples aligned by round.
 
     Raises:
-        ValueError: for no functions, a GPU clock on a CPU, or fewer than one round.
+        ValueError: for no functions, a GPU clock on a CPU or with ``block``, or fewer than one round.
     """
     if not functions:
         raise ValueError("compare() needs at least one function")
@@ -150,6 +155,10 @@ def compare(
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     if device == "cpu" and clock not in ("auto", "wall-clock"):
         raise ValueError(f"clock {clock!r} needs device='cuda'; on a CPU use 'wall-clock'")
+    if block is not None:  # a GPU's clocks wait by themselves, and for torch's stream alone
+        if clock not in ("auto", "wall-clock"):
+            raise ValueError(f"block is for the wall clock, got clock={clock!r}; leave one of them out")
+        clock = "wall-clock"
     samplers = {
         name: _make_sampler(
             function,
@@ -267,7 +276,7 @@ def _make_sampler(
         except RuntimeError as error:
             if clock == "cuda-graph":
                 raise
-            note = f"no CUDA graph: {str(error).strip().splitlines()[0]}"
+            note = f"no CUDA graph: {first_line(error)}"
     run, calls = _long_enough("cuda-events", len(inputs), lambda calls: _cuda_events(function, inputs, calls))
     return _Sampler(run, calls, "cuda-events", first_call, note)
 

@@ -30,7 +30,7 @@ _PLAIN_CUDA = tuple(
     f"-U__CUDA_NO_{name}__"
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
 )
-_HEADER_SUFFIXES = {".h", ".hpp", ".cuh"}
+_HEADER_SUFFIXES = {".h", ".hpp", ".hh", ".cuh", ".inc", ".inl", ".ipp"}
 
 
 class BuildError(UserError):
@@ -129,13 +129,15 @@ def build_root(cuda: bool) -> Path:
 
 
 def source_digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: Iterable[str]) -> str:
-    """A name that changes with the sources, the headers beside them and in ``include_dirs``, and the flags."""
+    """A name that changes with the sources, the headers around them and below ``include_dirs``, and the flags."""
     sources = list(sources)
-    folders = {source.parent for source in sources} | set(include_dirs)
-    headers = {path for folder in folders for path in folder.iterdir() if path.suffix in _HEADER_SUFFIXES}
+    folders = sorted({source.parent for source in sources} | set(include_dirs))
     state = hashlib.sha256()
-    for path in (*sources, *sorted(headers)):
+    for path in sources:
         state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for folder in folders:
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in _HEADER_SUFFIXES):
+            state.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
     for flag in flags:
         state.update(flag.encode() + b"\0")
     return state.hexdigest()[:16]
@@ -177,6 +179,6 @@ def _build_environment(architectures: str) -> Iterator[None]:
 
 
 def first_complaint(log: str) -> str:
-    """The first line of a build log that reports an error, or else its first line."""
+    """The first line of a build log that reports an error, or else its first line; says so where it is empty."""
     found = re.search(r"^.*(?:\berror\b:|fatal error|undefined reference|: not found).*$", log, re.MULTILINE)
-    return (found[0] if found else log.strip().splitlines()[0]).strip()
+    return (found[0] if found else next(iter(log.strip().splitlines()), "the compiler said nothing")).strip()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from benchkit import UserError
+from benchkit.errors import first_line
 from torch_baseline.config import GPTConfig, TrainConfig
 
 FORMAT = 1
@@ -97,7 +98,7 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
     except (OSError, RuntimeError) as error:  # torch's archive writer turns a failed write into a RuntimeError
         partial.unlink(missing_ok=True)
         raise UserError(
-            f"cannot write the checkpoint {path} ({_first_line(error)}); what it held before is kept"
+            f"cannot write the checkpoint {path} ({first_line(error)}); what it held before is kept"
         ) from error
 
 
@@ -117,7 +118,7 @@ def load(path: Path) -> Checkpoint:
         raise UserError(f"there is no checkpoint {path}") from error
     except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise UserError(
-            f"the checkpoint {path} cannot be read ({_first_line(error)}); use another, or start anew"
+            f"the checkpoint {path} cannot be read ({first_line(error)}); use another, or start anew"
         ) from error
     expected = {"format", *Checkpoint.__dataclass_fields__}
     if not isinstance(content, dict) or content.keys() != expected or content["format"] != FORMAT:
@@ -152,7 +153,3 @@ def require_same_run(checkpoint: SavedRun, model_config: GPTConfig, config: Trai
 def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
     # Not dataclasses.asdict: that would copy every tensor once more.
     return {name: getattr(checkpoint, name) for name in Checkpoint.__dataclass_fields__}
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

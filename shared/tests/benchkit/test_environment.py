@@ -69,6 +69,18 @@ def test_the_command_line_names_no_folder_of_this_machine(repository, monkeypatc
     assert environment.capture("cpu", root=repository).command == "python code.py --out entirely --quick"
 
 
+def test_a_long_argument_and_a_program_that_hangs_end_no_run(repository, monkeypatch):
+    """Neither is what a run is about: a field is left out."""
+    monkeypatch.setattr("sys.argv", ["x", "a" * 5000])
+    assert environment.capture("cpu", root=repository).command.endswith("a" * 5000)
+
+    def hangs(command, **options):
+        raise subprocess.TimeoutExpired(command, 30)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert environment.capture("cpu", root=repository).commit is None
+
+
 def test_it_survives_the_way_through_json_and_names_the_machine():
     found = environment.capture("cpu", root=HERE)
     assert environment.Environment.from_json(dataclasses.asdict(found)) == found

@@ -198,7 +198,8 @@ def test_the_fraction_of_a_limit_and_the_datasheet():
     assert fraction_of_limit(2e9, 1e-3, 4e12) == pytest.approx(0.5)
     assert datasheet("NVIDIA H200").bandwidth == 4.8e12
     assert datasheet("NVIDIA H200").flops["bfloat16"] == pytest.approx(989.5e12)
-    assert datasheet("Some other card") is None
+    for other in ("Some other card", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert datasheet(other) is None
 
 
 def test_figures_have_no_date_and_are_equal_for_equal_data(tmp_path):

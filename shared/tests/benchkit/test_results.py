@@ -113,6 +113,8 @@ def test_the_file_is_the_plain_json_of_the_results_however_it_grew(recorder):
 def test_a_figure_that_is_not_finite_is_refused_by_name(recorder):
     with pytest.raises(ValueError, match=r"record 'forward' \{'n': 4\}: time is nan"):
         recorder.add(Record("forward", {"n": 4}, {"time": Quantity(float("nan"), "s")}))
+    with pytest.raises(ValueError, match=r"record 'forward' \{'n': 4\}: time is inf"):
+        recorder.add(Record("forward", {"n": 4}, {"time": Quantity(1.0, "s", 0.5, float("inf"))}))
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):

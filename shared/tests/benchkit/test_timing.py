@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchkit import compare, measure, timing
-from benchkit.statistics import bootstrap_median_interval
+from benchkit.statistics import bootstrap_median_interval, fewest_samples
 
 
 def burn(seconds: float):
@@ -131,6 +131,20 @@ def test_the_bootstrap_is_seeded_and_widens_with_confidence():
     low, high = bootstrap_median_interval(samples, confidence=0.5)
     wider_low, wider_high = bootstrap_median_interval(samples, confidence=0.99)
     assert wider_low <= low <= high <= wider_high
+
+
+def test_few_rounds_give_a_range_and_do_not_call_it_an_interval():
+    """The least of 6 samples and the largest are on one side of the median once in 32 times: no 95 % before that."""
+    assert fewest_samples(0.95) == 6
+    for rounds, name in ((1, "range"), (5, "range"), (6, "bootstrap 95%")):
+        assert compare({"a": burn(1e-4), "b": burn(1e-4)}, rounds=rounds).speedup("a", over="b").interval == name
+    with pytest.raises(ValueError, match="at least one sample"):
+        bootstrap_median_interval([])
+
+
+def test_a_clock_that_does_not_wait_with_block_is_refused():
+    with pytest.raises(ValueError, match="block is for the wall clock, got clock='cuda-graph'"):
+        measure(lambda: None, device="cuda", clock="cuda-graph", block=print)
 
 
 def test_bad_arguments_say_what_was_expected():

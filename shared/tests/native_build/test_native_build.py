@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import native_build
+from native_build.extension import first_complaint, source_digest
 from native_build.kernel_resources import parse_resources
 
 needs_cxx = pytest.mark.skipif(native_build.missing_cxx() is not None, reason=str(native_build.missing_cxx()))
@@ -57,6 +58,21 @@ def test_the_error_begins_with_the_compilers_first_complaint_and_names_the_log(s
     assert "build.log" in str(caught.value)
     with pytest.raises(native_build.BuildError, match=r"cannot build broken_module: .*undefined_name"):
         native_build.load_extension("broken_module", [source])  # a second try says the same
+
+
+def test_a_compiler_that_says_nothing_is_named_so():
+    assert first_complaint("") == "the compiler said nothing"
+
+
+def test_headers_in_folders_of_folders_change_a_builds_name(tmp_path):
+    source, deep = tmp_path / "a.cpp", tmp_path / "include" / "sub" / "a.inc"
+    deep.parent.mkdir(parents=True)
+    source.touch()
+    names = set()
+    for text in ("1", "2"):
+        deep.write_text(text)
+        names.add(source_digest([source], [tmp_path / "include"], []))
+    assert len(names) == 2
 
 
 def test_a_missing_compiler_is_one_line_with_the_remedy(source, monkeypatch):

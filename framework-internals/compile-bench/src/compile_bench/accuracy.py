@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchkit import UserError
+from benchkit.errors import first_line
 from compile_bench.results import Accuracy, ErrorPair
 from compile_bench.target import Target, tensors_in
 
@@ -63,7 +64,7 @@ def compare_with_eager(
         except torch.OutOfMemoryError:
             return Accuracy(skipped="the float64 computation does not fit in the GPU's memory")
         except RuntimeError as error:  # a dtype written into the model, or an operator without a float64 kernel
-            return Accuracy(skipped=f"the model does not run in float64: {str(error).splitlines()[0]}")
+            return Accuracy(skipped=f"the model does not run in float64: {first_line(error)}")
         found = replace(found, attempts=attempt)
         assert found.output is not None
         if found.holds or not found.output.holds:

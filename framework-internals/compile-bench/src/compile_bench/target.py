@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.errors import first_line
 
 Step = Callable[[], Any]
 
@@ -176,11 +177,10 @@ def tensors_in(output: Any) -> list[Tensor]:
 
 def describe_error(error: BaseException) -> str:
     """Type and first line of an error, with a hint where the machine is what it lacks."""
-    text = str(error).strip().splitlines()
     hint = ""
     if "CUDA" in str(error) and not torch.cuda.is_available():
         hint = " (it needs a GPU, and torch sees none)"
-    return f"{type(error).__name__}: {text[0] if text else 'no message'}{hint}"
+    return first_line(error) + hint
 
 
 def _move(value: Any, device: Device) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.errors import first_line
 from benchkit.limits import memory_limits, product_limits
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
@@ -99,8 +100,7 @@ def _keep(run: Run, what: str, measured: Callable[[], Iterable[Record]]) -> None
             run.absent(what[:1].upper() + what[1:], str(error).rstrip("."))
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-            run.absent(what[:1].upper() + what[1:], f"it ended with {type(error).__name__}: {reason}")
+            run.absent(what[:1].upper() + what[1:], f"it ended with {first_line(error)}")
 
 
 def _one(measured: Callable[[], Record]) -> list[Record]:

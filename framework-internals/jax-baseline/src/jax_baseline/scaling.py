@@ -22,7 +22,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     size = {"preset": "gpt2-124m", "batch_size": 32, "dtype": "bfloat16", "attention": "cudnn"}
     if device == "cpu":
         size = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "attention": "xla"}
-    return {**size, "rounds": 3 if quick else 8, "steps": 8}
+    return {**size, "rounds": 6 if quick else 8, "steps": 8}
 
 
 def meshes(devices: int) -> list[Mesh]:

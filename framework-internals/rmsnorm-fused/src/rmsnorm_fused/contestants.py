@@ -17,6 +17,7 @@ import torch
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.errors import first_line
 from rmsnorm_fused import RMSNorm, rms_norm
 from rmsnorm_fused.backends import IMPLEMENTATIONS, Backend, Implementation, unavailable
 from rmsnorm_fused.impl import reference
@@ -158,12 +159,6 @@ def installed_peers() -> tuple[dict[str, Contestant], dict[str, str]]:
         except Exception as error:  # whatever a library of others raises while it loads must not end the run
             absent[name] = f"it could not be loaded ({first_line(error)}); the extra `peers` installs it"
     return found, absent
-
-
-def first_line(error: BaseException) -> str:
-    """An exception as part of a sentence: its type and the first line of its message."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 def _of_this_package(backend: Backend) -> Contestant:

@@ -13,6 +13,7 @@ import torch
 
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
+from benchkit.errors import first_line
 from benchkit.limits import fraction_of_limit
 from benchkit.results import Label
 from benchkit.run import Run
@@ -28,7 +29,6 @@ from rmsnorm_fused.contestants import (
     Quantiser,
     compiled,
     compiled_name,
-    first_line,
 )
 from rmsnorm_fused.options import Options
 from rmsnorm_fused.torch_private import kept_graphs
@@ -47,6 +47,7 @@ _TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
 }
 _PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
 _REPEATS = 3  # of a backward pass whose bits are compared
+_CHOICE_SECONDS = 0.05  # of sampling, to tell which of two copies is the faster
 
 
 @dataclass(frozen=True)
@@ -245,7 +246,8 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
             raise RuntimeError(f"{name}, float8 {case.rows} x {case.columns}: error over its bound: {shares[name]}")
     sets = rotating_inputs(lambda: (case.tensors(run.device)[0],), device=run.device)
     timings = compare(
-        {COPY: torch.clone} | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items()},
+        {COPY: _plain_copy(run.device, sets)}
+        | {name: lambda x, f=quantise: f(x, weight) for name, quantise in quantisers.items()},
         device=run.device,
         inputs=sets,
         seconds=run.configuration["seconds"],
@@ -331,7 +333,7 @@ def _timings(run: Run, case: Case, contestants: Mapping[str, Contestant], which:
     weight = case.weight(run.device)
     sets = rotating_inputs(lambda: case.tensors(run.device), device=run.device)
     seconds = run.configuration["seconds"] * (0.3 if case.group == "batches" else 1.0)
-    copy = _copy(case, which, run.device)
+    copy = _copy(case, which, run.device, sets)
     functions: dict[str, Callable[..., Any]] = {} if copy is None else {COPY: copy}
     if which == "forward":
         for name, contestant in contestants.items():
@@ -346,15 +348,28 @@ def _timings(run: Run, case: Case, contestants: Mapping[str, Contestant], which:
         return compare(functions, device=run.device, inputs=inputs, seconds=seconds)
 
 
-def _copy(case: Case, which: Pass, device: Device) -> Callable[..., Any] | None:
+def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
     """As many reads and writes and nothing else, results in new memory too; None where PyTorch has no such operator."""
     if not case.residual:
-        return (lambda x, _: x.clone()) if which == "forward" else (lambda x, dy: x + dy)
+        return _plain_copy(device, sets) if which == "forward" else (lambda x, dy: x + dy)
     if device == "cpu":
         return None
     from benchkit.stream_kernels import add_and_subtract
 
     return lambda x, residual, *_: add_and_subtract(x, residual, torch.empty_like(x), torch.empty_like(x))
+
+
+def _plain_copy(device: Device, sets: Sequence[Tensors]) -> Callable[..., Any]:
+    """One read and one write: of the first of each set, by the faster of a GPU's two ways.
+
+    ``clone`` is a node of its own kind in a CUDA graph, and beyond 256 MiB up to a third slower there than a kernel
+    (H200, driver 580); a kernel that changes the sign moves the same bytes.
+    """
+    ways: dict[str, Callable[..., Any]] = {"clone": lambda x, *_: x.clone(), "kernel": lambda x, *_: torch.neg(x)}
+    if device == "cpu":
+        return ways["clone"]
+    timings = compare(ways, device=device, inputs=sets, seconds=_CHOICE_SECONDS)
+    return ways[min(ways, key=lambda way: timings[way].median)]
 
 
 def _graphs(case: Case, contestant: Contestant, sets: Sequence[Tensors], weight: torch.Tensor) -> Inputs:

@@ -127,8 +127,8 @@ def _width_sentence(results: Results, which: str) -> str:
         return ""
     (own, own_at), (peers, peers_at) = worst(OWN), worst(others(records))
     return (
-        f"The fastest of this package's implementations at each width never has less than {numbers.percent(own, 0)} of "
-        f"the limit (at {own_at} columns), the fastest of the others {numbers.percent(peers, 0)} (at {peers_at})."
+        f"At its worst width the fastest of this package's implementations reaches {numbers.percent(own, 0)} of the "
+        f"limit ({own_at} columns), the fastest of the others {numbers.percent(peers, 0)} ({peers_at})."
     )
 
 
@@ -211,7 +211,7 @@ def _determinism_sentence(results: Results) -> str:
         return ""
     worst = max(records, key=lambda record: record["speedup"].value)
     return (
-        f"It takes at most {numbers.quantity(worst['speedup'])} the time of the default "
+        f"Deterministic, a pass takes at most {numbers.quantity(worst['speedup'])} the time of the default "
         f"({_shown(worst.labels['implementation'])} at {worst.labels['rows']} × {worst.labels['columns']})."
     )
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from benchkit.errors import first_line
 from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, widened
 from compile_bench.measuring import load_case
 from compile_bench.results import Case
@@ -84,7 +85,7 @@ def holds(case: Case, *, path: Path, with_inductor: bool) -> str:
         try:
             found = observe(scaled(target, each.scale), call, model, case)
         except Exception as error:  # whatever the changed model or the compiler raises
-            return f"the changed model raised {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+            return f"the changed model raised {first_line(error)[:160]}"
         difference = _difference(each, found)
         if difference:
             return difference + ("" if each.scale == 1 else f" (arguments × {each.scale:.3g})")
