@@ -25,6 +25,7 @@ TEST_LIMIT, INSTALL_LIMIT = 300, 1800
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 # Of a build that fails pip says first only that it does.
 _COMPLAINT = re.compile(r"\s*(ERROR: |error: (?!subprocess-exited)|\w+Error: )")
+_LISTED = " short test summary info "
 _SUMMARY = re.compile(r"\d+ (passed|failed|skipped|error).* in \d")
 _VERSIONS = """
 import importlib.metadata, json, platform
@@ -266,7 +267,9 @@ def read_tests(status: int, output: str) -> Outcome:
     lines = output.strip().splitlines() or ["pytest said nothing"]
     summary = next(filter(_SUMMARY.search, reversed(lines)), "")
     counts = {what: int(count) for count, what in _COUNT.findall(summary)}
-    failures = [line.partition(" ")[2] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    # Behind pytest's headline alone: before it stands what tests have logged, and that begins with ERROR too.
+    listed = lines[next((at for at, line in enumerate(lines) if _LISTED in line), len(lines)) :]
+    failures = [line.partition(" ")[2] for line in listed if line.startswith(("FAILED ", "ERROR "))]
     failed = counts.get("failed", 0) + counts.get("error", 0)
     if status != 0 and not failed:  # it did not come so far
         failed, failures = 1, [lines[-1]]

@@ -94,15 +94,15 @@ def run(
     Args:
         machine: makes environments.
         wanted: combinations, in the order of the table.
-        directory: of ``results.json``. What it holds of this commit is not tried again; what is not wanted stays in it,
-            with its own commit.
+        directory: of ``results.json``. What was tried at this commit is not tried again; what is not wanted stays in
+            it, with its own commit.
         environment: of this run.
         fresh: try all that is wanted anew.
     """
     path = directory / "results.json"
     found = _kept(path)
     for combination in progress.track(wanted, "combinations"):
-        if fresh or combination not in found or not _is_of(found[combination], environment):
+        if fresh or not _is_done(found.get(combination), environment):
             found[combination] = attempt(machine, combination, environment)
             write_text_atomically(path, dump(_results(environment, wanted, found)))
     results = _results(environment, wanted, found)
@@ -115,6 +115,11 @@ def _kept(path: Path) -> dict[Combination, Record]:
         return {_combination(record): record for record in load(path).select(RECORD)}
     except UserError:  # there is none, or none that this program reads
         return {}
+
+
+def _is_done(record: Record | None, environment: Environment) -> bool:
+    """Whether it was tried; what could not be had may be there now."""
+    return record is not None and bool(record.values) and _is_of(record, environment)
 
 
 def _is_of(record: Record, environment: Environment) -> bool:

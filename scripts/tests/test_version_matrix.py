@@ -103,6 +103,15 @@ def test_what_is_of_another_state_of_the_sources_is_tried_anew(change, tmp_path,
     assert len(results.records) == (2 if change == "more" else 1)
 
 
+def test_what_could_not_be_had_is_asked_for_again(tmp_path, environment):
+    """An index that was out of reach may be back."""
+    run(FakeMachine(), WANTED, tmp_path, environment, fresh=False)
+    monday = FakeMachine()
+    monday.prepare = FakeTrial
+    results = run(monday, WANTED, tmp_path, environment, fresh=False)
+    assert [record.data["why"] for record in results.records] == [""] * 4
+
+
 def test_what_is_not_asked_for_stays_with_its_commit(tmp_path, environment):
     run(FakeMachine(), WANTED[:1], tmp_path, environment, fresh=False)
     later = dataclasses.replace(environment, commit="abcdef")
@@ -165,6 +174,9 @@ def test_a_build_with_cuda_is_taken_only_where_it_is_asked_for(monkeypatch):
     assert "no build of torch 2.15 for this Python" in find_torch(Path("python"), "2.15", cuda=False)
 
 
+LISTED = "=========== short test summary info ==========="
+
+
 @pytest.mark.parametrize(
     ("status", "output", "expected"),
     [
@@ -172,10 +184,10 @@ def test_a_build_with_cuda_is_taken_only_where_it_is_asked_for(monkeypatch):
         (0, "..\n2 passed in 61.20s (0:01:01)\nnanobind: leaked 4 instances!", Outcome(2, 0, 0)),
         (
             1,
-            "F\nFAILED a.py::test_b - assert 1\n1 failed, 2 passed in 1s",
+            f"F\nERROR   torch:x.py:1 logged\n{LISTED}\nFAILED a.py::test_b - assert 1\n1 failed, 2 passed in 1s",
             Outcome(2, 1, 0, ["a.py::test_b - assert 1"]),
         ),
-        (2, "ERROR a.py - ImportError: x\n1 error in 0.1s", Outcome(0, 1, 0, ["a.py - ImportError: x"])),
+        (2, f"{LISTED}\nERROR a.py - ImportError: x\n1 error in 0.1s", Outcome(0, 1, 0, ["a.py - ImportError: x"])),
         (4, "ERROR: file not found", Outcome(0, 1, 0, ["ERROR: file not found"])),
         (-9, "", Outcome(0, 1, 0, ["pytest said nothing"])),
         (5, "3 deselected in 0.1s", Outcome(0, 1, 0, ["3 deselected in 0.1s"])),
