@@ -56,6 +56,45 @@ def test_an_output_without_floating_point_numbers_is_not_compared():
     assert "holds no floating-point tensor to compare" in compare_with_eager(made, model, model, train=False).skipped
 
 
+def test_a_gradient_that_is_nan_is_wrong_wherever_it_stands():
+    made = target()
+    model = made.copied()
+    model[2].weight.register_hook(lambda gradient: gradient * float("nan"))
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert not accuracy.holds
+    assert accuracy.wrong == "the compiled step gives NaN or infinity where eager does not: 2.weight"
+
+
+def test_a_compiled_call_that_raises_is_wrong_and_no_matter_of_float64():
+    made = target()
+
+    def raises(x):
+        raise RuntimeError("accessing tensor output of CUDAGraphs that has been overwritten")
+
+    accuracy = compare_with_eager(made, raises, made.copied(), train=False)
+    assert not accuracy.holds
+    assert accuracy.wrong.startswith("the compiled call raised RuntimeError: accessing tensor output of CUDAGraphs")
+    assert not accuracy.skipped
+
+
+def test_a_gradient_that_is_missing_or_too_many_is_wrong():
+    made = target()
+    model = made.copied()
+    accuracy = compare_with_eager(made, lambda x: model[2](model[0](x).detach()), model, train=True)
+    assert accuracy.wrong == "the compiled step gives no gradient of 0.weight, 0.bias"
+    made.model[2].bias.requires_grad_(False)
+    accuracy = compare_with_eager(made, model, model, train=True)
+    assert accuracy.wrong == "the compiled step gives a gradient, and eager none, of 2.bias"
+
+
+def test_a_model_whose_own_results_are_not_finite_is_not_compared():
+    made = target()
+    with torch.no_grad():
+        made.model[2].bias.fill_(float("inf"))
+    model = made.copied()
+    assert compare_with_eager(made, model, model, train=False).skipped == "eager's own results are not finite: output"
+
+
 def test_weights_are_set_back_before_comparing():
     made = target()
     model = made.copied()

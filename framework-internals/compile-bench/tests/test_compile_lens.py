@@ -63,7 +63,7 @@ def test_a_mistake_of_ours_is_not_swallowed(measuring):
 def test_what_comes_too_late_is_named_once(measuring):
     measuring._keep("shapes", [(f"work {index}", list) for index in range(5)], 2)
     assert absences(measuring) == {
-        "work 0, work 1, work 2 and 2 others": "-1 s after the start no more was begun of this part (shapes)"
+        "work 0; work 1; work 2; 2 others": "left out for time: of shapes no more is begun -1 s after the start"
     }
 
 

@@ -29,6 +29,23 @@ def test_an_entry_comes_back_and_others_stay(tmp_path):
     assert not COUNTS.drift(COUNTS)
 
 
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    """As workers of pytest-xdist do."""
+    code = """
+import sys
+from pathlib import Path
+from compile_bench.lock import Inventory, update_lock
+for number in range(20):
+    update_lock(Path(sys.argv[1]), f"{sys.argv[2]}{number}", Inventory(1, 0, 0, 0, 0, "2.13.0"))
+"""
+    file = tmp_path / "compile.lock.json"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    both = [subprocess.Popen([sys.executable, "-c", code, str(file), name], env=environment) for name in "ab"]
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert len(read_lock(file)) == 40
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
 def test_drift_names_every_count_and_the_version():
     now = replace(COUNTS, graphs=2, kernels=5)
     assert COUNTS.drift(now) == ["graphs: 1 locked, 2 now", "kernels: 3 locked, 5 now"]

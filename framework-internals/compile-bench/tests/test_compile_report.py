@@ -134,7 +134,7 @@ def test_starts_with_artifacts_and_restarts_are_in_the_plan():
     first = FirstSteps((1.0, 0.1, 0.1), 1.0, 0.5, TRACE, 0.2)
     measured = replace(bench(), warm=first, mega=first, artifact_bytes=3 * 2**20)
     text = render(results(*records_of(measured)), REPORT)
-    assert "| 10 restarts | cache artifacts |" in text
+    assert "| 10 | cache artifacts |" in text
     assert "gpt training, cache artifacts" in text
     assert "with cache artifacts." in text.splitlines()[2]
 
@@ -151,7 +151,7 @@ def test_modes_and_models_are_a_table_and_autotuning_has_its_price():
     records = [eager_record(each.case, each.eager) for each in benches[::2]]
     records += [record for each in benches for record in bench_records(each, ROOT, side_by_side=4)]
     text = render(results(*records), REPORT)
-    assert "3 models: *compile* in 4 cases, *inconclusive* in 0 (in parentheses), *don't* in" in text
+    assert "3 models: *compile* in 4 cells, *inconclusive* in 0 (in parentheses), *don't* in" in text
     assert "Up to 4 processes compiled side by side" in text
     assert "| b training | 10.2 s | **0.900× (0.800–0.950)** |" in text
     assert "| a training, max-autotune | default | 1.00× | +10.0 s | never |" in text

@@ -23,6 +23,7 @@ def sizes_of(calls):
 def test_schedules_are_cut_from_the_arguments():
     whole = target(torch.ones(8, 12), labels=torch.ones(8))
     assert sizes_of(make_calls(whole, "last-batch")) == [(8, 12), (8, 12), (5, 12)]
+    assert sizes_of(make_calls(target(torch.ones(2, 12)), "last-batch")) == [(2, 12), (2, 12), (1, 12)]
     assert sizes_of(make_calls(whole, "batch-1")) == [(8, 12), (1, 12), (8, 12)]
     assert sizes_of(make_calls(whole, "growing-sequence")) == [(8, 3), (8, 6), (8, 9), (8, 12)]
     assert make_calls(whole, "last-batch")[2].kwargs["labels"].shape == (5,)

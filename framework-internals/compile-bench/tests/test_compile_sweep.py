@@ -243,8 +243,10 @@ def test_what_found_no_memory_is_measured_once_more_alone(tmp_path, made_up, mon
     assert all("out of memory" in why for why in outcomes(run.recorder.results).values())
 
 
-def test_a_mistake_of_ours_is_not_swallowed(tmp_path, made_up, monkeypatch):
-    monkeypatch.setattr(Harness, "bench", lambda self, case, **options: 1 / 0)
+@pytest.mark.parametrize("where", ["bench", "new_cache"])
+def test_a_mistake_of_ours_is_not_swallowed(tmp_path, made_up, monkeypatch, where):
+    """Nor is what the disk refuses: nobody waits for the answer of a thread that has ended."""
+    monkeypatch.setattr(Harness, where, lambda *given, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         sweep(run_of(tmp_path), ROOT, None)
 
@@ -299,7 +301,7 @@ def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path
     sweep(run, ROOT, None)
     results = on_gpu(run.recorder.results)
     text = render(results, REPORT)
-    assert "2 models: *compile* in 12 cases, *inconclusive* in 4" in text
+    assert "2 models: *compile* in 12 cells, *inconclusive* in 4" in text
     assert "16 cells on" in text
     assert "Not measured yet" not in text
     row = "| mlp training | max-autotune-no-cudagraphs | 13.2 s | 2.00 s | 2.00 KiB → 1.00 KiB | 7 → 7 | 2 → 2 |"

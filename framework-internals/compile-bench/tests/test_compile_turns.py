@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from compile_bench.nursery import Nursery, Order
 from compile_bench.trace import phase_seconds, without_pauses
 from compile_bench.turns import Conductor, Stopwatch, alone, one_at_a_time, pauses
 
@@ -80,6 +81,41 @@ def test_the_others_stand_still_while_one_samples(tmp_path, end):
     # The one that stood still has its own 1.5 s of sleeping, and what it waited is not in its figure.
     assert 1.4 < float(took.split()[1]) < wall - 0.4
     assert not [file.name for file in turns.iterdir() if file.suffix in (".ready", ".go", ".over")]
+
+
+def test_a_pause_that_cannot_be_written_down_stops_nobody_for_good(tmp_path):
+    ticks, turns = tmp_path / "ticks", tmp_path / "turns"
+    (turns / "pauses").mkdir(parents=True)  # where a file is to be
+    processes = []
+
+    def groups():
+        return [process.pid for process in processes if process.poll() is None]
+
+    def two_turns():
+        with Conductor(turns, groups), started(WORKING, tmp_path, ticks) as working:
+            processes.append(working)
+            while not ticks.exists():
+                time.sleep(0.01)
+            for _ in range(2):  # a turn that failed is not the last one
+                with started(SAMPLING, turns, "dies") as sampling:
+                    processes.append(sampling)
+                    assert sampling.wait(30) == 3
+            assert working.wait(30) == 0
+
+    with pytest.raises(IsADirectoryError):
+        two_turns()
+
+
+def test_a_process_that_ends_at_once_is_not_waited_for(tmp_path):
+    """Both lines about it may be there before the first is read."""
+    nursery = Nursery((), dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)))
+    folder = str(tmp_path)
+    order = Order(folder + "/none", folder + "/result", folder + "/log", dict(os.environ), folder, sys.path)
+    slow, nursery._speaks_within = nursery._speaks_within, lambda seconds: time.sleep(1.0) or slow(seconds)
+    begin = time.monotonic()
+    assert nursery.run(order, 20) == 1
+    assert time.monotonic() - begin < 15
+    nursery.close()
 
 
 def test_without_others_nothing_waits_and_nothing_is_taken_off(tmp_path):

@@ -36,6 +36,13 @@ def test_break_even_is_where_the_totals_meet():
     assert COMPILED.total + (even.steps - 3) * 0.05 == pytest.approx(total_eager)
 
 
+def test_a_slower_step_never_breaks_even_however_cheap_the_first_ones():
+    """With cache artifacts and noise the first steps may cost less than eager's."""
+    even = break_even(EAGER, COMPILED, steady(0.8, 0.9, 1.25))
+    assert even.steps is None
+    assert even.low == 3
+
+
 def test_no_gain_never_breaks_even():
     even = break_even(COMPILED, EAGER, steady(0.9, 1.0, 1.25))
     assert even.steps is None

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,11 +63,10 @@ def compare_with_eager(
             found = _compare(_moved(target, attempt), compiled, compiled_model, train=train)
         except torch.OutOfMemoryError:
             return Accuracy(skipped="the float64 computation does not fit in the GPU's memory")
-        except RuntimeError as error:  # a dtype written into the model, or an operator without a float64 kernel
-            return Accuracy(skipped=f"the model does not run in float64: {first_line(error)}")
+        except _Incomparable as error:
+            return Accuracy(skipped=str(error))
         found = replace(found, attempts=attempt)
-        assert found.output is not None
-        if found.holds or not found.output.holds:
+        if found.holds or found.wrong or (found.output is not None and not found.output.holds):
             break
     compiled_model.load_state_dict(target.model.state_dict())
     return found
@@ -99,12 +98,20 @@ def _moved(target: Target, attempt: int) -> Target:
 
 def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool) -> Accuracy:
     compiled_model.load_state_dict(target.model.state_dict())
-    ours = _values(target, compiled, compiled_model, train=train)
+    try:
+        ours = _values(target, compiled, compiled_model, train=train)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the compiler or its code raises, eager does not
+        return Accuracy(wrong=f"the compiled call raised {first_line(error)}")
     eager_model = target.copied()
     eager = _values(target, eager_model, eager_model, train=train)
     del eager_model
-    wide = widened(target)
-    exact = _values(wide, wide.model, wide.model, train=train)
+    exact = _exact(target, train=train)
+    if unfinished := [name for name in exact if not (eager[name].isfinite().all() and exact[name].isfinite().all())]:
+        raise _Incomparable(f"eager's own results are not finite: {_named(unfinished)}")
+    if wrong := _wrong(ours, exact):
+        return Accuracy(wrong=wrong, tensors=len(exact))
     allowance = rounding_allowance(target)
     pairs = [error_pair(name, eager[name], ours[name], exact[name], allowance) for name in exact]
     gradients = [pair for pair in pairs if pair.name != "output"]
@@ -113,6 +120,38 @@ def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Mo
         gradient=max(gradients, key=lambda pair: pair.compiled / pair.bound, default=None),
         tensors=len(pairs),
     )
+
+
+class _Incomparable(Exception):
+    """Nothing to hold compiled results against; the message says why."""
+
+
+def _exact(target: Target, *, train: bool) -> Values:
+    """The results in float64."""
+    try:
+        wide = widened(target)
+        return _values(wide, wide.model, wide.model, train=train)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a dtype written into the model, or an operator without a float64 kernel
+        raise _Incomparable(f"the model does not run in float64: {first_line(error)}") from error
+
+
+def _wrong(ours: Values, exact: Values) -> str:
+    """What is not an error of rounding; empty where there is nothing."""
+    if missing := [name for name in exact if name not in ours]:
+        return f"the compiled step gives no gradient of {_named(missing)}"
+    if more := [name for name in ours if name not in exact]:
+        return f"the compiled step gives a gradient, and eager none, of {_named(more)}"
+    if unfinished := [name for name in exact if not ours[name].isfinite().all()]:
+        return f"the compiled step gives NaN or infinity where eager does not: {_named(unfinished)}"
+    if shapes := [name for name in exact if ours[name].shape != exact[name].shape]:
+        return f"the compiled step gives another number of values: {_named(shapes)}"
+    return ""
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train: bool) -> Values:

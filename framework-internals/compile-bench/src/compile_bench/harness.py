@@ -285,6 +285,8 @@ class Harness:
         with nursery(modules, self._environment(self.folder)) as found:
             self._busy.append(found)
             try:
+                if self._stopped:  # while it started: stop() has not seen it
+                    raise OutOfTime("measuring was stopped")
                 yield found
             finally:
                 self._busy.remove(found)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -77,9 +80,22 @@ def write_lock(file: Path, entries: Mapping[str, Inventory]) -> None:
     write_text_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
+@contextmanager
+def _only_writer(folder: Path) -> Iterator[None]:
+    """Inside, no other process that asks is in here; the folder itself is locked, so that no file is left beside."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def update_lock(file: Path, key: str, entry: Inventory) -> None:
-    """Put one entry into a lock file, which is made if need be."""
-    write_lock(file, {**(read_lock(file) if file.exists() else {}), key: entry})
+    """Put one entry into a lock file, which is made if need be; several processes may do so at once."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with _only_writer(file.parent):
+        write_lock(file, {**(read_lock(file) if file.exists() else {}), key: entry})
 
 
 def locked(file: Path, key: str) -> Inventory:

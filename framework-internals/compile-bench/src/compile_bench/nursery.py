@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import io
 import json
 import os
 import select
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, cast
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class Nursery:
             stderr=self._log,
             start_new_session=True,
         )
+        # Unbuffered: select() does not see the second of two lines that a buffer has taken in with the first.
+        self._answers = cast(io.FileIO, cast(io.BufferedReader, self._server.stdout).raw)
 
     def run(self, order: Order, limit: float) -> int | None:
         """Fork a process and wait for it; whatever is left of its process group is ended when this returns.
@@ -90,25 +93,30 @@ class Nursery:
 
     def _answer(self, order: Order, limit: float) -> int | None:
         assert self._server.stdin is not None
-        assert self._server.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # the server has ended, as its next answer says
             self._server.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
             self._server.stdin.flush()
-        begun = self._server.stdout.readline()
+        if not self._speaks_within(max(limit, _IMPORT_LIMIT)):
+            self.stop()
+            _end(self._server.pid)
+        begun = self._answers.readline()
         if not begun:
             status = self._server.wait()
             self._log.seek(0)
             Path(order.log).write_bytes(self._log.read())
-            return status
+            return None if self._stopped else status
         self._child = int(begun)
         if self._stopped:
             _end(self._child)
-        in_time = bool(select.select([self._server.stdout], [], [], limit)[0])
+        in_time = self._speaks_within(limit)
         _end(self._child)
-        ended = self._server.stdout.readline()
+        ended = self._answers.readline()
         self._child = 0
         status = int(ended) if ended else -signal.SIGKILL
         return status if in_time else None
+
+    def _speaks_within(self, seconds: float) -> bool:
+        return bool(select.select([self._answers], [], [], seconds)[0])
 
     @property
     def usable(self) -> bool:
@@ -142,6 +150,9 @@ class Nursery:
                 pipe.close()
         self._log.close()
 
+
+# Seconds that the imports of a server are given; they are no part of what an order is limited to.
+_IMPORT_LIMIT = 300.0
 
 # Seconds between two looks at whether a forked process has ended.
 _BEAT = 0.01

@@ -241,6 +241,7 @@ def _accuracy(bench: Bench, labels: dict[str, Label]) -> Record:
         "skipped": bench.accuracy.skipped,
         "gradient": None if gradient is None else gradient.name,
         "attempts": bench.accuracy.attempts,
+        "wrong": bench.accuracy.wrong,
     }
     return Record("accuracy", labels, values, data)
 

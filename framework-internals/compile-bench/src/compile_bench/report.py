@@ -101,8 +101,10 @@ def _answers(results: Results, verdicts: Sequence[Record]) -> list[tuple[str, st
     )
     accuracy = same_case(results, "accuracy", first)
     compared = "outputs and gradients" if accuracy.data["gradient"] else "outputs"
-    right = accuracy.data["skipped"] or (
-        f"{compared} {'within' if accuracy.data['holds'] else 'outside'} their bound against float64"
+    right = (
+        accuracy.data["skipped"]
+        or accuracy.data.get("wrong")
+        or (f"{compared} {'within' if accuracy.data['holds'] else 'outside'} their bound against float64")
     )
     return [
         ("It costs", f"{_listed(costs)} than eager for the first {FIRST_STEPS} steps ({case_title(first)})."),
@@ -321,8 +323,9 @@ def _accuracy_table(results: Results) -> str:
     size = numbers.error_size
     rows: list[tuple[str, ...]] = []
     for record in unswept(results, results.select("accuracy")):
-        if record.data["skipped"]:
-            rows.append((case_title(record), record.data["skipped"], "", "", "", ""))
+        if record.data["skipped"] or record.data.get("wrong"):
+            within = "" if record.data["skipped"] else "**no**"
+            rows.append((case_title(record), record.data["skipped"] or record.data["wrong"], "", "", "", within))
             continue
         for kind in ("output", "gradient"):
             if f"{kind} eager" in record.values:

@@ -124,6 +124,8 @@ class Accuracy:
         gradient: the gradient tensor closest to, or furthest over, its bound; None for inference.
         tensors: how many were compared.
         skipped: why nothing was compared; empty if it was.
+        wrong: what no error says: that the compiled call raised, lacks a gradient, or gives NaN or infinity where eager
+            and float64 do not; empty otherwise.
         attempts: with how many sets of weights: more than one where a gradient jumped, see
             :mod:`compile_bench.accuracy`; the figures are the last one's.
     """
@@ -133,11 +135,12 @@ class Accuracy:
     tensors: int = 0
     skipped: str = ""
     attempts: int = 1
+    wrong: str = ""
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was compared is within its bound."""
-        return all(pair.holds for pair in (self.output, self.gradient) if pair is not None)
+        """Whether everything that was compared is there, finite and within its bound."""
+        return not self.wrong and all(pair.holds for pair in (self.output, self.gradient) if pair is not None)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def make_calls(target: Target, schedule: str) -> list[Target]:
         raise UserError(f"--schedule {schedule} cuts dimension {dimension} of the first tensor argument: there is none")
     whole = tensors[0].shape[dimension]
     sizes = {
-        "last-batch": (whole, whole, whole // 2 + 1),
+        "last-batch": (whole, whole, min(whole // 2 + 1, max(whole - 1, 1))),
         "batch-1": (whole, 1, whole),
         "growing-sequence": tuple(max(whole * quarter // 4, 1) for quarter in (1, 2, 3, 4)),
     }[schedule]

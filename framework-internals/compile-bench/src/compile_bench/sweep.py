@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import re
+import shutil
 import threading
 import time
 from collections import defaultdict, deque
@@ -178,19 +179,24 @@ class _Sweep:
                 unit = waiting.popleft()
             except IndexError:  # another thread was first
                 return
-            cache, before = self.harness.new_cache(), None
+            # Somebody waits for an answer for each cell, so nothing that can fail stands outside of `_measured`.
+            cache, before = None, None
             for case in unit:
                 start = time.monotonic()
-                before = self._measured(case, cache, before, side_by_side)
+                before, cache = self._measured(case, cache, before, side_by_side)
                 self._answers.put((case, before, time.monotonic() - start))
+            if cache is not None:
+                shutil.rmtree(cache, ignore_errors=True)  # a hundred of them could fill the disk
 
     def _measured(
-        self, case: Case, cache: Path, before: list[Record] | Exception | None, side_by_side: int
-    ) -> list[Record] | Exception:
-        """The records of a cell, or what went wrong; ``before`` is that of the first one of a pair."""
+        self, case: Case, cache: Path | None, before: list[Record] | Exception | None, side_by_side: int
+    ) -> tuple[list[Record] | Exception, Path | None]:
+        """The records of a cell, or what went wrong, and its cache; ``before`` is that of the first one of a pair."""
         if isinstance(before, (WorkerFailure, UserError)):
-            return type(before)(f"not begun, since the mode that autotunes the same kernels failed: {before}")
+            why = f"not begun, since the mode that autotunes the same kernels failed: {before}"
+            return type(before)(why), cache
         try:
+            cache = cache or self.harness.new_cache()
             eager = self._eager.of(case, self._turn)
             bench = self.harness.bench(
                 case,
@@ -201,9 +207,10 @@ class _Sweep:
                 cache=cache,
                 tuned=before is not None,
             )
-            return [eager_record(case, eager), *bench_records(bench, self.repository, side_by_side=side_by_side)]
+            records = bench_records(bench, self.repository, side_by_side=side_by_side)
+            return [eager_record(case, eager), *records], cache
         except Exception as error:  # whatever it is, another thread waits for the answer and raises our own mistakes
-            return error
+            return error, cache
 
 
 class _EagerSteps:

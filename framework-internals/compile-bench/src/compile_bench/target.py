@@ -178,7 +178,7 @@ def tensors_in(output: Any) -> list[Tensor]:
 def describe_error(error: BaseException) -> str:
     """Type and first line of an error, with a hint where the machine is what it lacks."""
     hint = ""
-    if "CUDA" in str(error) and not torch.cuda.is_available():
+    if any(name in str(error) for name in ("CUDA", "NVIDIA")) and not torch.cuda.is_available():
         hint = " (it needs a GPU, and torch sees none)"
     return first_line(error) + hint
 

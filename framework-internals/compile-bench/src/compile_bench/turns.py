@@ -119,10 +119,14 @@ class Conductor:
     Args:
         folder: where they ask for it; made if need be.
         groups: process groups of all that run now, each named after its first process.
+
+    Attributes:
+        fault: why a turn could not be written down; raised when the block ends.
     """
 
     def __init__(self, folder: Path, groups: Callable[[], Collection[int]]) -> None:
         self.folder = folder
+        self.fault: OSError | None = None
         self._groups = groups
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -137,12 +141,17 @@ class Conductor:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        if self.fault is not None and error is None:
+            raise self.fault
 
     def _serve(self) -> None:
         while not self._ended.wait(_BEAT):
             for ready in sorted(self.folder.glob("*.ready"), key=lambda file: file.stat().st_mtime):
                 ready.unlink()
-                self._give(int(ready.stem))
+                try:
+                    self._give(int(ready.stem))
+                except OSError as error:  # a disk that is full: one turn's pauses are not known, and the others go on
+                    self.fault = self.fault or error
 
     def _give(self, process: int) -> None:
         """Its turn, until it says that it is over or has ended."""
@@ -156,13 +165,15 @@ class Conductor:
             while process in self._groups() and not over.exists() and not self._ended.wait(_BEAT):
                 self._stop_others(process, stopped)  # those that have begun meanwhile
         finally:
-            with (self.folder / _PAUSES).open("a") as file:  # before they go on, so that they find it
-                file.write(f"{begin!r} {time.time()!r}\n")
-            for group in stopped:
-                with contextlib.suppress(ProcessLookupError):  # it was ended at its time limit
-                    os.killpg(group, signal.SIGCONT)
-            for file_of_the_turn in (go, over):
-                file_of_the_turn.unlink(missing_ok=True)
+            try:
+                with (self.folder / _PAUSES).open("a") as file:  # before they go on, so that they find it
+                    file.write(f"{begin!r} {time.time()!r}\n")
+            finally:
+                for group in stopped:
+                    with contextlib.suppress(ProcessLookupError):  # it was ended at its time limit
+                        os.killpg(group, signal.SIGCONT)
+                for file_of_the_turn in (go, over):
+                    file_of_the_turn.unlink(missing_ok=True)
 
     def _stop_others(self, process: int, stopped: set[int]) -> None:
         for group in set(self._groups()) - {process} - stopped:

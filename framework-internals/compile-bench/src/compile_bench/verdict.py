@@ -121,7 +121,7 @@ def difference(steady: Steady) -> Difference:
 def _advice(bench: Bench) -> tuple[Advice, str]:
     pressure = bench.steady.pressure
     if not bench.accuracy.holds:
-        return "don't", "the compiled results are further from float64 than the bound allows"
+        return "don't", bench.accuracy.wrong or "the compiled results are further from float64 than the bound allows"
     if bench.case.device == "cpu" and pressure is not None and pressure > BUSY:
         return "inconclusive", f"the machine was busy: some task waited for a core in {pressure:.0f} % of the time"
     seen = difference(bench.steady)
@@ -147,9 +147,8 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
 
     def steps(speedup: float) -> float | None:
         gain = steady.eager.value * (1 - 1 / speedup)
-        if extra <= 0:
-            return float(FIRST_STEPS)
-        return FIRST_STEPS + extra / gain if gain > 0 else None
+        # Cheaper first steps and slower later ones: that equation's N is where compiling stops being worth it.
+        return FIRST_STEPS + max(extra, 0.0) / gain if gain > 0 else None
 
     return BreakEven(steps(steady.speedup.value), steps(high), steps(low))
 

@@ -236,6 +236,8 @@ def _accuracy(bench: Bench) -> str:
     accuracy = bench.accuracy
     if accuracy.skipped:
         return f"not compared: {accuracy.skipped}"
+    if accuracy.wrong:
+        return f"WRONG: {accuracy.wrong}"
     assert accuracy.output is not None
     size = numbers.error_size
     text = f"{'within' if accuracy.holds else 'OUTSIDE'} the bound, {accuracy.tensors} tensors against float64"
