@@ -68,6 +68,27 @@ def test_a_function_gets_its_tensors_by_name(tmp_path: Path) -> None:
     assert "the traced code raised" in mapped.stderr  # one dimension is mapped away: .t() of a vector
 
 
+def test_cost_leaves_the_walk_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\nw = torch.nn.Parameter(torch.ones(3))\n\ndef loss():\n    return (w * w).sum()\n")
+    common = ("run", f"{file}:loss", "--backward", "--device", "cpu", "--scope", "core", "--format", "tree")
+    alone, costed = call(*common), call(*common, "--cost")
+    assert costed.exit_code == 0, costed.stderr
+    walk, _, costs = costed.stdout.partition("\nOperators over 5 %")
+    operators = [re.findall(r" = (\S+)\(", text) for text in (alone.stdout, walk)]
+    assert operators[0] == operators[1]  # after another run AccumulateGrad would add where it now keeps the gradient
+    assert "aten::detach" in operators[0]
+    assert costs
+
+
+def test_code_that_runs_only_once_is_named_for_cost(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\nstock = [1.0]\n\ndef step():\n    return torch.ones(1) * stock.pop()\n")
+    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--cost")
+    assert result.exit_code == 2
+    assert "the second, untraced run for --cost (leave it out where the code runs only once) raised" in result.stderr
+
+
 def test_native_step_on_the_command_line() -> None:
     if reason := native_step.unavailable():
         pytest.skip(reason)

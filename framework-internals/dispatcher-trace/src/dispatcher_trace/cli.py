@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +74,7 @@ def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable
             bool, typer.Option("--native", help="Single-step CPU kernels: routines below them (x86-64 Linux).")
         ] = False,
         costs: Annotated[
-            bool, typer.Option("--cost", help="Operators over 5 % of the time, from a second, untraced run.")
+            bool, typer.Option("--cost", help="Operators over 5 % of the time, untraced: a second run after the walk.")
         ] = False,
         scope: Annotated[
             _Scope, typer.Option(help="Keys to watch; core installs faster, blind to functorch and modes.")
@@ -169,18 +170,29 @@ def _walk(
 ) -> tuple[Trace, str]:
     """The walk, and the table of costs as text."""
     on_gpu = conditions.device == "cuda"
-    try:
+    with _user_errors("the traced code"):
         call = conditions.prepare(function, tensors)
-        profile = cost.profile_of(call) if costs else None
         with trace(scope=scope, kernels=on_gpu, native=native) as walk:
             call()
             if on_gpu:
                 torch.cuda.synchronize()
+    if not costs:
+        return walk, ""
+    # After the walk: what a run leaves behind (gradients, caches, optimiser state) would change the walk's operators.
+    with _user_errors("the second, untraced run for --cost (leave it out where the code runs only once)"):
+        profile = cost.profile_of(call)
+    return walk, f"\n{cost.table(cost.operator_costs(profile, walk))}\n"
+
+
+@contextmanager
+def _user_errors(what: str) -> Iterator[None]:
+    """Inside, whatever the user's code raises becomes one line that says which run raised it."""
+    try:
+        yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"the traced code raised {one_line(error)}") from error
-    return walk, "" if profile is None else f"\n{cost.table(cost.operator_costs(profile, walk))}\n"
+        raise UserError(f"{what} raised {one_line(error)}") from error
 
 
 def _text(walk: Trace, form: _Format, title: str) -> str:
