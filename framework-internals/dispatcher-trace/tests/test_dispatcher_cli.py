@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,19 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     broken = call("run", f"{file}:step")
     assert "raises when it is imported: OSError: broken" in broken.stderr
     assert [result.exit_code for result in (missing, raising, broken)] == [2, 2, 2]
+
+
+def test_a_file_with_annotations_as_text_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "json.py"  # its name is a module's of Python's own, which it must not hide
+    file.write_text(
+        "from __future__ import annotations\nimport dataclasses, torch\n\n"
+        "@dataclasses.dataclass\nclass Sizes:\n    n: int = 2\n\n"
+        "def step():\n    return torch.ones(Sizes().n).exp()\n"
+    )
+    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--format", "tree")
+    assert result.exit_code == 0, result.stderr
+    assert "aten::exp($0: f32[2])" in result.stdout
+    assert sys.modules["json"] is json
 
 
 def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -120,17 +121,7 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     path = Path(path_text)
     if not path.is_file():
         raise UserError(f"no file {path_text!r}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path_text!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # so that it can import its neighbours, as when it is run
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{path_text} raises when it is imported: {one_line(error)}") from error
-    finally:
-        sys.path.pop(0)
+    module = _loaded(path)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -144,9 +135,29 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     return function
 
 
+def _loaded(path: Path) -> ModuleType:
+    """The file as a module, which stays in ``sys.modules`` under a name of its own."""
+    # Dataclasses, pickle and torch.compile look a module up by name; under the bare stem a json.py would hide Python's.
+    spec = importlib.util.spec_from_file_location(f"traced_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"expected a Python file, got {str(path)!r}: its name must end in .py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # so that it can import its neighbours, as when it is run
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        guard = '; put what ends it under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
+        raise UserError(f"{path} raises when it is imported: {one_line(error)}{guard}") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
 def one_line(error: BaseException) -> str:
-    """``ValueError: the first line of its message``."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    """``ValueError: the first line of its message``, or its type alone."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 @dataclass(frozen=True)
