@@ -190,7 +190,44 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     file.write_text("raise OSError('broken')\n")
     broken = call("run", f"{file}:step")
     assert "raises when it is imported: OSError: broken" in broken.stderr
-    assert [result.exit_code for result in (missing, raising, broken)] == [2, 2, 2]
+    file.write_text("raise SystemExit(0)\n")
+    ending = call("run", f"{file}:step")
+    assert 'imported: SystemExit: 0; put what ends it under if __name__ == "__main__":' in ending.stderr
+    assert [result.exit_code for result in (missing, raising, broken, ending)] == [2, 2, 2, 2]
+
+
+@pytest.mark.filterwarnings("error")  # a coroutine that nobody awaits
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def step():\n    yield 1\n", "the traced code returned a generator, of which nothing ran; trace a function"),
+        ("async def step():\n    return 1\n", "the traced code returned a coroutine, of which nothing ran"),
+        ("async def step():\n    yield 1\n", "the traced code returned an asynchronous generator"),
+        ("def step():\n    raise SystemExit(0)\n", "the traced code raised SystemExit: 0\n"),
+    ],
+)
+def test_code_that_does_not_run_to_its_end_is_one_line(body: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(body)
+    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core")
+    assert message in result.stderr
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("form", ["tree", "findings", "markdown"])
+def test_an_empty_walk_says_so(form: str) -> None:
+    result = call("expr", "3", "--scope", "core", "--format", form)
+    assert result.exit_code == 0, result.stderr
+    assert "No operator was called." in result.stdout
+
+
+@pytest.mark.parametrize("expression", ["a * 2", "a.conj()"])
+def test_backward_of_a_complex_result(expression: str) -> None:
+    specs = ("--tensor", "a=c64[3]", "--scope", "core", "--format", "tree")
+    result = call("expr", expression, *specs, "--backward")
+    assert result.exit_code == 0, result.stderr
+    assert "aten::view_as_real" in result.stdout
+    assert "in AccumulateGrad" in result.stdout
 
 
 def test_a_file_with_annotations_as_text_is_loaded(tmp_path: Path) -> None:

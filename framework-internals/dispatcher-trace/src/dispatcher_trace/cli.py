@@ -191,7 +191,7 @@ def _user_errors(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{what} raised {one_line(error)}") from error
 
 
@@ -199,6 +199,8 @@ def _text(walk: Trace, form: _Format, title: str) -> str:
     match form:
         case _Format.json:
             return _json(walk.to_json())
+    if not walk.calls and form in (_Format.tree, _Format.findings):
+        return "".join(f"{note}\n" for note in walk.notes)
         case _Format.perfetto:
             return _json(walk.to_perfetto())
         case _Format.html:

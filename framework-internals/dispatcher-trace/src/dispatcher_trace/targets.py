@@ -22,6 +22,13 @@ from dispatcher_trace.render import near_names
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SPEC = re.compile(r"^(?P<name>[A-Za-z_]\w*)=(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:@(?P<device>[\w:]+))?$")
+_DEVICE = re.compile(r"^(cpu|cuda)(:\d+)?$")
+# Results of which the code has not run when they are returned.
+_UNRUN = {
+    "a generator": inspect.isgenerator,
+    "a coroutine": inspect.iscoroutine,
+    "an asynchronous generator": inspect.isasyncgen,
+}
 
 
 @dataclass(frozen=True)
@@ -190,7 +197,8 @@ class Conditions:
         With ``compile`` the callable runs once here, so that the trace holds the compiled call and not the compiler.
 
         Raises:
-            UserError: when there is nothing to map over, or (from what is returned) nothing to go backward from.
+            UserError: when there is nothing to map over, or (from what is returned) nothing to go backward from, or a
+                generator or coroutine came back, of which nothing ran.
         """
         if self.vmap:
             function = _mapped(function, tensors)
@@ -241,8 +249,26 @@ def _mapped(function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+        _refuse_unrun(result)
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
+def _refuse_unrun(result: Any) -> None:
+    kind = next((kind for kind, is_one in _UNRUN.items() if is_one(result)), None)
+    if kind is None:
+        return
+    if inspect.iscoroutine(result):
+        result.close()  # or Python warns that it was never awaited
+    raise UserError(
+        f"the traced code returned {kind}, of which nothing ran; trace a function that runs it: "
+        "list(…) of a generator, asyncio.run(…) of a coroutine"
+    )
+
+
+def _sum(root: torch.Tensor) -> torch.Tensor:
+    """A real number to go backward from, which a complex sum is not."""
+    return torch.view_as_real(root.resolve_conj()).sum() if root.is_complex() else root.sum()
+
+

@@ -56,7 +56,8 @@ class Trace:
     @property
     def notes(self) -> list[str]:
         """What this walk does not show, each in one sentence."""
-        notes = [f"Hops at {', '.join(keys.unwatched(self.scope))} are not watched."]
+        notes = [] if self.calls or self.unrecorded else ["No operator was called."]
+        notes.append(f"Hops at {', '.join(keys.unwatched(self.scope))} are not watched.")
         for operator, count in self.unrecorded.items():
             notes.append(f"{operator} ran {_times(count)} inside a tensor subclass's constructor, unrecorded.")
         for place, count in self.unshimmed.items():
