@@ -61,7 +61,10 @@ def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable
             str | None, typer.Option(metavar="DTYPE", help="Run under torch.autocast with this dtype.")
         ] = None,
         backward: Annotated[
-            bool, typer.Option("--backward", help="Go on with sum().backward() of the result.")
+            bool,
+            typer.Option(
+                "--backward", help="Go on with sum().backward() of the result; of real and imaginary parts if complex."
+            ),
         ] = False,
         inference_mode: Annotated[
             bool, typer.Option("--inference-mode", help="Run under torch.inference_mode.")

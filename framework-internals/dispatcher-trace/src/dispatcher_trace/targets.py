@@ -175,7 +175,8 @@ class Conditions:
         device: ``cpu`` or ``cuda``: where factory functions without a device put tensors, and autocast's device.
         autocast: its dtype, or None.
         inference_mode: whether to run under ``torch.inference_mode``.
-        backward: whether to go on with ``sum().backward()`` of what the callable returns.
+        backward: whether to go on with ``sum().backward()`` of what the callable returns; a complex tensor's real and
+            imaginary parts are summed.
         vmap: map over the first dimension of every tensor given.
         compile: run what ``torch.compile`` makes of the callable.
     """
@@ -218,7 +219,7 @@ class Conditions:
             roots = [tensor for tensor in _tensors(result) if tensor.requires_grad]
             if not roots:
                 raise UserError("--backward: the result holds no tensor that requires a gradient")
-            torch.autograd.backward([root.sum() for root in roots])
+            torch.autograd.backward([_sum(root) for root in roots])
         return result
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
