@@ -199,11 +199,11 @@ def _user_errors(what: str) -> Iterator[None]:
 
 
 def _text(walk: Trace, form: _Format, title: str) -> str:
+    if not walk.calls and form in (_Format.tree, _Format.findings):
+        return "".join(f"{note}\n" for note in walk.notes)
     match form:
         case _Format.json:
             return _json(walk.to_json())
-    if not walk.calls and form in (_Format.tree, _Format.findings):
-        return "".join(f"{note}\n" for note in walk.notes)
         case _Format.perfetto:
             return _json(walk.to_perfetto())
         case _Format.html:

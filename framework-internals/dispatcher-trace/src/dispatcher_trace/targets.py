@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import keyword
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,7 @@ from typing import Any
 import torch
 
 from benchkit import UserError
-from benchkit.device import resolve_device
-from dispatcher_trace.records import DTYPE_NAMES
+from dispatcher_trace.records import DTYPE_NAMES, dtype_name
 from dispatcher_trace.render import near_names
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -70,17 +70,51 @@ class TensorSpec:
             raise UserError(
                 f"--tensor: sizes are whole numbers between commas, got [{match['shape']}] in {text!r}"
             ) from None
-        named = match["device"] or device
-        resolve_device(named.partition(":")[0])
-        return cls(match["name"], dtype, shape, named)
+        if keyword.iskeyword(match["name"]):
+            raise UserError(f"--tensor: expected a variable's name, got Python's keyword {match['name']!r} in {text!r}")
+        if match["device"]:
+            _check_device(match["device"], text)
+        return cls(match["name"], dtype, shape, match["device"] or device)
 
     def make(self, *, requires_grad: bool = False) -> torch.Tensor:
-        """A tensor of seeded random numbers: normal for floating point, 0 to 9 for integers."""
+        """A tensor of seeded random numbers: normal for floating point, 0 to 9 for integers.
+
+        Raises:
+            UserError: where torch makes no such tensor: of this dtype, or as large.
+        """
         generator = torch.Generator().manual_seed(0)
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            tensor = torch.randn(self.shape, generator=generator, dtype=torch.float32).to(self.device, self.dtype)
-            return tensor.requires_grad_(requires_grad)
-        return torch.randint(0, 10, self.shape, generator=generator).to(self.device, self.dtype)
+        continuous = self.dtype.is_floating_point or self.dtype.is_complex
+        try:
+            if continuous:
+                numbers = torch.randn(self.shape, generator=generator, dtype=torch.float32)
+            else:
+                numbers = torch.randint(0, 10, self.shape, generator=generator)
+            tensor = numbers.to(self.device, self.dtype)
+        except (RuntimeError, TypeError) as error:  # a TypeError for a size that 64 bits do not hold
+            raise UserError(
+                f"--tensor: torch cannot make {self} ({one_line(error)}); take smaller sizes, or a dtype of "
+                f"{', '.join(DTYPES)}"
+            ) from error
+        return tensor.requires_grad_(requires_grad) if continuous else tensor
+
+    def __str__(self) -> str:
+        return f"{self.name}={dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]@{self.device}"
+
+
+def _check_device(device: str, text: str) -> None:
+    """Refuse a device that ``@`` cannot name, or a GPU that is not there."""
+    kind, _, index = device.partition(":")
+    if _DEVICE.match(device) is None:
+        raise UserError(
+            f"--tensor: the device after @ is cpu, cuda or cuda:N, got {device!r} in {text!r}; "
+            "without @ it is --device's"
+        )
+    gpus = torch.cuda.device_count()
+    if kind == "cuda" and int(index or 0) >= gpus:
+        raise UserError(
+            f"--tensor: {text!r} asks for GPU {index or 0}, and torch {torch.__version__} sees {gpus} GPUs; use @cpu"
+            + (f" or @cuda:0 to @cuda:{gpus - 1}" if gpus else "")
+        )
 
 
 def parse_dtype(text: str, option: str) -> torch.dtype:
@@ -215,6 +249,7 @@ class Conditions:
             for context in self._contexts():
                 stack.enter_context(context)
             result = function(**tensors)
+        _refuse_unrun(result)
         if self.backward:
             roots = [tensor for tensor in _tensors(result) if tensor.requires_grad]
             if not roots:
@@ -247,15 +282,6 @@ def _mapped(function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -
     return lambda **given: mapped(*given.values())
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-        _refuse_unrun(result)
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
 def _refuse_unrun(result: Any) -> None:
     kind = next((kind for kind, is_one in _UNRUN.items() if is_one(result)), None)
     if kind is None:
@@ -273,3 +299,11 @@ def _sum(root: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(root.resolve_conj()).sum() if root.is_complex() else root.sum()
 
 
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
