@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
@@ -24,10 +24,10 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SPEC = re.compile(r"^(?P<name>[A-Za-z_]\w*)=(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:@(?P<device>[\w:]+))?$")
 _DEVICE = re.compile(r"^(cpu|cuda)(:\d+)?$")
 # Results of which the code has not run when they are returned.
-_UNRUN = {
-    "a generator": inspect.isgenerator,
-    "a coroutine": inspect.iscoroutine,
-    "an asynchronous generator": inspect.isasyncgen,
+_UNRUN: dict[type, str] = {
+    GeneratorType: "a generator",
+    CoroutineType: "a coroutine",
+    AsyncGeneratorType: "an asynchronous generator",
 }
 
 
@@ -283,10 +283,10 @@ def _mapped(function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -
 
 
 def _refuse_unrun(result: Any) -> None:
-    kind = next((kind for kind, is_one in _UNRUN.items() if is_one(result)), None)
+    kind = _UNRUN.get(type(result))
     if kind is None:
         return
-    if inspect.iscoroutine(result):
+    if isinstance(result, CoroutineType):
         result.close()  # or Python warns that it was never awaited
     raise UserError(
         f"the traced code returned {kind}, of which nothing ran; trace a function that runs it: "
