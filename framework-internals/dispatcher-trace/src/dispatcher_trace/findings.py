@@ -26,8 +26,8 @@ class Finding:
 
     Attributes:
         kind: ``copy``: data was copied although the line that caused it asks for something else; ``synchronisation``:
-            the host reads a value of a tensor, and waits for the device where there is one; ``prediction``: the keys of
-            a call are not those that its table predicts.
+            the host reads a value of a tensor, or data of the device, and waits for the device where there is one;
+            ``prediction``: the keys of a call are not those that its table predicts, for no known cause.
         number: of the hop where it begins.
         operator: that did it.
         detail: one clause with the data.
@@ -59,7 +59,8 @@ def findings(calls: Sequence[Call]) -> list[Finding]:
 
     A copy is reported once, where it begins: ``aten::to.dtype`` calls ``_to_copy``, which calls ``copy_``. Copies of a
     single element on one device are left out: numbers are cast so all the time. Kernels that pack or copy inside
-    themselves, below the dispatcher, are not seen.
+    themselves, below the dispatcher, are not seen. A copy from a GPU to the host is a synchronisation too, asked for or
+    not, unless it is non-blocking and into pinned memory.
     """
     return sorted((finding for top in calls for finding in _in_call(top, top)), key=lambda finding: finding.number)
 
@@ -72,14 +73,15 @@ def _in_call(call: Call, top: Call) -> Iterator[Finding]:
         detail = "" if call is top and base in _ASKED_FOR else _copy_detail(call)
         if detail:
             yield _finding("copy", call, top, detail)
-    elif base in _READING:
-        yield _finding("synchronisation", call, top, _reading_detail(call))
+    waiting = _waiting_detail(call)
+    if waiting:
+        yield _finding("synchronisation", call, top, waiting)
+    # What a copy or a reading operator calls for its own ends is part of it.
+    covered = {"copy"} if base in _COPYING | _READING else set()
+    covered |= {"synchronisation"} if waiting else set()
     for hop in call.hops:
         for inner in hop.calls:
-            for finding in _in_call(inner, top):
-                # What a copy or a reading operator calls for its own ends is part of it.
-                if finding.kind == "prediction" or base not in _COPYING | _READING:
-                    yield finding
+            yield from (finding for finding in _in_call(inner, top) if finding.kind not in covered)
 
 
 def _finding(kind: Kind, call: Call, top: Call, detail: str) -> Finding:
@@ -126,6 +128,25 @@ def _reading_detail(call: Call) -> str:
     if tensor is None:
         return "reads a value on the host"
     if tensor.device.startswith("cuda"):
+def _waiting_detail(call: Call) -> str:
+    """Why the host waits for a device in this call, if it does; what it calls in turn is not looked at."""
+    base = call.operator.partition(".")[0]
+    if base in _READING:
+        return _reading_detail(call)
+    return _transfer_detail(call) if base == "aten::copy_" else ""
+
+
+def _transfer_detail(call: Call) -> str:
+    """A copy from a GPU to the host; empty for another, or where the host goes on meanwhile."""
+    # Of the last hop: there the recorder has asked whether the target is pinned.
+    arguments = {argument.name: argument for argument in call.hops[-1].arguments}
+    targets, sources = (arguments[name].tensors if name in arguments else () for name in ("self", "src"))
+    for target, source in zip(targets, sources, strict=False):
+        if source.device.startswith("cuda") and target.device == "cpu" and not target.pinned:
+            return f"copies {source} to the host, which waits for the GPU"
+    return ""
+
+
         return f"reads {tensor} on the host, which waits for the GPU"
     return f"reads {tensor} on the host; on a GPU this would wait for it"
 
