@@ -170,9 +170,17 @@ def test_a_result_whose_size_depends_on_data_waits(shims: Shims, function: Calla
 
 
 def test_a_wrong_prediction_is_a_finding(shims: Shims) -> None:
-    (found,) = _found(shims, lambda: torch.tensor([1.0, 2.0]))
-    assert found.kind == "prediction"
-    assert found.detail == "visited AutogradCPU; the table predicts AutogradCPU → CPU"
+    t = _walk(shims, lambda: torch.ones(2).exp())
+    t.calls[-1].missed = ("CUDA",)
+    (found,) = t.findings
+    assert (found.kind, found.operator) == ("prediction", "aten::exp")
+    assert found.detail == "visited AutogradCPU → CPU; the table predicts AutogradCPU → CPU → CUDA"
+
+
+def test_a_wrong_prediction_with_a_known_cause_is_none(shims: Shims) -> None:
+    t = _walk(shims, lambda: torch.tensor([1.0, 2.0]))
+    assert [call.operator for call in t.all_calls if not call.agrees] == ["aten::detach_"]  # written by hand
+    assert t.findings == []
 
 
 def _on_devices(call: Call, source: str, target: str, *, pinned: bool) -> None:

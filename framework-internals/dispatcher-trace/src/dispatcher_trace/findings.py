@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dispatcher_trace.predict import cause_of
 from dispatcher_trace.records import Call, TensorFact
 
 Kind = Literal["copy", "synchronisation", "prediction"]
@@ -16,7 +17,11 @@ _COPYING = frozenset({"aten::clone", "aten::_to_copy", "aten::copy_", "aten::_fo
 _ASKED_FOR = frozenset({"aten::clone", "aten::copy_", "aten::_foreach_copy_"})
 # Operators whose result, or its size, is a value that the host has to know.
 _READING = frozenset(
-    {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2", "aten::masked_select"}
+    {
+        *("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::bincount"),
+        *("aten::_unique", "aten::_unique2", "aten::unique_dim"),
+        *("aten::unique_consecutive", "aten::unique_dim_consecutive"),
+    }
 )
 
 
@@ -66,7 +71,7 @@ def findings(calls: Sequence[Call]) -> list[Finding]:
 
 
 def _in_call(call: Call, top: Call) -> Iterator[Finding]:
-    if not call.agrees:
+    if not call.agrees and not cause_of(call):
         yield _finding("prediction", call, top, _path_detail(call))
     base = call.operator.partition(".")[0]
     if base in _COPYING:
@@ -123,11 +128,6 @@ def _difference(source: TensorFact, target: TensorFact) -> str:
     return ", ".join(reasons) or "the same dtype and layout"
 
 
-def _reading_detail(call: Call) -> str:
-    tensor = next(iter(call.hops[0].tensors), None)
-    if tensor is None:
-        return "reads a value on the host"
-    if tensor.device.startswith("cuda"):
 def _waiting_detail(call: Call) -> str:
     """Why the host waits for a device in this call, if it does; what it calls in turn is not looked at."""
     base = call.operator.partition(".")[0]
@@ -147,6 +147,11 @@ def _transfer_detail(call: Call) -> str:
     return ""
 
 
+def _reading_detail(call: Call) -> str:
+    tensor = next(iter(call.hops[0].tensors), None)
+    if tensor is None:
+        return "reads a value on the host"
+    if tensor.device.startswith("cuda"):
         return f"reads {tensor} on the host, which waits for the GPU"
     return f"reads {tensor} on the host; on a GPU this would wait for it"
 
