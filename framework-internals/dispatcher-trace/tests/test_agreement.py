@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from dispatcher_trace import Shims, agreement, installed
+from dispatcher_trace import Shims, agreement, installed, record
 from dispatcher_trace.catalogue import CATALOGUE
 
 # What issue trackers and code reviews name when they say "an operator": one of each at least.
@@ -47,3 +48,10 @@ def test_what_torch_itself_refuses_is_left_out(impossible: dict[tuple[str, str],
     assert ("requires_grad", "torch.argmax") in impossible
     assert not [key for key in impossible if key[0] in ("plain", "no_grad", "inference_mode", "autocast")]
     assert len(impossible) < 0.1 * len(CATALOGUE) * len(agreement.MODES)
+
+
+def test_known_causes_are_no_findings(shims: Shims) -> None:
+    with record(shims, kernels=False) as t:
+        torch.func.jvp(torch.sin, (torch.ones(2),), (torch.ones(2),))
+    assert {call.operator for call in t.all_calls if not call.agrees} == {"aten::_fw_primal", "aten::_make_dual"}
+    assert [finding for finding in t.findings if finding.kind == "prediction"] == []

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,27 @@ def test_a_function_gets_its_tensors_by_name(tmp_path: Path) -> None:
     assert head == "Operators over 5 % of the operators' own time, untraced:"
     mapped = call("run", f"{file}:loss", *specs, "--vmap", "--device", "cpu", "--format", "findings")
     assert "the traced code raised" in mapped.stderr  # one dimension is mapped away: .t() of a vector
+
+
+def test_cost_leaves_the_walk_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\nw = torch.nn.Parameter(torch.ones(3))\n\ndef loss():\n    return (w * w).sum()\n")
+    common = ("run", f"{file}:loss", "--backward", "--device", "cpu", "--scope", "core", "--format", "tree")
+    alone, costed = call(*common), call(*common, "--cost")
+    assert costed.exit_code == 0, costed.stderr
+    walk, _, costs = costed.stdout.partition("\nOperators over 5 %")
+    operators = [re.findall(r" = (\S+)\(", text) for text in (alone.stdout, walk)]
+    assert operators[0] == operators[1]  # after another run AccumulateGrad would add where it now keeps the gradient
+    assert "aten::detach" in operators[0]
+    assert costs
+
+
+def test_code_that_runs_only_once_is_named_for_cost(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\nstock = [1.0]\n\ndef step():\n    return torch.ones(1) * stock.pop()\n")
+    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--cost")
+    assert result.exit_code == 2
+    assert "the second, untraced run for --cost (leave it out where the code runs only once) raised" in result.stderr
 
 
 def test_native_step_on_the_command_line() -> None:
@@ -137,7 +159,14 @@ def test_op_prints_the_table() -> None:
         (("expr", "a", "--tensor", "a=f33[2]"), "--tensor: unknown dtype 'f33'; one of f32"),
         (("expr", "a", "--tensor", "a:f32[2]"), "--tensor takes NAME=DTYPE[SIZES]"),
         (("expr", "a", "--tensor", "a=f32[2,,3]"), "--tensor: sizes are whole numbers between commas"),
-        (("expr", "a", "--tensor", "a=f32[2]@tpu"), "takes auto, cpu or cuda, got 'tpu'"),
+        (("expr", "a", "--tensor", "a=f32[2]@mps"), "--tensor: the device after @ is cpu, cuda or cuda:N, got 'mps'"),
+        (("expr", "a", "--tensor", "a=f32[2]@auto"), "--tensor: the device after @ is cpu, cuda or cuda:N, got 'auto'"),
+        (("expr", "a", "--tensor", "a=f32[2]@cpu:x"), "got 'cpu:x' in 'a=f32[2]@cpu:x'; without @ it is --device's"),
+        (("expr", "a", "--tensor", "a=f32[2]@cuda:99"), "--tensor: 'a=f32[2]@cuda:99' asks for GPU 99, and torch "),
+        (("expr", "a", "--tensor", "for=f32[2]"), "--tensor: expected a variable's name, got Python's keyword 'for'"),
+        (("expr", "a", "--tensor", "a=f32[99999999999999]"), "torch cannot make a=f32[99999999999999]@cpu (Runtime"),
+        (("expr", "a", "--tensor", "a=f32[99999999999999999999]"), "; take smaller sizes, or a dtype of f32, "),
+        (("expr", "a", "--tensor", "a=qint8[2]"), "--tensor: torch cannot make a=qint8[2]@cpu (RuntimeError: "),
         (("expr", "a @ a", "--tensor", "a=f32[2,3]", "--scope", "core"), "the traced code raised RuntimeError"),
         (("expr", "3", "--backward", "--scope", "core"), "holds no tensor that requires a gradient"),
         (("expr", "3", "--autocast", "half-ish"), "--autocast: unknown dtype 'half-ish'"),
@@ -168,7 +197,57 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     file.write_text("raise OSError('broken')\n")
     broken = call("run", f"{file}:step")
     assert "raises when it is imported: OSError: broken" in broken.stderr
-    assert [result.exit_code for result in (missing, raising, broken)] == [2, 2, 2]
+    file.write_text("raise SystemExit(0)\n")
+    ending = call("run", f"{file}:step")
+    assert 'imported: SystemExit: 0; put what ends it under if __name__ == "__main__":' in ending.stderr
+    assert [result.exit_code for result in (missing, raising, broken, ending)] == [2, 2, 2, 2]
+
+
+@pytest.mark.filterwarnings("error")  # a coroutine that nobody awaits
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("def step():\n    yield 1\n", "the traced code returned a generator, of which nothing ran; trace a function"),
+        ("async def step():\n    return 1\n", "the traced code returned a coroutine, of which nothing ran"),
+        ("async def step():\n    yield 1\n", "the traced code returned an asynchronous generator"),
+        ("def step():\n    raise SystemExit(0)\n", "the traced code raised SystemExit: 0\n"),
+    ],
+)
+def test_code_that_does_not_run_to_its_end_is_one_line(body: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(body)
+    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core")
+    assert message in result.stderr
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("form", ["tree", "findings", "markdown"])
+def test_an_empty_walk_says_so(form: str) -> None:
+    result = call("expr", "3", "--scope", "core", "--format", form)
+    assert result.exit_code == 0, result.stderr
+    assert "No operator was called." in result.stdout
+
+
+@pytest.mark.parametrize("expression", ["a * 2", "a.conj()"])
+def test_backward_of_a_complex_result(expression: str) -> None:
+    specs = ("--tensor", "a=c64[3]", "--scope", "core", "--format", "tree")
+    result = call("expr", expression, *specs, "--backward")
+    assert result.exit_code == 0, result.stderr
+    assert "aten::view_as_real" in result.stdout
+    assert "in AccumulateGrad" in result.stdout
+
+
+def test_a_file_with_annotations_as_text_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "json.py"  # its name is a module's of Python's own, which it must not hide
+    file.write_text(
+        "from __future__ import annotations\nimport dataclasses, torch\n\n"
+        "@dataclasses.dataclass\nclass Sizes:\n    n: int = 2\n\n"
+        "def step():\n    return torch.ones(Sizes().n).exp()\n"
+    )
+    result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--format", "tree")
+    assert result.exit_code == 0, result.stderr
+    assert "aten::exp($0: f32[2])" in result.stdout
+    assert sys.modules["json"] is json
 
 
 def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,6 +71,20 @@ def test_disagreement_and_inequality_are_said() -> None:
     assert "| no |" in story.conditions_table(results)
 
 
+@pytest.mark.parametrize(
+    ("positions", "cell"),
+    [
+        (2, "| 2 of 2 |"),
+        (3, "| 2 of 3: 1 predicted hop did not happen |"),
+        (1002, "| 2 of 1,002: 1,000 predicted hops did not happen |"),
+    ],
+)
+def test_hops_that_did_not_happen_are_told_apart(positions: int, cell: str) -> None:
+    walk = _walk(["AutogradCPU", "CPU"])
+    walk.values["positions"] = Quantity(positions, "")
+    assert cell in story.conditions_table(_results(walk))
+
+
 def test_agreement_is_summed_inside_and_outside_functorch() -> None:
     records = (
         _agreement("plain", 100, 1, functorch=False),
@@ -78,7 +92,8 @@ def test_agreement_is_summed_inside_and_outside_functorch() -> None:
         _agreement("vmap", 100, 5, functorch=True),
     )
     results = _results(_walk(["CPU"]), *records)
-    assert "the keys of 99.50 % outside functorch and 95.00 % inside" in story.finding(results)
+    found = "gives the right keys for 99.50 % of the catalogue's operator calls outside functorch and 95.00 % inside"
+    assert found in story.finding(results)
     assert "| autocast | 3 | 300 | 1 | 99.67 % | 0 |" in story.agreement_table(results)
     (line,) = story.causes(results)
     assert line == "`aten::detach_`, 7 calls: visited AutogradCPU, predicted AutogradCPU → CPU; by hand"

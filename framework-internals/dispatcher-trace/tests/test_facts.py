@@ -1,12 +1,14 @@
 """Tensor facts, effects, source lines and the findings drawn from them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 import typing_extensions
 
 from dispatcher_trace import Finding, Shims, Trace, installed, record
+from dispatcher_trace.records import Argument, Call
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +154,75 @@ def test_values_read_on_the_host(shims: Shims, function: Callable[[torch.Tensor]
     assert "on a GPU this would wait for it" in found.detail
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.bincount,
+        torch.unique,
+        torch.unique_consecutive,
+        lambda x: torch.unique(x, dim=0),
+        lambda x: torch.unique_consecutive(x, dim=0),
+    ],
+)
+def test_a_result_whose_size_depends_on_data_waits(shims: Shims, function: Callable[[torch.Tensor], object]) -> None:
+    x = torch.tensor([1, 2, 2])
+    assert [found.kind for found in _found(shims, lambda: function(x))] == ["synchronisation"]
+
+
 def test_a_wrong_prediction_is_a_finding(shims: Shims) -> None:
-    (found,) = _found(shims, lambda: torch.tensor([1.0, 2.0]))
-    assert found.kind == "prediction"
-    assert found.detail == "visited AutogradCPU; the table predicts AutogradCPU → CPU"
+    t = _walk(shims, lambda: torch.ones(2).exp())
+    t.calls[-1].missed = ("CUDA",)
+    (found,) = t.findings
+    assert (found.kind, found.operator) == ("prediction", "aten::exp")
+    assert found.detail == "visited AutogradCPU → CPU; the table predicts AutogradCPU → CPU → CUDA"
+
+
+def test_a_wrong_prediction_with_a_known_cause_is_none(shims: Shims) -> None:
+    t = _walk(shims, lambda: torch.tensor([1.0, 2.0]))
+    assert [call.operator for call in t.all_calls if not call.agrees] == ["aten::detach_"]  # written by hand
+    assert t.findings == []
+
+
+def _on_devices(call: Call, source: str, target: str, *, pinned: bool) -> None:
+    """Make a walk on the CPU one of a transfer: its tensors without a dtype change are alike but for the device."""
+    for hop in (hop for inner in call.walk() for hop in inner.hops):
+        to_target = {"self"} if hop.operator == "aten::copy_" else set()
+        hop.arguments = tuple(
+            _moved(argument, target if argument.name in to_target else source, pinned=pinned)
+            for argument in hop.arguments
+        )
+        hop.results = tuple(_moved(result, target, pinned=pinned) for result in hop.results)
+
+
+def _moved(argument: Argument, device: str, *, pinned: bool) -> Argument:
+    facts = tuple(replace(fact, device=device, pinned=pinned and device == "cpu") for fact in argument.tensors)
+    return replace(argument, tensors=facts)
+
+
+@pytest.mark.parametrize(
+    ("function", "source", "target", "pinned", "kinds"),
+    [
+        (lambda x: torch.empty(3).copy_(x), "cuda:0", "cpu", False, ["synchronisation"]),
+        (lambda x: torch.empty(3).copy_(x), "cuda:0", "cpu", True, []),
+        (lambda x: torch.empty(3).copy_(x), "cpu", "cuda:0", False, []),
+        (lambda x: torch.empty(3).copy_(x), "cuda:0", "cuda:1", False, []),
+        (lambda x: x.to("cpu", copy=True), "cuda:0", "cpu", False, ["copy", "synchronisation"]),
+        (lambda x: x.to("cpu", copy=True), "cuda:0", "cpu", True, ["copy"]),
+    ],
+)
+def test_a_copy_from_the_gpu_waits_unless_into_pinned_memory(
+    shims: Shims,
+    function: Callable[[torch.Tensor], object],
+    source: str,
+    target: str,
+    pinned: bool,
+    kinds: list[str],
+) -> None:
+    x = torch.ones(3)
+    t = _walk(shims, lambda: function(x))
+    _on_devices(t.calls[-1], source, target, pinned=pinned)
+    assert [found.kind for found in t.findings] == kinds
+    assert all("to the host, which waits" in found.detail for found in t.findings if found.kind == "synchronisation")
 
 
 def test_the_key_set_stands_as_an_equation(shims: Shims) -> None:

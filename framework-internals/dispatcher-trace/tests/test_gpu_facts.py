@@ -1,6 +1,6 @@
 """What only a GPU shows: launches, libraries by name, synchronisations, whole steps, the catalogue on CUDA."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -74,6 +74,26 @@ def test_reading_a_value_waits_for_the_gpu(shims: Shims) -> None:
     assert found.cause == "aten::item"
     assert "waits for the GPU" in found.detail
     assert found.source.startswith("tests/test_gpu_facts.py:")
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (lambda x: x.cpu(), True),
+        (lambda x: torch.empty(8).copy_(x), True),
+        (lambda x: torch.empty(8).copy_(x, non_blocking=True), True),  # pageable memory: CUDA copies before it returns
+        (lambda x: torch.empty(8, pin_memory=True).copy_(x), True),
+        (lambda x: torch.empty(8, pin_memory=True).copy_(x, non_blocking=True), False),
+        (lambda x: x.to("cpu", non_blocking=True), False),  # into memory that torch pins for it
+        (lambda x: torch.empty_like(x).copy_(x), False),
+    ],
+)
+def test_a_copy_to_the_host_waits(shims: Shims, function: Callable[[torch.Tensor], object], waits: bool) -> None:
+    x = torch.ones(8, device="cuda")
+    with record(shims) as t:
+        function(x)
+    torch.cuda.synchronize()
+    assert sum(item.kind == "synchronisation" for item in t.findings) == waits
 
 
 def test_a_transfer_is_a_hidden_copy(shims: Shims) -> None:

@@ -72,3 +72,10 @@ def test_prediction_holds(shims: Shims) -> None:
     agreed, positions = t.agreement
     wrong = [(call.operator, call.path, call.missed) for call in t.all_calls if call.missed]
     assert agreed == positions, wrong
+
+
+def test_a_walk_that_raises_has_its_kernels(shims: Shims) -> None:
+    a, _ = _inputs(torch.float32)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), record(shims) as t:
+        (a + a) @ a[:3]
+    assert _kernels(t, "aten::add.Tensor")

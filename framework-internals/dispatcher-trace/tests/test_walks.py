@@ -150,10 +150,12 @@ def test_a_number_stays_weak_and_is_shown_as_a_number(shims: Shims) -> None:
 
 def test_an_exception_passes_and_its_walk_is_kept(shims: Shims) -> None:
     a, _ = _inputs()
-    with pytest.raises(RuntimeError, match="mat1 and mat2"), record(shims, kernels=False) as t:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), record(shims, kernels=True) as t:
         a @ torch.ones(3, 3)
     assert "RuntimeError" in t.hops[-1].error
     assert "raised RuntimeError" in t.calls[-1].hops[0].why
+    assert t.match is not None
+    assert t.match.tied == t.match.calls == len(t.all_calls)
     with record(shims, kernels=False) as after:
         a + a
     assert len(after.hops) == 2

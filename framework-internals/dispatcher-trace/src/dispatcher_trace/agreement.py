@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from dispatcher_trace.catalogue import CATALOGUE, Entry
+from dispatcher_trace.predict import cause_of
 from dispatcher_trace.records import Call
 from dispatcher_trace.shim import Shims
 from dispatcher_trace.trace import record
 
 INSIDE_FUNCTORCH = ("vmap", "func.grad", "func.jvp", "functionalize")
 MODES = ("plain", "requires_grad", "no_grad", "autocast", "inference_mode", *INSIDE_FUNCTORCH)
-
-_HAND_WRITTEN = "its kernel at {key} is written by hand ({file}) and ends the call instead of handing on"
-# Kernels of VariableTypeManual.cpp that no table tells from those that hand on.
-_ENDS_BY_HAND = frozenset({"aten::detach_", "aten::_fw_primal", "aten::_make_dual"})
 
 
 @dataclass(frozen=True)
@@ -139,16 +136,6 @@ def _walk(shims: Shims, entry: Entry, mode: str, program: Callable[[], Any]) -> 
 def _disagreement(mode: str, entry: str, call: Call) -> Disagreement:
     predicted = (*(hop.predicted for hop in call.hops if hop.predicted), *call.missed)
     return Disagreement(mode, entry, call.operator, call.path, predicted, cause_of(call))
-
-
-def cause_of(call: Call) -> str:
-    """Why a call took another way than predicted; empty where no known cause fits."""
-    last = call.hops[-1]
-    if last.error:
-        return "the kernel raised before it could hand on"
-    if call.operator.partition(".")[0] in _ENDS_BY_HAND and call.missed:
-        return _HAND_WRITTEN.format(key=last.key, file=last.where)
-    return ""
 
 
 def _scalar(result: Any) -> Tensor:

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -60,7 +61,10 @@ def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable
             str | None, typer.Option(metavar="DTYPE", help="Run under torch.autocast with this dtype.")
         ] = None,
         backward: Annotated[
-            bool, typer.Option("--backward", help="Go on with sum().backward() of the result.")
+            bool,
+            typer.Option(
+                "--backward", help="Go on with sum().backward() of the result; of real and imaginary parts if complex."
+            ),
         ] = False,
         inference_mode: Annotated[
             bool, typer.Option("--inference-mode", help="Run under torch.inference_mode.")
@@ -73,7 +77,7 @@ def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable
             bool, typer.Option("--native", help="Single-step CPU kernels: routines below them (x86-64 Linux).")
         ] = False,
         costs: Annotated[
-            bool, typer.Option("--cost", help="Operators over 5 % of the time, from a second, untraced run.")
+            bool, typer.Option("--cost", help="Operators over 5 % of the time, untraced: a second run after the walk.")
         ] = False,
         scope: Annotated[
             _Scope, typer.Option(help="Keys to watch; core installs faster, blind to functorch and modes.")
@@ -169,21 +173,34 @@ def _walk(
 ) -> tuple[Trace, str]:
     """The walk, and the table of costs as text."""
     on_gpu = conditions.device == "cuda"
-    try:
+    with _user_errors("the traced code"):
         call = conditions.prepare(function, tensors)
-        profile = cost.profile_of(call) if costs else None
         with trace(scope=scope, kernels=on_gpu, native=native) as walk:
             call()
             if on_gpu:
                 torch.cuda.synchronize()
+    if not costs:
+        return walk, ""
+    # After the walk: what a run leaves behind (gradients, caches, optimiser state) would change the walk's operators.
+    with _user_errors("the second, untraced run for --cost (leave it out where the code runs only once)"):
+        profile = cost.profile_of(call)
+    return walk, f"\n{cost.table(cost.operator_costs(profile, walk))}\n"
+
+
+@contextmanager
+def _user_errors(what: str) -> Iterator[None]:
+    """Inside, whatever the user's code raises becomes one line that says which run raised it."""
+    try:
+        yield
     except UserError:
         raise
-    except Exception as error:
-        raise UserError(f"the traced code raised {one_line(error)}") from error
-    return walk, "" if profile is None else f"\n{cost.table(cost.operator_costs(profile, walk))}\n"
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what} raised {one_line(error)}") from error
 
 
 def _text(walk: Trace, form: _Format, title: str) -> str:
+    if not walk.calls and form in (_Format.tree, _Format.findings):
+        return "".join(f"{note}\n" for note in walk.notes)
     match form:
         case _Format.json:
             return _json(walk.to_json())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dispatcher_trace.predict import cause_of
 from dispatcher_trace.records import Call, TensorFact
 
 Kind = Literal["copy", "synchronisation", "prediction"]
@@ -16,7 +17,11 @@ _COPYING = frozenset({"aten::clone", "aten::_to_copy", "aten::copy_", "aten::_fo
 _ASKED_FOR = frozenset({"aten::clone", "aten::copy_", "aten::_foreach_copy_"})
 # Operators whose result, or its size, is a value that the host has to know.
 _READING = frozenset(
-    {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::_unique2", "aten::masked_select"}
+    {
+        *("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::bincount"),
+        *("aten::_unique", "aten::_unique2", "aten::unique_dim"),
+        *("aten::unique_consecutive", "aten::unique_dim_consecutive"),
+    }
 )
 
 
@@ -26,8 +31,8 @@ class Finding:
 
     Attributes:
         kind: ``copy``: data was copied although the line that caused it asks for something else; ``synchronisation``:
-            the host reads a value of a tensor, and waits for the device where there is one; ``prediction``: the keys of
-            a call are not those that its table predicts.
+            the host reads a value of a tensor, or data of the device, and waits for the device where there is one;
+            ``prediction``: the keys of a call are not those that its table predicts, for no known cause.
         number: of the hop where it begins.
         operator: that did it.
         detail: one clause with the data.
@@ -59,27 +64,29 @@ def findings(calls: Sequence[Call]) -> list[Finding]:
 
     A copy is reported once, where it begins: ``aten::to.dtype`` calls ``_to_copy``, which calls ``copy_``. Copies of a
     single element on one device are left out: numbers are cast so all the time. Kernels that pack or copy inside
-    themselves, below the dispatcher, are not seen.
+    themselves, below the dispatcher, are not seen. A copy from a GPU to the host is a synchronisation too, asked for or
+    not, unless it is non-blocking and into pinned memory.
     """
     return sorted((finding for top in calls for finding in _in_call(top, top)), key=lambda finding: finding.number)
 
 
 def _in_call(call: Call, top: Call) -> Iterator[Finding]:
-    if not call.agrees:
+    if not call.agrees and not cause_of(call):
         yield _finding("prediction", call, top, _path_detail(call))
     base = call.operator.partition(".")[0]
     if base in _COPYING:
         detail = "" if call is top and base in _ASKED_FOR else _copy_detail(call)
         if detail:
             yield _finding("copy", call, top, detail)
-    elif base in _READING:
-        yield _finding("synchronisation", call, top, _reading_detail(call))
+    waiting = _waiting_detail(call)
+    if waiting:
+        yield _finding("synchronisation", call, top, waiting)
+    # What a copy or a reading operator calls for its own ends is part of it.
+    covered = {"copy"} if base in _COPYING | _READING else set()
+    covered |= {"synchronisation"} if waiting else set()
     for hop in call.hops:
         for inner in hop.calls:
-            for finding in _in_call(inner, top):
-                # What a copy or a reading operator calls for its own ends is part of it.
-                if finding.kind == "prediction" or base not in _COPYING | _READING:
-                    yield finding
+            yield from (finding for finding in _in_call(inner, top) if finding.kind not in covered)
 
 
 def _finding(kind: Kind, call: Call, top: Call, detail: str) -> Finding:
@@ -119,6 +126,25 @@ def _difference(source: TensorFact, target: TensorFact) -> str:
     if source.strides != target.strides:
         reasons.append(f"strides {_sizes(source.strides)} laid out as {_sizes(target.strides)}")
     return ", ".join(reasons) or "the same dtype and layout"
+
+
+def _waiting_detail(call: Call) -> str:
+    """Why the host waits for a device in this call, if it does; what it calls in turn is not looked at."""
+    base = call.operator.partition(".")[0]
+    if base in _READING:
+        return _reading_detail(call)
+    return _transfer_detail(call) if base == "aten::copy_" else ""
+
+
+def _transfer_detail(call: Call) -> str:
+    """A copy from a GPU to the host; empty for another, or where the host goes on meanwhile."""
+    # Of the last hop: there the recorder has asked whether the target is pinned.
+    arguments = {argument.name: argument for argument in call.hops[-1].arguments}
+    targets, sources = (arguments[name].tensors if name in arguments else () for name in ("self", "src"))
+    for target, source in zip(targets, sources, strict=False):
+        if source.device.startswith("cuda") and target.device == "cpu" and not target.pinned:
+            return f"copies {source} to the host, which waits for the GPU"
+    return ""
 
 
 def _reading_detail(call: Call) -> str:

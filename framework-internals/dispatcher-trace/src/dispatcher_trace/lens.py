@@ -97,7 +97,7 @@ def collect(run: Run, root: Path) -> None:
     with _dispatch_trace() as printed:  # starts torch in a process of its own while this one single-steps
         with run.working("Below the backend key"):
             _native_steps(run)
-        with run.working("What notes on the dispatcher say"):
+        with run.working("What published notes on the dispatcher say"):
             _claims(run, printed)
 
 

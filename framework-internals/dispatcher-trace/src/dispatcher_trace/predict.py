@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 from dispatcher_trace import dispatcher
 from dispatcher_trace.dispatcher import KeyBits, Table
+from dispatcher_trace.records import Call
 
 _MOST_HOPS = 16
 # Kinds of registration whose Autograd kernel ends the call: a composite calls other operators instead of handing on.
 _COMPOSITE = frozenset({"math kernel", "default backend kernel"})
 # Their fallbacks make the conjugate, negative or zero tensor a plain one and hand on.
 _MATERIALIZERS = frozenset({"Conjugate", "Negative", "ZeroTensor"})
+_HAND_WRITTEN = "its kernel at {key} is written by hand ({file}) and ends the call instead of handing on"
+# Kernels of VariableTypeManual.cpp that no table tells from those that hand on.
+_ENDS_BY_HAND = frozenset({"aten::detach_", "aten::_fw_primal", "aten::_make_dual"})
 
 
 @dataclass(frozen=True)
@@ -83,3 +87,13 @@ def predict(table: Table, carried: KeyBits, included: KeyBits, excluded: KeyBits
             break
         keys = handed_on(step.key, registration.kind, step.keys, backend)
     return steps
+
+
+def cause_of(call: Call) -> str:
+    """Why a call took another way than predicted; empty where no known cause fits."""
+    last = call.hops[-1]
+    if last.error:
+        return "the kernel raised before it could hand on"
+    if call.operator.partition(".")[0] in _ENDS_BY_HAND and call.missed:
+        return _HAND_WRITTEN.format(key=last.key, file=last.where)
+    return ""

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -154,7 +154,7 @@ class Recorder:
                 included=dispatcher.tls_included(),
                 excluded=dispatcher.tls_excluded(),
                 carried=carried,
-                arguments=[(name, self._facts(value)) for name, value in given],
+                arguments=self._arguments(operator, key, given),
                 backend=_backend(given),
                 thread=threading.get_ident(),
                 native_thread=threading.get_native_id(),
@@ -209,6 +209,15 @@ class Recorder:
         known = kind in self._stepped
         self._stepped.add(kind)
         return not known
+
+    def _arguments(self, operator: str, key: str, given: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        facts = [(name, self._facts(value)) for name, value in given]
+        # Asking is an operator call: once a copy, at its kernel, where no mode of the user's sees it.
+        if operator == "aten::copy_" and key == "CUDA" and dict(given).get("non_blocking"):
+            (name, target), tensor = facts[0], given[0][1]
+            with dispatcher.own_work():
+                facts[0] = name, replace(target, pinned=torch.ops.aten.is_pinned.default(tensor))
+        return facts
 
     def _facts(self, value: Any) -> Any:
         """A tensor's facts, a list of them, or a short text for anything else."""

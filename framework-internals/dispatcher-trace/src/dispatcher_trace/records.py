@@ -58,6 +58,7 @@ class TensorFact:
         strides: in elements; empty for a tensor without (sparse, nested).
         storage: ``s0``: tensors with the same storage share their memory; empty for a tensor without.
         version: of the version counter when the hop began (for a result: ended); None for an inference tensor.
+        pinned: the target of a non-blocking copy from a GPU is pinned memory; of other tensors this is not asked.
     """
 
     label: str
@@ -68,6 +69,7 @@ class TensorFact:
     strides: tuple[int | str, ...] = ()
     storage: str = ""
     version: int | None = None
+    pinned: bool = False
 
     @property
     def elements(self) -> int | None:

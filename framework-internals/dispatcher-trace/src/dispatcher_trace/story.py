@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from benchkit import numbers
+from benchkit.environment import commit_label
 from benchkit.report import markdown_table
 from benchkit.results import Record, Results
 from dispatcher_trace.cases import EVERY_MODE, MODES, SHOWN
@@ -72,8 +73,10 @@ def finding(results: Results) -> str:
         parts.append(f"under autocast {order[0][1]} comes before {order[0][2]} in every walk that has both")
     outside, inside = agreement_share(results, functorch=False), agreement_share(results, functorch=True)
     if outside is not None and inside is not None:
-        shares = f"{numbers.percent(outside, 2)} outside functorch and {numbers.percent(inside, 2)} inside"
-        parts.append(f"the static prediction names the keys of {shares} of the operator calls of the catalogue")
+        parts.append(
+            f"the static prediction gives the right keys for {numbers.percent(outside, 2)} of the catalogue's operator "
+            f"calls outside functorch and {numbers.percent(inside, 2)} inside"
+        )
     parts.append(f"{counted['bit_equal']} of {counted['walks']} traced results are bit-equal to the untraced ones")
     return f"{'; '.join(parts)}."
 
@@ -102,6 +105,7 @@ def context(results: Results) -> dict[str, Any]:
         "programs": programs_table(results),
         "step_findings": step_findings(results),
         "folds": fold_table(results),
+        "commit": commit_label(results.environment.commit, results.environment.dirty),
         "unfolded": UNFOLDED,
         "perfetto": PERFETTO,
         "hot": hot_operators(results),
@@ -129,13 +133,21 @@ def conditions_table(results: Results) -> str:
             numbers.count(walk["hops"].value),
             numbers.count(walk["calls"].value),
             numbers.count(walk["profiled"].value),
-            f"{numbers.count(walk['agreed'].value)} of {numbers.count(walk['positions'].value)}",
+            _predicted(walk),
             "yes" if walk.data["bit_equal"] else "no",
         ]
         for walk in results.select("walk")
     ]
     header = ["expression", "dtype", "condition", "path to the kernel", "hops", "operator calls"]
     return markdown_table([*header, "seen by the profiler", "predicted", "bit-equal"], rows, left=4)
+
+
+def _predicted(record: Record) -> str:
+    """Hops that were predicted, of all that were seen or predicted; how many of these did not happen."""
+    missed = round(record["positions"].value - record["hops"].value)
+    hops = "1 predicted hop" if missed == 1 else f"{numbers.count(missed)} predicted hops"
+    of_all = f"{numbers.count(record['agreed'].value)} of {numbers.count(record['positions'].value)}"
+    return f"{of_all}: {hops} did not happen" if missed else of_all
 
 
 def disagreements(results: Results) -> list[str]:
@@ -212,7 +224,7 @@ def overhead(results: Results) -> dict[str, str] | None:
 
 
 def claims(results: Results) -> list[str]:
-    """What notes on the dispatcher say, and what was seen."""
+    """What published notes on the dispatcher say, and what was seen."""
     said = []
     for record in results.select("claim"):
         name = record.labels["claim"]
@@ -317,7 +329,7 @@ def programs_table(results: Results) -> str:
         [
             record.labels["step"],
             *(numbers.count(record[name].value) for name in ("hops", "calls", "profiled")),
-            f"{numbers.count(record['agreed'].value)} of {numbers.count(record['positions'].value)}",
+            _predicted(record),
             _unlike(record) or "none",
             "yes" if record.data["bit_equal"] else "no",
         ]

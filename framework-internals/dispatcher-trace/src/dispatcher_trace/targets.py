@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import keyword
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import AsyncGeneratorType, CoroutineType, GeneratorType, ModuleType
 from typing import Any
 
 import torch
 
 from benchkit import UserError
-from benchkit.device import resolve_device
-from dispatcher_trace.records import DTYPE_NAMES
+from dispatcher_trace.records import DTYPE_NAMES, dtype_name
 from dispatcher_trace.render import near_names
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _SPEC = re.compile(r"^(?P<name>[A-Za-z_]\w*)=(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:@(?P<device>[\w:]+))?$")
+_DEVICE = re.compile(r"^(cpu|cuda)(:\d+)?$")
+# Results of which the code has not run when they are returned.
+_UNRUN: dict[type, str] = {
+    GeneratorType: "a generator",
+    CoroutineType: "a coroutine",
+    AsyncGeneratorType: "an asynchronous generator",
+}
 
 
 @dataclass(frozen=True)
@@ -62,17 +70,51 @@ class TensorSpec:
             raise UserError(
                 f"--tensor: sizes are whole numbers between commas, got [{match['shape']}] in {text!r}"
             ) from None
-        named = match["device"] or device
-        resolve_device(named.partition(":")[0])
-        return cls(match["name"], dtype, shape, named)
+        if keyword.iskeyword(match["name"]):
+            raise UserError(f"--tensor: expected a variable's name, got Python's keyword {match['name']!r} in {text!r}")
+        if match["device"]:
+            _check_device(match["device"], text)
+        return cls(match["name"], dtype, shape, match["device"] or device)
 
     def make(self, *, requires_grad: bool = False) -> torch.Tensor:
-        """A tensor of seeded random numbers: normal for floating point, 0 to 9 for integers."""
+        """A tensor of seeded random numbers: normal for floating point, 0 to 9 for integers.
+
+        Raises:
+            UserError: where torch makes no such tensor: of this dtype, or as large.
+        """
         generator = torch.Generator().manual_seed(0)
-        if self.dtype.is_floating_point or self.dtype.is_complex:
-            tensor = torch.randn(self.shape, generator=generator, dtype=torch.float32).to(self.device, self.dtype)
-            return tensor.requires_grad_(requires_grad)
-        return torch.randint(0, 10, self.shape, generator=generator).to(self.device, self.dtype)
+        continuous = self.dtype.is_floating_point or self.dtype.is_complex
+        try:
+            if continuous:
+                numbers = torch.randn(self.shape, generator=generator, dtype=torch.float32)
+            else:
+                numbers = torch.randint(0, 10, self.shape, generator=generator)
+            tensor = numbers.to(self.device, self.dtype)
+        except (RuntimeError, TypeError) as error:  # a TypeError for a size that 64 bits do not hold
+            raise UserError(
+                f"--tensor: torch cannot make {self} ({one_line(error)}); take smaller sizes, or a dtype of "
+                f"{', '.join(DTYPES)}"
+            ) from error
+        return tensor.requires_grad_(requires_grad) if continuous else tensor
+
+    def __str__(self) -> str:
+        return f"{self.name}={dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]@{self.device}"
+
+
+def _check_device(device: str, text: str) -> None:
+    """Refuse a device that ``@`` cannot name, or a GPU that is not there."""
+    kind, _, index = device.partition(":")
+    if _DEVICE.match(device) is None:
+        raise UserError(
+            f"--tensor: the device after @ is cpu, cuda or cuda:N, got {device!r} in {text!r}; "
+            "without @ it is --device's"
+        )
+    gpus = torch.cuda.device_count()
+    if kind == "cuda" and int(index or 0) >= gpus:
+        raise UserError(
+            f"--tensor: {text!r} asks for GPU {index or 0}, and torch {torch.__version__} sees {gpus} GPUs; use @cpu"
+            + (f" or @cuda:0 to @cuda:{gpus - 1}" if gpus else "")
+        )
 
 
 def parse_dtype(text: str, option: str) -> torch.dtype:
@@ -120,17 +162,7 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     path = Path(path_text)
     if not path.is_file():
         raise UserError(f"no file {path_text!r}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path_text!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # so that it can import its neighbours, as when it is run
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{path_text} raises when it is imported: {one_line(error)}") from error
-    finally:
-        sys.path.pop(0)
+    module = _loaded(path)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -144,9 +176,29 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     return function
 
 
+def _loaded(path: Path) -> ModuleType:
+    """The file as a module, which stays in ``sys.modules`` under a name of its own."""
+    # Dataclasses, pickle and torch.compile look a module up by name; under the bare stem a json.py would hide Python's.
+    spec = importlib.util.spec_from_file_location(f"traced_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"expected a Python file, got {str(path)!r}: its name must end in .py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # so that it can import its neighbours, as when it is run
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        guard = '; put what ends it under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
+        raise UserError(f"{path} raises when it is imported: {one_line(error)}{guard}") from error
+    finally:
+        sys.path.pop(0)
+    return module
+
+
 def one_line(error: BaseException) -> str:
-    """``ValueError: the first line of its message``."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    """``ValueError: the first line of its message``, or its type alone."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -157,7 +209,8 @@ class Conditions:
         device: ``cpu`` or ``cuda``: where factory functions without a device put tensors, and autocast's device.
         autocast: its dtype, or None.
         inference_mode: whether to run under ``torch.inference_mode``.
-        backward: whether to go on with ``sum().backward()`` of what the callable returns.
+        backward: whether to go on with ``sum().backward()`` of what the callable returns; a complex tensor's real and
+            imaginary parts are summed.
         vmap: map over the first dimension of every tensor given.
         compile: run what ``torch.compile`` makes of the callable.
     """
@@ -179,7 +232,8 @@ class Conditions:
         With ``compile`` the callable runs once here, so that the trace holds the compiled call and not the compiler.
 
         Raises:
-            UserError: when there is nothing to map over, or (from what is returned) nothing to go backward from.
+            UserError: when there is nothing to map over, or (from what is returned) nothing to go backward from, or a
+                generator or coroutine came back, of which nothing ran.
         """
         if self.vmap:
             function = _mapped(function, tensors)
@@ -195,11 +249,12 @@ class Conditions:
             for context in self._contexts():
                 stack.enter_context(context)
             result = function(**tensors)
+        _refuse_unrun(result)
         if self.backward:
             roots = [tensor for tensor in _tensors(result) if tensor.requires_grad]
             if not roots:
                 raise UserError("--backward: the result holds no tensor that requires a gradient")
-            torch.autograd.backward([root.sum() for root in roots])
+            torch.autograd.backward([_sum(root) for root in roots])
         return result
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
@@ -225,6 +280,23 @@ def _mapped(function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -
 
     mapped = torch.vmap(over_values, randomness="different")
     return lambda **given: mapped(*given.values())
+
+
+def _refuse_unrun(result: Any) -> None:
+    kind = _UNRUN.get(type(result))
+    if kind is None:
+        return
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    raise UserError(
+        f"the traced code returned {kind}, of which nothing ran; trace a function that runs it: "
+        "list(…) of a generator, asyncio.run(…) of a coroutine"
+    )
+
+
+def _sum(root: torch.Tensor) -> torch.Tensor:
+    """A real number to go backward from, which a complex sum is not."""
+    return torch.view_as_real(root.resolve_conj()).sum() if root.is_complex() else root.sum()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from dispatcher_trace import assemble, dispatcher, keys, perfetto, profile, render, viewer
 from dispatcher_trace.findings import Finding, findings
 from dispatcher_trace.native_step import Stepper
-from dispatcher_trace.recorder import Recorder
+from dispatcher_trace.recorder import RawHop, Recorder
 from dispatcher_trace.records import EVIDENCE, SCHEMA_VERSION, Call, Hop, calls_to_json
 from dispatcher_trace.shim import Shims, installed
 
@@ -56,7 +56,8 @@ class Trace:
     @property
     def notes(self) -> list[str]:
         """What this walk does not show, each in one sentence."""
-        notes = [f"Hops at {', '.join(keys.unwatched(self.scope))} are not watched."]
+        notes = [] if self.calls or self.unrecorded else ["No operator was called."]
+        notes.append(f"Hops at {', '.join(keys.unwatched(self.scope))} are not watched.")
         for operator, count in self.unrecorded.items():
             notes.append(f"{operator} ran {_times(count)} inside a tensor subclass's constructor, unrecorded.")
         for place, count in self.unshimmed.items():
@@ -124,18 +125,22 @@ def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -
         kernels = torch.cuda.is_available()
     trace = Trace(shims.scope)
     stepper = Stepper() if native else None
-    with profile.profiled() if kernels else nullcontext() as profiled:
-        recorder = shims.recorder = Recorder(shims.number_labels)
-        shims.stepper = stepper
-        try:
-            yield trace
-        finally:
-            shims.recorder = shims.stepper = None
-            trace.unrecorded = recorder.unrecorded
-            # Assembled also when the traced code raised: the walk to the error is what one wants to see then.
-            trace.calls, firsts, trace.unshimmed = assemble.calls_of(recorder, shims.tables)
-    if profiled is not None:
-        trace.match = profile.tie(profiled.events, firsts, trace.calls)
+    firsts: list[RawHop] = []
+    profiled: profile.Profile | None = None
+    # Assembled and tied also when the traced code raised: the walk to the error is what one wants to see then.
+    try:
+        with profile.profiled() if kernels else nullcontext() as profiled:
+            recorder = shims.recorder = Recorder(shims.number_labels)
+            shims.stepper = stepper
+            try:
+                yield trace
+            finally:
+                shims.recorder = shims.stepper = None
+                trace.unrecorded = recorder.unrecorded
+                trace.calls, firsts, trace.unshimmed = assemble.calls_of(recorder, shims.tables)
+    finally:
+        if profiled is not None:  # the events are there once its block has ended
+            trace.match = profile.tie(profiled.events, firsts, trace.calls)
 
 
 @contextmanager
