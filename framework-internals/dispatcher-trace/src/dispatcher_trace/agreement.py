@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchkit.errors import first_line
 from dispatcher_trace.catalogue import CATALOGUE, Entry
 from dispatcher_trace.predict import cause_of
 from dispatcher_trace.records import Call
@@ -114,7 +115,7 @@ def _error_of(program: Callable[[], Any]) -> str:
         try:
             program()
         except Exception as raised:
-            return f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0]}"
+            return first_line(raised)
     return ""
 
 

@@ -14,10 +14,11 @@ import typer
 from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
+from benchkit.errors import first_line
 from benchkit.results import write_text_atomically
 from dispatcher_trace import compare, cost, keys, render
 from dispatcher_trace.records import Call
-from dispatcher_trace.targets import Conditions, TensorSpec, expression, load_function, one_line, parse_dtype
+from dispatcher_trace.targets import Conditions, TensorSpec, expression, load_function, parse_dtype
 from dispatcher_trace.trace import Trace, table_of, trace
 
 app = typer.Typer(
@@ -195,7 +196,7 @@ def _user_errors(what: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{what} raised {one_line(error)}") from error
+        raise UserError(f"{what} raised {first_line(error)}") from error
 
 
 def _text(walk: Trace, form: _Format, title: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import typing_extensions
 
+from benchkit.errors import first_line
 from dispatcher_trace import dispatcher
 from dispatcher_trace.records import NativeStep, TensorFact, dtype_name
 
@@ -179,7 +180,7 @@ class Recorder:
         local.busy = True
         try:
             if error is not None:
-                hop.error = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+                hop.error = first_line(error)
                 return
             outputs = result if isinstance(result, tuple) else () if result is None else (result,)
             hop.results = [self._facts(output) for output in outputs]

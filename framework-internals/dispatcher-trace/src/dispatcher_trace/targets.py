@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchkit import UserError
+from benchkit.errors import first_line
 from dispatcher_trace.records import DTYPE_NAMES, dtype_name
 from dispatcher_trace.render import near_names
 
@@ -92,7 +93,7 @@ class TensorSpec:
             tensor = numbers.to(self.device, self.dtype)
         except (RuntimeError, TypeError) as error:  # a TypeError for a size that 64 bits do not hold
             raise UserError(
-                f"--tensor: torch cannot make {self} ({one_line(error)}); take smaller sizes, or a dtype of "
+                f"--tensor: torch cannot make {self} ({first_line(error)}); take smaller sizes, or a dtype of "
                 f"{', '.join(DTYPES)}"
             ) from error
         return tensor.requires_grad_(requires_grad) if continuous else tensor
@@ -189,16 +190,10 @@ def _loaded(path: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         guard = '; put what ends it under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
-        raise UserError(f"{path} raises when it is imported: {one_line(error)}{guard}") from error
+        raise UserError(f"{path} raises when it is imported: {first_line(error)}{guard}") from error
     finally:
         sys.path.pop(0)
     return module
-
-
-def one_line(error: BaseException) -> str:
-    """``ValueError: the first line of its message``, or its type alone."""
-    line = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
 
 
 @dataclass(frozen=True)
