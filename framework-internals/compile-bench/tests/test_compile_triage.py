@@ -167,7 +167,7 @@ def test_an_overlay_is_what_is_imported_and_shown(folder):
 
 def test_held_lines_keep_the_numbers_of_those_behind(folder):
     path = folder / "triage_helper.py"
-    recording, replaying = overlays({(str(path), 4): False, (str(folder / "triage_model.py"), 14): False})
+    recording, replaying = overlays({(str(path), 4): "value", (str(folder / "triage_model.py"), 14): "value"})
     for overlay in (recording, replaying):
         assert len(overlay[str(path)].splitlines()) == len(HELPER.splitlines())
         assert b"__compile_bench_" in overlay[str(folder / "triage_model.py")].splitlines()[13]
@@ -176,7 +176,7 @@ def test_held_lines_keep_the_numbers_of_those_behind(folder):
 def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
     path = tmp_path / "pair.py"
     path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
-    recording, replaying = overlays({(str(path), 2): False})
+    recording, replaying = overlays({(str(path), 2): "value"})
     recorded, replayed = {}, {}
     exec(recording[str(path)], recorded)
     exec(replaying[str(path)], replayed)
@@ -191,7 +191,7 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text("def loop(xs, kept):\n    while xs.pop() > 0:\n        kept.append(xs[-1])\n    return kept\n")
     # A condition is kept as what it was taken for; of a call for its own sake the arguments, and it still happens.
-    recording, replaying = overlays({(str(path), 2): False, (str(path), 3): True})
+    recording, replaying = overlays({(str(path), 2): "value", (str(path), 3): "arguments"})
     recorded, replayed = {}, {}
     exec(recording[str(path)], recorded)
     exec(replaying[str(path)], replayed)
@@ -199,6 +199,19 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
     for _ in range(2):
         rewind()
         assert replayed["loop"]([], []) == [7, 5, 0]
+
+
+def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
+    path = tmp_path / "pairs.py"
+    path.write_text("def pairs(xs):\n    each = zip(xs, xs)\n    return [next(each), *each]\n")
+    recording, replaying = overlays({(str(path), 2): "value"})
+    recorded, replayed = {}, {}
+    exec(recording[str(path)], recorded)
+    exec(replaying[str(path)], replayed)
+    assert recorded["pairs"]([3, 5]) == [(3, 3), (5, 5)]
+    for _ in range(2):
+        rewind()
+        assert replayed["pairs"]([]) == [(3, 3), (5, 5)]
 
 
 LOOPING = """\
@@ -230,6 +243,69 @@ def test_all_that_lies_behind_the_breaks_of_a_loop_is_found(folder, capsys):
     (folder / "triage_model.py").write_text(LOOPING)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert {each.line for each in found.breaks} == {9, 11, 14, 16}
+    assert found.notes == ()
+
+
+SCALING = """\
+import torch
+
+SCALES = [
+    lambda x: x / x.abs().max().item(),
+    lambda x: x + 1,
+]
+
+
+class Scaling(torch.nn.Module):
+    def forward(self, x):
+        total = 0.0
+        for scale in SCALES:
+            x = scale(x)
+        for low, high in zip(x.amin(1).tolist(), x.amax(1).tolist()):
+            total += high - low
+        if total == 0.0:
+            raise ValueError("the same in every column")
+        return x * x.norm().item()
+
+
+def target():
+    return Scaling(), (torch.rand(4, 3),)
+"""
+
+
+def test_what_lies_behind_lambdas_and_iterators_is_found(folder, capsys):
+    """What a lambda computes is held, not the statement that made it; an iterator is gone through once by the model."""
+    (folder / "triage_model.py").write_text(SCALING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert {each.line for each in found.breaks} == {4, 14, 18}
+    assert found.notes == ()
+
+
+GROWING = """\
+import torch
+
+from compile_bench.target import Target
+
+
+class Growing(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.past = []
+
+    def forward(self, x):
+        self.past.append(x)
+        return torch.stack(self.past).mean(0)
+
+
+def target():
+    return Target(Growing(), (torch.ones(3),), schedule=((torch.ones(3),),) * 10)
+"""
+
+
+def test_nothing_is_looked_for_behind_the_recompile_limit(folder, capsys):
+    """Until a function hit it, all of it was traced; without its line it might not even run."""
+    (folder / "triage_model.py").write_text(GROWING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert [(each.line, each.category) for each in found.breaks] == [(12, "recompile limit")]
     assert found.notes == ()
 
 

@@ -23,12 +23,13 @@ from compile_bench.failing_operator import Blamed
 from compile_bench.findings import SilentEager, Survey, mark
 from compile_bench.measuring import load_case
 from compile_bench.mending import holding
-from compile_bench.mending.holding import overlays, rewind
+from compile_bench.mending.holding import Held, overlays, rewind
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
 from compile_bench.target import Target
 from compile_bench.trace import (
     BACKEND_FAILED,
+    RECOMPILE_LIMIT,
     Break,
     CompileTrace,
     Folders,
@@ -154,16 +155,16 @@ def _refuse_if_eager_fails(target: Target, case: Case) -> None:
 def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> list[tuple[int, Break]]:
     """The breaks behind functions that were given up, one given-up line after the other taken out of the way."""
     found: list[tuple[int, Break]] = []
-    held: dict[tuple[str, int], bool] = {}
+    held: dict[tuple[str, int], Held] = {}
     latest = look.breaks
     for _ in range(_MOST_ROUNDS):
-        # Of a call for its own sake, such as kept.append(x.item()), the arguments are held first: it may be needed.
         in_the_way = {
-            (each.file, each.line): each.category in _READS and (each.file, each.line) not in held
+            (each.file, each.line): _what_to_hold(each, (each.file, each.line) in held)
             for _, each in latest
-            if each.whole_frame and whose.of_user(each.file)
+            # Until it hit the limit, a function was traced as a whole.
+            if each.whole_frame and each.category != RECOMPILE_LIMIT and whose.of_user(each.file)
         }
-        new = [place for place, arguments in in_the_way.items() if held.get(place) != arguments]
+        new = [place for place, what in in_the_way.items() if held.get(place) != what]
         if not new:
             break
         held |= in_the_way
@@ -189,6 +190,13 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     if held:
         forget_user_modules(whose)  # they hold recorded values
     return found
+
+
+def _what_to_hold(each: Break, again: bool) -> Held:
+    """Of a call for its own sake, such as kept.append(x.item()), the arguments first: it may be needed."""
+    if each.function == "<lambda>":
+        return "lambda"
+    return "arguments" if each.category in _READS and not again else "value"
 
 
 def _made_by_holding(each: Break) -> bool:
