@@ -18,18 +18,19 @@ from compile_bench.bill import draw_up
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
-from compile_bench.eager_frames import EagerWatch
+from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.findings import Finding, Proposal, mark
 from compile_bench.loading import load_target
+from compile_bench.mending import proof
 from compile_bench.mending.holding import overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
 from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
-from compile_bench.trace import Break, Folders, Frame
+from compile_bench.trace import RESUMED, Break, CompileTrace, Folders, Frame
 from compile_bench.triage_records import bill_records
-from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey
+from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey, unexplained
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -212,6 +213,17 @@ def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
     for _ in range(2):
         rewind()
         assert replayed["pairs"]([]) == [(3, 3), (5, 5)]
+
+
+def test_all_statements_of_a_line_are_held(tmp_path):
+    path = tmp_path / "line.py"
+    path.write_text("def line(x):\n    if x.sum() > 0: yield x.max()\n    x = x + 1; yield x\n")
+    _, replaying = overlays({(str(path), 2): "value", (str(path), 3): "value"})
+    text = replaying[str(path)].decode()
+    assert "x.sum()" not in text
+    assert "x.max()" not in text
+    assert "x + 1" not in text
+    assert text.count("yield __compile_bench") == 2
 
 
 LOOPING = """\
@@ -492,6 +504,49 @@ def test_what_stays_hidden_is_neither_counted_as_mended_nor_proved(folder, capsy
     assert mending.together.accepted
 
 
+TWICE = """\
+import torch
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        x = x.cos()
+        print("seen", end="")
+        x = x.sin() + 1
+        print("seen", end="")
+        return x * 2
+
+
+def target():
+    return Twice(), (torch.ones(3),)
+"""
+
+
+def test_a_line_that_is_there_twice_is_mended_twice(folder, capsys):
+    path = folder / "triage_model.py"
+    path.write_text(TWICE)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    findings = [
+        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
+        for each in found.breaks
+    ]
+    mending = Mender(InThisProcess(folder), case, [found], folder).mend(findings)
+    assert {line: (each.before.breaks, each.after.breaks) for (_, line), each in mending.mends.items()} == {
+        7: (2, 1),
+        9: (2, 1),
+    }
+    assert mending.together.after.breaks == 0
+
+
+def test_the_rest_of_a_function_that_was_given_up_is_no_finding():
+    given_up = Break("/user/model.py", 9, "forward", "if x.sum() > 0:", "", "", (), "", whole_frame=True)
+    rest = EagerFrame(Frame("/user/model.py", 5, f"{RESUMED}forward_at_5"), ())
+    assert unexplained([rest], CompileTrace(breaks=(given_up,))) == []
+    (silent,) = unexplained([rest], CompileTrace())
+    assert (silent.kind, silent.function) == ("silent eager", "forward")
+
+
 STEPPING = """\
 import torch
 
@@ -510,6 +565,36 @@ def train_step(x):
 def target():
     return train_step, (torch.ones(3, 4),)
 """
+
+
+DRIFTING = """\
+import torch
+
+LAYER = torch.nn.Linear(4, 2)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters(), lr=0.5)
+INPUT = torch.randn(3, 4)
+
+
+def step():
+    OPTIMIZER.zero_grad()
+    loss = LAYER(INPUT).square().mean()
+    loss.backward()
+    OPTIMIZER.step()
+    return loss.detach()
+"""
+
+
+def test_a_step_that_trains_is_compared_with_its_first_call(folder, monkeypatch):
+    """Its state goes on from call to call, and there are no arguments to scale."""
+    path = folder / "triage_model.py"
+    path.write_text(DRIFTING)
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: torch.compile(model, backend="eager"))
+    case = Case(f"{path}:step", "cpu")
+    torch.manual_seed(0)
+    reference(case, path=folder / "reference.pt")
+    forget_user_modules(folders())
+    torch.manual_seed(0)
+    assert holds(case, path=folder / "reference.pt", with_inductor=False) == ""
 
 
 def test_a_function_with_a_backward_pass_of_its_own_is_surveyed(folder, capsys):

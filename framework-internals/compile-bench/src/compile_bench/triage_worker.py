@@ -130,7 +130,7 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
             look.breaks += [(seed, found)] if found is not None else []
             continue
         step = target.step(compiled, train=case.train)
-        for silent in _silent(EagerWatch(model.modules(), whose).run(step), trace, whose):
+        for silent in unexplained(EagerWatch(model.modules(), whose).run(step), trace):
             look.eager.setdefault(silent.frame, silent)
     return look
 
@@ -242,7 +242,7 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -> list[SilentEager]:
+def unexplained(frames: Iterable[EagerFrame], trace: CompileTrace) -> list[SilentEager]:
     """The eager functions that no break explains."""
     places = {(each.file, each.line) for each in trace.breaks}
     places |= {(frame.file, frame.line) for each in trace.breaks for frame in each.stack}
@@ -259,7 +259,8 @@ def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -
     found: list[SilentEager] = []
     for each in frames:
         chain = [*each.callers, each.frame]
-        if (each.frame.file, each.frame.function) in given_up or any((f.file, f.line) in places for f in chain):
+        name = plain_function(each.frame.function)
+        if (each.frame.file, name) in given_up or any((f.file, f.line) in places for f in chain):
             continue
         if each.generator and each.callers and (each.callers[-1].file, each.callers[-1].function) in given_up:
             continue  # Dynamo would have followed into it
@@ -270,7 +271,7 @@ def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -
 
 
 def _silent_kind(each: EagerFrame, empty: bool) -> SilentEager:
-    name = each.frame.function
+    name = plain_function(each.frame.function)
     if empty:
         reason = (
             f"{name} did nothing with tensors when it was first called; Dynamo leaves it alone from then on, "

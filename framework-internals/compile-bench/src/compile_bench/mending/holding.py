@@ -245,8 +245,11 @@ def _applied(sources: Mapping[str, Source], edits: Mapping[str, list[Edit]]) -> 
 
 def _edits(source: Source, line: int, what: Held) -> list[tuple[Edit, Edit]]:
     if what == "lambda":
-        return [_edit(source, each) for each in _lambda_bodies(source, line) if _holdable(each)]
-    statement = source.statement(line)
+        return [_edit(source, each) for each in source.lambda_bodies(line) if _holdable(each)]
+    return [edit for statement in source.statements(line) for edit in _edits_of(source, statement, what)]
+
+
+def _edits_of(source: Source, statement: ast.stmt, what: Held) -> list[tuple[Edit, Edit]]:
     if what == "arguments" and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         values = [*call.args, *(word.value for word in call.keywords)]
@@ -257,17 +260,13 @@ def _edits(source: Source, line: int, what: Held) -> list[tuple[Edit, Edit]]:
         return [_edit(source, statement.test, reads="bool")] if _holdable(statement.test) else []
     if isinstance(statement, ast.For):
         expression: ast.expr | None = statement.iter
+    elif isinstance(statement, ast.Match):
+        expression = statement.subject
     else:
         expression = getattr(statement, "value", None)
+    if isinstance(expression, ast.Yield):
+        expression = expression.value
     return [_edit(source, expression)] if expression is not None and _holdable(expression) else []
-
-
-def _lambda_bodies(source: Source, line: int) -> list[ast.expr]:
-    """The innermost lambdas' bodies that reach over a line."""
-    lambdas = (each for each in ast.walk(source.tree) if isinstance(each, ast.Lambda))
-    found = [each.body for each in lambdas if each.body.lineno <= line <= (each.body.end_lineno or 0)]
-    outer = {node for body in found for node in source.above(body)}
-    return [body for body in found if body not in outer]
 
 
 def _holdable(expression: ast.expr) -> bool:
