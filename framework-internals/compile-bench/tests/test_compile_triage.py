@@ -19,7 +19,7 @@ from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import Finding, Proposal, mark
+from compile_bench.findings import Bill, Finding, Proposal, mark
 from compile_bench.loading import load_target
 from compile_bench.mending import proof
 from compile_bench.mending.holding import overlays, rewind
@@ -104,6 +104,13 @@ def folder(tmp_path, monkeypatch):
     for name in ("triage_model", "triage_helper"):
         sys.modules.pop(name, None)
     torch.compiler.reset()
+
+
+def test_patches_of_an_earlier_triage_are_removed(tmp_path):
+    for name in ("07-item.patch", "all.patch", "mine.patch"):
+        (tmp_path / name).write_text("")
+    assert write_patches(Bill("", (), (), ()), tmp_path) == {}
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.patch"]
 
 
 @pytest.mark.slow

@@ -339,6 +339,11 @@ class CompileTrace:
         return sum(graph.guards for graph in self.graphs)
 
     @property
+    def broken_lines(self) -> int:
+        """Lines with a break, each counted once: one line may break for several reasons."""
+        return len({(found.file, found.line) for found in self.breaks})
+
+    @property
     def operations(self) -> int:
         """Captured calls over all graphs."""
         return sum(graph.operations for graph in self.graphs)
