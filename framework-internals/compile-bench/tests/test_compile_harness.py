@@ -159,6 +159,15 @@ def test_a_speedup_is_too_small_when_its_whole_interval_is():
     assert "at least 1.05×" in line
 
 
+def test_a_line_that_breaks_for_two_reasons_is_one_break():
+    first = Break("/user/model.py", 9, "forward", "", "a reason", "", (), "", False)
+    other = replace(first, reason="another")
+    assert budget_exceeded(Triage(Case("x"), CompileTrace(breaks=(first, other)), 2), None, 1, 1, None) == []
+    further = replace(first, line=10)
+    lines = budget_exceeded(Triage(Case("x"), CompileTrace(breaks=(first, other, further)), 2), None, 1, 1, None)
+    assert lines[0] == "2 graph breaks, 1 allowed"
+
+
 def test_a_step_is_compared_with_itself():
     found = self_comparison(Case("mlp", train=False), runs=2, seconds=0.02)
     assert len(found) == 2

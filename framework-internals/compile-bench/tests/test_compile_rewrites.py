@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from compile_bench.mending.rewrites import candidates
-from compile_bench.mending.source import Edit, Source, unified_diff
+from compile_bench.mending.source import Edit, Source, line_before, unified_diff
 from compile_bench.trace import Break, categorise
 
 BRANCH = "Data-dependent branching"
@@ -21,16 +21,17 @@ def source_of(body, head=HEAD):
     return Source(Path("model.py"), (head + textwrap.dedent(body).lstrip("\n")).encode())
 
 
-def proposals(source, reason):
-    """Rewritten bodies by case, for a break at the line that is marked."""
+def proposals(source, reason, function="f"):
+    """Rewritten bodies by case (the first of it), for a break at the line that is marked."""
     line = next(n for n, text in enumerate(source.content.decode().splitlines(), 1) if text.endswith("# here"))
-    found = Break("model.py", line, "f", "", reason, "", (), categorise(reason), False)
-    return {c.rewrite.case: source.apply(c.edits).decode().removeprefix(HEAD) for c in candidates(source, found)}
+    found = Break("model.py", line, function, "", reason, "", (), categorise(reason), False)
+    made = reversed(list(candidates(source, found)))
+    return {c.rewrite.case: source.apply(c.edits).decode().removeprefix(HEAD) for c in made}
 
 
 def first(body, reason, head=HEAD):
     answer = proposals(source_of(body, head), reason)
-    return next(iter(answer.items())) if answer else (None, None)
+    return next(reversed(answer.items())) if answer else (None, None)
 
 
 def test_output_is_guarded_and_keeps_its_lines():
@@ -147,6 +148,7 @@ def test_branches_become_where(body, expected):
         "def f(x):\n    if x.sum() > 0:  # here\n        x = x + 1\n        self.n = 1\n    return x\n",
         "def f(x):\n    s = 0.1 if x.sum() > 0 else 0.2  # here\n    return x * s\n",  # not exact in float32
         "def f(x):\n    s = 2 if x.sum() > 0 else 0.5  # here\n    return x * s\n",  # two kinds of number
+        "def f(self, x):\n    self.s = 2.0 if x.sum() > 0 else 0.5  # here\n    return x\n",  # it is kept
         "def f(x):\n    if x.sum() > 0:  # here\n        return x\n    y = x + 1\n    return y\n",
         "def f(x):\n    if self.on or x.sum() > 0:  # here\n        x = x + 1\n    return x\n",
     ],
@@ -170,6 +172,10 @@ def test_an_error_is_raised_on_the_device_while_compiling():
         ("    return x / x.abs().max().item()  # here\n", "    return x / x.abs().max().detach()  # here\n"),
         ("    return x * float(x.std() + 1)  # here\n", "    return x * (x.std() + 1).detach()  # here\n"),
         ("    s = x.max().item()  # here\n    return x / s\n", "    s = x.max().detach()  # here\n    return x / s\n"),
+        (  # what is written into it later is not in the value
+            "    s = self.m.item()  # here\n    self.m.mul_(2)\n    return x * s\n",
+            "    s = self.m.detach().clone()  # here\n    self.m.mul_(2)\n    return x * s\n",
+        ),
     ],
 )
 def test_a_value_stays_a_tensor_cut_from_the_gradient(body, expected):
@@ -182,10 +188,28 @@ def test_a_value_stays_a_tensor_cut_from_the_gradient(body, expected):
         "    self.history.append(x.max().item())  # here\n",  # whoever reads it expects a number
         "    s = x.max().item()  # here\n    log(s)\n    return x * s\n",
         "    return x.max().item()  # here\n",
+        "    self.ema = 0.9 * self.ema + 0.1 * x.mean().item()  # here\n    return x\n",
+        "    self.log['mean'] = x.mean().item() / 2  # here\n    return x\n",
+        "    self.history.append(-x.max().item())  # here\n    return x\n",
+        "    return {'x': x, 'mean': 2 * x.mean().item()}  # here\n",
+        "    s = x.max().item()  # here\n    self.top = s / 2\n    return x * s\n",
     ],
 )
 def test_a_value_that_leaves_arithmetic_stays_a_number(body):
     assert set(proposals(source_of("def f(x):\n" + body), ITEM)) == {"item-captured"}
+
+
+def test_a_value_in_a_lambda_stays_a_tensor():
+    body = "SCALES = [\n    lambda x: x / x.max().item(),  # here\n    lambda x: x.min().item() * x,\n]\n"
+    expected = body.replace("x.max().item()", "x.max().detach()")
+    assert proposals(source_of(body), ITEM, "<lambda>")["item"] == expected
+
+
+def test_every_statement_of_a_line_is_looked_at():
+    body = "def f(x):\n    log.debug('%s', x); x = x * 2  # here\n    return x\n"
+    assert first(body, "Logger")[0] == "print"
+    body = "def f(x):\n    if x.sum() > 0: x = x + 1  # here\n    return x\n"
+    assert first(body, BRANCH)[1] == "def f(x):\n    x = torch.where(x.sum() > 0, x + 1, x)  # here\n    return x\n"
 
 
 def test_settings_go_behind_the_imports():
@@ -205,6 +229,12 @@ def test_small_ones():
     )
     text = proposals(source_of("def f(x):\n    return x[x > 0].sum()  # here\n"), SHAPE)["boolean-mask"]
     assert text == "def f(x):\n    return torch.where(x > 0, x, 0).sum()  # here\n"
+
+
+def test_a_line_of_a_changed_file_is_known_by_what_it_was():
+    before = b"a\nsame\nb\nsame\nc\n"
+    assert [line_before(before, b"new\na\nsame\nb\nc\n", line) for line in range(1, 6)] == [0, 1, 2, 3, 5]
+    assert [line_before(before, b"a\nif x:\n  same\nB\nsame\nc\n", line) for line in range(1, 7)] == [1, 2, 3, 3, 4, 5]
 
 
 def test_overlapping_edits_are_refused():

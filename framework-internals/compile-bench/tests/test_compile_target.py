@@ -16,6 +16,9 @@ def good():
 def raises():
     raise KeyError("no such layer")
 
+def leaves():
+    raise SystemExit(3)
+
 def number():
     return 7
 
@@ -86,6 +89,7 @@ def test_a_function_in_a_module(file, monkeypatch):
     ("name", "message"),
     [
         ("raises", "raised KeyError: 'no such layer'"),
+        ("leaves", "raised SystemExit: 3"),
         ("number", r"returned an object of type int; expected \(model, args\)"),
         ("not_a_model", "returned a model of type int; expected a torch.nn.Module or a function"),
         ("kwargs_of_another_kind", "returned kwargs of type list; expected a mapping"),
@@ -110,6 +114,13 @@ def test_a_schedule_that_raises_is_one_line(tmp_path):
         "def target():\n    return Target(torch.nn.Linear(1, 1), (torch.ones(3, 1),), schedule=calls())\n"
     )
     with pytest.raises(UserError, match="OSError: the disk is gone"):
+        load_target(f"{path}:target", "cpu")
+
+
+def test_a_file_that_reads_a_command_line_of_its_own_is_one_line(tmp_path):
+    path = tmp_path / "training.py"
+    path.write_text("import argparse\nargparse.ArgumentParser().parse_args(['--lr', '1'])\n")
+    with pytest.raises(UserError, match=r"training\.py cannot be loaded: SystemExit: 2"):
         load_target(f"{path}:target", "cpu")
 
 

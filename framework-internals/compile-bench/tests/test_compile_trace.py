@@ -109,6 +109,35 @@ def test_a_break_in_a_library_is_the_users_line_even_where_one_message_leaves_it
     assert unknown.place == "/library/heads/loss.py:9"
 
 
+ASKED = """Graph break in user code at /user/model.py:5
+Graph Break Reason: Call to `torch._dynamo.graph_break()`
+  Explanation: User-inserted graph break. Message: None
+  Hint: Remove the `torch._dynamo.graph_break()` call.
+
+User code traceback:
+  File "/user/model.py", line 5, in step
+    optimizer.step()
+{stack}"""
+
+
+@pytest.mark.parametrize(
+    ("stack", "category", "hint"),
+    [
+        ("", "asked for by the code", "Remove the"),
+        (
+            '  File "/library/torch/optim/optimizer.py", line 70, in _use_grad\n    torch._dynamo.graph_break()\n',
+            "call Dynamo will not enter",
+            "PyTorch itself keeps this call out of graphs",
+        ),
+    ],
+)
+def test_a_break_that_pytorch_asks_for_is_not_the_codes(stack, category, hint):
+    event = Event("dynamo_graph_break_reason", "0/0", {}, ASKED.format(stack=stack))
+    (found,) = read_events([event], folders=Folders(torch="/library/torch")).breaks
+    assert (found.place, found.category) == ("/user/model.py:5", category)
+    assert found.hints[0].startswith(hint)
+
+
 def spans(*entries):
     return [{"name": name, "ph": ph, "ts": seconds * 1e6} for name, ph, seconds in entries]
 

@@ -18,18 +18,19 @@ from compile_bench.bill import draw_up
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
-from compile_bench.eager_frames import EagerWatch
-from compile_bench.findings import Finding, Proposal, mark
+from compile_bench.eager_frames import EagerFrame, EagerWatch
+from compile_bench.findings import Bill, Finding, Proposal, mark
 from compile_bench.loading import load_target
+from compile_bench.mending import proof
 from compile_bench.mending.holding import overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
 from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
-from compile_bench.trace import Break, Folders, Frame
+from compile_bench.trace import RESUMED, Break, CompileTrace, Folders, Frame
 from compile_bench.triage_records import bill_records
-from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey
+from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey, unexplained
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -105,6 +106,13 @@ def folder(tmp_path, monkeypatch):
     torch.compiler.reset()
 
 
+def test_patches_of_an_earlier_triage_are_removed(tmp_path):
+    for name in ("07-item.patch", "all.patch", "mine.patch"):
+        (tmp_path / name).write_text("")
+    assert write_patches(Bill("", (), (), ()), tmp_path) == {}
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.patch"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_breaks_are_found_priced_mended_and_proved(folder):
@@ -167,7 +175,7 @@ def test_an_overlay_is_what_is_imported_and_shown(folder):
 
 def test_held_lines_keep_the_numbers_of_those_behind(folder):
     path = folder / "triage_helper.py"
-    recording, replaying = overlays({(str(path), 4): False, (str(folder / "triage_model.py"), 14): False})
+    recording, replaying = overlays({(str(path), 4): "value", (str(folder / "triage_model.py"), 14): "value"})
     for overlay in (recording, replaying):
         assert len(overlay[str(path)].splitlines()) == len(HELPER.splitlines())
         assert b"__compile_bench_" in overlay[str(folder / "triage_model.py")].splitlines()[13]
@@ -176,7 +184,7 @@ def test_held_lines_keep_the_numbers_of_those_behind(folder):
 def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
     path = tmp_path / "pair.py"
     path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
-    recording, replaying = overlays({(str(path), 2): False})
+    recording, replaying = overlays({(str(path), 2): "value"})
     recorded, replayed = {}, {}
     exec(recording[str(path)], recorded)
     exec(replaying[str(path)], replayed)
@@ -191,7 +199,7 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text("def loop(xs, kept):\n    while xs.pop() > 0:\n        kept.append(xs[-1])\n    return kept\n")
     # A condition is kept as what it was taken for; of a call for its own sake the arguments, and it still happens.
-    recording, replaying = overlays({(str(path), 2): False, (str(path), 3): True})
+    recording, replaying = overlays({(str(path), 2): "value", (str(path), 3): "arguments"})
     recorded, replayed = {}, {}
     exec(recording[str(path)], recorded)
     exec(replaying[str(path)], replayed)
@@ -199,6 +207,30 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
     for _ in range(2):
         rewind()
         assert replayed["loop"]([], []) == [7, 5, 0]
+
+
+def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
+    path = tmp_path / "pairs.py"
+    path.write_text("def pairs(xs):\n    each = zip(xs, xs)\n    return [next(each), *each]\n")
+    recording, replaying = overlays({(str(path), 2): "value"})
+    recorded, replayed = {}, {}
+    exec(recording[str(path)], recorded)
+    exec(replaying[str(path)], replayed)
+    assert recorded["pairs"]([3, 5]) == [(3, 3), (5, 5)]
+    for _ in range(2):
+        rewind()
+        assert replayed["pairs"]([]) == [(3, 3), (5, 5)]
+
+
+def test_all_statements_of_a_line_are_held(tmp_path):
+    path = tmp_path / "line.py"
+    path.write_text("def line(x):\n    if x.sum() > 0: yield x.max()\n    x = x + 1; yield x\n")
+    _, replaying = overlays({(str(path), 2): "value", (str(path), 3): "value"})
+    text = replaying[str(path)].decode()
+    assert "x.sum()" not in text
+    assert "x.max()" not in text
+    assert "x + 1" not in text
+    assert text.count("yield __compile_bench") == 2
 
 
 LOOPING = """\
@@ -230,6 +262,69 @@ def test_all_that_lies_behind_the_breaks_of_a_loop_is_found(folder, capsys):
     (folder / "triage_model.py").write_text(LOOPING)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert {each.line for each in found.breaks} == {9, 11, 14, 16}
+    assert found.notes == ()
+
+
+SCALING = """\
+import torch
+
+SCALES = [
+    lambda x: x / x.abs().max().item(),
+    lambda x: x + 1,
+]
+
+
+class Scaling(torch.nn.Module):
+    def forward(self, x):
+        total = 0.0
+        for scale in SCALES:
+            x = scale(x)
+        for low, high in zip(x.amin(1).tolist(), x.amax(1).tolist()):
+            total += high - low
+        if total == 0.0:
+            raise ValueError("the same in every column")
+        return x * x.norm().item()
+
+
+def target():
+    return Scaling(), (torch.rand(4, 3),)
+"""
+
+
+def test_what_lies_behind_lambdas_and_iterators_is_found(folder, capsys):
+    """What a lambda computes is held, not the statement that made it; an iterator is gone through once by the model."""
+    (folder / "triage_model.py").write_text(SCALING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert {each.line for each in found.breaks} == {4, 14, 18}
+    assert found.notes == ()
+
+
+GROWING = """\
+import torch
+
+from compile_bench.target import Target
+
+
+class Growing(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.past = []
+
+    def forward(self, x):
+        self.past.append(x)
+        return torch.stack(self.past).mean(0)
+
+
+def target():
+    return Target(Growing(), (torch.ones(3),), schedule=((torch.ones(3),),) * 10)
+"""
+
+
+def test_nothing_is_looked_for_behind_the_recompile_limit(folder, capsys):
+    """Until a function hit it, all of it was traced; without its line it might not even run."""
+    (folder / "triage_model.py").write_text(GROWING)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert [(each.line, each.category) for each in found.breaks] == [(12, "recompile limit")]
     assert found.notes == ()
 
 
@@ -416,6 +511,49 @@ def test_what_stays_hidden_is_neither_counted_as_mended_nor_proved(folder, capsy
     assert mending.together.accepted
 
 
+TWICE = """\
+import torch
+
+
+class Twice(torch.nn.Module):
+    def forward(self, x):
+        x = x.cos()
+        print("seen", end="")
+        x = x.sin() + 1
+        print("seen", end="")
+        return x * 2
+
+
+def target():
+    return Twice(), (torch.ones(3),)
+"""
+
+
+def test_a_line_that_is_there_twice_is_mended_twice(folder, capsys):
+    path = folder / "triage_model.py"
+    path.write_text(TWICE)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    findings = [
+        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
+        for each in found.breaks
+    ]
+    mending = Mender(InThisProcess(folder), case, [found], folder).mend(findings)
+    assert {line: (each.before.breaks, each.after.breaks) for (_, line), each in mending.mends.items()} == {
+        7: (2, 1),
+        9: (2, 1),
+    }
+    assert mending.together.after.breaks == 0
+
+
+def test_the_rest_of_a_function_that_was_given_up_is_no_finding():
+    given_up = Break("/user/model.py", 9, "forward", "if x.sum() > 0:", "", "", (), "", whole_frame=True)
+    rest = EagerFrame(Frame("/user/model.py", 5, f"{RESUMED}forward_at_5"), ())
+    assert unexplained([rest], CompileTrace(breaks=(given_up,))) == []
+    (silent,) = unexplained([rest], CompileTrace())
+    assert (silent.kind, silent.function) == ("silent eager", "forward")
+
+
 STEPPING = """\
 import torch
 
@@ -434,6 +572,36 @@ def train_step(x):
 def target():
     return train_step, (torch.ones(3, 4),)
 """
+
+
+DRIFTING = """\
+import torch
+
+LAYER = torch.nn.Linear(4, 2)
+OPTIMIZER = torch.optim.SGD(LAYER.parameters(), lr=0.5)
+INPUT = torch.randn(3, 4)
+
+
+def step():
+    OPTIMIZER.zero_grad()
+    loss = LAYER(INPUT).square().mean()
+    loss.backward()
+    OPTIMIZER.step()
+    return loss.detach()
+"""
+
+
+def test_a_step_that_trains_is_compared_with_its_first_call(folder, monkeypatch):
+    """Its state goes on from call to call, and there are no arguments to scale."""
+    path = folder / "triage_model.py"
+    path.write_text(DRIFTING)
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: torch.compile(model, backend="eager"))
+    case = Case(f"{path}:step", "cpu")
+    torch.manual_seed(0)
+    reference(case, path=folder / "reference.pt")
+    forget_user_modules(folders())
+    torch.manual_seed(0)
+    assert holds(case, path=folder / "reference.pt", with_inductor=False) == ""
 
 
 def test_a_function_with_a_backward_pass_of_its_own_is_surveyed(folder, capsys):

@@ -21,7 +21,7 @@ Kind = Literal[
 ]
 
 # What a break keeps when lines above it move: file, function and the line's text.
-Mark = tuple[str, str, str]
+Mark = tuple[str, int]
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ class Trial:
 
 
 def mark(found: Break) -> Mark:
-    """How a break is recognised in a changed file."""
-    return found.file, found.function, found.source
+    """How a break is recognised in a changed file: by its file, and its line in the unchanged one."""
+    return found.file, found.line
 
 
 @dataclass(frozen=True)

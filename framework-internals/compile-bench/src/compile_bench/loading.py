@@ -35,7 +35,7 @@ def load_target(name: str, device: Device) -> Target:
     function = _find(name, ZOO)
     try:
         made = function()
-    except Exception as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
         raise UserError(f"{name} raised {describe_error(error)}") from error
     target = _as_target(name, function, made)
     try:
@@ -76,7 +76,7 @@ def _load_file(path: Path, name: str) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` would
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
+    except (Exception, SystemExit) as error:  # whatever the user's file raises, or its argument parser
         raise UserError(f"{path} cannot be loaded: {describe_error(error)}") from error
     return module
 
@@ -96,7 +96,7 @@ def _package_of(path: Path) -> tuple[Path, str] | None:
 def _import(module: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # whatever the user's module raises, or its argument parser
         raise UserError(f"module {module} cannot be imported (target {name}): {describe_error(error)}") from error
 
 

@@ -59,7 +59,7 @@ class Budget:
     def exceeded(self, trace: CompileTrace) -> list[str]:
         """One line for every count that is over, with its breaks and recompilations below."""
         counts = {
-            "breaks": len(trace.breaks),
+            "breaks": trace.broken_lines,
             "recompiles": len(trace.recompiles),
             "graphs": len(trace.graphs),
             "guards": trace.guards,

@@ -41,6 +41,8 @@ _PHASE_PATTERNS = tuple(
 
 RECOMPILE_LIMIT = "recompile limit"
 BACKEND_FAILED = "backend failed"
+ASKED_FOR = "asked for by the code"
+NOT_ENTERED = "call Dynamo will not enter"
 
 # Reason -> category, first match. The registry numbers of PyTorch's own list change between releases; the wording of
 # the kinds below has been the same from 2.10 on.
@@ -58,12 +60,12 @@ _CATEGORIES = tuple(
             r"dynamic (output )?shape|DynamicOutputShape|data.dependent output shape|nonzero|unbacked",
             "data-dependent shape",
         ),
-        (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", "asked for by the code"),
+        (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", ASKED_FOR),
         (r"builtin operator|reorderable_logging|logging|print", "side effect"),
         (
             r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable"
             r"|numpy function|ndarray method|time function|copy\.deepcopy|op returned non-Tensor|RNN, GRU, or LSTM",
-            "call Dynamo will not enter",
+            NOT_ENTERED,
         ),
         (r"backend compiler|BackendCompilerFailed|^backend=", BACKEND_FAILED),
         (r"context manager|contextlib", "context manager"),
@@ -107,6 +109,7 @@ _GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
 _CACHE_EVENT = re.compile(r"(?:fx_graph|aotautograd|dynamo)_(?:bundled_)?cache_(?:hit|miss|bypass)")
 # Dynamo names what runs after a break torch_dynamo_resume_in_FUNCTION_at_LINE.
 RESUMED = "torch_dynamo_resume_in_"
+_OUTSIDE = ("PyTorch itself keeps this call out of graphs: call it outside of what is compiled.",)
 _BACKEND_TRACEBACK = "WON'T CONVERT"
 _WHOLE_FRAME = ("cannot properly resume", "will skip tracing the frame", "falling back to eager", "cannot resume from")
 
@@ -334,6 +337,11 @@ class CompileTrace:
     def guards(self) -> int:
         """Conditions over all graphs."""
         return sum(graph.guards for graph in self.graphs)
+
+    @property
+    def broken_lines(self) -> int:
+        """Lines with a break, each counted once: one line may break for several reasons."""
+        return len({(found.file, found.line) for found in self.breaks})
 
     @property
     def operations(self) -> int:
@@ -633,6 +641,9 @@ def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
     place = place or frame
     first = before.partition("*** While handling this graph break")[0].split("Graph Break Reason:")[-1]
     reason, explanation, hints = _message(first)
+    category = categorise(reason, explanation)
+    if category == ASKED_FOR and stack and folders.of_torch(stack[-1].file):  # Optimizer.step and the like
+        category, hints = NOT_ENTERED, _OUTSIDE
     number = _REGISTRY_NUMBER.search(first)
     return Break(
         file=place.file,
@@ -642,7 +653,7 @@ def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
         reason=reason,
         explanation=explanation,
         hints=hints,
-        category=categorise(reason, explanation),
+        category=category,
         whole_frame=any(marker in text for marker in _WHOLE_FRAME),
         registry=f"GB{number[1]}" if number else "",
         stack=own,

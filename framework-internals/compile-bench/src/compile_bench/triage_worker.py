@@ -23,12 +23,13 @@ from compile_bench.failing_operator import Blamed
 from compile_bench.findings import SilentEager, Survey, mark
 from compile_bench.measuring import load_case
 from compile_bench.mending import holding
-from compile_bench.mending.holding import overlays, rewind
+from compile_bench.mending.holding import Held, overlays, rewind
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
 from compile_bench.target import Target
 from compile_bench.trace import (
     BACKEND_FAILED,
+    RECOMPILE_LIMIT,
     Break,
     CompileTrace,
     Folders,
@@ -129,7 +130,7 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
             look.breaks += [(seed, found)] if found is not None else []
             continue
         step = target.step(compiled, train=case.train)
-        for silent in _silent(EagerWatch(model.modules(), whose).run(step), trace, whose):
+        for silent in unexplained(EagerWatch(model.modules(), whose).run(step), trace):
             look.eager.setdefault(silent.frame, silent)
     return look
 
@@ -154,16 +155,16 @@ def _refuse_if_eager_fails(target: Target, case: Case) -> None:
 def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> list[tuple[int, Break]]:
     """The breaks behind functions that were given up, one given-up line after the other taken out of the way."""
     found: list[tuple[int, Break]] = []
-    held: dict[tuple[str, int], bool] = {}
+    held: dict[tuple[str, int], Held] = {}
     latest = look.breaks
     for _ in range(_MOST_ROUNDS):
-        # Of a call for its own sake, such as kept.append(x.item()), the arguments are held first: it may be needed.
         in_the_way = {
-            (each.file, each.line): each.category in _READS and (each.file, each.line) not in held
+            (each.file, each.line): _what_to_hold(each, (each.file, each.line) in held)
             for _, each in latest
-            if each.whole_frame and whose.of_user(each.file)
+            # Until it hit the limit, a function was traced as a whole.
+            if each.whole_frame and each.category != RECOMPILE_LIMIT and whose.of_user(each.file)
         }
-        new = [place for place, arguments in in_the_way.items() if held.get(place) != arguments]
+        new = [place for place, what in in_the_way.items() if held.get(place) != what]
         if not new:
             break
         held |= in_the_way
@@ -189,6 +190,13 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     if held:
         forget_user_modules(whose)  # they hold recorded values
     return found
+
+
+def _what_to_hold(each: Break, again: bool) -> Held:
+    """Of a call for its own sake, such as kept.append(x.item()), the arguments first: it may be needed."""
+    if each.function == "<lambda>":
+        return "lambda"
+    return "arguments" if each.category in _READS and not again else "value"
 
 
 def _made_by_holding(each: Break) -> bool:
@@ -234,7 +242,7 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -> list[SilentEager]:
+def unexplained(frames: Iterable[EagerFrame], trace: CompileTrace) -> list[SilentEager]:
     """The eager functions that no break explains."""
     places = {(each.file, each.line) for each in trace.breaks}
     places |= {(frame.file, frame.line) for each in trace.breaks for frame in each.stack}
@@ -251,7 +259,8 @@ def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -
     found: list[SilentEager] = []
     for each in frames:
         chain = [*each.callers, each.frame]
-        if (each.frame.file, each.frame.function) in given_up or any((f.file, f.line) in places for f in chain):
+        name = plain_function(each.frame.function)
+        if (each.frame.file, name) in given_up or any((f.file, f.line) in places for f in chain):
             continue
         if each.generator and each.callers and (each.callers[-1].file, each.callers[-1].function) in given_up:
             continue  # Dynamo would have followed into it
@@ -262,7 +271,7 @@ def _silent(frames: Iterable[EagerFrame], trace: CompileTrace, whose: Folders) -
 
 
 def _silent_kind(each: EagerFrame, empty: bool) -> SilentEager:
-    name = each.frame.function
+    name = plain_function(each.frame.function)
     if empty:
         reason = (
             f"{name} did nothing with tensors when it was first called; Dynamo leaves it alone from then on, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +29,12 @@ Kinds = Annotated[
 ]
 Prices = Annotated[bool, typer.Option("--price/--no-price", help="Compile with Inductor and measure every break.")]
 Mends = Annotated[bool, typer.Option("--mend/--no-mend", help="Try changes of the source and prove them.")]
-Patches = Annotated[Path, typer.Option(help="Folder for the patches that were proved.")]
+Patches = Annotated[
+    Path, typer.Option(help="Folder for the patches that were proved; those of an earlier triage in it are removed.")
+]
+
+# What write_patches names its files.
+_OWN_PATCH = re.compile(r"\d\d+-[\w-]+\.patch|all\.patch")
 
 
 def triage(
@@ -57,7 +63,7 @@ def triage(
 
 
 def write_patches(bill: Bill, folder: Path) -> dict[str, Path]:
-    """Write a file for every accepted change, and one for all of them together.
+    """Write a file for every accepted change, and one for all of them together, in the place of an earlier triage's.
 
     Returns:
         The files by patch.
@@ -65,6 +71,9 @@ def write_patches(bill: Bill, folder: Path) -> dict[str, Path]:
     accepted = [finding.mend for finding in bill.findings if finding.mend is not None and finding.mend.accepted]
     if bill.together is not None and bill.together.accepted and len(accepted) > 1:
         accepted.append(replace(bill.together, case="all"))
+    for earlier in folder.glob("*.patch"):
+        if _OWN_PATCH.fullmatch(earlier.name):
+            earlier.unlink()
     written: dict[str, Path] = {}
     for number, each in enumerate(accepted, 1):
         if each.patch in written:

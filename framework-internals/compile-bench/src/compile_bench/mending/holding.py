@@ -11,9 +11,9 @@ import ast
 import builtins
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,13 @@ from torch.utils import _pytree as pytree
 from compile_bench.collector import Tracing, mark_static, tracing, was_given_up
 from compile_bench.mending.overlay import Overlay
 from compile_bench.mending.source import Edit, Source
+
+# What of a line is held: the value of its statement; of a call for its own sake the arguments; of a lambda its body.
+Held = Literal["value", "arguments", "lambda"]
+
+
+class _Followed(list[Any]):
+    """What was taken from an iterator."""
 
 
 class _Recording:
@@ -64,6 +71,8 @@ class _Recording:
         index = self._next.get(key, 0)
         self._next[key] = index + 1
         value = values[index % len(values)]
+        if isinstance(value, _Followed):
+            return list(value)
         if isinstance(value, io.IOBase) and value.closed:  # the model closed it, and will read it again
             self._opened.append(_opened_again(value))
             return self._opened[-1]
@@ -71,17 +80,26 @@ class _Recording:
 
     def split(self, key: str) -> int:
         """The number of tensors that the next value is: 1 of a tensor, 0 where it is not made of tensors alone."""
-        values = self.values.get(key)
-        if not values:
-            return 0
-        value = self.take(key)
-        self._next[key] -= 1
+        value = self._coming(key)
         if isinstance(value, Tensor):
             return 1
-        self.parts = list(value) if type(value) in (tuple, list) and len(value) > 1 else []
+        self.parts = list(value) if type(value) in (tuple, list, _Followed) and len(value) > 1 else []
         if not all(isinstance(each, Tensor) for each in self.parts):
             self.parts = []
         return len(self.parts)
+
+    def iterates(self, key: str) -> bool:
+        """Whether the next value is an iterator."""
+        return isinstance(self._coming(key), _Followed)
+
+    def _coming(self, key: str) -> Any:
+        """The next value, which stays the next."""
+        values = self.values.get(key)
+        if not values:
+            return None
+        self.take(key)
+        self._next[key] -= 1
+        return values[self._next[key] % len(values)]
 
 
 def _opened_again(file: io.IOBase) -> IO[Any]:
@@ -121,7 +139,17 @@ def _apart(tensor: Tensor) -> Tensor:
     return apart
 
 
+def _followed(iterator: Iterator[Any], taken: _Followed) -> Iterator[Any]:
+    for each in iterator:
+        taken.append(pytree.tree_map_only(Tensor, _apart, each))
+        yield each
+
+
 def __compile_bench_hold__(key: str, value: Any) -> Any:
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        taken = _Followed()
+        _recording.keep(key, taken)
+        return _followed(value, taken)  # it can be gone through once: by the model
     _recording.keep(key, pytree.tree_map_only(Tensor, _apart, value))
     return value
 
@@ -141,7 +169,18 @@ def __compile_bench_parts__(key: str) -> int:
     return _recording.split(key)
 
 
+@torch.compiler.assume_constant_result
+def __compile_bench_iterates__(key: str) -> bool:
+    return _recording.iterates(key)
+
+
 def __compile_bench_replay__(key: str) -> Any:
+    if __compile_bench_iterates__(key):
+        return iter(__compile_bench_value__(key))
+    return __compile_bench_value__(key)
+
+
+def __compile_bench_value__(key: str) -> Any:
     """What was held; tensors as results of the graph, not as its constants.
 
     An attribute of a constant tensor Dynamo looks up by the name that it gave the tensor, which is that of the function
@@ -165,16 +204,17 @@ _BUILTINS = (
     __compile_bench_held__,
     __compile_bench_held_part__,
     __compile_bench_parts__,
+    __compile_bench_iterates__,
+    __compile_bench_value__,
 )
 _HOLD, _REPLAY, _NO_CONTEXT = (each.__name__ for each in _BUILTINS[:3])
 
 
-def overlays(places: Mapping[tuple[str, int], bool]) -> tuple[Overlay, Overlay]:
+def overlays(places: Mapping[tuple[str, int], Held]) -> tuple[Overlay, Overlay]:
     """The sources that record, and the sources that replay; what was recorded before is forgotten.
 
     Args:
-        places: file and line of what is to be held, and whether of a call whose result is not used the arguments are
-            held instead; one that cannot be held is left as it is.
+        places: file and line of what is to be held, and what of it; one that cannot be held is left as it is.
     """
     for each in _BUILTINS:
         setattr(builtins, each.__name__, each)
@@ -182,12 +222,12 @@ def overlays(places: Mapping[tuple[str, int], bool]) -> tuple[Overlay, Overlay]:
     sources: dict[str, Source] = {}
     record: dict[str, list[Edit]] = {}
     replay: dict[str, list[Edit]] = {}
-    for (file, line), arguments in places.items():
+    for (file, line), what in places.items():
         try:
             source = sources.setdefault(file, Source.read(Path(file)))
         except (OSError, SyntaxError):
             continue
-        for first, second in _edits(source, line, arguments):
+        for first, second in _edits(source, line, what):
             record.setdefault(file, []).append(first)
             replay.setdefault(file, []).append(second)
     return _applied(sources, record), _applied(sources, replay)
@@ -203,9 +243,14 @@ def _applied(sources: Mapping[str, Source], edits: Mapping[str, list[Edit]]) -> 
     return overlay
 
 
-def _edits(source: Source, line: int, arguments: bool) -> list[tuple[Edit, Edit]]:
-    statement = source.statement(line)
-    if arguments and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+def _edits(source: Source, line: int, what: Held) -> list[tuple[Edit, Edit]]:
+    if what == "lambda":
+        return [_edit(source, each) for each in source.lambda_bodies(line) if _holdable(each)]
+    return [edit for statement in source.statements(line) for edit in _edits_of(source, statement, what)]
+
+
+def _edits_of(source: Source, statement: ast.stmt, what: Held) -> list[tuple[Edit, Edit]]:
+    if what == "arguments" and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         values = [*call.args, *(word.value for word in call.keywords)]
         return [_edit(source, each) for each in values if not isinstance(each, ast.Starred) and _holdable(each)]
@@ -215,8 +260,12 @@ def _edits(source: Source, line: int, arguments: bool) -> list[tuple[Edit, Edit]
         return [_edit(source, statement.test, reads="bool")] if _holdable(statement.test) else []
     if isinstance(statement, ast.For):
         expression: ast.expr | None = statement.iter
+    elif isinstance(statement, ast.Match):
+        expression = statement.subject
     else:
         expression = getattr(statement, "value", None)
+    if isinstance(expression, ast.Yield):
+        expression = expression.value
     return [_edit(source, expression)] if expression is not None and _holdable(expression) else []
 
 

@@ -8,7 +8,7 @@ same by construction, says what else is different afterwards (``effect``), and l
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from compile_bench.mending.pure import is_elementwise, is_exact_in_float32, is_quiet
@@ -45,6 +45,7 @@ _UPKEEP = frozenset(
         "pdb.set_trace",
     ]
 )
+_KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
 _CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
 
 
@@ -81,13 +82,12 @@ def candidates(source: Source, found: Break) -> Iterator[Candidate]:
         source: the file that the break is in.
         found: the break.
     """
-    statement = source.statement(found.line)
-    if statement is None:
-        return
+    statements = source.statements(found.line)
     for rewrite in REWRITES:
-        edits = rewrite.make(source, statement, found)
-        if edits:
-            yield Candidate(rewrite, source, tuple(edits))
+        ways = (tuple(rewrite.make(source, statement, found)) for statement in statements)
+        for edits in dict.fromkeys(ways):
+            if edits:
+                yield Candidate(rewrite, source, edits)
 
 
 # -- output and upkeep ---------------------------------------------------------------------------------------------
@@ -195,7 +195,9 @@ def _where(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
     if found.category not in ("data-dependent control flow", "tensor value read by Python"):
         return []
     edits = (
-        _where_statement(source, statement) if isinstance(statement, ast.If) else _where_expression(source, statement)
+        _where_statement(source, statement)
+        if isinstance(statement, ast.If)
+        else _where_expression(source, _run(source, statement, found))
     )
     return [*edits, *with_torch(source)] if edits else []
 
@@ -255,10 +257,12 @@ def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit
     return [Edit(source.end(flags[-1]), source.end(last), ""), source.replace(taken.value, chosen)] if chosen else []
 
 
-def _where_expression(source: Source, statement: ast.stmt) -> list[Edit]:
+def _where_expression(source: Source, nodes: Iterable[ast.AST]) -> list[Edit]:
     edits = []
-    for node in _expressions(statement):
+    for node in nodes:
         if isinstance(node, ast.IfExp):
+            if isinstance(node.body, ast.Constant) and _is_kept(source, node):
+                continue
             condition = _condition(source, node.test)
             chosen = condition and _chosen(source, condition, node.body, node.orelse)
             if chosen:
@@ -341,7 +345,7 @@ def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit
     if found.category != "tensor value read by Python":
         return []
     edits = []
-    for node in _expressions(statement):
+    for node in _run(source, statement, found):
         if not isinstance(node, ast.Call) or not _only_computed_with(source, node):
             continue
         tensor = _read_tensor(node)
@@ -349,8 +353,9 @@ def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit
             continue
         text = source.text(tensor)
         atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
-        # item() cuts the gradient; so does detach().
+        # item() cuts the gradient; so does detach(). What is written into the tensor later is not in the value.
         kept = f"{text}.detach()" if atom else f"({text}).detach()"
+        kept += ".clone()" if isinstance(tensor, (ast.Name, ast.Attribute, ast.Subscript)) else ""
         edits.append(source.replace(node, f"{kept}.long()" if _dotted(node.func) == "int" else kept))
     return edits
 
@@ -370,15 +375,38 @@ def _only_computed_with(source: Source, node: ast.expr) -> bool:
     """Whether a value goes into arithmetic alone, where a tensor of no dimensions does as well as a number."""
     parent = source.parents[node]
     if isinstance(parent, (ast.BinOp, ast.UnaryOp)):
-        return True
+        return _goes_into_arithmetic(source, node)
     if isinstance(parent, (ast.Return, ast.Assign)):
         function = source.function(node)
         if isinstance(parent, ast.Assign) and function is not None and (name := _assigned(parent)) is not None:
             uses = [each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == name]
             loads = [each for each in uses if isinstance(each.ctx, ast.Load)]
-            return bool(loads) and all(isinstance(source.parents[each], (ast.BinOp, ast.UnaryOp)) for each in loads)
+            return bool(loads) and all(_goes_into_arithmetic(source, each) for each in loads)
         return isinstance(parent, ast.Return) and function is not None and _calls_compute(source, function.name)
     return False
+
+
+def _goes_into_arithmetic(source: Source, node: ast.expr) -> bool:
+    return isinstance(source.parents[node], (ast.BinOp, ast.UnaryOp)) and not _is_kept(source, node)
+
+
+def _is_kept(source: Source, node: ast.expr) -> bool:
+    """Whether what is computed with a value outlives the call, or is shown: who reads it later expects a number."""
+    parent = source.parents[node]
+    while isinstance(parent, (ast.BinOp, ast.UnaryOp)):
+        node, parent = parent, source.parents[parent]
+    if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+        return any(isinstance(each, ast.Attribute) or _is_named_entry(each) for each in targets)
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute):
+        return parent.func.attr in _KEEPING
+    return isinstance(parent, (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.FormattedValue))
+
+
+def _is_named_entry(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+    )
 
 
 def _calls_compute(source: Source, name: str) -> bool:
@@ -482,7 +510,7 @@ def _called(statement: ast.stmt) -> ast.Call | None:
     return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
 
 
-def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+def _expressions(statement: ast.stmt | ast.expr) -> Iterator[ast.AST]:
     """The nodes of a statement without the statements inside of it, and without functions that run later."""
     waiting: list[ast.AST] = [statement]
     while waiting:
@@ -490,6 +518,15 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.AST]:
         yield node
         later = (ast.stmt, ast.Lambda)
         waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, later)]
+
+
+def _run(source: Source, statement: ast.stmt, found: Break) -> Iterator[ast.AST]:
+    """The nodes that run in the function of a break: of a lambda its body, not the statement that makes it."""
+    if found.function != "<lambda>":
+        yield from _expressions(statement)
+        return
+    for body in source.lambda_bodies(found.line):
+        yield from _expressions(body)
 
 
 def _assigned(statement: ast.AST) -> str | None:

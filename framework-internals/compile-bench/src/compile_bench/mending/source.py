@@ -68,13 +68,24 @@ class Source:
             yield node
 
     def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement that a line is in; of ``if``, ``for`` and the like only the head counts."""
-        found: ast.stmt | None = None
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.stmt) and node.lineno <= line <= head_end(node):
-                narrower = found is None or (node.lineno, -head_end(node)) >= (found.lineno, -head_end(found))
-                found = node if narrower else found
-        return found
+        """The innermost statement that a line is in, the last one where several share it."""
+        return next(reversed(self.statements(line)), None)
+
+    def statements(self, line: int) -> list[ast.stmt]:
+        """The innermost statements that a line is in; of ``if``, ``for`` and the like only the head counts."""
+        around = {
+            node: (node.lineno, -head_end(node))
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.stmt) and node.lineno <= line <= head_end(node)
+        }
+        return [node for node, extent in around.items() if extent == max(around.values())]
+
+    def lambda_bodies(self, line: int) -> list[ast.expr]:
+        """The bodies of the innermost lambdas that a line is in."""
+        lambdas = (each for each in ast.walk(self.tree) if isinstance(each, ast.Lambda))
+        found = [each.body for each in lambdas if each.body.lineno <= line <= (each.body.end_lineno or 0)]
+        outer = {node for body in found for node in self.above(body)}
+        return [body for body in found if body not in outer]
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """The function that a node is in."""
@@ -170,6 +181,15 @@ def head_end(statement: ast.stmt) -> int:
         return statement.subject.end_lineno or statement.lineno
     assert statement.end_lineno is not None
     return statement.end_lineno
+
+
+def line_before(before: bytes, after: bytes, line: int) -> int:
+    """The line that a line of a changed file was, or stands in the place of; 0 of one that was put in."""
+    matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
+    for _, old, old_end, new, new_end in matcher.get_opcodes():
+        if new < line <= new_end:
+            return min(old + line - new, old_end) if old_end > old else 0
+    return 0
 
 
 def unified_diff(name: str, before: bytes, after: bytes) -> str:

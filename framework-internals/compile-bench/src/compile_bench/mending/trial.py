@@ -18,7 +18,9 @@ from compile_bench.findings import Mark, Proposal, Trial, mark
 from compile_bench.mending.overlay import Overlay, forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
 from compile_bench.mending.rewrites import CHANGED_SETTINGS
+from compile_bench.mending.source import line_before
 from compile_bench.results import Case
+from compile_bench.trace import Break
 from compile_bench.triage_worker import survey
 
 
@@ -85,15 +87,21 @@ def _trial(
             except UserError as error:
                 return Trial(f"the changed model fails: {error}")
         failures = [failure for each in surveys for failure in each.failures]
-        left = {mark(each): each for found in surveys for each in found.breaks}
+        left = {_mark_before(each, overlay): each for found in surveys for each in found.breaks}
         graphs = len(surveys[0].trace.graphs)
         seen = Trial("", frozenset(left), any(each.whole_frame for each in left.values()), graphs)
-        new = [each for key, each in left.items() if key not in allowed]
-        if new:
-            place = f"{Path(new[0].file).name}:{new[0].line}"
-            return replace(seen, verdict=f"it still breaks: {place}, {new[0].reason}")
+        new = next(((key, each) for key, each in left.items() if key not in allowed), None)
+        if new is not None:
+            (file, line), found = new
+            place = f"{Path(file).name}:{line}" if line else f"{Path(file).name}, in `{found.source}`"
+            return replace(seen, verdict=f"it still breaks: {place}, {found.reason}")
         if failures:
             return replace(seen, verdict=f"the changed model fails: {failures[0]}")
         forget_user_modules(whose)
         torch.compiler.reset()
         return replace(seen, verdict=holds(case, path=path, with_inductor=compiled))
+
+
+def _mark_before(found: Break, overlay: Overlay) -> Mark:
+    file, line = mark(found)
+    return (file, line_before(Path(file).read_bytes(), overlay[file], line)) if file in overlay else (file, line)
