@@ -809,3 +809,43 @@ def test_a_change_of_the_zoo_itself_is_tried():
     answer = subprocess.run([sys.executable, "-c", ZOO_CHANGED], capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["64", "3", "64"]
+
+
+STEPPER = """\
+import torch
+from torch import nn
+from compile_bench.target import Target
+
+
+class Warming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.epoch = 0
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.a(x) * self.epoch
+
+
+def target():
+    def make_step(model, args):
+        taken = 0
+
+        def step():
+            nonlocal taken
+            model.epoch = taken
+            taken += 1
+            return model(*args)
+
+        return step
+
+    return Target(Warming(), (torch.ones(2, 4),), make_step=make_step)
+"""
+
+
+def test_what_a_step_keeps_from_call_to_call_compiles_it_again(tmp_path):
+    """A counter beside the model goes on as it does in a training loop."""
+    file = tmp_path / "stepper.py"
+    file.write_text(STEPPER)
+    found = survey(Case(f"{file}:target"), seeds=(0,), behind=False)
+    assert [each.guard for each in found.recompiles if "epoch" in each.guard]

@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import cast
 
@@ -115,9 +116,12 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
         error: Exception | None = None
         with Collector() as collector:
             try:
-                for each in (*(target,) * (_STEADY_CALLS - 1), *target.calls()):
+                # One for all calls with the same arguments: what it keeps in between may be why it is compiled again.
+                step = target.step(compiled, train=case.train)
+                others = (each.step(compiled, train=case.train) for each in islice(target.calls(), 1, None))
+                for each in chain(repeat(step, _STEADY_CALLS), others):
                     rewind()
-                    each.step(compiled, train=case.train)()
+                    each()
             except Exception as raised:  # whatever the model or the compiler raises
                 error = raised
         trace = with_lines(collector.trace(), backend.lines)
@@ -129,7 +133,6 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _
             found = broken_in_error(str(error), type(error).__name__, whose, _raised_at(error))
             look.breaks += [(seed, found)] if found is not None else []
             continue
-        step = target.step(compiled, train=case.train)
         for silent in unexplained(EagerWatch(model.modules(), whose).run(step), trace):
             look.eager.setdefault(silent.frame, silent)
     return look
