@@ -219,7 +219,6 @@ def _executed(
 
 
 def _kernel(module: Module, instruction: Instruction, types: dict[str, Instruction], calls: int) -> Kernel:
-    # A reduction's function is not an operation of the kernel; what a fusion calls is.
     inside = list(module.inside(instruction)) if instruction.opcode == "fusion" else [instruction]
     content = [one for one in inside if one.opcode not in ("parameter", "constant", "fusion")] or [instruction]
     working = [one for one in content if one.opcode not in _CARRIES_NO_WORK] or content
