@@ -91,6 +91,17 @@ def test_execution_changes_rounding_alone(whole, execution):
     assert losses(logs) == pytest.approx(losses(whole[1]), rel=1e-5)
 
 
+def test_compiling_is_not_counted_as_training(monkeypatch):
+    """Eight steps at a time, and one at a time where something is due sooner: two functions, two compilations."""
+    now = 0.0
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now)
+    clock = loop._Clock(MODEL, CONFIG, loop.make_mesh(1, 1, jax.devices("cpu")))
+    for steps, seconds in ((8, 100.0), (8, 4.0), (1, 100.0), (1, 0.5), (8, 4.0)):
+        now += seconds
+        clock.lap(steps)
+    assert clock.total_rate() == pytest.approx(17 * CONFIG.batch_size * MODEL.block_size / 8.5)
+
+
 CHILD = """
 import sys, threading, os, signal, time
 from pathlib import Path

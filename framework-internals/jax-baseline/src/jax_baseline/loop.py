@@ -349,7 +349,7 @@ def _validate(
 
 
 class _Clock:
-    """Throughput over the steps of a process, the first few left out."""
+    """Throughput over the steps of a process; the first few are left out, and each function's first call."""
 
     def __init__(self, model: GPTConfig, config: TrainConfig, mesh: Mesh) -> None:
         self._tokens = config.batch_size * model.block_size
@@ -358,6 +358,7 @@ class _Clock:
         self._peak = None if sheet is None else sheet.flops[config.dtype] * mesh.devices.size
         self._steps = self._counted = 0
         self._seconds = 0.0
+        self._called: set[int] = set()  # by the steps they take: each is a function of its own, compiled when called
         self.start()
 
     def start(self) -> None:
@@ -365,13 +366,14 @@ class _Clock:
         self._mark = time.perf_counter()
 
     def lap(self, steps: int) -> float:
-        """Note steps and return their seconds."""
+        """Note the steps of one call and return their seconds."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        if self._steps >= WARMUP_STEPS:
+        if self._steps >= WARMUP_STEPS and steps in self._called:
             self._seconds += seconds
             self._counted += steps
         self._steps += steps
+        self._called.add(steps)
         return seconds
 
     def rate(self, seconds: float) -> float:
