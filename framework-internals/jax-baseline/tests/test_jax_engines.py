@@ -7,11 +7,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 import pytest
+from typer.testing import CliRunner
 
-from benchkit import UserError
+from benchkit import Quantity, Timing, UserError
 from benchkit.run import Run
 from jax_baseline import bench, lens
-from jax_baseline.bench import measure_engines
+from jax_baseline.bench import MeasuredEngine, measure_engines
+from jax_baseline.cli import app
 from jax_baseline.engines import EngineSpec, Preparation, bench_config
 from jax_baseline.worker import Worker, WorkerError, last_line
 
@@ -151,6 +153,38 @@ def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
     assert last_line(found["no profile"].unprofiled) == "Fatal Python error: Aborted"
     assert len(found["no profile"].timing.samples) == 2
     assert "out of memory" in found["too large"]
+
+
+@pytest.fixture
+def a_peak(monkeypatch):
+    """A device whose datasheet says 1 TFLOP/s."""
+    monkeypatch.setattr("torch_baseline.throughput.peak_flops", lambda device, dtype, devices=1: devices * 1e12)
+
+
+def test_the_peak_that_a_rate_of_several_devices_is_held_against_is_that_of_all_of_them(a_peak, monkeypatch):
+    """Two devices do twice the tokens of one in the same time: each is used as well."""
+    found = MeasuredEngine(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None)
+    monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
+    kept = {}
+    monkeypatch.setattr(Run, "record", lambda self, name, labels=None, values=None, data=None: kept.update({
+        labels["engine"]: values} if name == "engine" else {}))  # fmt: skip
+    run = Run("cpu", lens.configure("cpu", quick=False), Notes())
+    run.configuration["bench"]["engines"] = {
+        name: asdict(EngineSpec("jax", data=data)) for name, data in (("one", 1), ("two", 2))
+    }
+    lens.training_lens._collect_bench(run)
+    assert kept["two"]["rate"].value == 2 * kept["one"]["rate"].value
+    assert kept["two"]["MFU"].value == pytest.approx(kept["one"]["MFU"].value)
+
+
+def test_a_sweeps_share_of_the_peak_is_that_of_all_devices(a_peak, monkeypatch):
+    trial = bench.Trial(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), None)
+    monkeypatch.setattr(bench, "sweep", lambda engines, *rest, **settings: ((name, trial) for name in engines))
+    options = ["--sweep", "--device", "cpu", "--engines", "cudnn,cudnn-data-2"]
+    lines = CliRunner().invoke(app, ["bench", *options]).output.splitlines()
+    shares = [line.split("MFU ")[1].split()[0] for line in lines]
+    assert len(shares) == 2
+    assert shares[0] == shares[1]
 
 
 def test_a_reference_that_fails_is_an_error(monkeypatch):

@@ -42,7 +42,7 @@ class MeasuredEngine:
         """What a report keeps of it; what was not measured is left out.
 
         Args:
-            tokens: of a step.
+            tokens: of a step, over all devices.
             steps: of a sample.
             mfu: of a token a second, see :func:`mfu_per_token`.
         """
@@ -65,14 +65,26 @@ class MeasuredEngine:
         return values | {key: Quantity(value, unit) for key, (value, unit) in optional.items() if value is not None}
 
 
-def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device) -> float | None:
-    """Model FLOPs utilisation of one token a second; None for a CPU or a GPU whose datasheet is not kept."""
+def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device, devices: int) -> float | None:
+    """Model FLOPs utilisation of one token a second, of all devices together.
+
+    It is the model's operations a second over the datasheet's dense peak for the dtype.
+
+    Args:
+        model: says what a token costs.
+        training: says in which dtype.
+        device: the kind.
+        devices: that share the work.
+
+    Returns:
+        None for a CPU or a GPU whose datasheet is not kept.
+    """
     import torch
 
     from torch_baseline.model import flops_per_token
     from torch_baseline.throughput import peak_flops
 
-    peak = peak_flops(torch.device(device), training.dtype)
+    peak = peak_flops(torch.device(device), training.dtype, devices)
     return None if peak is None else flops_per_token(model) / peak
 
 

@@ -252,12 +252,14 @@ def _collect_bench(run: Run) -> None:
             steps=asked["steps"],
             together=asked["together"],
         )
-    tokens, share = training.batch_size * model.block_size, mfu_per_token(model, training, run.device)
+    tokens = training.batch_size * model.block_size
     for name, engine in found.items():
         if isinstance(engine, str):
             run.absent(f"The engine `{name}`", f"it failed: {last_line(engine).rstrip('.')}")
             continue
-        values = engine.figures(tokens * engines[name].devices, asked["steps"], share)
+        devices = engines[name].devices
+        mfu = mfu_per_token(model, training, run.device, devices)
+        values = engine.figures(tokens * devices, asked["steps"], mfu)
         run.record("engine", {"engine": name, **asked["engines"][name]}, values)
     run.record(
         "model", values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")}, data=_plain(model, training)
