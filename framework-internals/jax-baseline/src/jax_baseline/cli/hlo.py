@@ -142,6 +142,7 @@ def diff(
 ) -> None:
     """Put what XLA and Inductor made of one function side by side; exit status 1 if the two do not compute the same."""
     from jax_baseline.compiled_sides import FunctionSide, ModelSide, compile_both
+    from jax_baseline.worker import WorkerError, last_line
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):
@@ -157,7 +158,10 @@ def diff(
             model = _shape(preset, layers)
             torch_side = ModelSide(asdict(model), batch_size, cast(Precision, dtype), attention, where, repeats)
             jax_side = torch_side
-        programs = compile_both(jax_side, torch_side)
+        try:
+            programs = compile_both(jax_side, torch_side)
+        except WorkerError as error:  # nothing was compared: not the status of two functions that differ
+            raise UserError(f"one of the two sides failed: {last_line(str(error))}") from error
     if not _print_diff(programs, show):
         raise typer.Exit(1)
 
