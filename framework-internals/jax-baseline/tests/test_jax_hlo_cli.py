@@ -93,7 +93,8 @@ def test_mistakes_are_user_errors(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("loss", "status", "verdict"), [(2.0, 0, "results differ by at most 0"), (2.5, 1, "NOT THE SAME FUNCTION: ")]
+    ("loss", "status", "verdict"),
+    [(2.0, 0, "sums over the results differ by at most 0, relative"), (2.5, 1, "NOT THE SAME FUNCTION: ")],
 )
 def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
     from jax_baseline.programs import Program, Step, Tensor

@@ -330,7 +330,7 @@ def test_results_are_flat_as_those_of_jax(odd_file):
         assert [value["shape"] for value in xla] == [value["shape"] for value in inductor]
         np.testing.assert_allclose(*([value["sketch"] for value in side] for side in (xla, inductor)), atol=1e-4)
     assert len(nested[0]) == 3
-    assert unused[1][2]["sketch"] == (0.0,) * 9
+    assert set(unused[1][2]["sketch"]) == {0.0}
 
 
 def test_a_file_that_fails_is_named(tmp_path):

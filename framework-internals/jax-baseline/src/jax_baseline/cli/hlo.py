@@ -215,8 +215,12 @@ def _agreement(programs: tuple[Program, Program], difference: float | None) -> t
     if math.isnan(difference):
         return False, "NOT COMPARABLE: results hold numbers that are not finite; give inputs for which they are"
     sketched = all(value.sketch for value in (*xla, *inductor))
-    how = "norm of the difference over the norm" if sketched else "relative, of their sums"
-    text = f"results differ by at most {numbers.error_size(difference)} ({how})"
+    size = numbers.error_size(difference)
+    text = (
+        f"results differ by about {size} (norm of the difference over the larger norm, estimated)"
+        if sketched
+        else f"sums over the results differ by at most {size}, relative"
+    )
     return (False, f"NOT THE SAME FUNCTION: {text}") if difference > _SAME else (True, text)
 
 
