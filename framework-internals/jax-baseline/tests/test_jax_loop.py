@@ -1,6 +1,7 @@
 """The loop: what it reaches, what it leaves behind, and that nothing of a run is lost or different after a kill."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -196,6 +197,14 @@ def test_a_number_that_is_not_finite_is_named(execution):
     config = replace(CONFIG, lr=1e30, min_lr=1e30, warmup=0, clip=0.0)
     with pytest.raises(NonFiniteError, match=r"step 2: the loss is .*(finite|is not).*those before this step"):
         loop.train(MODEL, config, execution=execution)
+
+
+def test_a_validation_that_is_not_finite_ends_the_run(monkeypatch):
+    validations = iter((2.0, math.nan))  # of the weights and of their average
+    monkeypatch.setattr(loop, "_mean_loss", lambda *arguments: next(validations))
+    message = "step 1: the validation loss of the averaged weights is nan; they are finite, the loss alone is not"
+    with pytest.raises(NonFiniteError, match=message):
+        loop.train(MODEL, replace(CONFIG, eval_interval=1))
 
 
 @pytest.mark.parametrize(

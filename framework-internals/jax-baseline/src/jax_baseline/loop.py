@@ -281,15 +281,20 @@ def _first_non_finite(
     Parameters are searched in the order of the forward pass, then gradients against it: the backward pass carries such
     a number on to everything it visits later. The step left its state as it was, so its gradients can be had again.
     """
-    for name, weight in to_torch(params, model).items():
-        if not np.isfinite(weight).all():
-            return f"parameter {name} is not finite"
+    if named := _non_finite_parameter(params, model):
+        return named
     gradient = jax.jit(make_gradient(model, config, attention=ATTENTIONS[execution.attention]))
     _, gradients = gradient(params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
     for name, found in reversed(to_torch(gradients, model).items()):
         if not np.isfinite(found).all():
             return f"parameters are finite, the gradient of {name} is not"
     return "parameters and gradients are finite, the loss alone is not"
+
+
+def _non_finite_parameter(params: Params, model: GPTConfig) -> str:
+    """The first in the order of the forward pass, in words; empty if all are finite."""
+    weights = to_torch(params, model).items()
+    return next((f"parameter {name} is not finite" for name, weight in weights if not np.isfinite(weight).all()), "")
 
 
 def validate(
@@ -343,8 +348,18 @@ def _validate(
     config: TrainConfig,
     mesh: Mesh,
 ) -> ValidationLog:
-    found = _mean_loss(evaluate, state.params, data, model, config, mesh)
-    averaged = None if state.ema is None else _mean_loss(evaluate, state.ema, data, model, config, mesh) * BITS_PER_NAT
+    def mean_loss(params: Params, weights: str) -> float:
+        found = _mean_loss(evaluate, params, data, model, config, mesh)
+        if not math.isfinite(found):
+            raise NonFiniteError(
+                f"step {int(state.step)}: the validation loss of the {weights} is {found}; "
+                f"{_non_finite_parameter(params, model) or 'they are finite, the loss alone is not'}. "
+                "The weights are those after this step"
+            )
+        return found
+
+    found = mean_loss(state.params, "weights")
+    averaged = None if state.ema is None else mean_loss(state.ema, "averaged weights") * BITS_PER_NAT
     return ValidationLog(int(state.step), found * BITS_PER_NAT, averaged, standing.note_validation(found))
 
 
