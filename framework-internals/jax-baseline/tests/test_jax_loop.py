@@ -182,6 +182,22 @@ def test_other_runs_and_missing_ones_are_refused(whole, tmp_path):
         loop.train(MODEL, replace(config, out=None), resume=True)
 
 
+@pytest.mark.parametrize(
+    ("model", "settings", "execution", "message"),
+    [
+        ({"n_layer": 1}, {}, {}, r"made with n_layer=2 \(model\), this run asks for n_layer=1"),
+        ({}, {"ema_decay": 0.0}, {}, r"made with ema_decay=0.9 \(training\), this run asks for ema_decay=0.0"),
+        ({}, {}, {"scan": True}, r"made with scan=False \(execution\), this run asks for scan=True; the numbers are"),
+    ],
+)
+def test_a_setting_that_changes_the_arrays_is_named_and_not_taken_for_damage(
+    whole, model, settings, execution, message
+):
+    config = replace(CONFIG, out=whole[2], **settings)
+    with pytest.raises(UserError, match=message):
+        loop.train(replace(MODEL, **model), config, resume=True, execution=loop.Execution(**execution))
+
+
 @pytest.mark.slow
 def test_patience_ends_a_run_early():
     config = replace(CONFIG, steps=40, lr=0.5, min_lr=0.5, eval_interval=2, patience=2)

@@ -151,7 +151,7 @@ def train(
         if checkpoints is not None and not resume and checkpoints.exists(LAST):
             raise UserError(f"{config.out} holds a run already; go on with it (--resume), or name another folder")
         if resume:
-            state, standing = _resume(checkpoints, state, model, config, corpus)
+            state, standing = _resume(checkpoints, state, model, config, execution, corpus)
         step = int(state.step)
         files.forget_after(step)
         start = _start(model, corpus, mesh, step)
@@ -232,12 +232,19 @@ def load_best(folder: Path) -> tuple[GPTConfig, Params]:
     standing = checkpoints.standing(BEST)
     model, config = GPTConfig(**standing.model_config), train_config(standing.train_config)
     with jax.enable_x64(config.dtype == "float64"):
-        # How the run stacked its blocks is in its description, not in the settings that decide the numbers.
-        execution = json.loads((folder / METADATA).read_text())["execution"]
-        state, _ = checkpoints.restore(BEST, initial_state(model, config, scan=execution["scan"]))
+        state, _ = checkpoints.restore(BEST, initial_state(model, config, scan=bool(_scanned(folder))))
     checkpoints.close()
     params = unstack_blocks(state.params if state.ema is None else state.ema)
     return model, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+
+
+def _scanned(folder: Path) -> bool | None:
+    """Whether the run in the folder stacks its blocks; None where its description is gone.
+
+    That is no setting which decides the numbers, and so not in the checkpoints.
+    """
+    path = folder / METADATA
+    return json.loads(path.read_text())["execution"]["scan"] if path.exists() else None
 
 
 class _Stepper:
@@ -420,12 +427,25 @@ def _out_of_patience(standing: Standing, config: TrainConfig) -> bool:
 
 
 def _resume(
-    checkpoints: Checkpoints | None, state: TrainState, model: GPTConfig, config: TrainConfig, corpus: Corpus
+    checkpoints: Checkpoints | None,
+    state: TrainState,
+    model: GPTConfig,
+    config: TrainConfig,
+    execution: Execution,
+    corpus: Corpus,
 ) -> tuple[TrainState, Standing]:
     if checkpoints is None:
         raise UserError("--resume needs the folder of the run: --out DIR")
+    # Before the arrays are read: those of another run do not fit into this one's, which looks like damage.
+    require_same_run(checkpoints.standing(LAST), model, config, corpus.sha256)
+    scanned = _scanned(checkpoints.folder)
+    if scanned not in (None, execution.scan):
+        raise UserError(
+            f"the checkpoint was made with scan={scanned} (execution), this run asks for scan={execution.scan}; the "
+            "numbers are the same, but the blocks' weights are stacked only with it: resume with the same setting, or "
+            "start a new run"
+        )
     state, standing = checkpoints.restore(LAST, state)
-    require_same_run(standing, model, config, corpus.sha256)
     step = int(state.step)
     if step >= config.steps or _out_of_patience(standing, config):
         raise UserError(f"the run in {config.out} is finished (step {step}); nothing is left to do")
