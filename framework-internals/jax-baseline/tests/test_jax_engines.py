@@ -257,6 +257,14 @@ def test_a_quick_run_says_what_it_leaves_out_of_the_compiled_step():
     assert list(notes.told) == ["XLA beside Inductor, and the program of a GPU"]
 
 
+@pytest.mark.parametrize(("device", "told"), [("cuda", ["The first 14 of the 40 planted mistakes"]), ("cpu", [])])
+def test_mistakes_that_are_not_planted_are_named(device, told):
+    notes = Notes()
+    run = Run(device, lens.configure(device, quick=False), notes)
+    lens.training_lens._collect_mutations(run, list, lambda: None)
+    assert list(notes.told) == told
+
+
 def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):
     from jax_baseline import training_lens
 

@@ -17,6 +17,7 @@ from jax_baseline.inductor_program import kernel_seconds_from_trace
 from jax_baseline.inductor_source import hook_launches
 from jax_baseline.programs import Program
 from jax_baseline.torch_labels import labelled_loss
+from jax_baseline.worker import WorkerError
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import GPT
 
@@ -271,6 +272,17 @@ def test_gradients_need_an_argument_that_can_have_one(user_file, side, name):
     spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:whole_numbers", True, "cpu", 0))
     with pytest.raises(UserError, match="--gradients takes those of float32 or float16 arguments, got int64"):
         getattr(compiled_sides, side)("function", spec).program()
+
+
+def test_why_values_could_not_be_read_is_a_sentence():
+    class NoValues:
+        def call(self, method):
+            raise WorkerError("in the worker:\nTraceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n")
+
+    (note,) = compiled_sides._with_values(Program("XLA", (), None, 0.0), NoValues()).notes
+    assert note == (
+        "values in memory could not be read (the kernel k calls __cudnn$fmha), so kernels are matched by labels alone"
+    )
 
 
 def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchkit import Record, Results
+from benchkit import Quantity, Record, Results
 from jax_baseline import hlo_findings
 from jax_baseline.alignment import align, match_values, region_of, same_values
 from jax_baseline.explanation import explain
@@ -253,6 +253,26 @@ def test_the_report_is_made_of_the_record():
         "memory traffic of the kernels (MiB)",
         "time of the kernels (ms)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("ours", "told"),
+    [(100.0, "equal"), (99.0, "relative difference −1.0e-02"), (101.0, "relative difference +1.0e-02")],
+)
+def test_how_far_the_count_is_from_xlas(ours, told):
+    amounts = {"FLOPs": ours + 7, "library FLOPs": 7, "XLA FLOPs": 100}
+    record = Record("hlo step", {}, {name: Quantity(amount, "FLOP") for name, amount in amounts.items()})
+    assert hlo_findings._ratio(record, "FLOPs", "library FLOPs", "XLA FLOPs") == told
+    assert hlo_findings._ratio(record, "FLOPs", "library FLOPs", "none") is None
+
+
+@pytest.mark.parametrize(("layers", "seconds", "told"), [(1, 4e-3, "4.00 ms"), (2, 4e-3, ""), (1, 6e-3, "")])
+def test_a_part_that_took_longer_than_the_whole_is_remarked_upon(layers, seconds, told):
+    """XLA's side above runs for 5 ms."""
+    labels = {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"}
+    step = Record("hlo step", {**labels, "layers": layers}, {"step time": Quantity(seconds, "s")})
+    found = hlo_findings._diff(Record("region diff", labels, *diff_record(*programs())), step)
+    assert found["shorter_step"] == told
 
 
 def test_names():

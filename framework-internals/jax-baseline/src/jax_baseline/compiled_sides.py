@@ -144,8 +144,9 @@ def _with_values(program: Program, worker: Worker) -> Program:
         return program.with_values(worker.call("values"))
     except WorkerError as error:
         lines = [line.strip() for line in str(error).splitlines() if re.search("[Ee]rror|Check failed", line)]
-        why = (lines or [str(error)])[-1][:200]
-        return replace(program, notes=(f"values in memory were not taken, so labels alone align: {why}",))
+        why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # our own: a sentence without it
+        note = f"values in memory could not be read ({why}), so kernels are matched by labels alone"
+        return replace(program, notes=(note,))
 
 
 def load_function(reference: str, *, what: str) -> Callable[..., Any]:

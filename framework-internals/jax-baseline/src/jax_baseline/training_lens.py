@@ -151,6 +151,8 @@ def _try_mutations(configuration: Mapping[str, Any]) -> list[Verdict]:
 
 
 def _collect_mutations(run: Run, result: Callable[[], list[Verdict]], beside: Callable[[], Future[Any]]) -> None:
+    from jax_baseline.mutations import MUTATIONS
+
     with run.working("planted mistakes"):
         beside()
         verdicts = result()
@@ -160,6 +162,11 @@ def _collect_mutations(run: Run, result: Callable[[], list[Verdict]], beside: Ca
             {"mistake": verdict.name},
             {"times": Quantity(verdict.times, "")},
             {"step": verdict.step, "where": verdict.where},
+        )
+    if last := run.configuration["mutations"]["last"]:
+        run.absent(
+            f"The first {len(MUTATIONS) - last} of the {len(MUTATIONS)} planted mistakes",
+            "each changes the gradient and would be compiled for itself; the report of a full run on a CPU has them",
         )
 
 
