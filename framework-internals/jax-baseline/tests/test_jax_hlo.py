@@ -111,6 +111,19 @@ def test_the_function_of_a_reduction_is_no_operation_of_the_kernel():
     assert str(kernel.place) == "loss.py:3"
 
 
+def test_the_unlabelled_half_of_a_reduction_is_where_its_own_function_is():
+    unlabelled = SHARED_FUNCTION.replace(
+        ', metadata={op_name="jit(step)/jvp(loss)/reduce_sum" source_file="loss.py" source_line=3}', ""
+    )
+    (kernel,) = kernels(parse(unlabelled))
+    assert (kernel.ops, kernel.region, kernel.phase) == ({"reduce": 1}, "block0/norm", "forward")
+    # A second user: the label may be that one's.
+    shared = unlabelled.replace(
+        "  ROOT %mean = ", "  %another = f32[] reduce(%a, %a), dimensions={}, to_apply=%region\n  ROOT %mean = "
+    )
+    assert [kernel.region for kernel in kernels(parse(shared))] == ["", ""]
+
+
 @pytest.mark.parametrize("text", ["", "int main() { return 0; }", "HloModule empty\n"])
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"expected (the text of an HLO module|HLO text)"):
