@@ -104,7 +104,7 @@ def _record_variants(
     training: TrainConfig,
 ) -> None:
     asked = run.configuration
-    tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device)
+    tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device, devices=1)
     comparison = Comparison({name: engine.timing for name, engine in measured.items()})
     for name, engine in measured.items():
         values = engine.figures(tokens, asked["steps"], mfu) | {"last loss": Quantity(last[name], "nats")}

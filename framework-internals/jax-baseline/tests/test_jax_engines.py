@@ -7,11 +7,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
 import pytest
+from typer.testing import CliRunner
 
-from benchkit import UserError
+from benchkit import Quantity, Timing, UserError
 from benchkit.run import Run
 from jax_baseline import bench, lens
-from jax_baseline.bench import measure_engines
+from jax_baseline.bench import MeasuredEngine, measure_engines
+from jax_baseline.cli import app
 from jax_baseline.engines import EngineSpec, Preparation, bench_config
 from jax_baseline.worker import Worker, WorkerError, last_line
 
@@ -86,7 +88,8 @@ class FakeWorker:
 
     def call(self, method, **arguments):
         self.log.append((method, self.name))
-        if method == "run" and self.name == "too large":
+        runs = self.log.count(("run", self.name))
+        if (self.name == "too large" and runs > 0) or (self.name == "growing" and runs > 3):
             raise WorkerError("RESOURCE_EXHAUSTED: out of memory")
         if method == "kernel_times":
             if self.name == "no profile":
@@ -106,10 +109,10 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
         yield lambda spec, model, training: FakeWorker(log, spec)
 
     monkeypatch.setattr(bench, "_workers", workers)
-    names = ("reference", "right", "no start", "too large", "wrong", "not here", "also right")
+    names = ("reference", "right", "growing", "no start", "too large", "wrong", "not here", "also right")
     engines = {name: EngineSpec("jax", attention=name, options="5.1" if name == "wrong" else "") for name in names}
     found = measure_engines(
-        engines, *bench_config("tiny", batch_size=2, dtype="float32"), device="cpu", rounds=3, together=3
+        engines, *bench_config("tiny", batch_size=2, dtype="float32"), device="cpu", rounds=8, together=3
     )
     assert list(found) == list(names)
     assert {name for name, engine in found.items() if not isinstance(engine, str)} == {
@@ -119,15 +122,18 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     }
     assert last_line(found["no start"]) == "ImportError: no such library"
     assert "out of memory" in found["too large"]
+    assert "out of memory" in found["growing"]  # in a round that is timed
     assert found["not here"] == "no C++ compiler (install one)"
     assert "first losses 5.100000 and 5.000000, at most 1e-04 apart in float32" in found["wrong"]
-    assert ("close", "too large") in log  # so that it does not hold memory while others run
+    assert {("close", "too large"), ("close", "growing")} <= set(
+        log
+    )  # so that it does not hold memory while others run
     # The second group starts when the first is measured, and the reference runs in both.
     second = log.index(("start", "also right"))
     assert ("run", "right") not in log[second:]
     assert ("run", "reference") in log[second:]
     assert found["reference"].speedup.value == 1
-    assert len(found["also right"].timing.samples) == 3
+    assert len(found["also right"].timing.samples) == 8
 
 
 def test_the_reason_of_a_failure_is_the_exception_and_not_the_advice_after_it():
@@ -143,7 +149,7 @@ def test_the_reason_of_a_failure_is_the_exception_and_not_the_advice_after_it():
 
 def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
     monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeWorker([], asked[0])))
-    engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large")}
+    engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large", "growing")}
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
     found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
     assert [kernel.name for kernel in found["right"].kernels] == ["fusion"]
@@ -151,6 +157,39 @@ def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
     assert last_line(found["no profile"].unprofiled) == "Fatal Python error: Aborted"
     assert len(found["no profile"].timing.samples) == 2
     assert "out of memory" in found["too large"]
+    assert "out of memory" in found["growing"]
+
+
+@pytest.fixture
+def a_peak(monkeypatch):
+    """A device whose datasheet says 1 TFLOP/s."""
+    monkeypatch.setattr("torch_baseline.throughput.peak_flops", lambda device, dtype, devices=1: devices * 1e12)
+
+
+def test_the_peak_that_a_rate_of_several_devices_is_held_against_is_that_of_all_of_them(a_peak, monkeypatch):
+    """Two devices do twice the tokens of one in the same time: each is used as well."""
+    found = MeasuredEngine(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None)
+    monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
+    kept = {}
+    monkeypatch.setattr(Run, "record", lambda self, name, labels=None, values=None, data=None: kept.update({
+        labels["engine"]: values} if name == "engine" else {}))  # fmt: skip
+    run = Run("cpu", lens.configure("cpu", quick=False), Notes())
+    run.configuration["bench"]["engines"] = {
+        name: asdict(EngineSpec("jax", data=data)) for name, data in (("one", 1), ("two", 2))
+    }
+    lens.training_lens._collect_bench(run)
+    assert kept["two"]["rate"].value == 2 * kept["one"]["rate"].value
+    assert kept["two"]["MFU"].value == pytest.approx(kept["one"]["MFU"].value)
+
+
+def test_a_sweeps_share_of_the_peak_is_that_of_all_devices(a_peak, monkeypatch):
+    trial = bench.Trial(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), None)
+    monkeypatch.setattr(bench, "sweep", lambda engines, *rest, **settings: ((name, trial) for name in engines))
+    options = ["--sweep", "--device", "cpu", "--engines", "cudnn,cudnn-data-2"]
+    lines = CliRunner().invoke(app, ["bench", *options]).output.splitlines()
+    shares = [line.split("MFU ")[1].split()[0] for line in lines]
+    assert len(shares) == 2
+    assert shares[0] == shares[1]
 
 
 def test_a_reference_that_fails_is_an_error(monkeypatch):
@@ -216,6 +255,14 @@ def test_a_quick_run_says_what_it_leaves_out_of_the_compiled_step():
     run = Run("cpu", lens.configure("cpu", quick=True), notes)
     dict(lens.hlo_lens.sections(run))["XLA beside Inductor"](run)
     assert list(notes.told) == ["XLA beside Inductor, and the program of a GPU"]
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda", ["The first 14 of the 40 planted mistakes"]), ("cpu", [])])
+def test_mistakes_that_are_not_planted_are_named(device, told):
+    notes = Notes()
+    run = Run(device, lens.configure(device, quick=False), notes)
+    lens.training_lens._collect_mutations(run, list, lambda: None)
+    assert list(notes.told) == told
 
 
 def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):

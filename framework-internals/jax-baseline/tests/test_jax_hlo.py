@@ -82,6 +82,48 @@ def test_regions_and_phases():
     assert counts[("block*/mlp", "forward")] == counts[("block*/mlp", "backward")] == 1
 
 
+# XLA keeps one function for all sums of a module, labelled as the first of them was.
+SHARED_FUNCTION = r"""HloModule jit_step
+
+%region (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %plus = f32[] add(%x, %y), metadata={op_name="jit(step)/jvp(block0)/norm/reduce_sum" source_file="norm.py" source_line=7}
+}
+
+%fused (p: f32[]) -> f32[] {
+  %p = f32[] parameter(0)
+  %zero = f32[] constant(0)
+  ROOT %total = f32[] reduce(%p, %zero), dimensions={}, to_apply=%region, metadata={op_name="jit(step)/jvp(loss)/reduce_sum" source_file="loss.py" source_line=3}
+}
+
+ENTRY %main (a: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %mean = f32[] fusion(%a), kind=kInput, calls=%fused
+}
+"""
+
+
+def test_the_function_of_a_reduction_is_no_operation_of_the_kernel():
+    (kernel,) = kernels(parse(SHARED_FUNCTION))
+    assert kernel.ops == {"reduce": 1}
+    assert [label.region for label in kernel.labels] == ["loss"]
+    assert str(kernel.place) == "loss.py:3"
+
+
+def test_the_unlabelled_half_of_a_reduction_is_where_its_own_function_is():
+    unlabelled = SHARED_FUNCTION.replace(
+        ', metadata={op_name="jit(step)/jvp(loss)/reduce_sum" source_file="loss.py" source_line=3}', ""
+    )
+    (kernel,) = kernels(parse(unlabelled))
+    assert (kernel.ops, kernel.region, kernel.phase) == ({"reduce": 1}, "block0/norm", "forward")
+    # A second user: the label may be that one's.
+    shared = unlabelled.replace(
+        "  ROOT %mean = ", "  %another = f32[] reduce(%a, %a), dimensions={}, to_apply=%region\n  ROOT %mean = "
+    )
+    assert [kernel.region for kernel in kernels(parse(shared))] == ["", ""]
+
+
 @pytest.mark.parametrize("text", ["", "int main() { return 0; }", "HloModule empty\n"])
 def test_other_text_is_refused(text):
     with pytest.raises(ValueError, match=r"expected (the text of an HLO module|HLO text)"):

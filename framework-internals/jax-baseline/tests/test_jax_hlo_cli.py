@@ -12,6 +12,7 @@ from benchkit.run import Run
 from jax_baseline import gpu_target, hlo_lens
 from jax_baseline.cli import app
 from jax_baseline.hlo import kernels, parse, summarise
+from jax_baseline.worker import WorkerError
 from torch_baseline.config import GPTConfig, TrainConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -92,7 +93,8 @@ def test_mistakes_are_user_errors(arguments, message):
 
 
 @pytest.mark.parametrize(
-    ("loss", "status", "verdict"), [(2.0, 0, "results differ by at most 0"), (2.5, 1, "NOT THE SAME FUNCTION: ")]
+    ("loss", "status", "verdict"),
+    [(2.0, 0, "sums over the results differ by at most 0, relative"), (2.5, 1, "NOT THE SAME FUNCTION: ")],
 )
 def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
     from jax_baseline.programs import Program, Step, Tensor
@@ -116,6 +118,18 @@ def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
     assert "; a note" in result.output
     assert "#### `head`, forward" in result.output
     assert "XLA, `fusion` (fusion loop):" in result.output
+
+
+def test_a_side_that_dies_is_not_taken_for_another_function(monkeypatch):
+    """Exit status 1 says that the two functions differ."""
+
+    def dies(one, other):
+        raise WorkerError("in the worker:\nTraceback\n  somewhere\nXlaRuntimeError: INTERNAL: no kernel\n")
+
+    monkeypatch.setattr("jax_baseline.compiled_sides.compile_both", dies)
+    result = invoke("diff", "--device", "cpu")
+    assert isinstance(result.exception, UserError)  # one line and status 2
+    assert str(result.exception) == "one of the two sides failed: XlaRuntimeError: INTERNAL: no kernel"
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch):

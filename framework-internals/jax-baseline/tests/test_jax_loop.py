@@ -1,6 +1,7 @@
 """The loop: what it reaches, what it leaves behind, and that nothing of a run is lost or different after a kill."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -91,6 +92,17 @@ def test_execution_changes_rounding_alone(whole, execution):
     assert losses(logs) == pytest.approx(losses(whole[1]), rel=1e-5)
 
 
+def test_compiling_is_not_counted_as_training(monkeypatch):
+    """Eight steps at a time, and one at a time where something is due sooner: two functions, two compilations."""
+    now = 0.0
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now)
+    clock = loop._Clock(MODEL, CONFIG, loop.make_mesh(1, 1, jax.devices("cpu")))
+    for steps, seconds in ((8, 100.0), (8, 4.0), (1, 100.0), (1, 0.5), (8, 4.0)):
+        now += seconds
+        clock.lap(steps)
+    assert clock.total_rate() == pytest.approx(17 * CONFIG.batch_size * MODEL.block_size / 8.5)
+
+
 CHILD = """
 import sys, threading, os, signal, time
 from pathlib import Path
@@ -170,6 +182,22 @@ def test_other_runs_and_missing_ones_are_refused(whole, tmp_path):
         loop.train(MODEL, replace(config, out=None), resume=True)
 
 
+@pytest.mark.parametrize(
+    ("model", "settings", "execution", "message"),
+    [
+        ({"n_layer": 1}, {}, {}, r"made with n_layer=2 \(model\), this run asks for n_layer=1"),
+        ({}, {"ema_decay": 0.0}, {}, r"made with ema_decay=0.9 \(training\), this run asks for ema_decay=0.0"),
+        ({}, {}, {"scan": True}, r"made with scan=False \(execution\), this run asks for scan=True; the numbers are"),
+    ],
+)
+def test_a_setting_that_changes_the_arrays_is_named_and_not_taken_for_damage(
+    whole, model, settings, execution, message
+):
+    config = replace(CONFIG, out=whole[2], **settings)
+    with pytest.raises(UserError, match=message):
+        loop.train(replace(MODEL, **model), config, resume=True, execution=loop.Execution(**execution))
+
+
 @pytest.mark.slow
 def test_patience_ends_a_run_early():
     config = replace(CONFIG, steps=40, lr=0.5, min_lr=0.5, eval_interval=2, patience=2)
@@ -185,6 +213,14 @@ def test_a_number_that_is_not_finite_is_named(execution):
     config = replace(CONFIG, lr=1e30, min_lr=1e30, warmup=0, clip=0.0)
     with pytest.raises(NonFiniteError, match=r"step 2: the loss is .*(finite|is not).*those before this step"):
         loop.train(MODEL, config, execution=execution)
+
+
+def test_a_validation_that_is_not_finite_ends_the_run(monkeypatch):
+    validations = iter((2.0, math.nan))  # of the weights and of their average
+    monkeypatch.setattr(loop, "_mean_loss", lambda *arguments: next(validations))
+    message = "step 1: the validation loss of the averaged weights is nan; they are finite, the loss alone is not"
+    with pytest.raises(NonFiniteError, match=message):
+        loop.train(MODEL, replace(CONFIG, eval_interval=1))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,9 +51,10 @@ class Validated:
     stale: int
 
     def note_validation(self, loss: float) -> bool:
-        """Take in a validation loss; return whether it is the lowest so far."""
-        best = loss < self.best_loss
-        self.best_loss = min(loss, self.best_loss)
+        """Take in a validation loss; return whether it is the lowest so far, which no loss that is not finite is."""
+        best = math.isfinite(loss) and loss < self.best_loss
+        if best:
+            self.best_loss = loss
         self.stale = 0 if best else self.stale + 1
         return best
 

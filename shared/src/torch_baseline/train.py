@@ -45,7 +45,7 @@ _LEAST_SCALE = 1.0
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient became infinite or not a number; weights are still those before that step."""
+    """A loss or gradient became infinite or not a number; the message says in which step, and which weights remain."""
 
 
 class TrainStep:
@@ -359,13 +359,24 @@ def deterministic_algorithms(on: bool) -> Iterator[None]:
 def _validation_log(
     model: nn.Module, learner: Learner, data: Bytes, config: TrainConfig, world: World
 ) -> ValidationLog:
-    block_size = learner.model.config.block_size
-    loss = validate(model, data, config, block_size, world)
+    loss = _finite_validation(model, learner, data, config, world, "weights")
     ema_bits = None
     if learner.ema is not None:
         with learner.ema.applied(learner.model):
-            ema_bits = validate(model, data, config, block_size, world) * BITS_PER_NAT
+            ema_bits = _finite_validation(model, learner, data, config, world, "averaged weights") * BITS_PER_NAT
     return ValidationLog(learner.step, loss * BITS_PER_NAT, ema_bits, learner.note_validation(loss))
+
+
+def _finite_validation(
+    model: nn.Module, learner: Learner, data: Bytes, config: TrainConfig, world: World, weights: str
+) -> float:
+    loss = validate(model, data, config, learner.model.config.block_size, world)
+    if not math.isfinite(loss):
+        raise NonFiniteError(
+            f"step {learner.step}: the validation loss of the {weights} is {loss}; {first_non_finite(learner.model)}. "
+            "The weights are those after this step"
+        )
+    return loss
 
 
 def _due(step: int, interval: int) -> bool:

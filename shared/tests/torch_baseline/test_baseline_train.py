@@ -204,6 +204,25 @@ def test_a_nan_in_a_parameter_is_named(small):
         train(small, dataclasses.replace(SHORT, eval_interval=0), parts={"activation": activation}, report=poison)
 
 
+def test_a_validation_that_is_not_finite_ends_the_run_and_is_never_the_best(small, tmp_path, monkeypatch):
+    validations = iter((2.0, 1.5, math.nan))
+    monkeypatch.setattr("torch_baseline.train.validate", lambda *arguments: next(validations))
+    config = dataclasses.replace(SHORT, eval_interval=1, out=tmp_path)
+    message = r"step 3: the validation loss of the weights is nan; parameters and gradients are finite"
+    with pytest.raises(NonFiniteError, match=message):
+        train(small, config)
+    best = checkpoints.load(tmp_path / "best.pt")
+    assert (best.step, best.best_loss) == (2, 1.5)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_no_loss_that_is_not_finite_is_noted_as_the_best(small, loss):
+    model = GPT(small)
+    learner = Learner(model, make_optimizer(model, SHORT), torch.amp.GradScaler("cpu", enabled=False), None)
+    assert [learner.note_validation(each) for each in (2.0, loss, 1.5, loss)] == [True, False, True, False]
+    assert (learner.best_loss, learner.stale) == (1.5, 1)
+
+
 def test_float16_skips_an_overflowing_step_and_goes_on(small):
     config = dataclasses.replace(SHORT, dtype="float16")
     model = GPT(small)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from tempfile import TemporaryDirectory
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
@@ -42,7 +43,7 @@ class MeasuredEngine:
         """What a report keeps of it; what was not measured is left out.
 
         Args:
-            tokens: of a step.
+            tokens: of a step, over all devices.
             steps: of a sample.
             mfu: of a token a second, see :func:`mfu_per_token`.
         """
@@ -65,14 +66,26 @@ class MeasuredEngine:
         return values | {key: Quantity(value, unit) for key, (value, unit) in optional.items() if value is not None}
 
 
-def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device) -> float | None:
-    """Model FLOPs utilisation of one token a second; None for a CPU or a GPU whose datasheet is not kept."""
+def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device, devices: int) -> float | None:
+    """Model FLOPs utilisation of one token a second, of all devices together.
+
+    It is the model's operations a second over the datasheet's dense peak for the dtype.
+
+    Args:
+        model: says what a token costs.
+        training: says in which dtype.
+        device: the kind.
+        devices: that share the work.
+
+    Returns:
+        None for a CPU or a GPU whose datasheet is not kept.
+    """
     import torch
 
     from torch_baseline.model import flops_per_token
     from torch_baseline.throughput import peak_flops
 
-    peak = peak_flops(torch.device(device), training.dtype)
+    peak = peak_flops(torch.device(device), training.dtype, devices)
     return None if peak is None else flops_per_token(model) / peak
 
 
@@ -154,7 +167,7 @@ def measure_engines(
                     except (WorkerError, UserError, ValueError) as error:
                         found[name] = str(error)
                 for name, measured in _measure_group(ready, reference, rounds, steps).items():
-                    if inspect and name not in found:
+                    if inspect and name not in found and not isinstance(measured, str):
                         inspect(name, ready[name][0])
                     found.setdefault(name, measured)
     return {name: found[name] for name in engines}
@@ -180,14 +193,17 @@ def _prepare(worker: Worker, steps: int, expected_loss: float | None = None, dty
 
 def _measure_group(
     ready: Mapping[str, tuple[Worker, Preparation]], reference: str, rounds: int, steps: int
-) -> dict[str, MeasuredEngine]:
-    comparison = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
-    return {
-        name: MeasuredEngine(
-            preparation, comparison[name], comparison.speedup(name, over=reference), worker.call("peak_memory")
-        )
-        for name, (worker, preparation) in ready.items()
-    }
+) -> dict[str, MeasuredEngine | str]:
+    """What was measured of each engine, or the reason why it failed in a round that was timed."""
+    comparison, failed = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
+    if reference in failed:
+        raise failed[reference]
+    found: dict[str, MeasuredEngine | str] = {name: str(error) for name, error in failed.items()}
+    for name, timing in comparison.timings.items():
+        worker, preparation = ready[name]
+        speedup = comparison.speedup(name, over=reference)
+        found[name] = MeasuredEngine(preparation, timing, speedup, worker.call("peak_memory"))
+    return found
 
 
 def _groups(names: Sequence[str], size: int | None) -> list[Sequence[str]]:
@@ -233,9 +249,11 @@ def sweep(
             yield from ((name, found) for name, found in prepared.items() if isinstance(found, str))
             if not ready:
                 continue
-            comparison = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
-            for name, (worker, preparation) in ready.items():
-                timing = replace(comparison[name], samples=tuple(sample / steps for sample in comparison[name].samples))
+            comparison, failed = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
+            yield from ((name, str(error).strip()) for name, error in failed.items())
+            for name, timing in comparison.timings.items():
+                worker, preparation = ready[name]
+                timing = replace(timing, samples=tuple(sample / steps for sample in timing.samples))
                 trial = Trial(preparation, timing, worker.call("peak_memory"))
                 yield name, _with_kernels(trial, worker, steps) if kernels else trial
 
@@ -277,15 +295,34 @@ def _workers(device: Device, factory: str = ENGINE_FACTORY, empty_caches: bool =
         yield start
 
 
-def _compare(workers: Mapping[str, Worker], rounds: int, steps: int) -> Comparison:
-    return compare(
-        {name: lambda worker=worker: worker.call("run", steps=steps) for name, worker in workers.items()},
+def _compare(
+    workers: Mapping[str, Worker], rounds: int, steps: int
+) -> tuple[Comparison, dict[str, WorkerError | UserError]]:
+    """Time the engines round by round; one that fails leaves the rounds, which go on for the others.
+
+    Returns:
+        The timings of those that took every round, and what the others failed of.
+    """
+    failed: dict[str, WorkerError | UserError] = {}
+
+    def run(name: str) -> None:
+        if name in failed:
+            return
+        try:
+            workers[name].call("run", steps=steps)
+        except (WorkerError, UserError) as error:
+            failed[name] = error
+            workers[name].close()  # and with it what it holds of the device
+
+    comparison = compare(
+        {name: partial(run, name) for name in workers},
         # The workers wait for their device themselves: here a call is over when the work is.
         device="cpu",
         clock="wall-clock",
         warmup_calls=0,  # the first sample's worth of steps was taken when they were prepared
         rounds=rounds,
     )
+    return Comparison({name: timing for name, timing in comparison.timings.items() if name not in failed}), failed
 
 
 def _require_agreement(loss: float, expected: float, dtype: str) -> None:

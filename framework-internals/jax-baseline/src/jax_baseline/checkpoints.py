@@ -93,19 +93,9 @@ class Checkpoints:
         Raises:
             UserError: if there is none, or it is damaged.
         """
-        if not (self.folder / kind).is_dir() or (step := self._manager(kind).latest_step()) is None:
-            raise UserError(f"there is no checkpoint in {self.folder / kind}")
-        path = self.folder / kind / str(step)
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
-        try:
-            found = self._manager(kind).restore(
-                step,
-                args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore()),
-            )
-        except Exception as error:  # the storage below orbax raises whatever it meets in damaged files
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(f"the checkpoint {path} cannot be read ({reason}); {self._remedy(kind, step)}") from error
-        meta = dict(found.meta)
+        step, found = self._read(kind, state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
+        path, meta = self.folder / kind / str(step), dict(found.meta)
         expected, actual = meta.pop("checksums"), checksums(found.state)
         if damaged := sorted(
             name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)
@@ -117,12 +107,9 @@ class Checkpoints:
         """Read what the latest whole step says of its run, without its arrays.
 
         Raises:
-            UserError: if there is none.
+            UserError: if there is none, or it cannot be read.
         """
-        if not self.exists(kind):
-            raise UserError(f"there is no checkpoint in {self.folder / kind}")
-        manager = self._manager(kind)
-        found = manager.restore(manager.latest_step(), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
+        _, found = self._read(kind, meta=ocp.args.JsonRestore())
         return _standing({name: value for name, value in found.meta.items() if name != "checksums"})
 
     def exists(self, kind: str) -> bool:
@@ -134,6 +121,18 @@ class Checkpoints:
         for manager in self._managers.values():
             manager.close()
         self._managers.clear()
+
+    def _read(self, kind: str, **parts: Any) -> tuple[int, Any]:
+        """The number of the latest whole step, and the parts of it that are asked for."""
+        if not (self.folder / kind).is_dir() or (step := self._manager(kind).latest_step()) is None:
+            raise UserError(f"there is no checkpoint in {self.folder / kind}")
+        try:
+            return step, self._manager(kind).restore(step, args=ocp.args.Composite(**parts))
+        except Exception as error:  # the storage below orbax raises whatever it meets in damaged files
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise UserError(
+                f"the checkpoint {self.folder / kind / str(step)} cannot be read ({reason}); {self._remedy(kind, step)}"
+            ) from error
 
     def _manager(self, kind: str) -> ocp.CheckpointManager:
         if kind not in self._managers:

@@ -144,8 +144,9 @@ def _with_values(program: Program, worker: Worker) -> Program:
         return program.with_values(worker.call("values"))
     except WorkerError as error:
         lines = [line.strip() for line in str(error).splitlines() if re.search("[Ee]rror|Check failed", line)]
-        why = (lines or [str(error)])[-1][:200]
-        return replace(program, notes=(f"values in memory were not taken, so labels alone align: {why}",))
+        why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # our own: a sentence without it
+        note = f"values in memory could not be read ({why}), so kernels are matched by labels alone"
+        return replace(program, notes=(note,))
 
 
 def load_function(reference: str, *, what: str) -> Callable[..., Any]:
@@ -191,7 +192,10 @@ def blame(reference: str) -> Iterator[None]:
 
 
 def load_inputs(reference: str) -> tuple[NDArray, ...]:
-    """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can hold as they are.
+    """Call ``file.py:name``, which must return a tuple of NumPy arrays whose values both frameworks can hold.
+
+    Returns:
+        Copies of them, laid out row by row: torch takes no negative strides, and what it writes into is not the user's.
 
     Raises:
         UserError: if not.
@@ -201,16 +205,23 @@ def load_inputs(reference: str) -> tuple[NDArray, ...]:
         made = function()
     arrays = made if isinstance(made, tuple) else (made,)
     for index, array in enumerate(arrays):
-        if not isinstance(array, np.ndarray):
-            raise UserError(
-                f"{reference} must return a tuple of NumPy arrays; element {index} is {type(array).__name__}"
-            )
-        if array.dtype not in (np.float32, np.float16, np.int32, np.int64, np.bool_):
-            raise UserError(
-                f"{reference}: element {index} is {array.dtype}; give float32, float16, int32, int64 or bool, which "
-                "both frameworks hold as they are (JAX would make float64 narrower)"
-            )
-    return arrays
+        _require_in_both(array, f"{reference}: element {index}")
+    return tuple(np.array(array, order="C") for array in arrays)
+
+
+def _require_in_both(array: object, what: str) -> None:
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{what} of the tuple that is returned must be a NumPy array, got {type(array).__name__}")
+    if array.dtype not in (np.float32, np.float16, np.int32, np.int64, np.bool_):
+        raise UserError(
+            f"{what} is {array.dtype}; give float32, float16, int32, bool, or int64 with values that int32 holds (JAX "
+            "makes 64 bits 32)"
+        )
+    if array.dtype == np.int64 and array.size:
+        held = np.iinfo(np.int32)
+        outside = [value for value in (array.min(), array.max()) if not held.min <= value <= held.max]
+        if outside:
+            raise UserError(f"{what} is int64 and holds {outside[0]}; JAX makes it int32: give numbers that this holds")
 
 
 def _import(path: Path) -> ModuleType:
@@ -307,27 +318,32 @@ def _torch_function(plain: Mapping[str, Any]) -> Program:
 
     spec = FunctionSide(**plain)
     function = load_function(spec.function, what="the torch function")
-    arguments = [torch.from_numpy(array).to(spec.device) for array in load_inputs(spec.inputs)]
+    arrays = load_inputs(spec.inputs)
+    originals = [torch.from_numpy(array).to(spec.device) for array in arrays]
+    wanted = _differentiated(arrays, spec)
+    arguments: list[torch.Tensor] = []
+
+    def prepare() -> None:
+        """Copies, which the function may write into."""
+        arguments[:] = [one.clone().requires_grad_(index in wanted) for index, one in enumerate(originals)]
+
+    prepare()
     with blame(spec.function):
         function(*arguments)
-    wanted = [one for one in arguments if spec.gradients and one.is_floating_point()]
-    for one in wanted:
-        one.requires_grad_()
     compiled = torch.compile(function)
 
     def run() -> list[torch.Tensor]:
-        for one in wanted:
-            one.grad = None
         result = compiled(*arguments)
         if not wanted:
             return _leaves(result, torch.Tensor, spec.function)
         if not isinstance(result, torch.Tensor) or result.numel() != 1:
             raise UserError(f"{spec.function}: with --gradients the function must return one scalar")
         result.backward()
+        inputs = [arguments[index] for index in wanted]
         # JAX's gradient of an argument that the result does not depend on is zeros, torch's is None.
-        return [result.detach(), *(torch.zeros_like(one) if one.grad is None else one.grad for one in wanted)]
+        return [result.detach(), *(torch.zeros_like(one) if one.grad is None else one.grad for one in inputs)]
 
-    return compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True)
+    return compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare)
 
 
 def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
@@ -340,15 +356,33 @@ def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
     require_jax_device(spec.device)
     function = load_function(spec.function, what="the JAX function")
     arrays = load_inputs(spec.inputs)
+    wanted = _differentiated(arrays, spec)
     arguments = [jnp.asarray(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
     with blame(spec.function):
         result = jax.eval_shape(function, *arguments)
-    if spec.gradients:
-        floating = tuple(index for index, array in enumerate(arrays) if np.issubdtype(array.dtype, np.floating))
+    if wanted:
         if getattr(result, "shape", None) != ():
             raise UserError(f"{spec.function}: with --gradients the function must return one scalar, got {result}")
-        function = jax.value_and_grad(function, argnums=floating)
+        function = jax.value_and_grad(function, argnums=wanted)
     return function, arguments, spec.gradients
+
+
+def _differentiated(arrays: Sequence[NDArray], spec: FunctionSide) -> tuple[int, ...]:
+    """The places of the arguments whose gradients are taken; none unless they are asked for.
+
+    Raises:
+        UserError: if they are asked for and no argument can have one.
+    """
+    if not spec.gradients:
+        return ()
+    floating = tuple(index for index, array in enumerate(arrays) if np.issubdtype(array.dtype, np.floating))
+    if not floating:
+        kinds = ", ".join(str(array.dtype) for array in arrays) or "nothing"
+        raise UserError(
+            f"{spec.inputs}: --gradients takes those of float32 or float16 arguments, got {kinds}; give one, or leave "
+            "out --gradients"
+        )
+    return floating
 
 
 def _leaves(value: Any, kind: type, reference: str) -> list[Any]:

@@ -17,6 +17,7 @@ from jax_baseline.explanation import explain
 _COMPILERS = ("XLA", "Inductor")
 _PHASES = {"forward": "forward", "backward": "backward", "other": "update"}
 _NO_REGION = "(no scope)"
+_SIZE = ("preset", "layers", "batch_size", "dtype", "attention")
 # What is drawn of a comparison: the field, its unit, the caption, the axis.
 _PANELS = (
     ("bytes", 2**20, "Bytes that kernels read and write", "memory traffic of the kernels (MiB)"),
@@ -40,7 +41,7 @@ def context(results: Results) -> dict[str, Any]:
     targets = results.select("hlo target")
     return {
         "step": _step(step) if step else None,
-        "diffs": [_diff(record) for record in results.select("region diff")],
+        "diffs": [_diff(record, step) for record in results.select("region diff")],
         "target": _target(targets) if targets else None,
         "on_gpu": results.environment.gpu is not None,
     }
@@ -87,11 +88,12 @@ def _step(record: Record) -> dict[str, Any]:
 
 
 def _ratio(record: Record, ours: str, libraries: str, theirs: str) -> str | None:
-    """How much larger or smaller the count without libraries is than XLA's, as text; None where XLA gives none."""
+    """By how much of XLA's count the count without libraries is larger or smaller, as text; None where XLA has none."""
     if theirs not in record.values:
         return None
     difference = (record[ours].value - record[libraries].value) / record[theirs].value - 1
-    return "equal" if difference == 0 else f"{difference:+.1e} of it apart"
+    sign = "−" if difference < 0 else "+"
+    return "equal" if difference == 0 else f"relative difference {sign}{numbers.error_size(abs(difference))}"
 
 
 def _region_row(group: Mapping[str, Any]) -> list[str]:
@@ -131,7 +133,15 @@ def _is_drawn(key: str, record: Record) -> bool:
     return any(side[key] for region in record.data["regions"] for side in region["sides"].values())
 
 
-def _diff(record: Record) -> dict[str, Any]:
+def _shorter_step(record: Record, step: Record | None) -> str:
+    """The time of the whole step, where XLA took longer for its loss and gradients alone; else empty."""
+    if step is None or "XLA time" not in record.values or "step time" not in step.values:
+        return ""
+    same = all(step.labels[name] == record.labels[name] for name in _SIZE)
+    return numbers.quantity(step["step time"]) if same and record["XLA time"].value > step["step time"].value else ""
+
+
+def _diff(record: Record, step: Record | None) -> dict[str, Any]:
     regions = {(region["name"], region["phase"]): region for region in record.data["regions"]}
     return {
         **record.labels,
@@ -139,6 +149,7 @@ def _diff(record: Record) -> dict[str, Any]:
         "difference": numbers.error_size(record["difference of results"].value)
         if "difference of results" in record.values
         else None,
+        "shorter_step": _shorter_step(record, step),
         "has_values": bool(record["in both"].value),
         "figures": [_figure_name(key, record) for key, *_ in _PANELS if _is_drawn(key, record)],
         "rows": [_diff_row(region) for region in regions.values()],

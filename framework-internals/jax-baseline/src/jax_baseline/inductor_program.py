@@ -188,7 +188,12 @@ HOOKS = Hooks()
 
 
 def compile_program(
-    run: Callable[[], Sequence[torch.Tensor]], *, device: str, repeats: int, sketched: bool = False
+    run: Callable[[], Sequence[torch.Tensor]],
+    *,
+    device: str,
+    repeats: int,
+    sketched: bool = False,
+    prepare: Callable[[], object] = lambda: None,
 ) -> Program:
     """Compile what ``run`` calls, and read it.
 
@@ -198,6 +203,7 @@ def compile_program(
         device: ``cpu`` or ``cuda``, where it runs.
         repeats: how often to time it; 0 for not at all.
         sketched: whether to sketch the results.
+        prepare: called before each ``run``, and not timed.
 
     Raises:
         UserError: if Inductor compiled nothing.
@@ -219,7 +225,12 @@ def compile_program(
         waiting.clear()
         return module.source
 
+    def prepared_run() -> Sequence[torch.Tensor]:
+        prepare()
+        return run()
+
     torch.compiler.reset()
+    prepare()
     start = time.perf_counter()
     with observe_inductor(on_graph, rewrite):
         run()
@@ -227,9 +238,9 @@ def compile_program(
     compile_seconds = time.perf_counter() - start
     if not graphs:
         raise UserError("Inductor compiled nothing: the torch function must call operations of torch on its arguments")
-    values = _take_values(run, sketched)
-    seconds = _time_launches(run, device, repeats) if repeats else {}
-    wall = _time_whole(run, device, repeats) if repeats else None
+    values = _take_values(prepared_run, sketched)
+    seconds = _time_launches(prepared_run, device, repeats) if repeats else {}
+    wall = _time_whole(run, prepare, device, repeats) if repeats else None
     missed = [f"no launch was found behind {handle}" for graph in graphs for handle in graph.module.missed]
     notes = tuple(dict.fromkeys((*HOOKS.notes, *missed)))
     return Program("Inductor", tuple(_steps(graphs, seconds)), wall, compile_seconds, values, notes)
@@ -302,9 +313,10 @@ def _time_launches(run: Callable[[], Any], device: str, repeats: int) -> dict[st
     return {key: statistics.median(samples) for key, samples in found.items()}
 
 
-def _time_whole(run: Callable[[], Any], device: str, repeats: int) -> float:
+def _time_whole(run: Callable[[], Any], prepare: Callable[[], object], device: str, repeats: int) -> float:
     samples = []
     for _ in range(repeats):
+        prepare()
         _wait(device)
         start = time.perf_counter()
         run()

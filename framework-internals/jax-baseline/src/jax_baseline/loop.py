@@ -151,7 +151,7 @@ def train(
         if checkpoints is not None and not resume and checkpoints.exists(LAST):
             raise UserError(f"{config.out} holds a run already; go on with it (--resume), or name another folder")
         if resume:
-            state, standing = _resume(checkpoints, state, model, config, corpus)
+            state, standing = _resume(checkpoints, state, model, config, execution, corpus)
         step = int(state.step)
         files.forget_after(step)
         start = _start(model, corpus, mesh, step)
@@ -232,12 +232,19 @@ def load_best(folder: Path) -> tuple[GPTConfig, Params]:
     standing = checkpoints.standing(BEST)
     model, config = GPTConfig(**standing.model_config), train_config(standing.train_config)
     with jax.enable_x64(config.dtype == "float64"):
-        # How the run stacked its blocks is in its description, not in the settings that decide the numbers.
-        execution = json.loads((folder / METADATA).read_text())["execution"]
-        state, _ = checkpoints.restore(BEST, initial_state(model, config, scan=execution["scan"]))
+        state, _ = checkpoints.restore(BEST, initial_state(model, config, scan=bool(_scanned(folder))))
     checkpoints.close()
     params = unstack_blocks(state.params if state.ema is None else state.ema)
     return model, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params)
+
+
+def _scanned(folder: Path) -> bool | None:
+    """Whether the run in the folder stacks its blocks; None where its description is gone.
+
+    That is no setting which decides the numbers, and so not in the checkpoints.
+    """
+    path = folder / METADATA
+    return json.loads(path.read_text())["execution"]["scan"] if path.exists() else None
 
 
 class _Stepper:
@@ -281,15 +288,20 @@ def _first_non_finite(
     Parameters are searched in the order of the forward pass, then gradients against it: the backward pass carries such
     a number on to everything it visits later. The step left its state as it was, so its gradients can be had again.
     """
-    for name, weight in to_torch(params, model).items():
-        if not np.isfinite(weight).all():
-            return f"parameter {name} is not finite"
+    if named := _non_finite_parameter(params, model):
+        return named
     gradient = jax.jit(make_gradient(model, config, attention=ATTENTIONS[execution.attention]))
     _, gradients = gradient(params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
     for name, found in reversed(to_torch(gradients, model).items()):
         if not np.isfinite(found).all():
             return f"parameters are finite, the gradient of {name} is not"
     return "parameters and gradients are finite, the loss alone is not"
+
+
+def _non_finite_parameter(params: Params, model: GPTConfig) -> str:
+    """The first in the order of the forward pass, in words; empty if all are finite."""
+    weights = to_torch(params, model).items()
+    return next((f"parameter {name} is not finite" for name, weight in weights if not np.isfinite(weight).all()), "")
 
 
 def validate(
@@ -343,13 +355,23 @@ def _validate(
     config: TrainConfig,
     mesh: Mesh,
 ) -> ValidationLog:
-    found = _mean_loss(evaluate, state.params, data, model, config, mesh)
-    averaged = None if state.ema is None else _mean_loss(evaluate, state.ema, data, model, config, mesh) * BITS_PER_NAT
+    def mean_loss(params: Params, weights: str) -> float:
+        found = _mean_loss(evaluate, params, data, model, config, mesh)
+        if not math.isfinite(found):
+            raise NonFiniteError(
+                f"step {int(state.step)}: the validation loss of the {weights} is {found}; "
+                f"{_non_finite_parameter(params, model) or 'they are finite, the loss alone is not'}. "
+                "The weights are those after this step"
+            )
+        return found
+
+    found = mean_loss(state.params, "weights")
+    averaged = None if state.ema is None else mean_loss(state.ema, "averaged weights") * BITS_PER_NAT
     return ValidationLog(int(state.step), found * BITS_PER_NAT, averaged, standing.note_validation(found))
 
 
 class _Clock:
-    """Throughput over the steps of a process, the first few left out."""
+    """Throughput over the steps of a process; the first few are left out, and each function's first call."""
 
     def __init__(self, model: GPTConfig, config: TrainConfig, mesh: Mesh) -> None:
         self._tokens = config.batch_size * model.block_size
@@ -358,6 +380,7 @@ class _Clock:
         self._peak = None if sheet is None else sheet.flops[config.dtype] * mesh.devices.size
         self._steps = self._counted = 0
         self._seconds = 0.0
+        self._called: set[int] = set()  # by the steps they take: each is a function of its own, compiled when called
         self.start()
 
     def start(self) -> None:
@@ -365,13 +388,14 @@ class _Clock:
         self._mark = time.perf_counter()
 
     def lap(self, steps: int) -> float:
-        """Note steps and return their seconds."""
+        """Note the steps of one call and return their seconds."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        if self._steps >= WARMUP_STEPS:
+        if self._steps >= WARMUP_STEPS and steps in self._called:
             self._seconds += seconds
             self._counted += steps
         self._steps += steps
+        self._called.add(steps)
         return seconds
 
     def rate(self, seconds: float) -> float:
@@ -403,12 +427,25 @@ def _out_of_patience(standing: Standing, config: TrainConfig) -> bool:
 
 
 def _resume(
-    checkpoints: Checkpoints | None, state: TrainState, model: GPTConfig, config: TrainConfig, corpus: Corpus
+    checkpoints: Checkpoints | None,
+    state: TrainState,
+    model: GPTConfig,
+    config: TrainConfig,
+    execution: Execution,
+    corpus: Corpus,
 ) -> tuple[TrainState, Standing]:
     if checkpoints is None:
         raise UserError("--resume needs the folder of the run: --out DIR")
+    # Before the arrays are read: those of another run do not fit into this one's, which looks like damage.
+    require_same_run(checkpoints.standing(LAST), model, config, corpus.sha256)
+    scanned = _scanned(checkpoints.folder)
+    if scanned not in (None, execution.scan):
+        raise UserError(
+            f"the checkpoint was made with scan={scanned} (execution), this run asks for scan={execution.scan}; the "
+            "numbers are the same, but the blocks' weights are stacked only with it: resume with the same setting, or "
+            "start a new run"
+        )
     state, standing = checkpoints.restore(LAST, state)
-    require_same_run(standing, model, config, corpus.sha256)
     step = int(state.step)
     if step >= config.steps or _out_of_patience(standing, config):
         raise UserError(f"the run in {config.out} is finished (step {step}); nothing is left to do")

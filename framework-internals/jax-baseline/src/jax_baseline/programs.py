@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Scopes = tuple[str, ...]
 
-_SIGNED_SUMS = 8
+_SIGNED_SUMS = 256
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,12 @@ class Program:
 
 
 def sketch(array: NDArray) -> tuple[float, ...]:
-    """Return Σ|x|² and eight sums Σ ±x whose signs are drawn once for each number of elements.
+    """Return Σ|x|² and 256 sums Σ ±x, each over a share of the elements; signs and shares are drawn once for each size.
 
-    With random signs E[(Σ ±(x − y))²] = Σ (x − y)² (Alon, Matias and Szegedy, "The space complexity of approximating
-    the frequency moments", 1996): from the sketches of two arrays, made in two processes, follows how far apart they
-    are element by element. Any other order of the elements is another array.
+    With random signs the sum of (Σ ±(x − y))² over the shares has the mean Σ (x − y)², and with random shares its
+    standard deviation is at most √(2/256), 9 %, of that (Thorup and Zhang, "Tabulation based 4-universal hashing with
+    applications to second moment estimation", 2004): from the sketches of two arrays, made in two processes, follows
+    how far apart they are element by element. Any other order of the elements is another array.
 
     Args:
         array: of numbers or booleans, complex ones as their real and imaginary parts.
@@ -155,10 +156,12 @@ def sketch(array: NDArray) -> tuple[float, ...]:
     parts = (flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,)
     wide = np.concatenate([part.astype(np.float64) for part in parts])
     generator = np.random.Generator(np.random.PCG64(0))
+    positive = generator.integers(0, 2, wide.size, dtype=np.bool_)
+    few = wide.size <= _SIGNED_SUMS  # each then is its own share, and the distance exact
+    shares = np.arange(wide.size) if few else generator.integers(0, _SIGNED_SUMS, wide.size, dtype=np.uint8)
     with np.errstate(invalid="ignore"):  # of infinities that cancel: not a number, which tells enough
-        signs = (generator.integers(0, 2, wide.size, dtype=np.bool_) for _ in range(_SIGNED_SUMS))
-        sums = [float(np.where(positive, wide, -wide).sum()) for positive in signs]
-        return (float(np.square(wide).sum()), *sums)
+        sums = np.bincount(shares, np.where(positive, wide, -wide), _SIGNED_SUMS)
+        return (float(np.square(wide).sum()), *sums.tolist())
 
 
 def star_blocks(scopes: Sequence[str]) -> Scopes:

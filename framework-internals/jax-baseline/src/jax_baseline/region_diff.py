@@ -136,8 +136,8 @@ class Diff:
         same: bytes of the tensors that both leave in memory.
         repeated: per compiler, bytes of copies of those.
         only: per compiler, bytes of tensors that only it leaves in memory.
-        largest_difference: between what the two functions returned, relative, see :func:`_largest_difference`; infinite
-            between other shapes; None where the numbers of results differ.
+        largest_difference: between what the two functions returned, relative, see :func:`_between`; infinite between
+            other shapes; None where the numbers of results differ.
     """
 
     regions: tuple[Region, ...]
@@ -375,14 +375,14 @@ def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float
 
 
 def _between(one: Tensor, other: Tensor) -> float:
-    """‖x − y‖ over ‖x‖ by the sketches; without them between the moments, relative to the sums of magnitudes."""
+    """‖x − y‖ over the larger norm by the sketches; without them between moments, over the larger sum of magnitudes."""
     if one.sketch and other.sketch:
         if one.shape != other.shape:
             return math.inf
-        (square, *sums), (_, *others) = one.sketch, other.sketch
-        distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(sums, others, strict=True)) / len(sums))
-        return distance / (math.sqrt(square) or 1.0) if math.isfinite(distance) else math.nan
+        (square, *sums), (other_square, *others) = one.sketch, other.sketch
+        distance = math.sqrt(sum((a - b) ** 2 for a, b in zip(sums, others, strict=True)))
+        return distance / (math.sqrt(max(square, other_square)) or 1.0) if math.isfinite(distance) else math.nan
     if one.moments and other.moments:
-        scale = one.moments[2] or 1.0
+        scale = max(one.moments[2], other.moments[2]) or 1.0
         return float(np.max([abs(one.moments[index] - other.moments[index]) / scale for index in (1, 2)]))
     return 0.0

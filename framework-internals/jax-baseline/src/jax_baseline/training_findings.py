@@ -62,6 +62,7 @@ def context(results: Results) -> dict[str, Any]:
         ],
         "first_losses": _first_losses(results),
         "mutations": _mutations(results),
+        "has_mfu": any("MFU" in record.values for record in engines),
         "engine_table": _engine_table(results, engines),
         "compile_rows": [_compile_row(record) for record in engines],
         "meshes": _meshes(results),
@@ -86,6 +87,7 @@ def _mutations(results: Results) -> dict[str, Any] | None:
     return {
         "within": _CAUGHT_WITHIN,
         "number": len(mistakes),
+        "last": results.configuration["mutations"]["last"],
         "caught": sum(map(_caught, mistakes)),
         "missed": [record.labels["mistake"] for record in mistakes if not _caught(record)],
         "faithful": "passes" if faithful.data["step"] is None else f"is caught too ({faithful.data['where']})",

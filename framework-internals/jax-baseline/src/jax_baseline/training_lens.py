@@ -151,6 +151,8 @@ def _try_mutations(configuration: Mapping[str, Any]) -> list[Verdict]:
 
 
 def _collect_mutations(run: Run, result: Callable[[], list[Verdict]], beside: Callable[[], Future[Any]]) -> None:
+    from jax_baseline.mutations import MUTATIONS
+
     with run.working("planted mistakes"):
         beside()
         verdicts = result()
@@ -160,6 +162,11 @@ def _collect_mutations(run: Run, result: Callable[[], list[Verdict]], beside: Ca
             {"mistake": verdict.name},
             {"times": Quantity(verdict.times, "")},
             {"step": verdict.step, "where": verdict.where},
+        )
+    if last := run.configuration["mutations"]["last"]:
+        run.absent(
+            f"The first {len(MUTATIONS) - last} of the {len(MUTATIONS)} planted mistakes",
+            "each changes the gradient and would be compiled for itself; the report of a full run on a CPU has them",
         )
 
 
@@ -252,12 +259,14 @@ def _collect_bench(run: Run) -> None:
             steps=asked["steps"],
             together=asked["together"],
         )
-    tokens, share = training.batch_size * model.block_size, mfu_per_token(model, training, run.device)
+    tokens = training.batch_size * model.block_size
     for name, engine in found.items():
         if isinstance(engine, str):
             run.absent(f"The engine `{name}`", f"it failed: {last_line(engine).rstrip('.')}")
             continue
-        values = engine.figures(tokens * engines[name].devices, asked["steps"], share)
+        devices = engines[name].devices
+        mfu = mfu_per_token(model, training, run.device, devices)
+        values = engine.figures(tokens * devices, asked["steps"], mfu)
         run.record("engine", {"engine": name, **asked["engines"][name]}, values)
     run.record(
         "model", values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")}, data=_plain(model, training)

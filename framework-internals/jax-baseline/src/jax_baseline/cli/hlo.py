@@ -142,6 +142,7 @@ def diff(
 ) -> None:
     """Put what XLA and Inductor made of one function side by side; exit status 1 if the two do not compute the same."""
     from jax_baseline.compiled_sides import FunctionSide, ModelSide, compile_both
+    from jax_baseline.worker import WorkerError, last_line
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):
@@ -157,7 +158,10 @@ def diff(
             model = _shape(preset, layers)
             torch_side = ModelSide(asdict(model), batch_size, cast(Precision, dtype), attention, where, repeats)
             jax_side = torch_side
-        programs = compile_both(jax_side, torch_side)
+        try:
+            programs = compile_both(jax_side, torch_side)
+        except WorkerError as error:  # nothing was compared: not the status of two functions that differ
+            raise UserError(f"one of the two sides failed: {last_line(str(error))}") from error
     if not _print_diff(programs, show):
         raise typer.Exit(1)
 
@@ -211,8 +215,12 @@ def _agreement(programs: tuple[Program, Program], difference: float | None) -> t
     if math.isnan(difference):
         return False, "NOT COMPARABLE: results hold numbers that are not finite; give inputs for which they are"
     sketched = all(value.sketch for value in (*xla, *inductor))
-    how = "norm of the difference over the norm" if sketched else "relative, of their sums"
-    text = f"results differ by at most {numbers.error_size(difference)} ({how})"
+    size = numbers.error_size(difference)
+    text = (
+        f"results differ by about {size} (norm of the difference over the larger norm, estimated)"
+        if sketched
+        else f"sums over the results differ by at most {size}, relative"
+    )
     return (False, f"NOT THE SAME FUNCTION: {text}") if difference > _SAME else (True, text)
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from benchkit import UserError, numbers
-from benchkit.device import Device, resolve_device
+from benchkit.device import resolve_device
 from benchkit.report import markdown_table
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, Seed, user_errors
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
@@ -162,9 +162,10 @@ def bench(
         trials = benchmark.sweep(
             chosen, model, training, device=where, rounds=rounds, steps=steps, together=together, kernels=kernels > 0
         )
-        share = _peak_share(model, where, training.dtype)
         for name, trial in trials:
-            _print_trial(name, trial, tokens * chosen[name].devices, share, kernels)
+            devices = chosen[name].devices
+            mfu = benchmark.mfu_per_token(model, training, where, devices)
+            _print_trial(name, trial, tokens * devices, mfu, kernels)
         return
     with user_errors():
         measured = benchmark.measure_engines(chosen, model, training, device=where, rounds=rounds, steps=steps)
@@ -191,18 +192,7 @@ def bench(
     print(markdown_table(header, rows))
 
 
-def _peak_share(model: GPTConfig, device: Device, dtype: Precision) -> float | None:
-    """The share of the datasheet's peak that one token a second is; None where no peak is known."""
-    import torch
-
-    from torch_baseline.model import flops_per_token
-    from torch_baseline.throughput import peak_flops
-
-    peak = peak_flops(torch.device(device), dtype)
-    return None if peak is None else flops_per_token(model) / peak
-
-
-def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float | None, kernels: int) -> None:
+def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, kernels: int) -> None:
     """One engine of a sweep: a line, and its largest kernels below."""
     from jax_baseline.kernel_times import alike
     from jax_baseline.worker import last_line
@@ -212,7 +202,7 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, flops_share: float 
         return
     rate = tokens / trial.timing.median
     memory = "" if trial.peak_memory is None else f"  {numbers.with_unit(trial.peak_memory, 'B')}"
-    share = "" if flops_share is None else f"  MFU {numbers.percent(rate * flops_share)}"
+    share = "" if mfu is None else f"  MFU {numbers.percent(rate * mfu)}"
     spread = (trial.timing.p80 - trial.timing.p20) / trial.timing.median
     print(
         f"{name:28} {numbers.count(rate):>9} tokens/s  {numbers.with_unit(trial.timing.median, 's')} "

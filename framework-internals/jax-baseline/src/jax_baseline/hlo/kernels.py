@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -219,15 +219,11 @@ def _executed(
 
 
 def _kernel(module: Module, instruction: Instruction, types: dict[str, Instruction], calls: int) -> Kernel:
-    # A reduction's function is not an operation of the kernel; what a fusion calls is.
     inside = list(module.inside(instruction)) if instruction.opcode == "fusion" else [instruction]
     content = [one for one in inside if one.opcode not in ("parameter", "constant", "fusion")] or [instruction]
     working = [one for one in content if one.opcode not in _CARRIES_NO_WORK] or content
     chief = max(working, key=lambda one: (one.opcode == "dot", bool(one.op_name), one.elements))
-    weights: Counter[Label] = Counter()
-    for one in working:
-        if one.op_name:
-            weights[label_of(one)] += max(one.elements, 1)
+    weights = _weights(working) or _weights(_functions_of_its_own(module, inside))
     if chief.opcode == "dot" or not weights:
         label = label_of(chief if chief.op_name else instruction)
     else:
@@ -251,6 +247,25 @@ def _kernel(module: Module, instruction: Instruction, types: dict[str, Instructi
         writes=_writes(instruction),
         computation=instruction.callees[0] if instruction.opcode == "fusion" and instruction.callees else "",
     )
+
+
+def _weights(instructions: Iterable[Instruction]) -> Counter[Label]:
+    """Elements by label."""
+    weights: Counter[Label] = Counter()
+    for one in instructions:
+        if one.op_name:
+            weights[label_of(one)] += max(one.elements, 1)
+    return weights
+
+
+def _functions_of_its_own(module: Module, inside: Sequence[Instruction]) -> Iterator[Instruction]:
+    """What the functions do that nothing else in the module uses.
+
+    XLA splits a long reduction in two, and only one of them keeps the label; the function of the other still has it.
+    """
+    users = Counter(name for body in module.computations.values() for one in body for name in one.callees)
+    for name in (name for one in inside for name in one.callees if users[name] == 1):
+        yield from (one for one in module.computations.get(name, ()) if one.opcode not in _CARRIES_NO_WORK)
 
 
 def _writes(instruction: Instruction) -> tuple[tuple[str, Shape], ...]:

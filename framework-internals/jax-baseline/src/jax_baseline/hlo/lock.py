@@ -16,7 +16,7 @@ from jax_baseline.hlo.kernels import kernels
 from jax_baseline.hlo.summary import part_of_model
 from jax_baseline.hlo.text import parse
 
-FORMAT = 1
+FORMAT = 2  # 1 listed the functions of reductions among the operations
 
 Signature = tuple[str, str, str, str]  # region, phase, kind, operations
 

@@ -91,7 +91,7 @@ def _product(indent: str, call: Instruction) -> Iterator[str]:
     target, config = call.attribute("custom_call_target"), call.attributes
     scales = {key: re.search(rf'"{key}":(-?[\d.eE+-]+)', config) for key in ("alpha_real", "beta")}
     if not re.search("gemm|matmul", target) or '"epilogue":"DEFAULT"' not in config or not all(scales.values()):
-        raise ValueError(f"{call.name} calls {target}, which is not a plain product")
+        raise ValueError(f"the kernel {call.name} calls {target} of a library, which cannot be run from the text alone")
     alpha, beta = (float(found[1]) for found in scales.values() if found)
     axes = {
         key: ",".join(re.findall(r"\d+", found[1]))

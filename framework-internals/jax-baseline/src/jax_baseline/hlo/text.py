@@ -43,6 +43,10 @@ _TABLE_ROW = re.compile(r"^(\d+) (.*)$")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _BRACKET = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
 
+# Of every other opcode (reduce, scatter, sort, all-reduce, …) what it names says how two elements combine or compare.
+# A module keeps one such function for all of them, with the label and the line of whichever operation came first.
+_RUNS_WHAT_IT_CALLS = frozenset({"async-start", "call", "conditional", "custom-call", "fusion", "map", "while"})
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -187,9 +191,9 @@ class Module:
         return next(one for one in self.computations[self.entry] if one.root)
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instruction itself and everything it calls, at any depth."""
+        """The instruction itself and everything it runs, at any depth; the function of a reduction is not among it."""
         yield instruction
-        for name in instruction.callees:
+        for name in instruction.callees if instruction.opcode in _RUNS_WHAT_IT_CALLS else ():
             for inner in self.computations.get(name, ()):
                 yield from self.inside(inner)
 
