@@ -47,6 +47,7 @@ def context(results: Results) -> dict[str, Any]:
         "changes": _changes(results),
         "share_table": _share_table(results),
         "hop_rows": [(str(record.labels["kind"]), _hop_cost(record["cost"])) for record in results.select("hop")],
+        "uncertain_hops": any((record["cost"].low or 0.0) <= 0 for record in results.select("hop")),
         "peak": _peak(results),
         "kernel_rows": _kernel_rows(results),
         "on_gpu": results.environment.gpu is not None,
