@@ -21,7 +21,7 @@ from tested_versions.plan import SELECTION, Combination, constraints
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PACKAGES = ("shared[dev]", *(f"framework-internals/{name}" for name in SELECTION if name != "shared"))
 # Seconds that one package's selection is given, and one installation.
-TEST_LIMIT, INSTALL_LIMIT = 300, 1800
+TEST_LIMIT, INSTALL_LIMIT = 900, 1800
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 # Of a build that fails pip says first only that it does.
 _COMPLAINT = re.compile(r"\s*(ERROR: |error: (?!subprocess-exited)|\w+Error: )")
