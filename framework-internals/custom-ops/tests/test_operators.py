@@ -202,6 +202,32 @@ def test_gradcheck_twice(name: str) -> None:
     assert torch.autograd.gradgradcheck(CALLS[name][0], leaves(name))
 
 
+# q, k and v of one leaf.
+RELATED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "tied": lambda x: (x, x, x),
+    "derived": lambda x: (x, x * x, (x * x).sin()),
+    "queries alone": lambda x: (x, x.detach(), x.detach()),
+    "keys alone": lambda x: (x.detach(), x, x.detach()),
+    "values alone": lambda x: (x.detach(), x.detach(), x),
+}
+
+
+@pytest.mark.parametrize("relation", RELATED)
+@pytest.mark.parametrize("of", ["out", "lse", "both"])
+def test_flash_attention_gradients_with_a_graph_are_those_without(relation: str, of: str) -> None:
+    x = torch.randn(1, 2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out, lse = custom_ops.flash_attention(*RELATED[relation](x), True)
+    loss = {"out": out.sin().sum(), "lse": lse.sin().sum(), "both": out.sin().sum() + lse.sin().sum()}[of]
+    (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (with_graph,) = torch.autograd.grad(loss, x, create_graph=True)
+    torch.testing.assert_close(with_graph, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_flash_attention_of_one_tensor_has_right_second_derivatives() -> None:
+    x = torch.randn(1, 1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: custom_ops.flash_attention(x, x, x, True), x)
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("layout", ["as made", "strided", "without gradients"])
 def test_opcheck(name: str, layout: str) -> None:
