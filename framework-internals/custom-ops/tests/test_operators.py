@@ -261,7 +261,10 @@ def test_empty_operands(dtype: torch.dtype) -> None:
     custom_ops.bias_gelu(empty, bias).sum().backward()
     assert bias.grad is not None
     assert torch.equal(bias.grad, torch.zeros_like(bias))
-    assert custom_ops.bias_gelu(torch.empty(3, 0, dtype=dtype), torch.empty(0, dtype=dtype)).shape == (3, 0)
+    narrow, nothing = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in ((3, 0), (0,)))
+    custom_ops.bias_gelu(narrow, nothing).sum().backward()
+    assert narrow.grad is not None
+    assert narrow.grad.shape == (3, 0)
     assert custom_ops.scale(empty).shape == (0, 5)
     assert custom_ops.conv_bn_relu(
         torch.empty(0, 2, 4, 4, dtype=dtype),

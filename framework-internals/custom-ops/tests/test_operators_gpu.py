@@ -50,6 +50,18 @@ def test_bias_gelu_against_float64(dtype: torch.dtype, rows: int, columns: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 0), (0, 5)])
+def test_bias_gelu_of_nothing(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=True)
+    bias = torch.ones(shape[1], device="cuda", dtype=dtype, requires_grad=True)
+    custom_ops.bias_gelu(x, bias).sum().backward()
+    assert x.grad is not None
+    assert bias.grad is not None
+    assert x.grad.shape == shape
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("access", [1, 2, 3, 4])
 def test_every_access_gives_the_same_bits(dtype: torch.dtype, access: int) -> None:
     x, bias = torch.randn(123, 512, device="cuda").to(dtype), torch.randn(512, device="cuda").to(dtype)
