@@ -361,6 +361,59 @@ def test_refusals_name_argument_expected_and_received(case: str) -> None:
     assert str(caught.value) == message
 
 
+def attention_backward_of(**wrong: Tensor) -> tuple[Any, ...]:
+    q, k, v = heads(torch.float16)
+    out, lse = custom_ops.flash_attention(q, k, v)
+    arguments = {"grad_out": out, "grad_lse": lse, "q": q, "k": k, "v": v, "out": out, "lse": lse, **wrong}
+    return (*arguments.values(), False, None)
+
+
+WRONG_BACKWARD: dict[str, tuple[dict[str, Tensor], type[Exception], str]] = {
+    "lse dtype": (
+        {"lse": torch.ones(2, 4, 5).half()},
+        TypeError,
+        "'lse': expected dtype torch.float32, in which torch.float16 is computed, got torch.float16",
+    ),
+    "lse shape": (
+        {"lse": torch.ones(1, 1, 1)},
+        ValueError,
+        "'lse': expected shape [2, 4, 5], an element for each query of 'q', got [1, 1, 1]",
+    ),
+    "lse dimensions": (
+        {"lse": torch.ones(2, 4, 5, 1)},
+        ValueError,
+        "'lse': expected shape [2, 4, 5], an element for each query of 'q', got [2, 4, 5, 1]",
+    ),
+    "grad_lse dtype": (
+        {"grad_lse": torch.ones(2, 4, 5).double()},
+        TypeError,
+        "'grad_lse': expected dtype torch.float32, in which torch.float16 is computed, got torch.float64",
+    ),
+    "grad_lse shape": (
+        {"grad_lse": torch.ones(2, 4)},
+        ValueError,
+        "'grad_lse': expected shape [2, 4, 5], an element for each query of 'q', got [2, 4]",
+    ),
+    "out": (
+        {"out": torch.ones(2, 4, 5, 4).half()},
+        ValueError,
+        "'out': expected shape [2, 4, 5, 8] like 'q', got [2, 4, 5, 4] (shapes are not broadcast; use .expand())",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_BACKWARD)
+def test_attention_backward_refuses_in_the_same_words_as_its_fake(case: str) -> None:
+    wrong, error, message = WRONG_BACKWARD[case]
+    backward = torch.ops.custom_ops.flash_attention_backward.default
+    with pytest.raises(RuntimeError) as by_kernel:
+        backward(*attention_backward_of(**wrong))
+    with pytest.raises(error) as by_fake:
+        backward(*(x.to("meta") if isinstance(x, Tensor) else x for x in attention_backward_of(**wrong)))
+    assert str(by_fake.value) == f"flash_attention_backward: argument {message}"
+    assert str(by_kernel.value) == str(by_fake.value)
+
+
 @pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow)])
 def test_every_instruction_set_gives_right_numbers(level: str) -> None:
     script = (

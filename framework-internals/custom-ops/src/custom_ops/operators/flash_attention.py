@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from custom_ops import calls
-from custom_ops.checks import check_flash_attention, explain, wide
+from custom_ops.checks import check_flash_attention, check_flash_attention_backward, explain, wide
 from custom_ops.registration import Autograd, Rules, to_lower
 
 
@@ -70,8 +70,17 @@ def _fake(
 
 
 def _fake_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, ...]:
+    check_flash_attention_backward(grad_out, grad_lse, q, k, v, out, lse, causal, scale)
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
