@@ -202,6 +202,44 @@ def test_strided_tensors(tensor_cores: tuple[Kernels, str], case: Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip(from_strided, gradients, strict=True))
 
 
+@pytest.mark.parametrize("algorithm", [MMA, WGMMA])
+@pytest.mark.parametrize("stride", [0, 3])
+def test_a_dimension_of_size_one_has_any_stride(
+    tensor_cores: tuple[Kernels, str], algorithm: Algorithm, stride: int
+) -> None:
+    kernels, device = tensor_cores
+    case = Case(algorithm, BF16, 64, heads=(1, 1), lengths=(1, 40))
+    q, k, v, grad_out, _ = make_inputs(case, device)
+    out, lse = kernels.forward(q, k, v, algorithm=algorithm)
+    gradients = kernels.backward(q, k, v, out, lse, grad_out, algorithm=algorithm)
+
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        steps = [stride if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+        return x.as_strided(x.shape, steps)
+
+    again, lse_again = kernels.forward(odd(q), odd(k), odd(v), algorithm=algorithm, out=odd(torch.empty_like(q)))
+    assert torch.equal(again, out)
+    assert torch.equal(lse_again, lse)
+    sides = [odd(x) for x in (q, k, v, out)]
+    others = kernels.backward(*sides, lse, odd(grad_out), algorithm=algorithm)
+    assert all(torch.equal(x, y) for x, y in zip(others, gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("heads", [0, 2])
+def test_keys_that_no_query_reads_have_zero_gradients(
+    tensor_cores: tuple[Kernels, str], dtype: torch.dtype, heads: int
+) -> None:
+    kernels, device = tensor_cores
+    q, k, v, grad_out, _ = make_inputs(Case(Algorithm.AUTO, dtype, 64, lengths=(5, 70)), device)
+    none, no_grad = (x[:, :heads, : 0 if heads else None].contiguous() for x in (q, grad_out))
+    out, lse = kernels.forward(none, k, v)
+    dq, dk, dv = kernels.backward(none, k, v, out, lse, no_grad)
+    assert dq.numel() == 0
+    assert dk.eq(0).all()
+    assert dv.eq(0).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or find_nvcc() is None, reason="needs a CUDA GPU and nvcc")
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

@@ -275,6 +275,19 @@ def test_empty_operands(dtype: torch.dtype) -> None:
     assert (out.shape, lse.shape) == ((1, 2, 0, 8), (1, 2, 0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 0, 5, 8), (2, 4, 0, 8)], ids=["no heads", "no queries"])
+def test_keys_that_no_query_reads_have_zero_gradients(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    q = torch.empty(shape, dtype=dtype, requires_grad=True)
+    k, v = (torch.ones(2, 2, 7, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    for create_graph in (False, True):
+        out, lse = custom_ops.flash_attention(q, k, v)
+        dq, dk, dv = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v), create_graph=create_graph)
+        assert (out.shape, lse.shape, dq.shape) == (shape, shape[:3], shape)
+        assert torch.equal(dk, torch.zeros_like(k))
+        assert torch.equal(dv, torch.zeros_like(v))
+
+
 def test_autocast_takes_its_dtype_or_the_widest() -> None:
     x, bias, _ = rows(torch.float32, 3, 5)
     q, k, v = heads(torch.float32)

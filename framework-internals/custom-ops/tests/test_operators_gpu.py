@@ -62,6 +62,19 @@ def test_bias_gelu_of_nothing(dtype: torch.dtype, shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 0, 5, 64), (2, 4, 0, 64)], ids=["no heads", "no queries"])
+def test_attention_of_keys_that_no_query_reads(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    q = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = (torch.ones(2, 2, 70, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    out, lse = custom_ops.flash_attention(q, k, v)
+    (out.sum() + lse.sum()).backward()
+    assert (out.shape, lse.shape) == (shape, shape[:3])
+    for x in (k, v):
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("access", [1, 2, 3, 4])
 def test_every_access_gives_the_same_bits(dtype: torch.dtype, access: int) -> None:
     x, bias = torch.randn(123, 512, device="cuda").to(dtype), torch.randn(512, device="cuda").to(dtype)

@@ -439,6 +439,10 @@ inline const char* make_tensor_map(TensorMap& map, const void* base, const int64
   map.base = static_cast<const char*>(base);
   map.box_rows = box_rows;
   for (int i = 0; i < 4; ++i) map.sizes[i] = sizes[i], map.strides[i] = strides[i] * 2;
+  for (int i = 0; i < 4; ++i) {
+    if (map.sizes[i] == 0 || (i > 0 && (map.strides[i] == 0 || map.strides[i] % 16 != 0)))
+      return "the driver refuses the tensor's layout (cuTensorMapEncodeTiled)";
+  }
   return nullptr;
 }
 
