@@ -74,6 +74,24 @@ def test_attention_of_keys_that_no_query_reads(dtype: torch.dtype, shape: tuple[
         assert torch.equal(x.grad, torch.zeros_like(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_of_misaligned_tensors_is_by_the_same_kernel(dtype: torch.dtype) -> None:
+    shape = (1, 4, 200, 64)
+    q, k, v, grad = (torch.randn(shape, device="cuda").to(dtype).requires_grad_() for _ in range(4))
+
+    def moved(x: Tensor) -> Tensor:  # contiguous, two bytes off
+        buffer = x.new_empty(x.numel() + 1)
+        return buffer[1:].view(shape).copy_(x.detach()).requires_grad_()
+
+    operands = [moved(x) for x in (q, k, v)]
+    assert all(x.is_contiguous() and x.data_ptr() % 16 != 0 for x in operands)
+    results = []
+    for three, arriving in (((q, k, v), grad), (operands, moved(grad))):
+        out, lse = custom_ops.flash_attention(*three)
+        results.append([out, lse, *torch.autograd.grad(out, three, arriving)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("access", [1, 2, 3, 4])
 def test_every_access_gives_the_same_bits(dtype: torch.dtype, access: int) -> None:

@@ -67,11 +67,9 @@ static_assert(static_cast<int>(flash::ScalarType::kBFloat16) == static_cast<int>
 
 // A tensor as the kernels read it: adjacent elements of a head, and 16-byte rows for the 16-bit types.
 Tensor readable(Tensor&& x) {
-  const bool adjacent = x.stride(3) == 1 || x.size(3) == 1;
-  const bool narrow = x.dtype() == codes.float16 || x.dtype() == codes.bfloat16;
-  bool fits = adjacent;
-  if (narrow && x.is_cuda()) {
-    fits = fits && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  bool fits = x.stride(3) == 1 || x.size(3) == 1;
+  if (x.is_cuda() && (x.dtype() == codes.float16 || x.dtype() == codes.bfloat16)) {
+    if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 != 0) return copied(x);
     for (int64_t d = 0; d < 3; ++d) fits = fits && (x.size(d) == 1 || x.stride(d) % 8 == 0);
   }
   return fits ? std::move(x) : contiguous(x);

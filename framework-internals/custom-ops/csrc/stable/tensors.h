@@ -219,6 +219,14 @@ inline Tensor contiguous(const Tensor& tensor) {
 // The kernels walk memory in order: a transposed or sliced operand is copied.
 inline Tensor in_order(Tensor&& tensor) { return tensor.is_contiguous() ? std::move(tensor) : contiguous(tensor); }
 
+// Into new memory, which the allocators align: what is contiguous already is itself to contiguous(), wherever it begins.
+inline Tensor copied(const Tensor& tensor) {
+  Tensor copy = make_like(tensor);
+  torch::stable::Tensor to(another_handle(copy.get()));
+  torch::stable::copy_(to, torch::stable::Tensor(another_handle(tensor.get())));
+  return copy;
+}
+
 // ---- where a kernel runs
 
 #ifdef CUSTOM_OPS_CUDA
