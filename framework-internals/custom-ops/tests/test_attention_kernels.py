@@ -1,13 +1,15 @@
 """The attention kernels one by one against float64: on the CPU, on the emulated GPU, and on a GPU."""
 
 import math
+import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from custom_ops.attention_kernels import Algorithm, Kernels, build_kernels
+from custom_ops.attention_kernels import SOURCES, Algorithm, Kernels, build_kernels
 from native_build import find_nvcc
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -200,6 +202,31 @@ def test_strided_tensors(tensor_cores: tuple[Kernels, str], case: Case) -> None:
     assert torch.equal(lse_again, lse)
     from_strided = kernels.backward(*sides[:4], lse, sides[4], causal=case.causal, algorithm=case.algorithm)
     assert all(torch.equal(x, y) for x, y in zip(from_strided, gradients, strict=True))
+
+
+FAILED_CALLS = """
+#include <cstdio>
+#include "primitives.cuh"
+using namespace custom_ops::flash_attention;
+int main() {
+  const char* words = explain(cudaSetDevice(12345));
+  const bool told = words != nullptr, left = cudaPeekAtLastError() != cudaSuccess;
+  const Device first = device(), again = device();
+  const bool same = first.capability == again.capability && first.multiprocessors == again.multiprocessors;
+  std::printf("%d %d %d %d", told, left, same, first.capability);
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or find_nvcc() is None, reason="needs a CUDA GPU and nvcc")
+def test_a_failed_call_leaves_no_error_behind(tmp_path: Path) -> None:
+    (tmp_path / "failed.cu").write_text(FAILED_CALLS)
+    command = [str(find_nvcc()), "-std=c++17", "-I", str(SOURCES), str(tmp_path / "failed.cu")]
+    subprocess.run([*command, "-o", str(tmp_path / "failed")], check=True)
+    answer = subprocess.run([str(tmp_path / "failed")], capture_output=True, text=True, check=True)
+    major, minor = torch.cuda.get_device_capability(0)
+    assert answer.stdout == f"1 0 1 {10 * major + minor}"
 
 
 @pytest.mark.parametrize("algorithm", [MMA, WGMMA])

@@ -44,9 +44,12 @@ struct Groups {
 // For one column at least: without any, nothing is left to divide the blocks by.
 Groups groups_of(const BiasGeluBackward& call) {
   int device = 0, processors = 0, l2_cache = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return {};
-  if (cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return {};
-  if (cudaDeviceGetAttribute(&l2_cache, cudaDevAttrL2CacheSize, device) != cudaSuccess) return {};
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&l2_cache, cudaDevAttrL2CacheSize, device) != cudaSuccess) {
+    cudaGetLastError();  // or the next check of anyone in this process would report our error as its own
+    return {};
+  }
   const int64_t size = element_size(call.dtype);
   // The workspace is asked for before dx is known: a fresh tensor is aligned.
   const bool vectors = call.plan.vector_bytes != size && call.columns % (kVectorBytes / size) == 0 &&
