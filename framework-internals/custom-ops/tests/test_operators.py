@@ -146,6 +146,71 @@ def test_fuse_replaces_what_stands_in_a_row() -> None:
         custom_ops.fold_batch_norm(nn.BatchNorm2d(3, track_running_stats=False))
 
 
+def triple() -> list[nn.Module]:
+    conv, norm = fold()
+    return [conv, norm, nn.ReLU()]
+
+
+UNFIT: dict[str, Callable[[nn.Sequential], object]] = {
+    "a batch-norm that still learns": lambda model: model[1].train(),
+    "a hook of the convolution": lambda model: model[0].register_forward_hook(lambda module, x, y: 2 * y),
+    "a hook before the batch-norm": lambda model: model[1].register_forward_pre_hook(lambda module, x: (2 * x[0],)),
+    "a hook of the ReLU": lambda model: model[2].register_forward_hook(lambda module, x, y: y + 1),
+    "a backward hook": lambda model: model[1].register_full_backward_hook(lambda module, dx, dy: None),
+    "a parametrization": lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+    "a parametrization of the norm": lambda model: nn.utils.parametrizations.weight_norm(model[1], dim=None),
+}
+
+
+@pytest.mark.parametrize("reason", UNFIT)
+def test_fuse_leaves_a_triple_that_does_more_than_its_parts(reason: str) -> None:
+    model = nn.Sequential(*triple()).eval()
+    UNFIT[reason](model)
+    fused, count = custom_ops.fuse(model)
+    assert count == 0
+    assert [type(module) for module in fused] == [type(module) for module in model]
+
+
+def test_fuse_reads_a_module_in_two_places_twice() -> None:
+    conv, norm, relu = triple()
+    again = [nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)]
+    twice = nn.Sequential(conv, norm, relu, *again, relu).eval()
+    apart = nn.Sequential(relu, conv, relu, norm, nn.ReLU()).eval()  # the second relu is no new name of a child
+    x = torch.randn(2, 3, 9, 9)
+    for model, expected in ((twice, 2), (apart, 0)):
+        fused, count = custom_ops.fuse(model)
+        assert count == expected
+        torch.testing.assert_close(fused(x), model(x))
+
+
+class FirstOnly(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)
+
+
+def test_fuse_leaves_a_sequential_that_calls_its_parts_itself() -> None:
+    model = FirstOnly(*triple()).eval()
+    fused, count = custom_ops.fuse(model)
+    x = torch.randn(2, 3, 9, 9)
+    assert count == 0
+    assert torch.equal(fused(x), model(x))
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_fused_model_changes_its_precision(cast: torch.dtype) -> None:
+    fused, _ = custom_ops.fuse(nn.Sequential(*triple()).eval())
+    layer = fused[0]
+    before, x = layer.scale.clone(), torch.randn(2, 3, 9, 9)
+    exact = fused(x)
+    y = fused.to(cast)(x.to(cast))
+    assert y.dtype == cast
+    assert (layer.scale.dtype, layer.shift.dtype) == (wide(cast),) * 2
+    assert torch.equal(layer.scale.float(), before)  # not by way of the cast's few digits
+    torch.testing.assert_close(y.float(), exact, rtol=4 * torch.finfo(cast).eps + 1e-6, atol=0.05)
+    torch.testing.assert_close(fused.float()(x), exact, rtol=0.02, atol=0.05)
+    assert fused.to("meta")[0].scale.dtype == torch.float32
+
+
 def heads(dtype: torch.dtype = torch.float64, heads_kv: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 5, 8), (2, heads_kv, 7, 8), (2, heads_kv, 7, 8))
