@@ -1,5 +1,6 @@
 """The measurements of attention: what they compare with, and what the report concludes from them."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,15 @@ def test_exact_head_in_blocks_is_attention_in_one_piece(causal: bool) -> None:
     blocks = attention.exact_head(*(x[0, 0] for x in (q, k, v, grad)), causal=causal, rows=32)
     for part, right in zip(blocks, whole, strict=True):
         torch.testing.assert_close(part, right[0, 0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_an_error_that_is_no_number_is_the_largest(wrong: int) -> None:
+    exact = [torch.ones(2, dtype=torch.float64)] * 3
+    found = [torch.full((2,), 1.5), torch.full((2,), 2.0), torch.full((2,), 1.25)]
+    assert attention.largest_error(found, exact) == 1.0
+    found[wrong] = torch.tensor([1.0, float("nan")])
+    assert math.isnan(attention.largest_error(found, exact))
 
 
 def test_speeds_name_the_best_of_torch() -> None:

@@ -1,13 +1,15 @@
 """The attention kernels one by one against float64: on the CPU, on the emulated GPU, and on a GPU."""
 
 import math
+import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from custom_ops.attention_kernels import Algorithm, Kernels, build_kernels
+from custom_ops.attention_kernels import SOURCES, Algorithm, Kernels, build_kernels
 from native_build import find_nvcc
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -200,6 +202,69 @@ def test_strided_tensors(tensor_cores: tuple[Kernels, str], case: Case) -> None:
     assert torch.equal(lse_again, lse)
     from_strided = kernels.backward(*sides[:4], lse, sides[4], causal=case.causal, algorithm=case.algorithm)
     assert all(torch.equal(x, y) for x, y in zip(from_strided, gradients, strict=True))
+
+
+FAILED_CALLS = """
+#include <cstdio>
+#include "primitives.cuh"
+using namespace custom_ops::flash_attention;
+int main() {
+  const char* words = explain(cudaSetDevice(12345));
+  const bool told = words != nullptr, left = cudaPeekAtLastError() != cudaSuccess;
+  const Device first = device(), again = device();
+  const bool same = first.capability == again.capability && first.multiprocessors == again.multiprocessors;
+  std::printf("%d %d %d %d", told, left, same, first.capability);
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or find_nvcc() is None, reason="needs a CUDA GPU and nvcc")
+def test_a_failed_call_leaves_no_error_behind(tmp_path: Path) -> None:
+    (tmp_path / "failed.cu").write_text(FAILED_CALLS)
+    command = [str(find_nvcc()), "-std=c++17", "-I", str(SOURCES), str(tmp_path / "failed.cu")]
+    subprocess.run([*command, "-o", str(tmp_path / "failed")], check=True)
+    answer = subprocess.run([str(tmp_path / "failed")], capture_output=True, text=True, check=True)
+    major, minor = torch.cuda.get_device_capability(0)
+    assert answer.stdout == f"1 0 1 {10 * major + minor}"
+
+
+@pytest.mark.parametrize("algorithm", [MMA, WGMMA])
+@pytest.mark.parametrize("stride", [0, 3])
+def test_a_dimension_of_size_one_has_any_stride(
+    tensor_cores: tuple[Kernels, str], algorithm: Algorithm, stride: int
+) -> None:
+    kernels, device = tensor_cores
+    case = Case(algorithm, BF16, 64, heads=(1, 1), lengths=(1, 40))
+    q, k, v, grad_out, _ = make_inputs(case, device)
+    out, lse = kernels.forward(q, k, v, algorithm=algorithm)
+    gradients = kernels.backward(q, k, v, out, lse, grad_out, algorithm=algorithm)
+
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        steps = [stride if size == 1 else step for size, step in zip(x.shape, x.stride(), strict=True)]
+        return x.as_strided(x.shape, steps)
+
+    again, lse_again = kernels.forward(odd(q), odd(k), odd(v), algorithm=algorithm, out=odd(torch.empty_like(q)))
+    assert torch.equal(again, out)
+    assert torch.equal(lse_again, lse)
+    sides = [odd(x) for x in (q, k, v, out)]
+    others = kernels.backward(*sides, lse, odd(grad_out), algorithm=algorithm)
+    assert all(torch.equal(x, y) for x, y in zip(others, gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("heads", [0, 2])
+def test_keys_that_no_query_reads_have_zero_gradients(
+    tensor_cores: tuple[Kernels, str], dtype: torch.dtype, heads: int
+) -> None:
+    kernels, device = tensor_cores
+    q, k, v, grad_out, _ = make_inputs(Case(Algorithm.AUTO, dtype, 64, lengths=(5, 70)), device)
+    none, no_grad = (x[:, :heads, : 0 if heads else None].contiguous() for x in (q, grad_out))
+    out, lse = kernels.forward(none, k, v)
+    dq, dk, dv = kernels.backward(none, k, v, out, lse, no_grad)
+    assert dq.numel() == 0
+    assert dk.eq(0).all()
+    assert dv.eq(0).all()
 
 
 @pytest.mark.gpu

@@ -146,6 +146,71 @@ def test_fuse_replaces_what_stands_in_a_row() -> None:
         custom_ops.fold_batch_norm(nn.BatchNorm2d(3, track_running_stats=False))
 
 
+def triple() -> list[nn.Module]:
+    conv, norm = fold()
+    return [conv, norm, nn.ReLU()]
+
+
+UNFIT: dict[str, Callable[[nn.Sequential], object]] = {
+    "a batch-norm that still learns": lambda model: model[1].train(),
+    "a hook of the convolution": lambda model: model[0].register_forward_hook(lambda module, x, y: 2 * y),
+    "a hook before the batch-norm": lambda model: model[1].register_forward_pre_hook(lambda module, x: (2 * x[0],)),
+    "a hook of the ReLU": lambda model: model[2].register_forward_hook(lambda module, x, y: y + 1),
+    "a backward hook": lambda model: model[1].register_full_backward_hook(lambda module, dx, dy: None),
+    "a parametrization": lambda model: nn.utils.parametrizations.weight_norm(model[0]),
+    "a parametrization of the norm": lambda model: nn.utils.parametrizations.weight_norm(model[1], dim=None),
+}
+
+
+@pytest.mark.parametrize("reason", UNFIT)
+def test_fuse_leaves_a_triple_that_does_more_than_its_parts(reason: str) -> None:
+    model = nn.Sequential(*triple()).eval()
+    UNFIT[reason](model)
+    fused, count = custom_ops.fuse(model)
+    assert count == 0
+    assert [type(module) for module in fused] == [type(module) for module in model]
+
+
+def test_fuse_reads_a_module_in_two_places_twice() -> None:
+    conv, norm, relu = triple()
+    again = [nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)]
+    twice = nn.Sequential(conv, norm, relu, *again, relu).eval()
+    apart = nn.Sequential(relu, conv, relu, norm, nn.ReLU()).eval()  # the second relu is no new name of a child
+    x = torch.randn(2, 3, 9, 9)
+    for model, expected in ((twice, 2), (apart, 0)):
+        fused, count = custom_ops.fuse(model)
+        assert count == expected
+        torch.testing.assert_close(fused(x), model(x))
+
+
+class FirstOnly(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[0](x)
+
+
+def test_fuse_leaves_a_sequential_that_calls_its_parts_itself() -> None:
+    model = FirstOnly(*triple()).eval()
+    fused, count = custom_ops.fuse(model)
+    x = torch.randn(2, 3, 9, 9)
+    assert count == 0
+    assert torch.equal(fused(x), model(x))
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_fused_model_changes_its_precision(cast: torch.dtype) -> None:
+    fused, _ = custom_ops.fuse(nn.Sequential(*triple()).eval())
+    layer = fused[0]
+    before, x = layer.scale.clone(), torch.randn(2, 3, 9, 9)
+    exact = fused(x)
+    y = fused.to(cast)(x.to(cast))
+    assert y.dtype == cast
+    assert (layer.scale.dtype, layer.shift.dtype) == (wide(cast),) * 2
+    assert torch.equal(layer.scale.float(), before)  # not by way of the cast's few digits
+    torch.testing.assert_close(y.float(), exact, rtol=4 * torch.finfo(cast).eps + 1e-6, atol=0.05)
+    torch.testing.assert_close(fused.float()(x), exact, rtol=0.02, atol=0.05)
+    assert fused.to("meta")[0].scale.dtype == torch.float32
+
+
 def heads(dtype: torch.dtype = torch.float64, heads_kv: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 5, 8), (2, heads_kv, 7, 8), (2, heads_kv, 7, 8))
@@ -202,6 +267,32 @@ def test_gradcheck_twice(name: str) -> None:
     assert torch.autograd.gradgradcheck(CALLS[name][0], leaves(name))
 
 
+# q, k and v of one leaf.
+RELATED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "tied": lambda x: (x, x, x),
+    "derived": lambda x: (x, x * x, (x * x).sin()),
+    "queries alone": lambda x: (x, x.detach(), x.detach()),
+    "keys alone": lambda x: (x.detach(), x, x.detach()),
+    "values alone": lambda x: (x.detach(), x.detach(), x),
+}
+
+
+@pytest.mark.parametrize("relation", RELATED)
+@pytest.mark.parametrize("of", ["out", "lse", "both"])
+def test_flash_attention_gradients_with_a_graph_are_those_without(relation: str, of: str) -> None:
+    x = torch.randn(1, 2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    out, lse = custom_ops.flash_attention(*RELATED[relation](x), True)
+    loss = {"out": out.sin().sum(), "lse": lse.sin().sum(), "both": out.sin().sum() + lse.sin().sum()}[of]
+    (plain,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (with_graph,) = torch.autograd.grad(loss, x, create_graph=True)
+    torch.testing.assert_close(with_graph, plain, rtol=1e-12, atol=1e-12)
+
+
+def test_flash_attention_of_one_tensor_has_right_second_derivatives() -> None:
+    x = torch.randn(1, 1, 3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: custom_ops.flash_attention(x, x, x, True), x)
+
+
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("layout", ["as made", "strided", "without gradients"])
 def test_opcheck(name: str, layout: str) -> None:
@@ -235,7 +326,10 @@ def test_empty_operands(dtype: torch.dtype) -> None:
     custom_ops.bias_gelu(empty, bias).sum().backward()
     assert bias.grad is not None
     assert torch.equal(bias.grad, torch.zeros_like(bias))
-    assert custom_ops.bias_gelu(torch.empty(3, 0, dtype=dtype), torch.empty(0, dtype=dtype)).shape == (3, 0)
+    narrow, nothing = (torch.empty(*shape, dtype=dtype, requires_grad=True) for shape in ((3, 0), (0,)))
+    custom_ops.bias_gelu(narrow, nothing).sum().backward()
+    assert narrow.grad is not None
+    assert narrow.grad.shape == (3, 0)
     assert custom_ops.scale(empty).shape == (0, 5)
     assert custom_ops.conv_bn_relu(
         torch.empty(0, 2, 4, 4, dtype=dtype),
@@ -244,6 +338,19 @@ def test_empty_operands(dtype: torch.dtype) -> None:
     ).shape == (0, 3, 3, 3)
     out, lse = custom_ops.flash_attention(*(torch.empty(1, 2, 0, 8, dtype=dtype),) * 3)
     assert (out.shape, lse.shape) == ((1, 2, 0, 8), (1, 2, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 0, 5, 8), (2, 4, 0, 8)], ids=["no heads", "no queries"])
+def test_keys_that_no_query_reads_have_zero_gradients(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    q = torch.empty(shape, dtype=dtype, requires_grad=True)
+    k, v = (torch.ones(2, 2, 7, 8, dtype=dtype, requires_grad=True) for _ in range(2))
+    for create_graph in (False, True):
+        out, lse = custom_ops.flash_attention(q, k, v)
+        dq, dk, dv = torch.autograd.grad(out.sum() + lse.sum(), (q, k, v), create_graph=create_graph)
+        assert (out.shape, lse.shape, dq.shape) == (shape, shape[:3], shape)
+        assert torch.equal(dk, torch.zeros_like(k))
+        assert torch.equal(dv, torch.zeros_like(v))
 
 
 def test_autocast_takes_its_dtype_or_the_widest() -> None:
@@ -330,6 +437,59 @@ def test_refusals_name_argument_expected_and_received(case: str) -> None:
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message
+
+
+def attention_backward_of(**wrong: Tensor) -> tuple[Any, ...]:
+    q, k, v = heads(torch.float16)
+    out, lse = custom_ops.flash_attention(q, k, v)
+    arguments = {"grad_out": out, "grad_lse": lse, "q": q, "k": k, "v": v, "out": out, "lse": lse, **wrong}
+    return (*arguments.values(), False, None)
+
+
+WRONG_BACKWARD: dict[str, tuple[dict[str, Tensor], type[Exception], str]] = {
+    "lse dtype": (
+        {"lse": torch.ones(2, 4, 5).half()},
+        TypeError,
+        "'lse': expected dtype torch.float32, in which torch.float16 is computed, got torch.float16",
+    ),
+    "lse shape": (
+        {"lse": torch.ones(1, 1, 1)},
+        ValueError,
+        "'lse': expected shape [2, 4, 5], an element for each query of 'q', got [1, 1, 1]",
+    ),
+    "lse dimensions": (
+        {"lse": torch.ones(2, 4, 5, 1)},
+        ValueError,
+        "'lse': expected shape [2, 4, 5], an element for each query of 'q', got [2, 4, 5, 1]",
+    ),
+    "grad_lse dtype": (
+        {"grad_lse": torch.ones(2, 4, 5).double()},
+        TypeError,
+        "'grad_lse': expected dtype torch.float32, in which torch.float16 is computed, got torch.float64",
+    ),
+    "grad_lse shape": (
+        {"grad_lse": torch.ones(2, 4)},
+        ValueError,
+        "'grad_lse': expected shape [2, 4, 5], an element for each query of 'q', got [2, 4]",
+    ),
+    "out": (
+        {"out": torch.ones(2, 4, 5, 4).half()},
+        ValueError,
+        "'out': expected shape [2, 4, 5, 8] like 'q', got [2, 4, 5, 4] (shapes are not broadcast; use .expand())",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_BACKWARD)
+def test_attention_backward_refuses_in_the_same_words_as_its_fake(case: str) -> None:
+    wrong, error, message = WRONG_BACKWARD[case]
+    backward = torch.ops.custom_ops.flash_attention_backward.default
+    with pytest.raises(RuntimeError) as by_kernel:
+        backward(*attention_backward_of(**wrong))
+    with pytest.raises(error) as by_fake:
+        backward(*(x.to("meta") if isinstance(x, Tensor) else x for x in attention_backward_of(**wrong)))
+    assert str(by_fake.value) == f"flash_attention_backward: argument {message}"
+    assert str(by_kernel.value) == str(by_fake.value)
 
 
 @pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow)])

@@ -50,6 +50,49 @@ def test_bias_gelu_against_float64(dtype: torch.dtype, rows: int, columns: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 0), (0, 5)])
+def test_bias_gelu_of_nothing(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=True)
+    bias = torch.ones(shape[1], device="cuda", dtype=dtype, requires_grad=True)
+    custom_ops.bias_gelu(x, bias).sum().backward()
+    assert x.grad is not None
+    assert bias.grad is not None
+    assert x.grad.shape == shape
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 0, 5, 64), (2, 4, 0, 64)], ids=["no heads", "no queries"])
+def test_attention_of_keys_that_no_query_reads(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    q = torch.empty(shape, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = (torch.ones(2, 2, 70, 64, device="cuda", dtype=dtype, requires_grad=True) for _ in range(2))
+    out, lse = custom_ops.flash_attention(q, k, v)
+    (out.sum() + lse.sum()).backward()
+    assert (out.shape, lse.shape) == (shape, shape[:3])
+    for x in (k, v):
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_attention_of_misaligned_tensors_is_by_the_same_kernel(dtype: torch.dtype) -> None:
+    shape = (1, 4, 200, 64)
+    q, k, v, grad = (torch.randn(shape, device="cuda").to(dtype).requires_grad_() for _ in range(4))
+
+    def moved(x: Tensor) -> Tensor:  # contiguous, two bytes off
+        buffer = x.new_empty(x.numel() + 1)
+        return buffer[1:].view(shape).copy_(x.detach()).requires_grad_()
+
+    operands = [moved(x) for x in (q, k, v)]
+    assert all(x.is_contiguous() and x.data_ptr() % 16 != 0 for x in operands)
+    results = []
+    for three, arriving in (((q, k, v), grad), (operands, moved(grad))):
+        out, lse = custom_ops.flash_attention(*three)
+        results.append([out, lse, *torch.autograd.grad(out, three, arriving)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("access", [1, 2, 3, 4])
 def test_every_access_gives_the_same_bits(dtype: torch.dtype, access: int) -> None:
     x, bias = torch.randn(123, 512, device="cuda").to(dtype), torch.randn(512, device="cuda").to(dtype)

@@ -21,9 +21,10 @@ runner = CliRunner()
 @pytest.mark.slow
 @pytest.mark.skipif(native_build.missing_cxx() is not None, reason=str(native_build.missing_cxx()))
 def test_a_new_operator_builds_and_passes_its_tests(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["new", "square", "--folder", str(tmp_path)])
+    # A name that the C headers have too.
+    result = runner.invoke(app, ["new", "exp", "--folder", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    root = tmp_path / "square"
+    root = tmp_path / "exp"
     path = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([str(root / "src"), *sys.path])}
     for command in (
@@ -35,14 +36,43 @@ def test_a_new_operator_builds_and_passes_its_tests(tmp_path: Path) -> None:
         )
         assert answer.returncode == 0, answer.stdout + answer.stderr
     assert re.search(r"^\d+ passed", answer.stdout, re.MULTILINE)
-    assert (root / "src" / "square" / "_C.abi3.so").is_file()
+    assert (root / "src" / "exp" / "_C.abi3.so").is_file()
 
 
-@pytest.mark.parametrize("name", ["Square", "1st", "class", "my-norm", ""])
+@pytest.mark.parametrize("name", ["Square", "1st", "_norm", "my-norm", ""])
 def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
     result = runner.invoke(app, ["new", name, "--folder", str(tmp_path)])
     assert result.exit_code == 2
     assert result.stderr.startswith("custom-ops: expected a name of lower-case letters")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("class", "it is a word of Python (take another, as my_class)"),
+        ("double", "it is a word of C++ (take another, as my_double)"),
+        ("std", "it is a word of C++"),
+        ("norm_", "a project's name does not end with an underscore"),
+        ("layer__norm", "C++ keeps names with two in a row for itself (take another, as my_layer_norm)"),
+        ("json", "it is a module of Python's standard library"),
+        ("torch", "it is a package that is installed here, "),
+        ("custom_ops", "it is a package that is installed here, "),
+        ("aten", "torch.ops.aten is there already"),
+    ],
+)
+def test_names_that_others_have_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["new", name, "--folder", str(tmp_path)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"custom-ops: expected a name that is free, got {name!r}: ")
+    assert reason in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_without_a_package_takes_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exp").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    result = runner.invoke(app, ["new", "exp", "--folder", str(tmp_path / "elsewhere")])
+    assert result.exit_code == 0, result.output
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:

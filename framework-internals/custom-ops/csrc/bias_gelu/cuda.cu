@@ -41,11 +41,15 @@ struct Groups {
   bool larger_than_l2;  // each operand
 };
 
+// For one column at least: without any, nothing is left to divide the blocks by.
 Groups groups_of(const BiasGeluBackward& call) {
   int device = 0, processors = 0, l2_cache = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return {};
-  if (cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return {};
-  if (cudaDeviceGetAttribute(&l2_cache, cudaDevAttrL2CacheSize, device) != cudaSuccess) return {};
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&l2_cache, cudaDevAttrL2CacheSize, device) != cudaSuccess) {
+    cudaGetLastError();  // or the next check of anyone in this process would report our error as its own
+    return {};
+  }
   const int64_t size = element_size(call.dtype);
   // The workspace is asked for before dx is known: a fresh tensor is aligned.
   const bool vectors = call.plan.vector_bytes != size && call.columns % (kVectorBytes / size) == 0 &&
@@ -87,12 +91,14 @@ int bias_gelu_cuda(const BiasGelu& call, void* stream) {
 }
 
 int64_t bias_gelu_backward_workspace_cuda(const BiasGeluBackward& call) {
+  if (call.columns == 0) return 0;
   const Groups groups = groups_of(call);
   if (groups.across == 0) return -1;
   return groups.count * call.columns * (call.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float));
 }
 
 int bias_gelu_backward_cuda(const BiasGeluBackward& call, void* stream) {
+  if (call.columns == 0) return cudaSuccess;
   const Groups groups = groups_of(call);
   if (groups.across == 0) return cudaErrorNoDevice;
   return for_dtype(call.dtype, [&](auto tag) -> int {
@@ -107,12 +113,11 @@ int bias_gelu_backward_cuda(const BiasGeluBackward& call, void* stream) {
         default: return launch_backward<T, kWidth, 256>(call, groups.count, groups.larger_than_l2, on);
       }
     };
-    if (call.rows > 0 && call.columns > 0) {
+    if (call.rows > 0) {
       constexpr int kWidth = kVectorBytes / sizeof(T);
       const int status = groups.width == 1 ? launch(std::integral_constant<int, 1>{}) : launch(std::integral_constant<int, kWidth>{});
       if (status != cudaSuccess) return status;
     }
-    if (call.columns == 0) return cudaSuccess;
     bias_gelu_dbias<T><<<static_cast<unsigned>(ceil_div(call.columns, 32)), 1024, 0, on>>>(
         static_cast<const Wide<T>*>(call.workspace), static_cast<T*>(call.dbias), groups.count, call.columns);
     return cudaGetLastError();

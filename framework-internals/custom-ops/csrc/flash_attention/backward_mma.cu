@@ -37,7 +37,6 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
                 heads = Shape::kKeys ? problem.heads_kv : problem.heads_q;
   const int64_t blocks = (rows + Shape::kRows - 1) / Shape::kRows * problem.batch * heads;
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of rows";
-  if (blocks == 0) return nullptr;
   return launch(backward_mma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes, stream,
                 kernel);
 }

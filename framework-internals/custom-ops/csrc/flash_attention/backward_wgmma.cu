@@ -38,7 +38,6 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
   kernel.causal = problem.causal;
   const int64_t blocks = int64_t{kernel.seq_rows + Shape::kRows - 1} / Shape::kRows * problem.batch * kernel.heads_rows;
   if (blocks > INT32_MAX) return "flash_attention: more than 2^31 blocks of rows";
-  if (blocks == 0) return nullptr;
   return launch(backward_wgmma<Shape>, dim3(static_cast<unsigned>(blocks)), Shape::kThreads, Shape::kSharedBytes,
                 stream, kernel);
 }

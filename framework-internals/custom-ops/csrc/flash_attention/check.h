@@ -9,8 +9,10 @@ namespace custom_ops::flash_attention {
 
 // What is wrong with the problem, or null.
 inline const char* check(const Problem& problem) {
-  if (problem.batch < 0 || problem.seq_q < 0 || problem.seq_kv < 0) return "flash_attention: a size is negative";
-  if (problem.heads_q < 1 || problem.heads_kv < 1 || problem.heads_q % problem.heads_kv != 0) {
+  for (const int64_t size : {problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q, problem.seq_kv}) {
+    if (size < 0) return "flash_attention: a size is negative";
+  }
+  if (problem.heads_kv == 0 ? problem.heads_q != 0 : problem.heads_q % problem.heads_kv != 0) {
     return "flash_attention: the number of query heads is not a multiple of the number of key/value heads";
   }
   if (problem.head_size < 1) return "flash_attention: the head size is not positive";

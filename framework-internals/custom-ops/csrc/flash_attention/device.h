@@ -5,8 +5,7 @@ namespace custom_ops::flash_attention {
 
 struct Device {
   int multiprocessors;
-  int capability;    // 90 for sm_90
-  int shared_bytes;  // that a block can have
+  int capability;  // 90 for sm_90
 };
 
 }  // namespace custom_ops::flash_attention

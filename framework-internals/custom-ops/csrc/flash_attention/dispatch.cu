@@ -10,13 +10,32 @@
 namespace custom_ops::flash_attention {
 namespace {
 
-bool aligned(const Problem& problem, const Tensor& tensor) {
-  const bool strides =
-      (problem.batch == 1 || tensor.batch_stride % 8 == 0) && tensor.head_stride % 8 == 0 && tensor.seq_stride % 8 == 0;
-  return strides && reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
+bool aligned(const Tensor& tensor) {
+  return tensor.batch_stride % 8 == 0 && tensor.head_stride % 8 == 0 && tensor.seq_stride % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
 }
 
-bool empty(const Problem& problem) { return problem.batch == 0 || problem.seq_q == 0; }
+// The stride of a dimension of size one may be anything: here it becomes one that every kernel takes.
+template <typename... Tensors>
+void settle_strides(int64_t batch, int64_t heads, int64_t seq, Tensors&... tensors) {
+  constexpr int64_t kTaken = 8;  // 16 bytes of a 16-bit type, the least that a tensor map takes
+  const auto settle = [](int64_t size, int64_t& stride) { stride = size == 1 ? kTaken : stride; };
+  (settle(batch, tensors.batch_stride), ...);
+  (settle(heads, tensors.head_stride), ...);
+  (settle(seq, tensors.seq_stride), ...);
+}
+
+template <typename... Tensors>
+void settle_queries(const Problem& problem, Tensors&... tensors) {
+  settle_strides(problem.batch, problem.heads_q, problem.seq_q, tensors...);
+}
+
+template <typename... Tensors>
+void settle_keys(const Problem& problem, Tensors&... tensors) {
+  settle_strides(problem.batch, problem.heads_kv, problem.seq_kv, tensors...);
+}
+
+bool has_queries(const Problem& problem) { return problem.batch > 0 && problem.heads_q > 0 && problem.seq_q > 0; }
 
 const char* resolve(const Problem& problem, const Tensor* const* tensors, int count, bool backward,
                     Algorithm& algorithm) {
@@ -44,7 +63,7 @@ const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int
     return "flash_attention: the tensor-core kernels need a GPU of compute capability 8.0 or more";
   if (is_split(problem)) return nullptr;
   for (int i = 0; i < count; ++i) {
-    if (!aligned(problem, *tensors[i])) {
+    if (!aligned(*tensors[i])) {
       return "flash_attention: the tensor-core kernels of 16-bit types need 16-byte aligned pointers and strides";
     }
   }
@@ -59,8 +78,7 @@ const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, i
   }
   if (is_split(problem)) return nullptr;
   for (int i = 0; i < count; ++i) {  // a tensor map has no stride of zero
-    if (tensors[i]->seq_stride == 0 || tensors[i]->head_stride == 0 ||
-        (problem.batch > 1 && tensors[i]->batch_stride == 0)) {
+    if (tensors[i]->seq_stride == 0 || tensors[i]->head_stride == 0 || tensors[i]->batch_stride == 0) {
       return "flash_attention: the wgmma kernels of 16-bit types do not take expanded tensors";
     }
   }
@@ -114,7 +132,6 @@ const char* launch_statistics(const Backward& args, const RowStatistics& to, voi
                               static_cast<int>(problem.head_size)};
   const int64_t blocks = (rows + kStatisticsThreads / 32 - 1) / (kStatisticsThreads / 32);
   if (blocks > INT32_MAX) return "flash_attention: more than 2^34 rows";
-  if (blocks == 0) return nullptr;
   return launch(row_statistics<T>, dim3(static_cast<unsigned>(blocks)), kStatisticsThreads, 0, stream, kernel);
 }
 
@@ -149,9 +166,12 @@ int64_t backward_workspace_bytes(const Problem& problem) {
   return std::max(pieces.used(), naive_workspace_bytes(problem, true));
 }
 
-const char* forward_cuda(const Forward& args, void* stream) {
-  FLASH_TRY(check(args.problem));
-  if (empty(args.problem)) return nullptr;
+const char* forward_cuda(const Forward& call, void* stream) {
+  FLASH_TRY(check(call.problem));
+  if (!has_queries(call.problem)) return nullptr;
+  Forward args = call;
+  settle_queries(args.problem, args.q, args.out);
+  settle_keys(args.problem, args.k, args.v);
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.out};
   Algorithm algorithm;
   FLASH_TRY(resolve(args.problem, tensors, 4, false, algorithm));
@@ -159,9 +179,12 @@ const char* forward_cuda(const Forward& args, void* stream) {
   return algorithm == Algorithm::kMma ? forward_mma(args, stream) : forward_naive(args, stream);
 }
 
-const char* backward_cuda(const Backward& args, void* stream) {
-  FLASH_TRY(check(args.problem));
-  if (args.problem.batch == 0) return nullptr;
+const char* backward_cuda(const Backward& call, void* stream) {
+  FLASH_TRY(check(call.problem));
+  if (!has_queries(call.problem)) return backward_naive(call, stream);  // zeros into dk and dv
+  Backward args = call;
+  settle_queries(args.problem, args.q, args.out, args.grad_out, args.dq);
+  settle_keys(args.problem, args.k, args.v, args.dk, args.dv);
   const Tensor* tensors[] = {&args.q, &args.k, &args.v, &args.grad_out, &args.out, &args.dq, &args.dk, &args.dv};
   Algorithm algorithm;
   FLASH_TRY(resolve(args.problem, tensors, 8, true, algorithm));

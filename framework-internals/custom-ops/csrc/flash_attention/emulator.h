@@ -432,13 +432,17 @@ const char* launch(void (*kernel)(Args), dim3 blocks, int block_threads, int sha
   emulator::launch({blocks.x, blocks.y, blocks.z}, block_threads, shared_bytes, [&] { kernel(args); });
   return nullptr;
 }
-inline Device device() { return {3, 90, 227 << 10}; }  // few multiprocessors: persistent blocks take several tiles
+inline Device device() { return {3, 90}; }  // few multiprocessors: persistent blocks take several tiles
 
 inline const char* make_tensor_map(TensorMap& map, const void* base, const int64_t (&sizes)[4],
                                    const int64_t (&strides)[4], int box_rows) {
   map.base = static_cast<const char*>(base);
   map.box_rows = box_rows;
   for (int i = 0; i < 4; ++i) map.sizes[i] = sizes[i], map.strides[i] = strides[i] * 2;
+  for (int i = 0; i < 4; ++i) {
+    if (map.sizes[i] == 0 || (i > 0 && (map.strides[i] == 0 || map.strides[i] % 16 != 0)))
+      return "the driver refuses the tensor's layout (cuTensorMapEncodeTiled)";
+  }
   return nullptr;
 }
 

@@ -8,7 +8,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <array>
 #include <cstdint>
+#include <mutex>
 #include <type_traits>
 
 #include "device.h"
@@ -206,26 +208,46 @@ FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 64, "m64n128k16", FLASH_N64, FLASH_F64,
 
 // ----------------------------------------------------------------------------------------------------------- host side
 
-inline const char* explain(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+// An error's words, or null. CUDA keeps the error itself until it is asked for: left there, the next check of anyone in
+// this process would report it as its own.
+inline const char* explain(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();
+  return cudaGetErrorString(error);
+}
 
 template <typename Args>
 const char* launch(void (*kernel)(Args), dim3 blocks, int threads, int shared_bytes, void* stream, const Args& args) {
   if (shared_bytes > 48 << 10) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return explain(error);
+    if (const char* error =
+            explain(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes)))
+      return error;
   }
   void* arguments[] = {const_cast<Args*>(&args)};
   return explain(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), blocks, dim3(threads), arguments, shared_bytes,
                                   static_cast<cudaStream_t>(stream)));
 }
+
+// What CUDA says of a device; of one that it does not know, nothing: no tensor-core kernel serves there.
+inline Device ask_for_device(int id) {
+  const auto attribute = [id](cudaDeviceAttr name) {
+    int value = 0;
+    return explain(cudaDeviceGetAttribute(&value, name, id)) == nullptr ? value : 0;
+  };
+  return {attribute(cudaDevAttrMultiProcessorCount),
+          10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
+}
+
+// The current device, asked about once: a call wants to know several times.
 inline Device device() {
-  int id = 0, multiprocessors = 0, major = 0, minor = 0, shared = 0;
-  cudaGetDevice(&id);
-  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, id);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, id);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, id);
-  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
-  return {multiprocessors, 10 * major + minor, shared};
+  constexpr int kKept = 64;
+  static std::array<Device, kKept> devices;
+  static std::array<std::once_flag, kKept> asked;
+  int id = 0;
+  if (explain(cudaGetDevice(&id)) != nullptr) return {};
+  if (id >= kKept) return ask_for_device(id);
+  std::call_once(asked[id], [id] { devices[id] = ask_for_device(id); });
+  return devices[id];
 }
 
 // A tensor map of 16-bit elements: boxes of 64 columns by box_rows, 128-byte swizzled. The driver is asked for the
@@ -236,8 +258,9 @@ inline const char* make_tensor_map(TensorMap& map, const void* base, const int64
   static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    return reinterpret_cast<Encode>(function);
+    const char* error = explain(
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+    return error == nullptr ? reinterpret_cast<Encode>(function) : nullptr;
   }();
   if (encode == nullptr) return "the CUDA driver has no cuTensorMapEncodeTiled: it is older than CUDA 12.0";
   cuuint64_t size[4], stride[3];

@@ -16,9 +16,7 @@ inline const char* tensor_maps(TensorMap (&maps)[2], const Problem& problem, con
     return make_tensor_map(maps[1], parts->low, sizes, strides, box_rows);
   }
   const int64_t sizes[4] = {problem.head_size, seq, heads, problem.batch};
-  // The stride of a dimension of size one may be anything, but the driver wants a multiple of 16 bytes.
-  const int64_t strides[4] = {1, seq == 1 ? 8 : tensor.seq_stride, heads == 1 ? 8 : tensor.head_stride,
-                              problem.batch == 1 ? 8 : tensor.batch_stride};
+  const int64_t strides[4] = {1, tensor.seq_stride, tensor.head_stride, tensor.batch_stride};
   return make_tensor_map(maps[0], tensor.data, sizes, strides, box_rows);
 }
 

@@ -15,11 +15,7 @@ using Pair = std::vector<int64_t>;  // for height and width
 
 void check_channels(const Tensor& x, const Tensor& weight, const Argument& argument) {
   check_device(kOp, {"x", x}, argument);
-  const int32_t expected = wide(x.dtype());
-  if (argument.tensor.dtype() != expected) {
-    fail(kOp, ": argument '", argument.name, "': expected dtype ", name_of_dtype(expected), ", in which ", name_of_dtype(x.dtype()),
-         " is computed, got ", name_of_dtype(argument.tensor.dtype()));
-  }
+  check_wide_dtype(kOp, {"x", x}, argument);
   const int64_t channels = weight.size(0);
   const Sizes sizes(&channels, 1);
   if (!equal_sizes(sizes, argument.tensor.sizes())) {

@@ -18,33 +18,45 @@ constexpr const char* kOp = "flash_attention";
 using Results = std::tuple<Tensor, Tensor>;
 using Gradients = std::tuple<Tensor, Tensor, Tensor>;
 
-void check_like_q(const Argument& q, const Argument& other) {
-  check_device(kOp, q, other);
-  check_dtype(kOp, q, other);
+void check_like_q(const char* op, const Argument& q, const Argument& other) {
+  check_device(op, q, other);
+  check_dtype(op, q, other);
 }
 
-void check_dimensions(const Argument& x) {
+void check_dimensions(const char* op, const Argument& x) {
   if (x.tensor.dim() != 4) {
-    fail(kOp, ": argument '", x.name, "': expected four dimensions (batch, heads, sequence, head size), got ",
+    fail(op, ": argument '", x.name, "': expected four dimensions (batch, heads, sequence, head size), got ",
          name_of_shape(x.tensor.sizes()));
   }
 }
 
-flash::Problem problem_of(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, std::optional<double> scale) {
-  const Argument of_q{"q", q}, of_k{"k", k}, of_v{"v", v};
-  for (const Argument& argument : {of_q, of_k, of_v}) check_dimensions(argument);
-  check_like_q(of_q, of_k);
-  check_like_q(of_q, of_v);
-  if (k.size(0) != q.size(0) || k.size(3) != q.size(3)) {
-    fail(kOp, ": argument 'k': expected batch ", q.size(0), " and head size ", q.size(3), " like 'q', got shape ", name_of_shape(k.sizes()));
+// lse and its gradient: in the dtype that q is computed in.
+void check_of_rows(const char* op, const Argument& q, const Argument& x) {
+  check_device(op, q, x);
+  check_wide_dtype(op, q, x);
+  const Sizes rows(q.tensor.sizes().data(), 3);
+  if (!equal_sizes(rows, x.tensor.sizes())) {
+    fail(op, ": argument '", x.name, "': expected shape ", name_of_shape(rows), ", an element for each query of 'q', got ",
+         name_of_shape(x.tensor.sizes()));
   }
-  check_shape(kOp, of_k, of_v);
+}
+
+flash::Problem problem_of(const char* op, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                          std::optional<double> scale) {
+  const Argument of_q{"q", q}, of_k{"k", k}, of_v{"v", v};
+  for (const Argument& argument : {of_q, of_k, of_v}) check_dimensions(op, argument);
+  check_like_q(op, of_q, of_k);
+  check_like_q(op, of_q, of_v);
+  if (k.size(0) != q.size(0) || k.size(3) != q.size(3)) {
+    fail(op, ": argument 'k': expected batch ", q.size(0), " and head size ", q.size(3), " like 'q', got shape ", name_of_shape(k.sizes()));
+  }
+  check_shape(op, of_k, of_v);
   if (k.size(1) == 0 ? q.size(1) != 0 : q.size(1) % k.size(1) != 0) {
-    fail(kOp, ": argument 'k': expected a number of heads that divides the ", q.size(1), " of 'q', got ", k.size(1));
+    fail(op, ": argument 'k': expected a number of heads that divides the ", q.size(1), " of 'q', got ", k.size(1));
   }
   const double factor = scale.value_or(1.0 / std::sqrt(static_cast<double>(q.size(3))));
-  if (!std::isfinite(factor)) fail(kOp, ": argument 'scale': expected a finite number, got ", factor);
-  return {static_cast<flash::ScalarType>(dtype_of(kOp, of_q)), q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), factor, causal};
+  if (!std::isfinite(factor)) fail(op, ": argument 'scale': expected a finite number, got ", factor);
+  return {static_cast<flash::ScalarType>(dtype_of(op, of_q)), q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), factor, causal};
 }
 
 // The dtypes of this package and of the attention kernels are the same in the same order.
@@ -55,11 +67,9 @@ static_assert(static_cast<int>(flash::ScalarType::kBFloat16) == static_cast<int>
 
 // A tensor as the kernels read it: adjacent elements of a head, and 16-byte rows for the 16-bit types.
 Tensor readable(Tensor&& x) {
-  const bool adjacent = x.stride(3) == 1 || x.size(3) == 1;
-  const bool narrow = x.dtype() == codes.float16 || x.dtype() == codes.bfloat16;
-  bool fits = adjacent;
-  if (narrow && x.is_cuda()) {
-    fits = fits && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  bool fits = x.stride(3) == 1 || x.size(3) == 1;
+  if (x.is_cuda() && (x.dtype() == codes.float16 || x.dtype() == codes.bfloat16)) {
+    if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 != 0) return copied(x);
     for (int64_t d = 0; d < 3; ++d) fits = fits && (x.size(d) == 1 || x.stride(d) % 8 == 0);
   }
   return fits ? std::move(x) : contiguous(x);
@@ -100,7 +110,7 @@ void* data_of(const Tensor& workspace) { return workspace.numel() == 0 ? nullptr
 
 template <class Device>
 Results run_forward(Tensor q_any, Tensor k_any, Tensor v_any, bool causal, std::optional<double> scale, int64_t algorithm) {
-  flash::Problem problem = problem_of(q_any, k_any, v_any, causal, scale);
+  flash::Problem problem = problem_of(kOp, q_any, k_any, v_any, causal, scale);
   if (algorithm < 0 || algorithm > 3) fail(kOp, ": argument 'algorithm': expected 0 to 3, got ", algorithm);
   problem.algorithm = static_cast<flash::Algorithm>(algorithm);
   const Device device(q_any);
@@ -115,12 +125,15 @@ Results run_forward(Tensor q_any, Tensor k_any, Tensor v_any, bool causal, std::
 template <class Device>
 Gradients run_backward(Tensor grad_any, std::optional<Tensor> grad_lse_any, Tensor q_any, Tensor k_any, Tensor v_any, Tensor out_any,
                        Tensor lse_any, bool causal, std::optional<double> scale) {
-  const flash::Problem problem = problem_of(q_any, k_any, v_any, causal, scale);
+  const char* op = "flash_attention_backward";
+  const flash::Problem problem = problem_of(op, q_any, k_any, v_any, causal, scale);
   const Argument of_q{"q", q_any};
   for (const Argument& argument : {Argument{"grad_out", grad_any}, Argument{"out", out_any}}) {
-    check_like_q(of_q, argument);
-    check_shape(kOp, of_q, argument);
+    check_like_q(op, of_q, argument);
+    check_shape(op, of_q, argument);
   }
+  check_of_rows(op, of_q, {"lse", lse_any});
+  if (grad_lse_any) check_of_rows(op, of_q, {"grad_lse", *grad_lse_any});
   const Device device(q_any);
   const Tensor q = readable(std::move(q_any)), k = readable(std::move(k_any)), v = readable(std::move(v_any));
   const Tensor out = readable(std::move(out_any)), grad = readable(std::move(grad_any)), lse = in_order(std::move(lse_any));

@@ -10,6 +10,7 @@ namespace custom_ops::stable {
 
 void check_launch(const char* op, int status) {
   if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next check of anyone in this process would report our error as its own
   const auto error = static_cast<cudaError_t>(status);
   throw std::runtime_error(std::string(op) + ": CUDA error " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }

@@ -170,6 +170,16 @@ inline void check_dtype(const char* op, const Argument& first, const Argument& o
   }
 }
 
+inline int32_t wide(int32_t dtype) { return dtype == codes.float64 ? dtype : codes.float32; }
+
+inline void check_wide_dtype(const char* op, const Argument& first, const Argument& other) {
+  const int32_t dtype = first.tensor.dtype(), expected = wide(dtype);
+  if (other.tensor.dtype() != expected) {
+    fail(op, ": argument '", other.name, "': expected dtype ", name_of_dtype(expected), ", in which ", name_of_dtype(dtype),
+         " is computed, got ", name_of_dtype(other.tensor.dtype()));
+  }
+}
+
 inline void check_shape(const char* op, const Argument& first, const Argument& other) {
   if (!equal_sizes(first.tensor.sizes(), other.tensor.sizes())) {
     fail(op, ": argument '", other.name, "': expected shape ", name_of_shape(first.tensor.sizes()), " like '", first.name, "', got ",
@@ -209,7 +219,13 @@ inline Tensor contiguous(const Tensor& tensor) {
 // The kernels walk memory in order: a transposed or sliced operand is copied.
 inline Tensor in_order(Tensor&& tensor) { return tensor.is_contiguous() ? std::move(tensor) : contiguous(tensor); }
 
-inline int32_t wide(int32_t dtype) { return dtype == codes.float64 ? dtype : codes.float32; }
+// Into new memory, which the allocators align: what is contiguous already is itself to contiguous(), wherever it begins.
+inline Tensor copied(const Tensor& tensor) {
+  Tensor copy = make_like(tensor);
+  torch::stable::Tensor to(another_handle(copy.get()));
+  torch::stable::copy_(to, torch::stable::Tensor(another_handle(tensor.get())));
+  return copy;
+}
 
 // ---- where a kernel runs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,7 +119,7 @@ def _both_directions(shape: Shape, dtype: torch.dtype, device: Device, *, second
         backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
         gradients = {form: [x[0, 0] for x in call()] for form, call in backward.items()}
         comparison = compare(backward, device=device, seconds=seconds)
-    errors = {form: max(map(relative_error, found, exact[1:])) for form, found in gradients.items()}
+    errors = {form: largest_error(found, exact[1:]) for form, found in gradients.items()}
     yield from _records(comparison, errors, shape, dtype, "backward")
 
 
@@ -220,6 +221,12 @@ def exact_head(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, r
 def relative_error(result: Tensor, exact: Tensor) -> float:
     """‖result − exact‖ / ‖exact‖, in float64."""
     return float((result.double() - exact).norm() / exact.norm())
+
+
+def largest_error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest of the relative errors; NaN where one is, which ``max`` alone would lose."""
+    errors = list(map(relative_error, results, exact))
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def accuracy(

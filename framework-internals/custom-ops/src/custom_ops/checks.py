@@ -102,11 +102,7 @@ def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) 
     _check_kernel_dtype(op, "x", x)
     for name, tensor in (("scale", scale), ("shift", shift)):
         _check_device(op, "x", x, name, tensor)
-        if tensor.dtype != wide(x.dtype):
-            raise TypeError(
-                f"{op}: argument '{name}': expected dtype {wide(x.dtype)}, in which {x.dtype} is computed, "
-                f"got {tensor.dtype}"
-            )
+        _check_wide_dtype(op, x, name, tensor)
         if tensor.dim() != 1 or tensor.shape[0] != weight.shape[0]:
             raise ValueError(
                 f"{op}: argument '{name}': expected shape {[weight.shape[0]]}, an element for each channel of "
@@ -122,7 +118,40 @@ def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: 
         ValueError: for different devices, shapes that do not go together, or a scale that is not finite.
         TypeError: for different dtypes, or one that has no kernel.
     """
-    op = "flash_attention"
+    _check_attention("flash_attention", q, k, v, scale)
+
+
+def check_flash_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> None:
+    """Check the arguments of flash_attention_backward, as :func:`check_flash_attention`."""
+    op = "flash_attention_backward"
+    _check_attention(op, q, k, v, scale)
+    for name, tensor in (("grad_out", grad_out), ("out", out)):
+        _check_device(op, "q", q, name, tensor)
+        _check_dtype(op, "q", q, name, tensor)
+        _check_shape(op, "q", q, name, tensor)
+    for name, of_rows in (("lse", lse), ("grad_lse", grad_lse)):
+        if of_rows is None:
+            continue
+        _check_device(op, "q", q, name, of_rows)
+        _check_wide_dtype(op, q, name, of_rows)
+        if of_rows.shape != q.shape[:3]:
+            raise ValueError(
+                f"{op}: argument '{name}': expected shape {_sizes(q.shape[:3])}, an element for each query of 'q', "
+                f"got {_sizes(of_rows.shape)}"
+            )
+
+
+def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise ValueError(
@@ -193,6 +222,14 @@ def _check_dtype(op: str, first: str, x: Tensor, name: str, other: Tensor) -> No
         raise TypeError(
             f"{op}: argument '{name}': expected dtype {x.dtype} like '{first}', got {other.dtype} "
             "(dtypes are not promoted; use .to())"
+        )
+
+
+def _check_wide_dtype(op: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.dtype != wide(x.dtype):
+        raise TypeError(
+            f"{op}: argument '{name}': expected dtype {wide(x.dtype)}, in which {x.dtype} is computed, "
+            f"got {other.dtype}"
         )
 
 

@@ -3,15 +3,30 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._C import _any_requires_grad as any_requires_grad
+from torch._C import _dispatch_get_all_op_names as operator_names
 from torch._dynamo.exc import Unsupported
 from torch._ops import OpOverload
 from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import _check_cuda_version as check_cuda_version
 
-__all__ = ["OpOverload", "TorchVersion", "Unsupported", "any_requires_grad", "check_cuda_version", "in_cpp"]
+__all__ = [
+    "OpOverload",
+    "TorchVersion",
+    "Unsupported",
+    "any_requires_grad",
+    "check_cuda_version",
+    "in_cpp",
+    "operator_namespaces",
+]
 
 
 def in_cpp(overload: OpOverload) -> Callable[..., Any]:
     """Return what an overload calls: the same operator, without the Python function around it (0.3 µs a call)."""
     return overload._op
+
+
+def operator_namespaces() -> frozenset[str]:
+    """What is in ``torch.ops``: the namespaces that have operators, and the attributes that are none."""
+    return frozenset(dir(torch.ops)).union(name.split("::")[0] for name in operator_names())

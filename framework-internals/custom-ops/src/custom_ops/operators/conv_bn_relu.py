@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,17 @@ class ConvBnRelu2d(nn.Module):
         """``relu(bn(conv(x)))``."""
         return conv_bn_relu(x, self.weight, self.scale, self.shift, *self.geometry)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ConvBnRelu2d:
+        """As every module's, for ``.to()`` and its like; but scale and shift stay in what the weight is computed in."""
+        before = {name: getattr(self, name) for name in ("scale", "shift")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        dtype = wide(self.weight.dtype)
+        for name, exact in before.items():
+            cast = getattr(self, name)
+            if cast.dtype != dtype:  # from what it was: the cast has lost digits
+                setattr(self, name, exact.to(cast.device, dtype))
+        return self
+
     def extra_repr(self) -> str:
         """Shapes, for ``print``."""
         stride, padding, dilation, groups = self.geometry
@@ -132,7 +143,11 @@ def fuse(model: nn.Module) -> tuple[nn.Module, int]:
     """A copy of a model for inference, with each ``Conv2d, BatchNorm2d, ReLU`` in a row replaced by one module.
 
     In a row means: next to one another in an ``nn.Sequential``. A model that calls them from a ``forward`` of its own
-    is not read; use :class:`ConvBnRelu2d` there.
+    is not read; use :class:`ConvBnRelu2d` there. A triple stays as it is if its batch-norm is in training mode, or if
+    one of the three has hooks or parametrizations, which would no longer be run.
+
+    Call such an ``nn.Sequential`` only whole: the first of the three places does the work of all, and the other two
+    pass on what they get, so that a ``forward`` that indexes or slices it (``self.features[:2]``) gets other numbers.
 
     Args:
         model: in evaluation mode.
@@ -147,26 +162,37 @@ def fuse(model: nn.Module) -> tuple[nn.Module, int]:
         raise ValueError("fuse: argument 'model': expected a model in evaluation mode, got training (call .eval())")
     fused = copy.deepcopy(model)
     count = 0
-    for sequence in [module for module in fused.modules() if isinstance(module, nn.Sequential)]:
-        children = list(sequence.named_children())
-        for (first, conv), (second, norm), (third, relu) in zip(children, children[1:], children[2:], strict=False):
-            if _fits(conv, norm, relu):
-                sequence.add_module(first, ConvBnRelu2d(conv, norm))  # type: ignore[arg-type]
-                sequence.add_module(second, nn.Identity())
-                sequence.add_module(third, nn.Identity())
+    for sequence in [module for module in fused.modules() if _calls_in_a_row(module)]:
+        layers = list(sequence)  # not named_children, which leaves out a module's second place
+        for first in range(len(layers) - 2):
+            if _fits(*layers[first : first + 3]):
+                sequence[first] = ConvBnRelu2d(layers[first], layers[first + 1])  # type: ignore[arg-type]
+                sequence[first + 1], sequence[first + 2] = nn.Identity(), nn.Identity()
                 count += 1
     return fused.eval(), count
 
 
+def _calls_in_a_row(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
 def _fits(conv: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
+    # The types themselves: a subclass may compute something else, and a module with parametrizations is of one.
     return (
         type(conv) is nn.Conv2d
         and type(norm) is nn.BatchNorm2d
         and type(relu) is nn.ReLU
         and norm.running_mean is not None
+        and not norm.training
         and not isinstance(conv.padding, str)
         and conv.padding_mode == "zeros"
+        and not any(_has_hooks(module) for module in (conv, norm, relu))
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    return any(getattr(module, name) for name in hooks)
 
 
 def _pair(value: Any) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from custom_ops import calls
-from custom_ops.checks import check_flash_attention, explain, wide
+from custom_ops.checks import check_flash_attention, check_flash_attention_backward, explain, wide
 from custom_ops.registration import Autograd, Rules, to_lower
 
 
@@ -70,8 +70,17 @@ def _fake(
 
 
 def _fake_backward(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, ...]:
+    check_flash_attention_backward(grad_out, grad_lse, q, k, v, out, lse, causal, scale)
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
@@ -87,13 +96,24 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         return None, None, None, None, None
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     if torch.is_grad_enabled():  # a graph of the gradients is wanted
-        results = reference(q, k, v, ctx.causal, ctx.scale)
-        grads = (grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse)
-        return *torch.autograd.grad(results, (q, k, v), grads, create_graph=True, allow_unused=True), None, None
+        return *_gradients_with_graph(ctx, grad_out, grad_lse), None, None
     gradients = torch.ops.custom_ops.flash_attention_backward.default(
         grad_out, grad_lse, q, k, v, out, lse, ctx.causal, ctx.scale
     )
     return *gradients, None, None
+
+
+def _gradients_with_graph(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor | None]:
+    """The gradients of q, k and v by torch's operators, None where one is not asked for."""
+    # Views of their own: where k is made from q, or is q, autograd would follow k's gradient back into q's.
+    operands = q, k, v = [x.view_as(x) for x in ctx.saved_tensors[:3]]
+    needed = ctx.needs_input_grad[:3]
+    results, gradients = [*reference(q, k, v, ctx.causal, ctx.scale)], [grad_out, grad_lse]
+    if grad_lse is None or not results[1].requires_grad:  # lse does not depend on v
+        results, gradients = results[:1], gradients[:1]
+    asked = [x for x, wanted in zip(operands, needed, strict=True) if wanted]
+    found = iter(torch.autograd.grad(results, asked, gradients, create_graph=True))
+    return [next(found) if wanted else None for wanted in needed]
 
 
 def _lower(arguments: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
