@@ -172,7 +172,7 @@ def expected_row_scales(
     """
     y, *_ = _formula(x, residual, weight, options)
     largest = y.value.abs().amax(-1, keepdim=True)
-    value = torch.where(largest > 0, largest / LARGEST_FLOAT8, 1.0)
+    value = torch.where(largest == 0, 1.0, largest / LARGEST_FLOAT8)
     rounded = torch.as_tensor(y.rounded).expand_as(y.value).amax(-1, keepdim=True) / LARGEST_FLOAT8
     return Expected(value, value, y.arithmetic, rounded)
 
