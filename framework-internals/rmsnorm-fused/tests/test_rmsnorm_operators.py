@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rmsnorm_fused import RMSNorm, backends, ops, rms_norm
+from rmsnorm_fused.accuracy import expected
 
 
 def family(kernel):
@@ -358,3 +359,20 @@ def test_another_device_than_the_current_one(backend):
     assert y.device == x.grad.device == x.device
     assert torch.cuda.current_device() == 0
     assert torch.allclose(y, torch.nn.functional.rms_norm(x, (1024,), eps=1e-6), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("n", [2048, 32768])
+def test_backward_on_another_device_than_the_current_one(backend, n):
+    """Called as an operator: autograd would make the device current. No other test has these kernels on that device."""
+    x, dy, weight = (torch.randn(shape, device="cuda:1").half() for shape in ((64, n), (64, n), (n,)))
+    backends.resolve(backend, "cuda")
+    rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
+    backward = ops.operator("triton" if backend == "triton" else "native", "backward")
+    results = backward(dy, None, x, weight, rstd, 0.0, False, True, True)
+    assert torch.cuda.current_device() == 0
+    references = expected(x, weight, dy, 1e-6)
+    for part, result in zip(("dx", "dweight"), results, strict=True):
+        assert references[part].share_of_bound(result) <= 1, part
