@@ -155,6 +155,32 @@ def test_gradients_with_a_residual_once_and_twice(where):
     assert torch.autograd.gradgradcheck(function, (x, residual, weight))
 
 
+@pytest.mark.parametrize("shape", [(4,), (0,), (0, 4), (3, 0), (2, 0, 4)])
+def test_second_derivative_of_a_lone_row_and_of_nothing(where, shape):
+    x, weight = (torch.randn(size, dtype=torch.float64, device=where.device) for size in (shape, shape[-1:]))
+
+    def function(*arguments):
+        return rms_norm(*arguments, eps=1e-3, backend=where.backend)
+
+    inputs = (x.requires_grad_(), weight.requires_grad_())
+    gradients = torch.autograd.grad(function(*inputs).square().sum(), inputs, create_graph=True)
+    assert [gradient.shape for gradient in gradients] == [x.shape, weight.shape]
+    again = torch.autograd.grad(sum(gradient.square().sum() for gradient in gradients), inputs)
+    assert [gradient.shape for gradient in again] == [x.shape, weight.shape]
+    if x.numel():
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_a_result_can_be_modified_in_place(where):
+    x, weight = sample(where.device)
+    y, s = rms_norm(x, weight, eps=1e-6, residual=x, backend=where.backend)
+    expected_gradient = torch.autograd.grad(2 * y.sum(), x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(y.mul_(2).sum(), x, retain_graph=True)[0], expected_gradient[0])
+    s.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("over", ["x", "weight", "both"])
 def test_vmap_is_a_loop(kernel, over):
     x, weight = sample(kernel.device, grad=False)

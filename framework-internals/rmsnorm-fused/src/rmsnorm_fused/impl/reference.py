@@ -116,5 +116,8 @@ def gradients(
     normalised = s_ * rstd
     g = dy_ if weight is None else dy_ * (weight.to(wide) + options.weight_offset)
     dx = (rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))).to(s.dtype)
-    dweight = None if weight is None else (dy_ * normalised).flatten(0, -2).sum(0).to(weight.dtype)
-    return dx if ds is None else dx + ds, dweight
+    dx = dx if ds is None else dx + ds
+    if weight is None:
+        return dx, None
+    terms = dy_ * normalised
+    return dx, (terms.flatten(0, -2).sum(0) if terms.dim() > 1 else terms).to(weight.dtype)
