@@ -312,6 +312,19 @@ def test_compiles_whole_and_once_for_all_batches(where):
         assert any(f"rmsnorm_fused.{family(where)}_forward" in name for name in counting.operators)
 
 
+def test_compiles_whole_where_every_number_is_a_symbol(where):
+    torch.compiler.reset()
+
+    def function(x, weight, eps, offset):
+        return rms_norm(x, weight, eps=eps, weight_offset=offset, residual=x, backend=where.backend)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n, eps, offset in ((24, 1e-6, 0.0), (30, 0.5, 1.0)):
+        arguments = torch.randn(3, n, device=where.device), torch.randn(n, device=where.device), eps, offset
+        for found, plain in zip(compiled(*arguments), function(*arguments), strict=True):
+            torch.testing.assert_close(found, plain)
+
+
 # Importing Inductor makes torch warn of its own code; on a GPU it recommends TensorFloat32, for products.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiles_with_inductor(where):
