@@ -329,6 +329,7 @@ template <class W, class A> void reduce(const Backward& call, int64_t partials) 
 
 int64_t backward_workspace(const Backward& call) {
   check_size(call.shape);
+  const DeviceGuard guard(call.shape.device);  // kernels are granted shared memory, and clusters counted, on the current one
   if (const auto bytes = bulk_workspace(call)) return *bytes;
   int64_t bytes = 0;
   visit(call.shape.type, [&](auto zero) { bytes = plan_for<decltype(zero)>(call).workspace; });

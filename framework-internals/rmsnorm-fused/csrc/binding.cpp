@@ -229,7 +229,9 @@ std::tuple<Tensor, Tensor> gradients_with_a_graph(const Tensor& dy, const Option
   const Tensor g = weight.defined() ? dy_.mul(weight.to(wide(s)).add(options.offset)) : dy_;
   Tensor dx = rstd.mul(g.sub(normalised.mul(mean(g.mul(normalised))))).to(s.scalar_type());
   if (ds) dx = dx.add(*ds);
-  return {dx, needs_dweight ? dy_.mul(normalised).reshape({-1, s.size(-1)}).sum(0).to(weight.scalar_type()) : Tensor()};
+  if (!needs_dweight) return {dx, Tensor()};
+  const Tensor terms = dy_.mul(normalised);
+  return {dx, (terms.dim() > 1 ? terms.flatten(0, -2).sum(0) : terms).to(weight.scalar_type())};
 }
 
 // torch counts the references to a node in a std::shared_ptr, in later versions in the node itself.

@@ -84,8 +84,9 @@ template <class T, int V> __device__ __forceinline__ void widen_anew(Vector<T, V
 struct Add {
   template <class A> __device__ __forceinline__ A operator()(A a, A b) const { return a + b; }
 };
+// Of magnitudes, and NaN where one of them is: their bits are in their order, with NaN beyond infinity. fmaxf would drop it.
 struct Larger {
-  __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
+  __device__ __forceinline__ float operator()(float a, float b) const { return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b))); }
 };
 
 // `combine` of the values of `lanes` neighbouring threads (a power of two, at most 32), in all of them.

@@ -179,11 +179,12 @@ __global__ void __launch_bounds__(kAnyBlock)
       float largest = 0;
       each_vector([&](const A(&y)[V], int) {
 #pragma unroll
-        for (int e = 0; e < V; ++e) largest = fmaxf(largest, fabsf(y[e]));
+        for (int e = 0; e < V; ++e) largest = Larger{}(largest, fabsf(y[e]));
       });
       largest = over_row(largest, lanes, slots[1], Larger{});
       if (blocks > 1) largest = over_cluster(largest, blocks, exchanges[1], Larger{});
-      scale = largest > 0 ? largest / kLargestFloat8 : 1.0f;
+      scale = largest / kLargestFloat8;
+      if (scale == 0) scale = 1.0f;
       if (lane == 0 && rank == 0 && inside) quantised.row_scales[row] = scale;
     }
     unsigned char* y_row = static_cast<unsigned char*>(call.y) + row * call.shape.columns;

@@ -45,7 +45,7 @@ struct Weight {
 
 // y as float8_e4m3fn: y / scale rounded to the nearest, ties to even, and cut off at the largest finite value.
 struct Quantised {
-  const float* scale;  // one; null: each row's own, its largest |y| over kLargestFloat8 (1 for a row of zeros)
+  const float* scale;  // one; null: each row's own, its largest |y| over kLargestFloat8 (1 where that is 0, NaN beside a NaN)
   float* row_scales;   // rows; where each row's own go
 };
 

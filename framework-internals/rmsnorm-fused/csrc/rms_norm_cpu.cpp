@@ -117,18 +117,22 @@ template <class T> class ForwardKernel {
     return {rstd, call_.quantised && call_.quantised->scale ? *call_.quantised->scale : 1.0f};
   }
 
-  // The largest |y| of a block.
-  [[gnu::noinline]] A largest(int64_t row, Columns block, A rstd) const {
+  // The largest |y| of a block, as bits: those of floats without a sign are in their order, with NaN beyond infinity.
+  [[gnu::noinline]] uint32_t largest(int64_t row, Columns block, A rstd) const {
     alignas(64) A y[kBlock];
     normalise(row, block, rstd, y);
-    A most = 0;
+    uint32_t most = 0;
 #pragma omp simd reduction(max : most)
-    for (int64_t i = 0; i < block.count; ++i) most = std::abs(y[i]) > most ? std::abs(y[i]) : most;
+    for (int64_t i = 0; i < block.count; ++i) {
+      const uint32_t magnitude = bits_of(static_cast<float>(y[i])) & 0x7FFFFFFFu;
+      most = magnitude > most ? magnitude : most;
+    }
     return most;
   }
 
-  float quantum(int64_t row, A largest) const {
-    return call_.quantised->row_scales[row] = largest > 0 ? static_cast<float>(largest) / kLargestFloat8 : 1.0f;
+  float quantum(int64_t row, uint32_t largest) const {
+    const float scale = float_of(largest) / kLargestFloat8;
+    return call_.quantised->row_scales[row] = scale == 0 ? 1.0f : scale;
   }
 
   [[gnu::noinline]] void write(int64_t row, Columns block, RowScale<A> scale) const {
@@ -199,7 +203,7 @@ template <class T> void forward_by_rows(const ForwardKernel<T>& kernel, const Gr
       for (int64_t i = 0; i < grid.blocks; ++i) squares += kernel.squares(row, grid.block(i));
       RowScale<A> scale = kernel.scale(row, squares);
       if (kernel.scales_rows()) {
-        A largest = 0;
+        uint32_t largest = 0;
         for (int64_t i = 0; i < grid.blocks; ++i) largest = std::max(largest, kernel.largest(row, grid.block(i), scale.rstd));
         scale.quantum = kernel.quantum(row, largest);
       }
@@ -225,9 +229,10 @@ template <class T> void forward_by_blocks(const ForwardKernel<T>& kernel, const 
     scales[row] = kernel.scale(row, squares);
   }
   if (kernel.scales_rows()) {
-    each_block([&](int64_t index, int64_t row, Columns block) { found[index] = kernel.largest(row, block, scales[row].rstd); });
+    const std::unique_ptr<uint32_t[]> largest(new uint32_t[grid.rows * grid.blocks]);
+    each_block([&](int64_t index, int64_t row, Columns block) { largest[index] = kernel.largest(row, block, scales[row].rstd); });
     for (int64_t row = 0; row < grid.rows; ++row) {
-      const A* first = found.get() + row * grid.blocks;
+      const uint32_t* first = largest.get() + row * grid.blocks;
       scales[row].quantum = kernel.quantum(row, *std::max_element(first, first + grid.blocks));
     }
   }

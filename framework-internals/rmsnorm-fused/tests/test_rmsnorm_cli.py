@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rmsnorm_fused import cli, rms_norm
 from rmsnorm_fused.cli import app
 
 runner = CliRunner()
@@ -25,6 +26,12 @@ def test_check_passes():
     assert answer.exit_code == 0, answer.output
     assert "cpp" in answer.output
     assert "dweight" in answer.output
+
+
+def test_check_fails_where_a_result_is_no_number(monkeypatch):
+    monkeypatch.setattr(cli, "rms_norm", lambda *tensors, **options: rms_norm(*tensors, **options) * torch.nan)
+    answer = runner.invoke(app, ["check", "--shape", "3x8", "--device", "cpu"])
+    assert answer.exit_code == 1, answer.output
 
 
 def test_bench_prints_a_row_for_each():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from math import inf, isnan, nan
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -17,7 +18,7 @@ from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
 from rmsnorm_fused import contestants, lens, measure, training
-from rmsnorm_fused.accuracy import expected
+from rmsnorm_fused.accuracy import expected, worst
 from rmsnorm_fused.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant
 from rmsnorm_fused.figures import figures
 from rmsnorm_fused.measure import Case, measure_calls, measure_case
@@ -291,12 +292,14 @@ def test_a_library_that_rounds_twice_is_reported_and_one_that_fails_is_absent(ru
 
     entrants = {EAGER: FORMULA, QUACK: Contestant(llama), "Liger (Triton)": Contestant(broken)}
     entrants["Liger (CuTe)"] = replace(FORMULA, widest=128)
+    entrants[TORCH] = Contestant(lambda x, weight: FORMULA.plain(x, weight) + weight * torch.nan)
     measure_case(run, Case("headline", 64, 256, torch.bfloat16), entrants)
     found = run.recorder.results
     assert found.one("forward", implementation=QUACK)["share_of_bound"].value > 1.2
     assert [(absence.what, absence.why) for absence in found.absences] == [
         ("Liger (Triton) at 64 × 256", "it raised NotImplementedError: no such width"),
         ("Liger (CuTe) at 64 × 256", "it takes at most 128 columns"),
+        (f"{TORCH} at 64 × 256", "its results are not finite"),
     ]
 
 
@@ -467,6 +470,39 @@ def test_a_wrong_scale_or_a_wrong_float8_is_beyond_the_bound():
     assert measure._float8_share_of_bound(lambda *_: (y, scales * 1.01), x, weight) > 1
     low = (FORMULA.plain(x, weight) / scales * (1 - 2**-5)).to(torch.float8_e4m3fn)
     assert measure._float8_share_of_bound(lambda *_: (low, scales), x, weight) > 1
+
+
+@pytest.mark.parametrize("shares", [(nan, 0.5), (0.5, nan), (nan, inf), (inf, nan)])
+def test_the_worst_share_is_the_one_that_is_no_number(shares):
+    assert isnan(worst(shares))
+
+
+def test_the_worst_share_is_the_largest():
+    assert worst((0.5, inf)) == inf
+    assert worst(iter((0.5, 0.75, 0.25))) == 0.75
+
+
+@pytest.mark.parametrize("faster", ["clone", "kernel"])
+def test_the_copy_of_a_gpu_is_the_faster_of_two(monkeypatch, faster):
+    x, sets = torch.randn(4), [(torch.randn(3), torch.randn(3))]
+
+    def compare(ways, *, device, inputs, seconds):
+        assert torch.equal(ways["clone"](x, x), x)
+        assert torch.equal(ways["kernel"](x, x), -x)
+        assert (device, inputs, seconds) == ("cuda", sets, measure._CHOICE_SECONDS)
+        return {way: SimpleNamespace(median=1.0 if way == faster else 2.0) for way in ways}
+
+    monkeypatch.setattr(measure, "compare", compare)
+    copy = measure._plain_copy("cuda", sets)
+    assert torch.equal(copy(x, None), x if faster == "clone" else -x)
+
+
+def test_the_copy_of_a_cpu_is_a_clone_and_is_not_chosen(monkeypatch):
+    monkeypatch.setattr(measure, "compare", lambda *_, **__: pytest.fail("there is nothing to choose"))
+    x = torch.randn(4)
+    found = measure._plain_copy("cpu", [(x,)])(x)
+    assert torch.equal(found, x)
+    assert found.data_ptr() != x.data_ptr()
 
 
 @pytest.mark.gpu

@@ -345,6 +345,68 @@ def test_dynamic_scale_of_zeros_is_one_and_the_largest_is_448(where):
     assert torch.equal(y[1:].float().abs().amax(-1), torch.full((2,), 448.0, device=where.device))
 
 
+infinity_times_zero = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter's NumPy
+
+
+def check_rows_with_nan(where, n, dtype):
+    """Rows 1 to 3 have a NaN, an infinity (times rstd, which is 0) and a NaN at the end; the others are as without."""
+    x, weight = random(1, (5, n), dtype, where.device), random(2, (n,), dtype, where.device)
+    quantised = {"eps": 1e-6, "out_dtype": FLOAT8, "scale": "dynamic", "backend": where.backend}
+    y, scales = rms_norm(x, weight, **quantised)
+    odd = x.clone()
+    odd[1, 0], odd[2, n // 2], odd[3, n - 1] = torch.nan, -torch.inf, torch.nan
+    odd_y, odd_scales = rms_norm(odd, weight, **quantised)
+    assert odd_scales.isnan().flatten().tolist() == [False, True, True, True, False]
+    assert odd_y[1:4].float().isnan().all()
+    for row in (0, 4):
+        assert torch.equal(odd_y[row].float(), y[row].float())
+        assert torch.equal(odd_scales[row], scales[row])
+    weight[n // 3] = torch.nan
+    y, scales = rms_norm(x, weight, **quantised)
+    assert scales.isnan().all()
+    assert y.float().isnan().all()
+
+
+@infinity_times_zero
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("n", [1, 40, 3001])
+def test_a_nan_shows_in_its_rows_scale_and_in_all_of_its_row(where, n, dtype):
+    check_rows_with_nan(where, n, dtype)
+
+
+@infinity_times_zero
+def test_triton_rows_in_blocks_show_a_nan(kernel, monkeypatch):
+    if kernel.backend != "triton":
+        pytest.skip("about the kernels in Triton")
+    from rmsnorm_fused.impl import triton
+
+    narrow = triton.Cut(1, 64, warps=2, programs=1, stages=3)
+    monkeypatch.setattr(triton, "forward_cut", lambda columns, wide_bytes: narrow)
+    check_rows_with_nan(kernel, 150, torch.bfloat16)
+
+
+@infinity_times_zero
+def test_one_wide_row_shows_a_nan(where):
+    """As few wide rows as the C++ kernel spreads over threads, and the CUDA kernel over blocks."""
+    x = random(1, (1, 70001), torch.bfloat16, where.device)
+    x[0, 5] = torch.inf
+    y, scales = rms_norm(x, eps=1e-6, out_dtype=FLOAT8, scale="dynamic", backend=where.backend)
+    assert scales.isnan().all()
+    assert y.float().isnan().all()
+
+
+def test_a_static_scale_of_nan_shows_in_every_number(where):
+    x, scale = random(1, (2, 24), torch.float32, where.device), torch.full((), torch.nan, device=where.device)
+    assert rms_norm(x, eps=1e-6, out_dtype=FLOAT8, scale=scale, backend=where.backend).float().isnan().all()
+
+
+def test_a_scale_too_small_to_be_a_number_is_one(where):
+    x, weight = random(1, (2, 24), torch.float32, where.device), torch.full((24,), 1e-44, device=where.device)
+    y, scales = rms_norm(x, weight, eps=1e-6, out_dtype=FLOAT8, scale="dynamic", backend=where.backend)
+    assert torch.equal(scales, torch.ones_like(scales))
+    assert torch.equal(y.float(), torch.zeros_like(x))
+
+
 # ---- sizes and magnitudes at the edge
 
 
@@ -358,15 +420,15 @@ def test_empty(where, shape, residual):
     assert torch.equal(results["dweight"], torch.zeros(shape[-1], device=where.device))
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
-def test_empty_quantised(kernel, shape):
-    x = torch.empty(shape, device=kernel.device)
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0,)])
+def test_empty_quantised(where, shape):
+    x = torch.empty(shape, device=where.device)
     y, s, scales = rms_norm(
-        x, eps=1e-6, residual=x, out_dtype=FLOAT8, scale="dynamic", backend=kernel.backend
+        x, eps=1e-6, residual=x, out_dtype=FLOAT8, scale="dynamic", backend=where.backend
     )  # fmt: skip
     assert y.shape == s.shape == shape
     assert y.dtype == FLOAT8
-    assert torch.equal(scales, torch.ones(*shape[:-1], 1, device=kernel.device))
+    assert torch.equal(scales, torch.ones(*shape[:-1], 1, device=where.device))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from rmsnorm_fused import RMSNorm, backends, ops, rms_norm
+from rmsnorm_fused.accuracy import expected
 
 
 def family(kernel):
@@ -154,6 +155,32 @@ def test_gradients_with_a_residual_once_and_twice(where):
     assert torch.autograd.gradgradcheck(function, (x, residual, weight))
 
 
+@pytest.mark.parametrize("shape", [(4,), (0,), (0, 4), (3, 0), (2, 0, 4)])
+def test_second_derivative_of_a_lone_row_and_of_nothing(where, shape):
+    x, weight = (torch.randn(size, dtype=torch.float64, device=where.device) for size in (shape, shape[-1:]))
+
+    def function(*arguments):
+        return rms_norm(*arguments, eps=1e-3, backend=where.backend)
+
+    inputs = (x.requires_grad_(), weight.requires_grad_())
+    gradients = torch.autograd.grad(function(*inputs).square().sum(), inputs, create_graph=True)
+    assert [gradient.shape for gradient in gradients] == [x.shape, weight.shape]
+    again = torch.autograd.grad(sum(gradient.square().sum() for gradient in gradients), inputs)
+    assert [gradient.shape for gradient in again] == [x.shape, weight.shape]
+    if x.numel():
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+def test_a_result_can_be_modified_in_place(where):
+    x, weight = sample(where.device)
+    y, s = rms_norm(x, weight, eps=1e-6, residual=x, backend=where.backend)
+    expected_gradient = torch.autograd.grad(2 * y.sum(), x, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(y.mul_(2).sum(), x, retain_graph=True)[0], expected_gradient[0])
+    s.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("over", ["x", "weight", "both"])
 def test_vmap_is_a_loop(kernel, over):
     x, weight = sample(kernel.device, grad=False)
@@ -170,6 +197,27 @@ def test_vmap_is_a_loop(kernel, over):
     ]
     for found, alone in zip(together, zip(*one_by_one, strict=True), strict=True):
         torch.testing.assert_close(found, torch.stack(alone), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("llama", [True, False])
+@pytest.mark.parametrize("with_ds", [True, False])
+@pytest.mark.parametrize("shape", [(5, 24), (24,)])
+def test_vmap_of_backward_rounds_as_a_loop_does(kernel, shape, with_ds, llama):
+    """In bfloat16, beside weights of their own in float32: every rounding too many or too few shows."""
+    generator = torch.Generator().manual_seed(0)
+    dy, ds, s = (torch.randn(3, *shape, generator=generator).to(kernel.device, torch.bfloat16) for _ in range(3))
+    weights = torch.randn(3, 24, generator=generator).to(kernel.device)
+    rstd = torch.rsqrt(s.float().square().mean(-1))
+    backward = operator(kernel, "backward")
+
+    def function(dy, ds, s, weight, rstd):
+        return backward(dy, ds if with_ds else None, s, weight, rstd, 0.5, llama, True, True)
+
+    together = torch.vmap(function)(dy, ds, s, weights, rstd)
+    one_by_one = [function(*each) for each in zip(dy, ds, s, weights, rstd, strict=True)]
+    dx, dweight = (torch.stack(alone) for alone in zip(*one_by_one, strict=True))
+    assert (together[0] == dx).double().mean() > 0.98  # float32 sums in another order may round to the other neighbour
+    torch.testing.assert_close(together[1], dweight, rtol=1e-5, atol=1e-5)
 
 
 def test_per_example_gradients(kernel):
@@ -264,6 +312,19 @@ def test_compiles_whole_and_once_for_all_batches(where):
         assert any(f"rmsnorm_fused.{family(where)}_forward" in name for name in counting.operators)
 
 
+def test_compiles_whole_where_every_number_is_a_symbol(where):
+    torch.compiler.reset()
+
+    def function(x, weight, eps, offset):
+        return rms_norm(x, weight, eps=eps, weight_offset=offset, residual=x, backend=where.backend)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n, eps, offset in ((24, 1e-6, 0.0), (30, 0.5, 1.0)):
+        arguments = torch.randn(3, n, device=where.device), torch.randn(n, device=where.device), eps, offset
+        for found, plain in zip(compiled(*arguments), function(*arguments), strict=True):
+            torch.testing.assert_close(found, plain)
+
+
 # Importing Inductor makes torch warn of its own code; on a GPU it recommends TensorFloat32, for products.
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiles_with_inductor(where):
@@ -337,3 +398,20 @@ def test_another_device_than_the_current_one(backend):
     assert y.device == x.grad.device == x.device
     assert torch.cuda.current_device() == 0
     assert torch.allclose(y, torch.nn.functional.rms_norm(x, (1024,), eps=1e-6), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
+@pytest.mark.parametrize("n", [2048, 32768])
+def test_backward_on_another_device_than_the_current_one(backend, n):
+    """Called as an operator: autograd would make the device current. No other test has these kernels on that device."""
+    x, dy, weight = (torch.randn(shape, device="cuda:1").half() for shape in ((64, n), (64, n), (n,)))
+    backends.resolve(backend, "cuda")
+    rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
+    backward = ops.operator("triton" if backend == "triton" else "native", "backward")
+    results = backward(dy, None, x, weight, rstd, 0.0, False, True, True)
+    assert torch.cuda.current_device() == 0
+    references = expected(x, weight, dy, 1e-6)
+    for part, result in zip(("dx", "dweight"), results, strict=True):
+        assert references[part].share_of_bound(result) <= 1, part

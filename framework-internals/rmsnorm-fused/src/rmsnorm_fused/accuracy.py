@@ -29,6 +29,8 @@ largest. A quantised y is held against y / scale with the scale that the impleme
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,6 +83,15 @@ class Expected:
     def relative_error(self, actual: torch.Tensor) -> float:
         """The largest |error| over the largest |result|."""
         return ((actual.double() - self.value).abs().max() / self.value.abs().max()).item()
+
+
+def worst(shares: Iterable[float]) -> float:
+    """The largest of some shares, and NaN where one is, which max() would drop after a number.
+
+    Args:
+        shares: of bounds, at least one.
+    """
+    return max(shares, key=lambda share: (math.isnan(share), share))
 
 
 def expected(
@@ -172,7 +183,7 @@ def expected_row_scales(
     """
     y, *_ = _formula(x, residual, weight, options)
     largest = y.value.abs().amax(-1, keepdim=True)
-    value = torch.where(largest > 0, largest / LARGEST_FLOAT8, 1.0)
+    value = torch.where(largest == 0, 1.0, largest / LARGEST_FLOAT8)
     rounded = torch.as_tensor(y.rounded).expand_as(y.value).amax(-1, keepdim=True) / LARGEST_FLOAT8
     return Expected(value, value, y.arithmetic, rounded)
 

@@ -100,7 +100,8 @@ def rms_norm(
         out_dtype: ``torch.float8_e4m3fn`` for a quantised result, y / scale, cut off at ±448, without a gradient. None:
             the dtype of ``x``.
         scale: for a quantised result: a float32 tensor of one element (static), or ``"dynamic"`` for each row's own,
-            the row's largest magnitude / 448 (1 for a row of zeros), which is then returned.
+            the row's largest magnitude / 448 (1 for a row of zeros), which is then returned. A row with a NaN in it
+            has a NaN scale, and is NaN as a whole.
         backend: ``"cuda"`` (CUDA C++), ``"triton"``, ``"cpp"`` (C++ on the CPU), ``"pytorch"`` (the formula) or
             ``"auto"``: the first of these that the machine has, CUDA C++ before Triton on a GPU. ``"cuda"`` and
             ``"cpp"`` compile at the first call ever, or come prebuilt (``python -m rmsnorm_fused build``).

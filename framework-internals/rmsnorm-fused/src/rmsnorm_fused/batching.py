@@ -40,20 +40,17 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
         weight_offset, llama, needs_dweight, deterministic = rest
         dy, s, rstd = (_first(t, dim, info.batch_size) for t, dim in ((dy, dims[0]), (s, dims[2]), (rstd, dims[4])))
         ds = None if ds is None else _first(ds, dims[1], info.batch_size)
-        if dims[3] is not None:
-            # The weight's part of dy, in the dtype of the sums; the operator then has none to take.
-            dy_, beside = dy.to(rstd.dtype), _beside(s, weight, dims[3]).to(rstd.dtype) + weight_offset
-            dx = operator("backward")(
-                dy_ * beside, None, s.to(rstd.dtype), None, rstd, 0.0, False, False, deterministic
-            )[0].to(s.dtype)
-            dx = dx if ds is None else dx + ds
-        else:
+        if dims[3] is None:
             dx = operator("backward")(dy, ds, s, weight, rstd, weight_offset, llama, False, deterministic)[0]
+        else:
+            dx = _dx_beside(operator("backward"), dy, ds, s, _beside(s, weight, dims[3]), rstd, *rest)
         if not needs_dweight:
             return (dx, s.new_empty(0)), (0, None)
-        normalised = (s.to(rstd.dtype) * rstd.unsqueeze(-1)).to(s.dtype if llama else rstd.dtype)
-        each = (dy.to(rstd.dtype) * normalised).flatten(1, -2) if dy.dim() > 2 else (dy * normalised).unsqueeze(1)
-        return (dx, each.sum(1).to(weight.dtype)), (0, 0)
+        wide = rstd.dtype
+        normalised = _rounded(s.to(wide) * rstd.unsqueeze(-1), s.dtype, llama)
+        terms = dy.to(wide) * normalised
+        dweight = terms.flatten(1, -2).sum(1) if terms.dim() > 2 else terms
+        return (dx, dweight.to(weight.dtype)), (0, 0)
 
     def quantize(info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any) -> Any:
         if dims[2] is not None or dims[3] is not None:
@@ -81,6 +78,33 @@ def _beside(x: torch.Tensor, weight: torch.Tensor, dim: Dim) -> torch.Tensor:
     """A mapped weight (B, N) with the dimensions between that x (B, ..., N) has."""
     weight = weight.movedim(dim or 0, 0)
     return weight.reshape(weight.shape[0], *(1,) * (x.dim() - 2), weight.shape[-1])
+
+
+def _dx_beside(
+    backward: Any,
+    dy: torch.Tensor,
+    ds: torch.Tensor | None,
+    s: torch.Tensor,
+    weight: torch.Tensor,
+    rstd: torch.Tensor,
+    weight_offset: float,
+    llama: bool,
+    _needs_dweight: bool,
+    deterministic: bool,
+) -> torch.Tensor:
+    """Dx where every element of the batch has a weight of its own: the operator gets dy·weight, and no weight.
+
+    It gets it in the dtype of the sums, as it gets ds, so that dx is rounded once.
+    """
+    wide = rstd.dtype
+    g = _rounded(dy.to(wide) * (weight.to(wide) + weight_offset), s.dtype, llama)
+    ds = None if ds is None else ds.to(wide)
+    return backward(g, ds, s.to(wide), None, rstd, 0.0, False, False, deterministic)[0].to(s.dtype)
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype, llama: bool) -> torch.Tensor:
+    """What a kernel rounds to the dtype of x before the end, in the dtype of the sums again."""
+    return values.to(dtype).to(values.dtype) if llama else values
 
 
 def _by_formula(s: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ from rmsnorm_fused import batching
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.layout import as_rows
 from rmsnorm_fused.options import Options
+from rmsnorm_fused.torch_private import reshaped
 from rmsnorm_fused.validation import wide_dtype
 
 Family = Literal["native", "triton"]
@@ -252,7 +253,7 @@ class _RowKernels:
         if x.numel() == 0:
             return _contiguous_like(x), _contiguous_like(x), _rstd_like(x).zero_()
         y, s, rstd = self._kernels.forward(as_rows(x), _optional_rows(residual), weight, options)
-        return y.view(x.shape), x if s is None else s.view(x.shape), rstd.view(x.shape[:-1])
+        return reshaped(y, x.shape), x if s is None else reshaped(s, x.shape), reshaped(rstd, x.shape[:-1])
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
         y, _, rstd = self._run_forward(x, None, weight, Options(*options))
@@ -277,7 +278,7 @@ class _RowKernels:
             return dx, dweight.zero_()
         rstd = rstd.contiguous().view(-1)
         dx, dweight = self._kernels.backward(as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest)
-        return dx.view(s.shape), s.new_empty(0) if dweight is None else dweight
+        return reshaped(dx, s.shape), s.new_empty(0) if dweight is None else dweight
 
     def quantize(
         self,
@@ -295,9 +296,9 @@ class _RowKernels:
             as_rows(x), _optional_rows(residual), weight, scale, Options(*options), dtype
         )
         return (
-            y.view(x.shape),
-            empty[1] if s is None else s.view(x.shape),
-            empty[2] if row_scales is None else row_scales.view(empty[2].shape),
+            reshaped(y, x.shape),
+            empty[1] if s is None else reshaped(s, x.shape),
+            empty[2] if row_scales is None else reshaped(row_scales, empty[2].shape),
         )
 
 

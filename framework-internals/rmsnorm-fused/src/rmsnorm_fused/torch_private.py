@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
+import torch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -18,6 +20,18 @@ def constant_under_compile(function: Callable[P, R]) -> Callable[P, R]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A contiguous result in another shape, which autograd does not take for a view.
+
+    It refuses to have a view that an operator returns modified in place, and notes views made in the kernel of one.
+
+    Args:
+        result: nobody else's.
+        shape: of as many elements.
+    """
+    return torch.ops.aten._unsafe_view(result, shape)
 
 
 def kept_graphs() -> AbstractContextManager[None]:

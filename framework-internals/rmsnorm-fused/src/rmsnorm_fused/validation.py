@@ -141,7 +141,7 @@ def resolve_offset(weight_offset: float) -> float:
     """
     if isinstance(weight_offset, bool) or not isinstance(weight_offset, int | float):
         raise TypeError(f"weight_offset: expected a number, got {type(weight_offset).__name__}")
-    if not math.isfinite(weight_offset):
+    if not -math.inf < weight_offset < math.inf:  # torch.compile(dynamic=True) traces this, but not math.isfinite
         raise ValueError(f"weight_offset: expected a finite number, got {weight_offset}")
     return float(weight_offset)
 

@@ -53,7 +53,7 @@ def quantize(
         x: (..., N).
         residual: like x, or None.
         weight: (N,) or None.
-        scale: float32, one element; None: each row's own, its largest |y| / 448 (1 for a row of zeros).
+        scale: float32, one element; None: each row's own, its largest |y| / 448 (1 where that is 0, NaN beside a NaN).
         options: eps, the weight's offset, and where to round before.
         dtype: ``torch.float8_e4m3fn``.
 
@@ -64,9 +64,20 @@ def quantize(
     s = x if residual is None else x + residual
     y = _normalised(s, weight, options)
     if scale is None:
-        largest = y.abs().amax(-1, keepdim=True)
-        scale = torch.where(largest > 0, largest / LARGEST_FLOAT8, 1.0)
+        scale = row_scales(y)
     return (y / scale).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(dtype).contiguous(), s, scale
+
+
+def row_scales(y: torch.Tensor) -> torch.Tensor:
+    """Each row's largest |y| / 448, (..., 1); 1 where that is 0, and NaN where the row has one.
+
+    Args:
+        y: (..., N), float32.
+    """
+    if y.shape[-1] == 0:
+        return y.new_ones((*y.shape[:-1], 1))
+    scales = y.abs().amax(-1, keepdim=True) / LARGEST_FLOAT8
+    return torch.where(scales == 0, 1.0, scales)
 
 
 def gradients(
@@ -105,5 +116,8 @@ def gradients(
     normalised = s_ * rstd
     g = dy_ if weight is None else dy_ * (weight.to(wide) + options.weight_offset)
     dx = (rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))).to(s.dtype)
-    dweight = None if weight is None else (dy_ * normalised).flatten(0, -2).sum(0).to(weight.dtype)
-    return dx if ds is None else dx + ds, dweight
+    dx = dx if ds is None else dx + ds
+    if weight is None:
+        return dx, None
+    terms = dy_ * normalised
+    return dx, (terms.flatten(0, -2).sum(0) if terms.dim() > 1 else terms).to(weight.dtype)

@@ -208,15 +208,22 @@ def _normalised(wide, rstd, w, dtype: tl.constexpr, LLAMA: tl.constexpr, HAS_WEI
 
 
 @triton.jit
+def _largest(values, inside, axis: tl.constexpr):
+    """The bits of the largest magnitude: those of floats without a sign are in order, with NaN beyond infinity."""
+    return tl.max(tl.where(inside, tl.abs(values).to(tl.int32, bitcast=True), 0), axis=axis)
+
+
+@triton.jit
 def _scale_of(largest):
-    """A row's scale; 1 for a row of zeros."""
-    return tl.where(largest > 0.0, largest / _LARGEST, 1.0)
+    """A row's scale, from the bits of its largest magnitude; 1 for a row of zeros."""
+    scale = largest.to(tl.float32, bitcast=True) / _LARGEST
+    return tl.where(scale == 0.0, 1.0, scale)
 
 
 @triton.jit
 def _inverse(scale):
     # Finite for a subnormal scale too, so that zeros stay zeros.
-    return tl.minimum(1.0 / scale, 3.4028234e38)
+    return tl.minimum(1.0 / scale, 3.4028234e38, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -252,7 +259,7 @@ def _forward(
         if FLOAT8 == "static":
             inverse = _inverse(tl.load(scale))
         else:
-            row_scale = _scale_of(tl.max(tl.abs(out), axis=1))
+            row_scale = _scale_of(_largest(out, in_row[None, :], axis=1))
             tl.store(row_scales + row, row_scale, mask=row < row_count)
             inverse = _inverse(row_scale)[:, None]
         tl.store(y + out_offsets, _float8(out * inverse, FLOAT8_HARDWARE), mask=inside)
@@ -295,14 +302,14 @@ def _forward_wide(
         elif FLOAT8 == "static":
             inverse = _inverse(tl.load(scale))
         else:
-            largest = tl.cast(0.0, WIDE)
+            largest = tl.cast(0, tl.int32)
             for block in tl.range(0, blocks):
                 column = block * COLUMNS + tl.arange(0, COLUMNS)
                 inside = column < columns
                 wide = tl.load(source + column, mask=inside, other=0.0).to(WIDE)
                 w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
                 out = _normalised(wide, r, w, dtype, LLAMA, HAS_WEIGHT)
-                largest = tl.maximum(largest, tl.max(tl.abs(out), axis=0))
+                largest = tl.maximum(largest, _largest(out, inside, axis=0))
             row_scale = _scale_of(largest)
             tl.store(row_scales + row, row_scale)
             inverse = _inverse(row_scale)
