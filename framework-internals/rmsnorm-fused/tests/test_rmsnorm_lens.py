@@ -17,8 +17,9 @@ from benchkit.environment import Gpu, capture
 from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
+from benchkit.statistics import worst
 from rmsnorm_fused import contestants, lens, measure, training
-from rmsnorm_fused.accuracy import expected, worst
+from rmsnorm_fused.accuracy import expected
 from rmsnorm_fused.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant
 from rmsnorm_fused.figures import figures
 from rmsnorm_fused.measure import Case, measure_calls, measure_case

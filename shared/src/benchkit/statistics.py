@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,15 @@ def fewest_samples(confidence: float) -> int:
         confidence: above 0, below 1.
     """
     return math.ceil(1 - math.log2(1 - confidence))
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest of some errors, and NaN where one is, which max() would drop after a number.
+
+    Args:
+        errors: at least one, of any unit.
+    """
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:

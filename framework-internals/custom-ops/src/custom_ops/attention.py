@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import custom_ops
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.results import Label
+from benchkit.statistics import worst
 from benchkit.timing import capturable_stream
 from custom_ops.contestants import OURS
 from custom_ops.speed import name_of, peaks
@@ -224,9 +224,8 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 
 def largest_error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest of the relative errors; NaN where one is, which ``max`` alone would lose."""
-    errors = list(map(relative_error, results, exact))
-    return math.nan if any(map(math.isnan, errors)) else max(errors)
+    """The largest of the relative errors; NaN where one is."""
+    return worst(map(relative_error, results, exact))
 
 
 def accuracy(

@@ -29,8 +29,6 @@ largest. A quantised y is held against y / scale with the scale that the impleme
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,15 +81,6 @@ class Expected:
     def relative_error(self, actual: torch.Tensor) -> float:
         """The largest |error| over the largest |result|."""
         return ((actual.double() - self.value).abs().max() / self.value.abs().max()).item()
-
-
-def worst(shares: Iterable[float]) -> float:
-    """The largest of some shares, and NaN where one is, which max() would drop after a number.
-
-    Args:
-        shares: of bounds, at least one.
-    """
-    return max(shares, key=lambda share: (math.isnan(share), share))
 
 
 def expected(

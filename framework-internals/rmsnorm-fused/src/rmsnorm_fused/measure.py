@@ -18,8 +18,9 @@ from benchkit.errors import first_line
 from benchkit.limits import fraction_of_limit
 from benchkit.results import Label
 from benchkit.run import Run
+from benchkit.statistics import worst
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
-from rmsnorm_fused.accuracy import Expected, Part, expected, expected_quantised, expected_row_scales, worst
+from rmsnorm_fused.accuracy import Expected, Part, expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.contestants import (
     COPY,
     EAGER,
