@@ -64,8 +64,10 @@ class Expected:
         before = ARITHMETIC_FACTOR * torch.finfo(self.arithmetic).eps / 2 * self.magnitude + self.rounded
         if self.arithmetic == torch.float64 and kind.bits < 32:  # processors go from float64 by way of float32
             before = before + torch.finfo(torch.float32).eps / 2 * self.value.abs()
-        _, exponent = torch.frexp((self.value.abs() + before).clamp(min=kind.smallest_normal))
-        floor = torch.ldexp(torch.full_like(self.value, kind.eps / 2), exponent - 1)
+        reached = (self.value.abs() + before).clamp(min=kind.smallest_normal)
+        # Over its mantissa in [1/2, 1) a number is a power of two, exactly; torch.ldexp would compute on the current
+        # GPU, whatever the tensor's (pytorch/pytorch#189567).
+        floor = reached / torch.frexp(reached).mantissa * (kind.eps / 4)
         return (floor + before).clamp(min=torch.finfo(torch.float64).tiny)  # an exact zero is allowed to be one
 
     def share_of_bound(self, actual: torch.Tensor) -> float:
