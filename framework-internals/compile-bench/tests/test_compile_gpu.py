@@ -109,12 +109,14 @@ def test_blocks_and_nested_regions_keep_the_results(harness):
         assert bench.accuracy.holds, (scope, bench.accuracy)
 
 
-def test_cuda_graphs_keep_the_results(harness):
+def test_cuda_graphs_keep_the_results(harness, trained):
     bench = harness.bench(Case("gpt-one-layer", "cuda", mode="reduce-overhead"), steady_seconds=1.0, warm=False)
     assert bench.trace.breaks == ()
     assert bench.no_cudagraphs == ()
     assert bench.compiled_profile.launches < 0.5 * bench.eager_profile.launches
     assert bench.accuracy.holds, bench.accuracy
+    assert trained.memory.captured == 0
+    assert bench.memory.captured > 0  # what lives between kernels has to be somewhere
 
 
 def test_inference_with_cuda_graphs(harness):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
+from compile_bench import measuring
 from compile_bench.profiling import largest_rise, peak_rise, profile_step, summarise
 from compile_bench.regional import compile_case, repeated_blocks
 from compile_bench.results import Case
@@ -93,6 +94,16 @@ def test_peak_memory_of_a_step_that_is_known():
         return (second * 2).sum()  # the second time there are 8 at once
 
     assert peak_rise(step) == pytest.approx(8_000_000, rel=0.01)
+
+
+def test_what_captured_graphs_keep_counts_although_the_allocator_calls_it_free(monkeypatch):
+    segments = [
+        {"segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+        for pool, total, allocated in (((0, 0), 100, 40), ((0, 1), 20, 5), ([0, 1], 10, 0), ((3, 0), 7, 7))
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert measuring._captured(Case("mlp", "cuda")) == 15 + 10
+    assert measuring._captured(Case("mlp", "cpu")) == 0
 
 
 def test_a_compiled_step_is_covered_and_an_eager_one_is_not():

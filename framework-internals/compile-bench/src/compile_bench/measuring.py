@@ -23,6 +23,9 @@ from compile_bench.results import FIRST_STEPS, Accuracy, Case, Compiled, FirstSt
 from compile_bench.target import Step, Target, describe_error
 from compile_bench.turns import Stopwatch, alone, one_at_a_time, pauses
 
+# The allocator's pool of everything but captured graphs, which have each their own.
+_COMMON_POOL = (0, 0)
+
 
 def load_case(case: Case) -> Target:
     """The target of a case on its device, in training or evaluation mode."""
@@ -94,11 +97,12 @@ def compiled(
     if steady_seconds <= 0:
         return Compiled(first, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
     compiled_peak = _peak(step, case, held_before)
+    captured = _captured(case)
     held_before = _allocated(case)
     eager_step = target.step(target.copied(), train=case.train)
     for _ in range(FIRST_STEPS):
         eager_step()
-    memory = Memory(_peak(eager_step, case, held_before), compiled_peak)
+    memory = Memory(_peak(eager_step, case, held_before), compiled_peak + captured, captured)
     with alone(turn):
         steady = sample(eager_step, step, case, steady_seconds)
     profiles = profile_step(eager_step, case.device), profile_step(step, case.device)
@@ -211,6 +215,14 @@ def _peak(step: Step, case: Case, held_before: int) -> int:
     step()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - held_before
+
+
+def _captured(case: Case) -> int:
+    """Bytes of captured graphs that the allocator counts as free and gives to nobody: what lives inside a replay."""
+    if case.device == "cpu":
+        return 0
+    segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != _COMMON_POOL]
+    return sum(each["total_size"] - each["allocated_size"] for each in segments)
 
 
 def _allocated(case: Case) -> int:

@@ -44,7 +44,7 @@ def bench_records(bench: Bench, root: Path, *, side_by_side: int = 1) -> list[Re
     records.append(_trace(bench.trace, "compilation", labels, root))
     records.append(_accuracy(bench, labels))
     if bench.memory is not None:
-        peaks = {"eager": bench.memory.eager, "compiled": bench.memory.compiled}
+        peaks = asdict(bench.memory)
         records.append(Record("memory", labels, {name: Quantity(peak, "B") for name, peak in peaks.items()}))
     if bench.eager_profile is not None and bench.compiled_profile is not None:
         records.append(_profile(bench.eager_profile, bench.compiled_profile, bench, labels))

@@ -147,12 +147,19 @@ class Accuracy:
 class Memory:
     """Peak bytes of a step.
 
-    On a GPU what torch's allocator had given out at most, weights and captured graphs included. On a CPU the largest
-    rise within the step, from the profiler's allocator events: activations, gradients and workspaces, no weights.
+    On a GPU what torch's allocator had given out at most, weights included, and what captured graphs keep beside it for
+    their replays. On a CPU the largest rise within the step, from the profiler's allocator events: activations,
+    gradients and workspaces, no weights.
+
+    Attributes:
+        eager: of the eager step.
+        compiled: of the compiled one, ``captured`` included.
+        captured: kept by captured graphs and otherwise counted as free; 0 without CUDA graphs.
     """
 
     eager: int
     compiled: int
+    captured: int = 0
 
 
 @dataclass(frozen=True)
