@@ -38,6 +38,8 @@ def speed_figure(results: Results) -> Figure:
         axes.set_title(op, fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+    first, *_ = figure.axes
+    first.set_ylim(top=1.7 * first.get_ylim()[1])  # room for the limits' names, in all panels
     for axes in list(figure.axes)[len(ops) :]:
         axes.set_visible(False)
     figure.supxlabel("elements", fontsize=9)
