@@ -8,9 +8,10 @@ import pytest
 from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
-from benchkit.results import Results
+from benchkit.results import Record, Results
 from compile_bench.agreement import Agreement
 from compile_bench.lens import build_lens, configure
+from compile_bench.reading import in_order
 from compile_bench.records import (
     agreement_record,
     bench_records,
@@ -261,3 +262,21 @@ def test_a_price_below_zero_is_no_price():
     slow_eager = replace(bench(), eager=FirstSteps((12.0, 0.1, 0.1)))
     text = render(results(*records_of(slow_eager)), REPORT)
     assert "**It costs:** no more with empty caches than eager for the first 3 steps" in text
+
+
+def test_cases_stand_in_the_order_of_their_models_and_modes_whenever_a_sweep_came_to_them():
+    def verdict(target, kind, mode):
+        return Record("verdict", {"target": target, "kind": kind, "mode": mode})
+
+    wanted = [
+        verdict("b", "inference", "default"),
+        verdict("b", "inference", "max-autotune"),
+        verdict("b", "training", "reduce-overhead"),
+        verdict("b", "training", "default, blocks"),
+        verdict("a", "inference", "default"),
+    ]
+    swept = replace(
+        results(*reversed(wanted), Record("sweep call", {"call": 1})),
+        configuration={"sweep": {"groups": [["b"], ["a"]]}},
+    )
+    assert in_order(swept, swept.select("verdict")) == wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchkit.results import Record, Results
+from compile_bench.results import MODES
 from compile_bench.trace import PHASES
 
 CaseKey = tuple[str, str, str]
@@ -88,6 +89,17 @@ def models(results: Results, records: Sequence[Record]) -> list[tuple[str, str]]
         return list(found)
     order = [target for group in results.configuration["sweep"]["groups"] for target in group]
     return sorted(found, key=lambda key: (order.index(key[0]) if key[0] in order else len(order), key))
+
+
+def in_order(results: Results, records: Sequence[Record]) -> list[Record]:
+    """Records of cases by model and kind, and within these by mode; a sweep adds them as they end."""
+    order = models(results, records)
+
+    def place(record: Record) -> tuple[int, int]:
+        target, kind, mode = case_key(record)
+        return order.index((target, kind)), MODES.index(mode) if mode in MODES else len(MODES)
+
+    return sorted(records, key=place)
 
 
 def verdict_of(results: Results, other: Record, mode: str) -> Record | None:

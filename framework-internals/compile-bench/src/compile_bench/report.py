@@ -52,7 +52,7 @@ def context(results: Results) -> dict[str, Any]:
     main = alone(results, verdicts)
     return {
         "answers": _answers(results, verdicts),
-        "case_names": list(dict.fromkeys(case_title(verdict, mode=False) for verdict in verdicts)),
+        "case_names": list(dict.fromkeys(case_title(each, mode=False) for each in unswept(results, verdicts))),
         "verdict_table": _verdict_table(results, main),
         "plan": _plan(main),
         "sweep": sweep_context(results, verdicts),

@@ -15,6 +15,7 @@ from compile_bench.reading import (
     alone,
     case_key,
     compiled_first,
+    in_order,
     models,
     same_case,
     side_by_side,
@@ -66,6 +67,7 @@ def sweep_context(results: Results, verdicts: Sequence[Record]) -> dict[str, Any
         "alone": any(ALONE in row[1] for row in table),
         "not_compared": _not_compared(results),
         "models": len({target for target, _ in rows}),
+        "kinds": " and ".join(sorted({kind for _, kind in rows}, reverse=True)),
         "calls": _calls(results),
         "autotuned_in_turns": _autotuned_in_turns(results),
         "cells": _cells(results, verdicts),
@@ -124,10 +126,9 @@ def _cells(results: Results, verdicts: Sequence[Record]) -> str:
     """What each cell of a sweep showed beside its speed-up, as a table."""
     swept = swept_cases(results)
     own = [verdict for verdict in verdicts if case_key(verdict) in swept]
-    order: list[CaseKey] = [(*model, mode) for model in models(results, own) for mode in MODES]
     on_gpu = results.environment.gpu is not None
     rows = []
-    for verdict in sorted(own, key=lambda verdict: order.index(case_key(verdict))):
+    for verdict in in_order(results, own):
         first = compiled_first(results, verdict)[0]
         phases = sum(quantity.value for name, quantity in first.values.items() if name.startswith("phase "))
         compilation, profile, memory = (
@@ -212,7 +213,7 @@ class Autotuned:
 def autotuned(results: Results) -> list[Autotuned]:
     """Every case that autotunes and whose plain counterpart was measured."""
     found = []
-    for verdict in results.select("verdict"):
+    for verdict in in_order(results, results.select("verdict")):
         before = _PLAIN.get(str(verdict.labels["mode"]))
         if before is None:
             continue

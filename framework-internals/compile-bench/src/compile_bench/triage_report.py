@@ -9,6 +9,7 @@ from typing import Any
 from benchkit import numbers
 from benchkit.report import markdown_table
 from benchkit.results import Quantity, Record, Results
+from compile_bench.reading import in_order
 from compile_bench.records import case_title, plural
 from compile_bench.results import FIRST_STEPS, MODES
 
@@ -25,7 +26,7 @@ def triage_context(results: Results) -> dict[str, Any]:
 def _natural(results: Results) -> list[dict[str, Any]]:
     """Tables of every model that broke by itself; modes in which it broke the same way share one."""
     found: dict[tuple[object, ...], tuple[dict[str, Any], list[str]]] = {}
-    for record in results.select("compilation"):
+    for record in in_order(results, results.select("compilation")):
         if record.data["breaks"] or record.data["recompiles"]:
             tables = _triage(record)
             key = tuple(tables[name] for name in ("title", "break_table", "recompile_table"))
