@@ -76,6 +76,27 @@ def test_on_a_gpu_coverage_is_the_share_of_the_kernels_time():
     assert (found.kernels, found.launches) == (2, 2)
 
 
+def test_kernels_of_one_template_count_together_and_those_that_overlap_once():
+    def kernel(name, start, end):
+        return event(name, start, end, device_type=DeviceType.CUDA)
+
+    found = summarise(
+        [
+            kernel("void at::native::fill<4, float>(int, float*)", 0, 10),
+            kernel("void at::native::fill<8, double>(int, double*)", 5, 25),
+            kernel("void (anonymous namespace)::index<2>(int)", 30, 70),
+            kernel("Memcpy DtoH (Device -> Pageable)", 80, 90),
+            event("compile_bench step", 0, 100, device_type=DeviceType.CUDA, is_user_annotation=True),
+            event("aten::fill_", 0, 100),
+        ],
+        "cuda",
+        steps=2,
+    )
+    assert found.busy_seconds == pytest.approx((25 + 40 + 10) * 1e-6 / 2)
+    assert [(each.name, each.calls) for each in found.dearest] == [("index", 0.5), ("at::native::fill", 1.0)]
+    assert [each.seconds for each in found.dearest] == pytest.approx([20e-6, 15e-6])
+
+
 def test_kernels_that_belong_to_no_call_leave_coverage_unknown():
     assert summarise([event("compile_bench step", 0, 1)], "cuda", steps=1).covered is None
 

@@ -22,7 +22,18 @@ from compile_bench.records import (
     triage_record,
 )
 from compile_bench.report import REPORT
-from compile_bench.results import Accuracy, Bench, Case, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
+from compile_bench.results import (
+    Accuracy,
+    Bench,
+    Case,
+    ErrorPair,
+    FirstSteps,
+    KernelTime,
+    Memory,
+    Steady,
+    StepProfile,
+    Triage,
+)
 from compile_bench.shapes import Passes, ShapeStudy
 from compile_bench.trace import Break, CompileTrace, Frame, Graph, Recompile
 
@@ -124,6 +135,19 @@ def test_what_a_step_does_is_shown():
     text = render(results(*records_of(profiled(bench(memory=Memory(3 * 2**30, 2 * 2**30))))), REPORT)
     assert "| gpt training | 86.0 % | 91 → 32 | 100 µs | 3.00 GiB → 2.00 GiB |" in text
     assert "with 33 % less memory at the peak of a step" in text
+
+
+def test_a_slower_step_shows_the_gpus_time_and_its_dearest_kernels():
+    eager = StepProfile(0.0, 9, 7, 7, 0.0, 0.08, (KernelTime("gemm", 4, 0.06), KernelTime("softmax", 2, 0.01)))
+    compiled = StepProfile(0.9, 2, 5, 5, 0.0, 0.11, (KernelTime("triton_poi_fused_gelu", 4.5, 0.1),))
+    slower = replace(bench(0.8, 0.85, 0.9), eager_profile=eager, compiled_profile=compiled)
+    text = render(results(*records_of(slower)), REPORT)
+    assert (
+        "| gpt training | 100 ms → 118 ms | 80.0 ms → 110 ms | `gemm` 4 × in 60.0 ms; `softmax` 2 × in 10.0 ms |"
+        " `triton_poi_fused_gelu` 4.5 × in 100 ms |"
+    ) in text
+    for other in (bench(), profiled(bench(0.8, 0.85, 0.9))):  # a faster one; a CPU's
+        assert "Slower when compiled" not in render(results(*records_of(other)), REPORT)
 
 
 def test_a_lost_cuda_graph_has_its_reason():

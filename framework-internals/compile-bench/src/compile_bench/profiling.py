@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -13,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchkit.device import Device
 from compile_bench.collector import allocations
-from compile_bench.results import StepProfile
+from compile_bench.results import KernelTime, StepProfile
 from compile_bench.target import Step
 
 STEPS = 3
@@ -21,6 +22,8 @@ _STEP = "compile_bench step"
 _GUARDS = "TorchDynamo Cache Lookup"
 # What PyTorch records around compiled code: the forward pass, a generated graph, the backward pass.
 _REGIONS = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunctionBackward")
+# Kernels that are kept by name: enough to see what a step's time went to.
+_DEAREST = 5
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 
 Interval = tuple[float, float]
@@ -68,6 +71,8 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
         kernels=len(kernels) / steps if on_gpu else None,
         launches=len(launches) / steps if on_gpu else None,
         guard_seconds=guards * 1e-6 / steps,
+        busy_seconds=_busy(events) / steps if on_gpu else None,
+        dearest=_dearest(kernels, steps),
     )
 
 
@@ -118,6 +123,25 @@ def _is_called_operator(event: Any) -> bool:
 def _is_kernel(event: Any) -> bool:
     # The profiler repeats the spans of record_function on the GPU's track.
     return not event.is_user_annotation and not event.name.startswith(("Memcpy", "Memset"))
+
+
+def _busy(events: Sequence[Any]) -> float:
+    """Seconds in which the GPU did anything: kernels that overlap are counted once."""
+    own = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    return sum(end - start for start, end in _union([_span(event) for event in own])) * 1e-6
+
+
+def _dearest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
+    spent: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        spent[_plain_name(kernel.name)].append(kernel.time_range.elapsed_us())
+    found = [KernelTime(name, len(each) / steps, sum(each) * 1e-6 / steps) for name, each in spent.items()]
+    return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_DEAREST])
+
+
+def _plain_name(name: str) -> str:
+    """``void at::native::some_kernel<4, float>(int)`` → ``at::native::some_kernel``."""
+    return re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
 
 
 def _covered_time(calls: Sequence[Any], regions: dict[int, list[Interval]]) -> float:

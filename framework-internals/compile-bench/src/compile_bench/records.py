@@ -85,7 +85,13 @@ def _profile(eager: StepProfile, compiled: StepProfile, bench: Bench, labels: di
         if profile.kernels is not None and profile.launches is not None:
             values[f"{name} kernels"] = Quantity(profile.kernels, "")
             values[f"{name} launches"] = Quantity(profile.launches, "")
-    return Record("profile", labels, values, {"no cudagraphs": list(bench.no_cudagraphs)})
+        if profile.busy_seconds is not None:
+            values[f"{name} busy"] = Quantity(profile.busy_seconds, "s")
+    dearest = {
+        name: [asdict(kernel) for kernel in profile.dearest]
+        for name, profile in (("eager", eager), ("compiled", compiled))
+    }
+    return Record("profile", labels, values, {"no cudagraphs": list(bench.no_cudagraphs), "dearest": dearest})
 
 
 def shape_record(study: ShapeStudy, passes: Sequence[int], root: Path) -> Record:

@@ -23,6 +23,7 @@ from compile_bench.reading import (
 from compile_bench.records import case_title, plural, shape_passes
 from compile_bench.results import FIRST_STEPS
 from compile_bench.shapes import STRATEGIES
+from compile_bench.slower import slower_table
 from compile_bench.sweep_report import autotuning_context, sweep_context
 from compile_bench.triage_report import triage_context
 from compile_bench.verdict import BUSY
@@ -56,6 +57,7 @@ def context(results: Results) -> dict[str, Any]:
         "verdict_table": _verdict_table(results, main),
         "plan": _plan(main),
         "sweep": sweep_context(results, verdicts),
+        "slower_table": slower_table(results),
         "autotuning": autotuning_context(results),
         "scopes": _scopes(results, verdicts),
         "first_table": _first_table(alone(results, results.select("first steps"))),

@@ -163,6 +163,21 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class KernelTime:
+    """GPU kernels of one name, template arguments left out, in a step.
+
+    Attributes:
+        name: as the profiler has it, without return type, template arguments and parameters.
+        calls: how often it runs.
+        seconds: of all these together.
+    """
+
+    name: str
+    calls: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class StepProfile:
     """What one step does, by the profiler.
 
@@ -173,6 +188,8 @@ class StepProfile:
         kernels: kernels that ran on the GPU; None on a CPU.
         launches: calls that started them; with CUDA graphs one replays many. None on a CPU.
         guard_seconds: Dynamo's search for code whose guards hold.
+        busy_seconds: while at least one kernel or copy ran on the GPU; None on a CPU.
+        dearest: the kernels that took longest, longest first.
     """
 
     covered: float | None
@@ -180,6 +197,8 @@ class StepProfile:
     kernels: float | None
     launches: float | None
     guard_seconds: float
+    busy_seconds: float | None = None
+    dearest: tuple[KernelTime, ...] = ()
 
 
 @dataclass(frozen=True)

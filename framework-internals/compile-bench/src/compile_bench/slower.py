@@ -1,0 +1,51 @@
+"""The report's section on steps that compiling made slower: the GPU works longer, or it waits for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchkit import numbers
+from benchkit.report import markdown_table
+from benchkit.results import Record, Results
+from compile_bench.reading import case_key, in_order, same_case
+from compile_bench.records import case_title
+
+# Kernels of either side that a row names.
+_NAMED = 3
+
+
+def slower_table(results: Results) -> str:
+    """A row for every model and kind with a step that is slower compiled, in the first such mode; empty without any.
+
+    Only where the GPU's own time was recorded: on a CPU there is none.
+    """
+    rows: dict[tuple[str, str], tuple[str, ...]] = {}
+    for verdict in in_order(results, results.select("verdict")):
+        steady = same_case(results, "steady", verdict)
+        profiles = results.select("profile", **verdict.labels)
+        if steady["speedup"].value >= 1 or verdict.data["advice"] != "don't" or not profiles:
+            continue
+        if "compiled busy" in profiles[0].values:
+            rows.setdefault(case_key(verdict)[:2], _row(verdict, steady, profiles[0]))
+    header = ["case", "step", "GPU at work", "dearest kernels, eager", "dearest kernels, compiled"]
+    return markdown_table(header, list(rows.values())) if rows else ""
+
+
+def _row(verdict: Record, steady: Record, profile: Record) -> tuple[str, ...]:
+    steps = [steady[name].value for name in ("eager", "compiled")]
+    busy = [profile[f"{name} busy"].value for name in ("eager", "compiled")]
+    kernels = [_kernels(profile.data["dearest"][name]) for name in ("eager", "compiled")]
+    return case_title(verdict), _seconds(steps), _seconds(busy), *kernels
+
+
+def _seconds(pair: Sequence[float]) -> str:
+    return " → ".join(numbers.with_unit(value, "s") for value in pair)
+
+
+def _kernels(dearest: Sequence[Mapping[str, Any]]) -> str:
+    shown = (
+        f"`{kernel['name']}` {kernel['calls']:.3g} × in {numbers.with_unit(kernel['seconds'], 's')}"
+        for kernel in dearest[:_NAMED]
+    )
+    return "; ".join(shown) or "–"
