@@ -29,11 +29,11 @@ class Choice:
 
 
 def choose(places: Sequence[Place], attempt: Callable[[frozenset[Place]], Trial]) -> Choice:
-    """Find changes that hold together, in at most 2n + 2 trials of n changes.
+    """Find changes that hold together, in at most 2n + 1 trials of n changes.
 
     All are tried as one. If that is refused each is tried by itself, and then as one all that may hold: those that do,
-    with those of which a function that is given up hides whether they do; or the former alone. If that is refused too,
-    some are in each other's way: they are added one by one, and stay where they hold beside those before them.
+    and those of which a function that is given up hides whether they do. If that is refused too, some are in each
+    other's way: they are added one by one, the former first, and stay where they hold beside those before them.
 
     Args:
         places: of the changes, dearest first.
@@ -46,8 +46,8 @@ def choose(places: Sequence[Place], attempt: Callable[[frozenset[Place]], Trial]
     alone = {place: tried(frozenset((place,))) for place in places}
     sound = [place for place in places if not alone[place].verdict]
     unseen = [place for place in places if alone[place].unseen]
-    groups = (frozenset(sound + unseen), frozenset(sound))
-    kept = next((group for group in groups if group and not tried(group).verdict), frozenset[Place]())
+    possible = frozenset(sound + unseen)
+    kept = possible if possible and not tried(possible).verdict else frozenset[Place]()
     verdicts = {place: trial.verdict for place, trial in alone.items()}
     for place in sound + unseen:
         if place not in kept:
