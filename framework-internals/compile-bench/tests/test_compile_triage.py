@@ -21,11 +21,12 @@ from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.findings import Bill, Finding, Proposal, mark
 from compile_bench.loading import load_target
-from compile_bench.mending import proof
+from compile_bench.mending import mend, proof
 from compile_bench.mending.holding import overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
+from compile_bench.mending.source import Edit
 from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
 from compile_bench.trace import RESUMED, Break, CompileTrace, Folders, Frame
@@ -544,6 +545,78 @@ def test_a_line_that_is_there_twice_is_mended_twice(folder, capsys):
         9: (2, 1),
     }
     assert mending.together.after.breaks == 0
+
+
+def test_of_two_changes_in_each_others_way_the_dearer_is_made(folder, capsys, monkeypatch):
+    """Each is right by itself. The third one is in nobody's way, and is not lost with them."""
+    path = folder / "triage_model.py"
+    thrice = TWICE.replace("return x * 2", 'x = x * 2\n        print("seen", end="")\n        return x')
+    path.write_text(thrice)
+    proposed = mend._candidates
+
+    def wide(found):
+        """The first print leaves, and all up to the second one is written once more."""
+        (narrow,) = proposed(found)
+        if found.line != 7:
+            return [narrow]
+        source = narrow.source
+        first, second = source.statement(7), source.statement(9)
+        text = f"{source.line(8).strip()}\n        {source.text(second)}"
+        return [replace(narrow, edits=(Edit(source.start(first), source.end(second), text),))]
+
+    monkeypatch.setattr(mend, "_candidates", wide)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    findings = {
+        each.line: Finding(
+            "graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, ("inference",), (), 1
+        )
+        for each in found.breaks
+    }
+    mending = Mender(InThisProcess(folder), case, [found], folder).mend([findings[line] for line in (9, 7, 11)])
+    mends = {line: each for (_, line), each in mending.mends.items()}
+    assert {line: (each.accepted, bool(each.apart)) for line, each in mends.items()} == {
+        9: (True, False),
+        7: (True, True),
+        11: (True, False),
+    }
+    assert mending.together.title == "mends that hold together"
+    assert (mending.together.before.breaks, mending.together.after.breaks) == (3, 1)
+    bill = Bill("", tuple(replace(findings[line], mend=mends[line]) for line in mends), (), (), mending.together)
+    printed = describe_bill(bill, write_patches(bill, folder / "patches"))
+    assert "  not among those that hold together: two of the changes are in each other's way" in printed
+    assert "| mends that hold together | breaks |" in printed
+    subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
+    assert path.read_bytes() == mending.overlay[str(path)]
+    assert path.read_text().splitlines()[6] == '        print("seen", end="")'
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mend_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
+    """One is made so that it is right until Inductor compiles it: nothing but the proof can tell."""
+    proposed = mend._candidates
+
+    def spoiled(found):
+        if not found.source.startswith("print"):
+            return proposed(found)
+        (fair,) = proposed(found)
+        wrong = "x = x + 0.1 * torch.compiler.is_compiling()"
+        return [replace(fair, edits=(fair.source.replace(fair.source.statement(found.line), wrong),))]
+
+    monkeypatch.setattr(mend, "_candidates", spoiled)
+    with Harness.open("cpu", limit=400) as harness:
+        bill = draw_up(harness, Case(f"{folder / 'triage_model.py'}:target", "cpu"), kinds=(False,), price=False)
+    assert not bill.absent
+    mends = {each.source: each.mend for each in bill.findings}
+    assert {source.split("(")[0]: each.accepted for source, each in mends.items()} == {
+        "if x.mean": True,
+        "print": False,
+        "/ x.abs": True,
+    }
+    assert "output is off by" in next(each.verdict for each in mends.values() if not each.accepted)
+    assert (bill.together.title, bill.together.case) == ("all mends together", "item, branch-on-value")
+    assert (bill.together.before.breaks, bill.together.after.breaks) == (3, 1)
 
 
 def test_the_rest_of_a_function_that_was_given_up_is_no_finding():

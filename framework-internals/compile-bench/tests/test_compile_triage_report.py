@@ -1,5 +1,6 @@
 """The report's section on the break bill, from made-up findings."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchkit import Quantity
@@ -43,12 +44,12 @@ def bill():
     survey = Survey(Case("planted"), (), (), (), CompileTrace(), (), 3, (), 0.01, 2.0)
     mended = Mend("branch-on-value", "choose", "both sides run", PATCH, ("a",), True, "", Figures(4, 2), Figures(3, 1))
     refused = Mend("item", "keep", "", "", ("a",), False, "output is off by 1")
+    alone = replace(mended, title="leave out", effect="", apart=f"two edits of {ROOT / 'a/model.py'} overlap at byte 9")
     step = Quantity(2e-3, "s", 1.9e-3, 2.1e-3, 40, "p20-p80")
     faster = Quantity(1e-3, "s", 0.9e-3, 1.1e-3, 40, "p20-p80")
-    together = Mend(
-        "branch-on-value", "all", "", PATCH, ("a",), True, "", Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
-    )
-    findings = (finding(12, 3e-4, mended), finding(20, 1e-4, refused, share=2), finding(30, 0))
+    sides = Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
+    together = Mend("branch-on-value", "mends that hold together", "", PATCH, ("a",), True, "", *sides)
+    findings = (finding(12, 3e-4, mended), finding(20, 1e-4, refused, share=2), finding(30, 0, alone))
     again = Recompile("0/1", "forward", str(ROOT / "a/model.py"), 9, "self.calls == 1", "Python value")
     return Bill("planted", findings, (again,), (survey,), together, ("prices: a process was ended",))
 
@@ -69,6 +70,9 @@ def test_the_bill_is_shown_dearest_first():
     assert f"```diff\n{PATCH}```" in section
     assert "choose: 2 breaks before, 1 after; outputs and gradients within their float64 bounds. Note: both" in section
     assert "`model.py:20` — keep was tried and not accepted: output is off by 1." in section
+    assert "leave out: 2 breaks before" in section
+    assert "It is not among those that hold together: two edits of a/model.py overlap at byte 9." in section
+    assert "| mends that hold together | breaks |" in section
     assert "| before | 2 | 4 | 2.00 ms (1.90–2.10) | 9.00 s |" in section
     assert "The collector took 0.5 % of the time that tracing took." in section
     assert "Not done: prices: a process was ended." in section

@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from compile_bench import Case, Harness, WorkerFailure
 from compile_bench.nursery import Nursery, Order
 from compile_bench.trace import phase_seconds, without_pauses
 from compile_bench.turns import Conductor, Stopwatch, alone, one_at_a_time, pauses
@@ -64,10 +67,11 @@ def test_the_others_stand_still_while_one_samples(tmp_path, end):
     def groups():
         return [process.pid for process in processes if process.poll() is None]
 
-    with Conductor(turns, groups), started(WORKING, turns, ticks) as working:
+    with Conductor(turns, groups) as conductor, started(WORKING, turns, ticks) as working:
         processes.append(working)
         while not ticks.exists():
             time.sleep(0.01)
+        before = time.monotonic()
         with started(SAMPLING, turns, end) as sampling:
             processes.append(sampling)
             sampling.wait(30)
@@ -81,6 +85,8 @@ def test_the_others_stand_still_while_one_samples(tmp_path, end):
     # The one that stood still has its own 1.5 s of sleeping, and what it waited is not in its figure.
     assert 1.4 < float(took.split()[1]) < wall - 0.4
     assert not [file.name for file in turns.iterdir() if file.suffix in (".ready", ".go", ".over")]
+    assert 0.5 < conductor.stood_still(working.pid, before) < time.monotonic() - before
+    assert conductor.stood_still(working.pid, time.monotonic()) == conductor.stood_still(sampling.pid, before) == 0
 
 
 def test_a_pause_that_cannot_be_written_down_stops_nobody_for_good(tmp_path):
@@ -116,6 +122,73 @@ def test_a_process_that_ends_at_once_is_not_waited_for(tmp_path):
     assert nursery.run(order, 20) == 1
     assert time.monotonic() - begin < 15
     nursery.close()
+
+
+@pytest.fixture
+def order(tmp_path):
+    """A process that waits until somebody has written its request, and fails for want of one."""
+    os.mkfifo(tmp_path / "request")
+    files = (str(tmp_path / name) for name in ("request", "result", "log"))
+    return Order(*files, dict(os.environ), str(tmp_path), sys.path)
+
+
+@pytest.fixture
+def nursery():
+    found = Nursery((), dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)))
+    yield found
+    found.close()
+
+
+def test_time_that_a_process_stood_still_is_not_counted(order, nursery):
+    asked = []
+
+    def stood_still(group, since):
+        asked.append(group == nursery.group)
+        return time.monotonic() - since  # all the time
+
+    def write_nothing():
+        with Path(order.request).open("wb"):
+            time.sleep(0.6)
+
+    threading.Thread(target=write_nothing, daemon=True).start()
+    assert nursery.run(order, 0.2, stood_still) == 1
+    assert asked
+    assert all(asked)
+
+
+def test_a_process_has_as_many_seconds_more_as_it_stood_still(order, nursery):
+    begin = time.monotonic()
+    assert nursery.run(order, 0.2) is None
+    assert nursery.usable  # the process was ended, not its server
+    assert nursery.run(order, 0.2, lambda group, since: 0.5) is None
+    assert time.monotonic() - begin > 0.2 + 0.7
+
+
+@pytest.mark.parametrize(
+    ("deadline", "ended_at", "failure"),
+    [(None, 106.0, "its time limit of 6 s"), (200.0, 106.0, "its time limit of 6 s"), (10.0, 10.0, "was over")],
+)
+def test_no_process_has_longer_than_all_measurements_together(monkeypatch, deadline, ended_at, failure):
+    now = 0.0
+
+    class Hanging:
+        def run(self, order, limit, stood_still):
+            nonlocal now
+            Path(order.log).touch()
+            now = limit + stood_still(1, 0.0)
+
+    @contextmanager
+    def hanging(self, job):
+        yield Hanging()
+
+    monkeypatch.setattr(Harness, "_nursery", hanging)
+    monkeypatch.setattr("compile_bench.harness.time", SimpleNamespace(monotonic=lambda: now))
+    with Harness.open("cpu", limit=6.0) as harness:
+        harness.deadline = deadline
+        harness.stood_still = lambda group, since: 100.0
+        with pytest.raises(WorkerFailure, match=failure):
+            harness.ask("eager", Case("mlp"))
+    assert now == ended_at
 
 
 def test_without_others_nothing_waits_and_nothing_is_taken_off(tmp_path):

@@ -55,6 +55,7 @@ def draw_up(
     if priced is not None:
         findings = _with_limits(findings, priced.limits, sound[0])
         findings = [replace(each, price=priced.prices.get((each.file, each.line))) for each in findings]
+    findings.sort(key=_dearest_first)
     together: Mend | None = None
     if mend and findings:
         root = root or patch_root([each.file for each in findings if each.user_file], Path.cwd())
@@ -63,14 +64,13 @@ def draw_up(
         if mending is not None:
             findings = [replace(each, mend=mending.mends.get((each.file, each.line))) for each in findings]
             together = mending.together
-        if mending is not None and together is not None and together.accepted and priced is not None:
+        if mending is not None and together is not None and priced is not None:
             overlay = mending.overlay
             after = _attempted(
                 lambda: cast(Priced, harness.ask("price", main, overlay=overlay)), "the mended model's step", absent
             )
             if after is not None:
                 together = _measured(together, priced.figures, after.figures)
-    findings.sort(key=_dearest_first)
     return Bill(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), together, tuple(absent))
 
 

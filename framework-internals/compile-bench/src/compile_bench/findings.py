@@ -126,6 +126,7 @@ class Mend:
         verdict: why (not), in one sentence.
         before: with Inductor.
         after: likewise.
+        apart: why it is not among those that hold together, although it is accepted; empty if it is.
     """
 
     case: str
@@ -137,6 +138,7 @@ class Mend:
     verdict: str
     before: Figures | None = None
     after: Figures | None = None
+    apart: str = ""
 
 
 @dataclass(frozen=True)
@@ -170,12 +172,14 @@ class Trial:
         left: the breaks that are left, over training and inference.
         gives_up: whether functions are still given up, behind which breaks may be hidden.
         graphs: captured in the first kind of step.
+        unseen: whether it is refused only since a function that is given up hides what came of it.
     """
 
     verdict: str
     left: frozenset[Mark] = frozenset()
     gives_up: bool = False
     graphs: int = 0
+    unseen: bool = False
 
 
 def mark(found: Break) -> Mark:
@@ -242,7 +246,7 @@ class Bill:
         findings: dearest first.
         recompiles: one for every place and guard.
         surveys: what the tracing processes saw.
-        together: all accepted patches as one, with figures before and after; None without any.
+        together: the accepted patches that hold together as one, with figures before and after; None without any.
         absent: what could not be done, one line each.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import pickle
 import re
@@ -19,7 +20,7 @@ from typing import TypeVar, cast
 
 from benchkit import UserError
 from benchkit.device import Device
-from compile_bench.nursery import Nursery, Order, nursery
+from compile_bench.nursery import Nursery, Order, StoodStill, never_stopped, nursery
 from compile_bench.results import Bench, Case, Compiled, FirstSteps, Request, Triage
 from native_build import missing_inductor
 
@@ -51,6 +52,7 @@ class Harness:
 
     Attributes:
         deadline: of ``time.monotonic()``, at which whatever runs is ended and nothing is begun any more; None for none.
+        stood_still: how long a process was stopped for others, which is no part of its ``limit``.
 
     Examples:
         >>> with Harness.open("cpu") as harness:  # doctest: +SKIP
@@ -63,6 +65,7 @@ class Harness:
         self.device = device
         self.limit = limit
         self.deadline: float | None = None
+        self.stood_still: StoodStill = never_stopped
         self._toolchain: float | None = None
         self._caches = itertools.count(1)
         self._preparing = threading.Lock()
@@ -253,7 +256,9 @@ class Harness:
         if self._stopped:
             raise OutOfTime(f"{request.case.target} ({request.job}) was not begun: measuring was stopped")
         what = f"{request.case.target or request.job} ({request.job}, {request.case.mode})"
-        limit = self.limit if self.deadline is None else min(self.limit, self.deadline - time.monotonic())
+        deadline = math.inf if self.deadline is None else self.deadline
+        left = deadline - time.monotonic()
+        limit = min(self.limit, left)
         if limit <= 0:
             raise OutOfTime(f"{what} was not begun: the time for all measurements was over")
         cache.mkdir(exist_ok=True)
@@ -264,11 +269,11 @@ class Harness:
             path = [directory, *filter(None, sys.path)]
             environment = self._environment(cache)
             order = Order(str(request_path), str(result_path), str(log_path), environment, directory, path)
-            status = found.run(order, limit)
+            status = found.run(order, limit, lambda *of: min(self.stood_still(*of), left - limit))
             log = log_path.read_text(errors="replace")
             if self._stopped:
                 raise OutOfTime(f"{what} was ended: measuring was stopped")
-            if status is None and limit < self.limit:
+            if status is None and time.monotonic() >= deadline:
                 raise OutOfTime(f"{what} was ended: the time for all measurements was over")
             if status is None:
                 raise WorkerFailure(f"{what} was ended after its time limit of {limit:g} s")

@@ -21,14 +21,23 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, cast
+
+# Seconds that a process group was stopped since a time of ``time.monotonic()``.
+StoodStill = Callable[[int, float], float]
+
+
+def never_stopped(group: int, since: float) -> float:
+    """Where no other process has turns."""
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -75,23 +84,24 @@ class Nursery:
         # Unbuffered: select() does not see the second of two lines that a buffer has taken in with the first.
         self._answers = cast(io.FileIO, cast(io.BufferedReader, self._server.stdout).raw)
 
-    def run(self, order: Order, limit: float) -> int | None:
+    def run(self, order: Order, limit: float, stood_still: StoodStill = never_stopped) -> int | None:
         """Fork a process and wait for it; whatever is left of its process group is ended when this returns.
 
         Args:
             order: what it does.
             limit: seconds.
+            stood_still: how many more it has, asked when they are over.
 
         Returns:
-            The exit status, below 0 for a signal, or None if it had not ended after ``limit`` seconds.
+            The exit status, below 0 for a signal, or None if it had not ended within its time.
         """
         try:
-            return self._answer(order, limit)
+            return self._answer(order, limit, stood_still)
         except BaseException:  # interrupted in between: what comes next would be the answer to this order
             self.close()
             raise
 
-    def _answer(self, order: Order, limit: float) -> int | None:
+    def _answer(self, order: Order, limit: float, stood_still: StoodStill) -> int | None:
         assert self._server.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the server has ended, as its next answer says
             self._server.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
@@ -108,12 +118,20 @@ class Nursery:
         self._child = int(begun)
         if self._stopped:
             _end(self._child)
-        in_time = self._speaks_within(limit)
+        in_time = self._ends_within(limit, stood_still)
         _end(self._child)
         ended = self._answers.readline()
         self._child = 0
         status = int(ended) if ended else -signal.SIGKILL
         return status if in_time else None
+
+    def _ends_within(self, limit: float, stood_still: StoodStill) -> bool:
+        begin, left = time.monotonic(), limit
+        while left > 0:
+            if self._speaks_within(max(left, _BEAT)):
+                return True
+            left = begin + limit + stood_still(self._child, begin) - time.monotonic()
+        return False
 
     def _speaks_within(self, seconds: float) -> bool:
         return bool(select.select([self._answers], [], [], seconds)[0])

@@ -158,6 +158,7 @@ class _Sweep:
         """One answer for every cell, in the order they come."""
         waiting = deque(work)
         conductor = Conductor(self._turn, self.harness.groups)
+        self.harness.stood_still = conductor.stood_still
         threads = self.harness.compile_threads(self.configuration["compile_threads"])
         with threads, conductor, ThreadPoolExecutor(side_by_side) as pool:
             for _ in range(min(side_by_side, len(work))):

@@ -40,7 +40,7 @@ def bill_records(bill: Bill, root: Path) -> list[Record]:
     }
     records = [Record("bill", labels, values, data)]
     records += [_finding(each, index, bill.target, root) for index, each in enumerate(bill.findings, 1)]
-    if bill.together is not None and bill.together.accepted:
+    if bill.together is not None:
         records.append(_together(bill.together, bill.target))
     return records
 
@@ -70,7 +70,13 @@ def _finding(finding: Finding, index: int, target: str, root: Path) -> Record:
         "no gap": "" if finding.price is None else finding.price.no_gap,
         "mend": None
         if mend is None
-        else {"title": mend.title, "effect": mend.effect, "accepted": mend.accepted, "verdict": mend.verdict},
+        else {
+            "title": mend.title,
+            "effect": mend.effect,
+            "accepted": mend.accepted,
+            "verdict": neutral(mend.verdict, root),
+            "apart": neutral(mend.apart, root),
+        },
         "patch": mend.patch if mend is not None else "",
     }
     return Record("finding", {"target": target, "number": index}, values, data)
@@ -80,7 +86,9 @@ def _together(mend: Mend, target: str) -> Record:
     assert mend.before is not None
     assert mend.after is not None
     values = _counts("before", mend.before) | _counts("after", mend.after)
-    return Record("mended", {"target": target}, values, {"effect": mend.effect, "cases": mend.case})
+    return Record(
+        "mended", {"target": target}, values, {"title": mend.title, "effect": mend.effect, "cases": mend.case}
+    )
 
 
 def _counts(when: str, figures: Figures) -> dict[str, Quantity]:

@@ -109,6 +109,7 @@ def _mended(each: Record) -> dict[str, Any]:
         "place": _short(each.data["place"]),
         "title": each.data["mend"]["title"],
         "effect": each.data["mend"]["effect"],
+        "apart": each.data["mend"].get("apart", ""),
         "breaks": f"{plural(before, 'break')} before, {after} after",
         "patch": each.data["patch"].rstrip("\n"),
     }
@@ -135,7 +136,8 @@ def _together(each: Record) -> str:
                 "–" if first is None else numbers.with_unit(first.value, "s"),
             )
         )
-    return markdown_table(["all mends together", "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
+    title = each.data.get("title", "all mends together")  # records of before there was another
+    return markdown_table([title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
 
 
 _BREAKS = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")

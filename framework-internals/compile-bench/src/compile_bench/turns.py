@@ -4,19 +4,22 @@ Compiling takes minutes and mostly a core, sampling a second and the whole machi
 for their turn (:func:`alone`); the :class:`Conductor` stops every other process (``SIGSTOP``), lets the GPU run dry,
 has the one sample, and lets the others go on. What may go on beside compiling but not beside its like, as autotuning's
 own timings, holds a lock (:func:`one_at_a_time`). What a process was made to wait is written down, and taken out of its
-own figures (:class:`Stopwatch`, :func:`pauses`). Nothing here imports torch.
+own figures (:class:`Stopwatch`, :func:`pauses`); what it was stopped is no part of its time limit
+(:meth:`Conductor.stood_still`). Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -113,6 +116,14 @@ class Stopwatch:
         self.seconds = max(took - still, 0.0)
 
 
+@dataclass
+class _Stop:
+    """When a process group was stopped, and when it went on; of ``time.monotonic()``."""
+
+    begin: float
+    end: float = math.inf
+
+
 class Conductor:
     """Gives measuring processes their turns, one after the other, inside a ``with`` block.
 
@@ -128,6 +139,7 @@ class Conductor:
         self.folder = folder
         self.fault: OSError | None = None
         self._groups = groups
+        self._stops: dict[int, list[_Stop]] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -144,6 +156,17 @@ class Conductor:
         if self.fault is not None and error is None:
             raise self.fault
 
+    def stood_still(self, group: int, since: float) -> float:
+        """Seconds that a process group was stopped for others until now.
+
+        Args:
+            group: its number.
+            since: of ``time.monotonic()``; before that, another group may have had the number.
+        """
+        now = time.monotonic()
+        stops = self._stops.get(group, ())
+        return sum(max(min(each.end, now) - max(each.begin, since), 0.0) for each in list(stops))
+
     def _serve(self) -> None:
         while not self._ended.wait(_BEAT):
             for ready in sorted(self.folder.glob("*.ready"), key=lambda file: file.stat().st_mtime):
@@ -156,7 +179,7 @@ class Conductor:
     def _give(self, process: int) -> None:
         """Its turn, until it says that it is over or has ended."""
         go, over = (self.folder / f"{process}.{what}" for what in ("go", "over"))
-        stopped: set[int] = set()
+        stopped: dict[int, _Stop] = {}
         begin = time.time()
         try:
             self._stop_others(process, stopped)
@@ -169,14 +192,16 @@ class Conductor:
                 with (self.folder / _PAUSES).open("a") as file:  # before they go on, so that they find it
                     file.write(f"{begin!r} {time.time()!r}\n")
             finally:
-                for group in stopped:
+                for group, stop in stopped.items():
                     with contextlib.suppress(ProcessLookupError):  # it was ended at its time limit
                         os.killpg(group, signal.SIGCONT)
+                    stop.end = time.monotonic()
                 for file_of_the_turn in (go, over):
                     file_of_the_turn.unlink(missing_ok=True)
 
-    def _stop_others(self, process: int, stopped: set[int]) -> None:
-        for group in set(self._groups()) - {process} - stopped:
+    def _stop_others(self, process: int, stopped: dict[int, _Stop]) -> None:
+        for group in set(self._groups()) - {process} - stopped.keys():
             with contextlib.suppress(ProcessLookupError):  # it has ended, or has no group of its own yet
                 os.killpg(group, signal.SIGSTOP)
-                stopped.add(group)
+                stopped[group] = _Stop(time.monotonic())
+                self._stops.setdefault(group, []).append(stopped[group])

@@ -63,13 +63,13 @@ def triage(
 
 
 def write_patches(bill: Bill, folder: Path) -> dict[str, Path]:
-    """Write a file for every accepted change, and one for all of them together, in the place of an earlier triage's.
+    """Write a file for every accepted change, and one for those that hold together, in an earlier triage's place.
 
     Returns:
         The files by patch.
     """
     accepted = [finding.mend for finding in bill.findings if finding.mend is not None and finding.mend.accepted]
-    if bill.together is not None and bill.together.accepted and len(accepted) > 1:
+    if bill.together is not None and len(accepted) > 1:
         accepted.append(replace(bill.together, case="all"))
     for earlier in folder.glob("*.patch"):
         if _OWN_PATCH.fullmatch(earlier.name):
@@ -154,19 +154,18 @@ def _mend(mend: Mend, patches: dict[str, Path]) -> list[str]:
         f"{plural(mend.before.graphs, 'graph')} before, {mend.after.graphs} after; {mend.verdict}",
         f"  patch: {patches[mend.patch]}",
     ]
+    lines += [f"  not among those that hold together: {mend.apart}"] if mend.apart else []
     return [*lines, f"  note: {mend.effect}"] if mend.effect else lines
 
 
 def _together(together: Mend, patches: dict[str, Path]) -> list[str]:
-    if not together.accepted:
-        return [f"all mends together were not accepted: {together.verdict}"]
     rows = []
     for name, figures in (("before", together.before), ("after", together.after)):
         assert figures is not None
         step = "–" if figures.step is None else numbers.quantity(figures.step)
         first = "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s")
         rows.append((name, str(figures.breaks), str(figures.graphs), step, first))
-    table = markdown_table(["all mends together", "breaks", "graphs", "step", "first steps"], rows)
+    table = markdown_table([together.title, "breaks", "graphs", "step", "first steps"], rows)
     return [table, f"patch: {patches[together.patch]}"] if together.patch in patches else [table]
 
 

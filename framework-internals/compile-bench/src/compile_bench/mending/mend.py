@@ -11,6 +11,7 @@ from typing import cast
 
 from compile_bench.findings import Figures, Finding, Mark, Mend, Proposal, Survey, Trial, mark
 from compile_bench.harness import Harness, WorkerFailure
+from compile_bench.mending.choosing import Place, choose
 from compile_bench.mending.overlay import Overlay
 from compile_bench.mending.rewrites import Candidate, candidates
 from compile_bench.mending.source import Edit, Source, unified_diff
@@ -24,11 +25,11 @@ class Mending:
 
     Attributes:
         mends: by place (file and line) of the break.
-        together: everything that was accepted as one change; None without any.
+        together: what was accepted as one change; None without any.
         overlay: the sources with it.
     """
 
-    mends: dict[tuple[str, int], Mend]
+    mends: dict[Place, Mend]
     together: Mend | None
     overlay: Overlay
 
@@ -37,13 +38,10 @@ class Mending:
 class _Attempt:
     """One candidate at one place, with what came of it."""
 
-    place: tuple[str, int]
+    place: Place
     candidate: Candidate
     overlay: Overlay
     trial: Trial
-
-    def with_verdict(self, verdict: str) -> _Attempt:
-        return replace(self, trial=replace(self.trial, verdict=verdict))
 
 
 class Mender:
@@ -72,27 +70,33 @@ class Mender:
     def mend(self, findings: Sequence[Finding]) -> Mending:
         """Try to mend every finding in a file of the user's.
 
+        Args:
+            findings: dearest first; of mends that are in each other's way the earlier ones are kept.
+
         Raises:
             WorkerFailure: if the unchanged model cannot be run for comparison.
             UserError: likewise.
         """
-        tried = self._tried(self._attempts(findings))
-        passed = {place: attempts[-1] for place, attempts in tried.items() if not attempts[-1].trial.verdict}
-        together, overlay = self._proved(list(passed.values()))
-        if together is not None and not together.accepted:
-            # One of them is at fault: each is proved by itself, and then once more those that hold.
-            verdicts = {place: self._verdict(self._prove(each.overlay, place), place) for place, each in passed.items()}
-            tried = {
-                place: [*attempts[:-1], attempts[-1].with_verdict(verdicts.get(place, attempts[-1].trial.verdict))]
-                for place, attempts in tried.items()
-            }
-            passed = {place: each for place, each in passed.items() if not verdicts[place]}
-            together, overlay = self._proved(list(passed.values()))
-        return Mending({place: self._mend(attempts[-1]) for place, attempts in tried.items()}, together, overlay)
+        last = {place: attempts[-1] for place, attempts in self._tried(self._attempts(findings)).items()}
+        passed = {place: each for place, each in last.items() if not each.trial.verdict}
 
-    def _attempts(self, findings: Sequence[Finding]) -> dict[tuple[str, int], list[_Attempt]]:
+        def chosen(places: Collection[Place]) -> list[_Attempt]:
+            return [each for place, each in passed.items() if place in places]
+
+        choice = choose(tuple(passed), lambda places: self._proved(chosen(places)))
+        mends = {
+            place: replace(self._mend(each, choice.refused.get(place, "")), apart=choice.apart.get(place, ""))
+            for place, each in last.items()
+        }
+        if choice.trial is None:
+            return Mending(mends, None, {})
+        kept = chosen(choice.kept)
+        title = "mends that hold together" if choice.apart else "all mends together"
+        return Mending(mends, self._as_one(kept, choice.trial, title), _joined(kept))
+
+    def _attempts(self, findings: Sequence[Finding]) -> dict[Place, list[_Attempt]]:
         """Candidates by place, those left out that do not fit the code."""
-        attempts: dict[tuple[str, int], list[_Attempt]] = {}
+        attempts: dict[Place, list[_Attempt]] = {}
         places = dict.fromkeys((each.file, each.line) for each in findings if each.user_file)
         for place in places:
             for found in (each for each in self._breaks.values() if (each.file, each.line) == place):
@@ -104,7 +108,7 @@ class Mender:
                     attempts.setdefault(place, []).append(_Attempt(place, candidate, overlay, Trial("not tried")))
         return attempts
 
-    def _tried(self, attempts: dict[tuple[str, int], list[_Attempt]]) -> dict[tuple[str, int], list[_Attempt]]:
+    def _tried(self, attempts: dict[Place, list[_Attempt]]) -> dict[Place, list[_Attempt]]:
         if not attempts:
             return {}
         proposals = [
@@ -132,7 +136,13 @@ class Mender:
         )
         return cast(list[list[Trial]], answer)
 
-    def _prove(self, overlay: Overlay, *places: tuple[str, int]) -> Trial:
+    def _proved(self, attempts: Sequence[_Attempt]) -> Trial:
+        """Some changes as one, with Inductor."""
+        places = {each.place for each in attempts}
+        try:
+            overlay = _joined(attempts)
+        except (ValueError, SyntaxError) as error:
+            return Trial(f"two of the changes are in each other's way: {error}")
         self._harness.toolchain_seconds()
         try:
             answer = self._harness.ask(
@@ -141,46 +151,36 @@ class Mender:
                 overlay=overlay,
                 kinds=self._kinds,
                 seeds=self._seeds,
-                allowed=self._allowed(set(places)),
+                allowed=self._allowed(places),
                 path=self._reference,
             )
         except WorkerFailure as error:
             return Trial(str(error))
-        return cast(Trial, answer)
+        return self._judged(cast(Trial, answer), places)
 
-    def _proved(self, passed: Sequence[_Attempt]) -> tuple[Mend | None, Overlay]:
-        """All changes that passed, as one, with Inductor."""
-        if not passed:
-            return None, {}
-        edits: dict[str, list[Edit]] = {}
-        sources = {each.place[0]: each.candidate.source for each in passed}
-        for each in passed:
-            edits.setdefault(each.place[0], []).extend(each.candidate.edits)
-        rewrites = [each.candidate.rewrite for each in passed]
-        cases = ", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites))
-        effects = "; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect))
-        attempt = Mend(cases, "all of them together", effects, "", tuple(edits), False, "")
-        try:
-            overlay = {file: source.apply(edits[file]) for file, source in sources.items()}
-        except (ValueError, SyntaxError) as error:
-            return replace(attempt, verdict=f"two of the changes are in each other's way: {error}"), {}
-        trial = self._prove(overlay, *(each.place for each in passed))
-        verdict = self._verdict(trial, *(each.place for each in passed))
-        if verdict:
-            return replace(attempt, verdict=verdict), {}
-        return self._accepted(attempt, sources, overlay, trial, {each.place for each in passed}), overlay
-
-    def _verdict(self, trial: Trial, *places: tuple[str, int]) -> str:
-        """A trial's verdict; where a mended break lies behind a function that is still given up, nothing is proved."""
+    def _judged(self, trial: Trial, places: Collection[Place]) -> Trial:
+        """A trial; where a mended break lies behind a function that is still given up, it has proved nothing."""
         unseen = [each for each in self._hidden & self._breaks.keys() if each not in self._allowed(places)]
         if trial.verdict or not trial.gives_up or not unseen:
-            return trial.verdict
-        return "a function around it is still given up, and nothing shows whether the break is gone"
+            return trial
+        verdict = "a function around it is still given up, and nothing shows whether the break is gone"
+        return replace(trial, verdict=verdict, unseen=True)
 
-    def _mend(self, attempt: _Attempt) -> Mend:
+    def _as_one(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Mend:
+        """All changes that hold together, of which ``trial`` came."""
+        rewrites = [each.candidate.rewrite for each in attempts]
+        cases = ", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites))
+        effects = "; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect))
+        sources = {each.place[0]: each.candidate.source for each in attempts}
+        mend = Mend(cases, title, effects, "", tuple(sources), False, "")
+        return self._accepted(mend, sources, _joined(attempts), trial, {each.place for each in attempts})
+
+    def _mend(self, attempt: _Attempt, refused: str) -> Mend:
+        """The change at one place; ``refused`` is what the proof says against it."""
         rewrite, file = attempt.candidate.rewrite, attempt.place[0]
-        mend = Mend(rewrite.case, rewrite.title, rewrite.effect, "", (file,), False, attempt.trial.verdict)
-        if attempt.trial.verdict:
+        verdict = refused or attempt.trial.verdict
+        mend = Mend(rewrite.case, rewrite.title, rewrite.effect, "", (file,), False, verdict)
+        if verdict:
             return mend
         return self._accepted(mend, {file: attempt.candidate.source}, attempt.overlay, attempt.trial, {attempt.place})
 
@@ -190,7 +190,7 @@ class Mender:
         sources: Mapping[str, Source],
         overlay: Overlay,
         trial: Trial,
-        places: Collection[tuple[str, int]],
+        places: Collection[Place],
     ) -> Mend:
         # A trial does not look behind functions that are given up: what was hidden there, and not mended, still is.
         left = trial.left | (self._hidden & self._allowed(places) if trial.gives_up else frozenset())
@@ -204,7 +204,7 @@ class Mender:
             after=Figures(trial.graphs, len(left)),
         )
 
-    def _allowed(self, places: Collection[tuple[str, int]]) -> frozenset[Mark]:
+    def _allowed(self, places: Collection[Place]) -> frozenset[Mark]:
         return frozenset(key for key, each in self._breaks.items() if (each.file, each.line) not in places)
 
     def _relative(self, file: str) -> str:
@@ -217,6 +217,20 @@ def patch_root(files: Sequence[str], here: Path) -> Path:
     if not folders or all(folder.is_relative_to(here) for folder in folders):
         return here
     return Path(os.path.commonpath(folders))
+
+
+def _joined(attempts: Sequence[_Attempt]) -> Overlay:
+    """The sources with several changes.
+
+    Raises:
+        ValueError: if two of them overlap.
+        SyntaxError: if the result is not Python.
+    """
+    edits: dict[str, list[Edit]] = {}
+    sources = {each.place[0]: each.candidate.source for each in attempts}
+    for each in attempts:
+        edits.setdefault(each.place[0], []).extend(each.candidate.edits)
+    return {file: source.apply(edits[file]) for file, source in sources.items()}
 
 
 def _candidates(found: Break) -> list[Candidate]:
