@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchkit import Quantity, Timing
+from benchkit.environment import capture
 from benchkit.report import render
-from benchkit.results import load
-from benchkit.run import measure_and_write, report_directories
+from benchkit.results import Recorder, load
+from benchkit.run import Run, measure_and_write, report_directories
+from jax_baseline.bench import MeasuredEngine
+from jax_baseline.engines import Preparation
 from whole_step import measure
 from whole_step.dissection import covered, dispatch_seconds, per_step
 from whole_step.report import REPORT, parts_of_steps, steps_before
@@ -27,6 +33,42 @@ def test_a_committed_report_is_a_pure_function_of_its_results(directory):
     assert render(results, REPORT) == (directory / "report.md").read_text()
     for figure in REPORT.figures(results):
         assert (directory / "figures" / f"{figure.name}.svg").stat().st_size > 0
+
+
+@pytest.mark.parametrize("known", [1, 2])
+def test_a_loss_that_could_not_be_read_leaves_the_rest_of_the_report(known):
+    results = load(COMMITTED[0] / "results.json")
+    variants_seen = 0
+
+    def without(record):
+        nonlocal variants_seen
+        variants_seen += record.name == "variant"
+        if record.name != "variant" or variants_seen <= known:
+            return record
+        return replace(record, values={key: value for key, value in record.values.items() if key != "last loss"})
+
+    text = render(replace(results, records=tuple(map(without, results.records))), REPORT)
+    assert ("the losses of the 2 ways of which they are known lie within" in text) == (known == 2)
+    assert "the losses of" in text or known == 1
+    assert re.search(r"^\| .* \| – \|$", text, re.MULTILINE)
+
+
+def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
+    missing = {"inspection": "the worker ended with status -11:\n"}
+    preparation, timing = Preparation(1.0, 5.0, {}), Timing((0.5, 0.5), 1, "wall-clock", 0.5)
+    engine = MeasuredEngine(preparation, timing, Quantity(1.0, "×"), None, missing)
+    monkeypatch.setattr(measure, "measure_engines", lambda engines, *_, **__: dict.fromkeys(engines, engine))
+    configuration = measure.configure("cpu", True)
+    recorder = Recorder.going_on(
+        tmp_path, lens=measure.NAME, environment=capture("cpu", root=HOUSE), configuration=configuration
+    )
+    measure.collect(Run("cpu", configuration, recorder))
+    records = recorder.results.select("variant")
+    assert len(records) == len(configuration["variants"])
+    assert not any("last loss" in record.values for record in records)
+    told = {absence.what: absence.why for absence in recorder.results.absences}
+    title = configuration["variants"]["eager"]["title"]
+    assert told[f"The last loss of {title}"] == "asking for it failed: the worker ended with status -11"
 
 
 def test_intervals_that_overlap_count_once():

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchkit import Comparison, Quantity
+from benchkit import Comparison, Quantity, UserError
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Lens, Run
@@ -65,7 +65,7 @@ def collect(run: Run) -> None:
         if asked["dissect"]:
             try:
                 apart[name] = worker.call("dissect")
-            except WorkerError as error:  # the times stand without it
+            except (WorkerError, UserError) as error:  # the times stand without it
                 run.absent(f"Where the time of {name} goes", last_line(str(error)).rstrip("."))
 
     with run.working("one training step, every variant"):
@@ -107,10 +107,18 @@ def _record_variants(
     tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device, devices=1)
     comparison = Comparison({name: engine.timing for name, engine in measured.items()})
     for name, engine in measured.items():
-        values = engine.figures(tokens, asked["steps"], mfu) | {"last loss": Quantity(last[name], "nats")}
+        values = engine.figures(tokens, asked["steps"], mfu)
+        if name in last:
+            values["last loss"] = Quantity(last[name], "nats")
         if (over := asked["variants"][name]["over"]) in measured:
             values["change"] = comparison.speedup(name, over=over)
         run.record("variant", {"variant": name}, values)
+        for what, why in engine.missing.items():
+            asked_for = {"inspection": "last loss"}.get(what, what)
+            run.absent(
+                f"The {asked_for} of {asked['variants'][name]['title']}",
+                f"asking for it failed: {last_line(why).rstrip('.:')}",
+            )
 
 
 def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> None:

@@ -31,9 +31,8 @@ def finding(results: Results) -> str:
     first = results.one("variant", variant=results.configuration["reference"])
     return (
         f"One training step of {results.configuration['preset']}: {_title(results, first)} trains at "
-        f"{_rate(first)}, {_title(results, best)} at {_rate(best)}, {numbers.quantity(best['speedup'])} as fast; after "
-        f"{steps_before(results)} equal steps the losses of all {len(records)} ways lie within "
-        f"{numbers.error_size(_spread(records))} nats of one another."
+        f"{_rate(first)}, {_title(results, best)} at {_rate(best)}, {numbers.quantity(best['speedup'])} as fast"
+        f"{_losses(results)}."
     )
 
 
@@ -129,7 +128,7 @@ def variant_table(results: Results) -> str:
                 "1" if reference else numbers.quantity(record["speedup"]),
                 *optional,
                 numbers.with_unit(record["first step"].value, "s"),
-                f"{record['last loss'].value:.4f}",
+                f"{record['last loss'].value:.4f}" if "last loss" in record.values else "–",
             ]
         )
     return markdown_table(header, rows)
@@ -267,9 +266,18 @@ def _rate(record: Record) -> str:
     return f"{numbers.count(record['rate'].value)} tokens/s"
 
 
-def _spread(records: Sequence[Record]) -> float:
-    losses = [record["last loss"].value for record in records]
-    return max(losses) - min(losses)
+def _losses(results: Results) -> str:
+    """How far the last losses lie apart; empty where no two are known."""
+    records = results.select("variant")
+    losses = [record["last loss"].value for record in records if "last loss" in record.values]
+    if len(losses) < 2:
+        return ""
+    which = "all" if len(losses) == len(records) else "the"
+    return (
+        f"; after {steps_before(results)} equal steps the losses of {which} {len(losses)} ways"
+        f"{'' if which == 'all' else ' of which they are known'} lie within "
+        f"{numbers.error_size(max(losses) - min(losses))} nats of one another"
+    )
 
 
 def _draw_throughput(results: Results) -> MatplotlibFigure:

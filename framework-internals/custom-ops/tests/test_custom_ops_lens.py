@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import custom_ops
 from benchkit import Record
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write
 from custom_ops import lens, speed
 from custom_ops.contestants import COMPILED, contests
+from custom_ops.measure import largest_error
 from custom_ops.report import REPORT
 
 COMMITTED = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
@@ -92,6 +94,22 @@ def limits(device: str) -> list:
     from benchkit.limits import memory_limits
 
     return list(memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01))
+
+
+def test_the_thousands_of_ulps_of_a_sum_that_cancels_are_explained() -> None:
+    text = " ".join(render(COMMITTED, REPORT).split())
+    assert "| axpb | float32 | 500,003 | 79,290 | 0.5000 | 32,768 |" in text
+    assert "The 32,768 ulp of torch's are cancellation" in text
+    assert "In bfloat16 `1.25 * -104.5 + 131` is 0.375;" in text
+    records = tuple(record for record in COMMITTED.records if record.labels.get("op") != "axpb")
+    assert "cancellation" not in render(replace(COMMITTED, records=records), REPORT)
+
+
+def test_the_reports_example_of_cancellation_is_one() -> None:
+    x, b = torch.tensor([-104.5], dtype=torch.bfloat16), torch.tensor([131.0], dtype=torch.bfloat16)
+    assert (1.25 * x).item() == -131
+    assert largest_error(1.25 * x + b, x, b, 1.25) == 192
+    assert custom_ops.axpb(x, b, 1.25).item() == 0.375
 
 
 def test_configuration_is_smaller_when_quick() -> None:

@@ -164,6 +164,10 @@ def test_op_prints_the_table() -> None:
         (("expr", "a", "--tensor", "a=f32[2]@cpu:x"), "got 'cpu:x' in 'a=f32[2]@cpu:x'; without @ it is --device's"),
         (("expr", "a", "--tensor", "a=f32[2]@cuda:99"), "--tensor: 'a=f32[2]@cuda:99' asks for GPU 99, and torch "),
         (("expr", "a", "--tensor", "for=f32[2]"), "--tensor: expected a variable's name, got Python's keyword 'for'"),
+        (
+            ("expr", "a", "--tensor", "a=f32[2]", "--tensor", "b=f32[2]", "--tensor", "a=bf16[3]"),
+            "--tensor: 'a' is given twice, as a=f32[2]@cpu and as a=bf16[3]@cpu; give each tensor a name of its own",
+        ),
         (("expr", "a", "--tensor", "a=f32[99999999999999]"), "torch cannot make a=f32[99999999999999]@cpu (Runtime"),
         (("expr", "a", "--tensor", "a=f32[99999999999999999999]"), "; take smaller sizes, or a dtype of f32, "),
         (("expr", "a", "--tensor", "a=qint8[2]"), "--tensor: torch cannot make a=qint8[2]@cpu (RuntimeError: "),
@@ -248,6 +252,27 @@ def test_a_file_with_annotations_as_text_is_loaded(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert "aten::exp($0: f32[2])" in result.stdout
     assert sys.modules["json"] is json
+
+
+@pytest.mark.parametrize("where", ["top", "function"])
+def test_a_file_imports_its_neighbours_wherever_it_does(where: str, tmp_path: Path) -> None:
+    neighbour = f"beside_{where}"
+    (tmp_path / f"{neighbour}.py").write_text("import torch\n\ndef ones():\n    return torch.ones(2)\n")
+    top, inside = (f"{indent}import {neighbour}\n" for indent in ("", "    "))
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"import sys\nsys.path.insert(0, 'not the first entry')\n{top if where == 'top' else ''}\n"
+        f"def step():\n{inside if where == 'function' else ''}    return {neighbour}.ones().exp()\n"
+    )
+    before = list(sys.path)
+    options = ("--device", "cpu", "--scope", "core", "--cost", "--format", "tree")
+    try:
+        result = call("run", f"{file}:step", *options)
+        assert result.exit_code == 0, result.stderr
+        assert "aten::exp($0: f32[2])" in result.stdout
+        assert sys.path == ["not the first entry", *before]
+    finally:
+        sys.path[:] = before
 
 
 def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:

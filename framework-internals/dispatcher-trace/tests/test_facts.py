@@ -204,13 +204,17 @@ def _moved(argument: Argument, device: str, *, pinned: bool) -> Argument:
     [
         (lambda x: torch.empty(3).copy_(x), "cuda:0", "cpu", False, ["synchronisation"]),
         (lambda x: torch.empty(3).copy_(x), "cuda:0", "cpu", True, []),
-        (lambda x: torch.empty(3).copy_(x), "cpu", "cuda:0", False, []),
+        (lambda x: torch.empty(3).copy_(x), "cpu", "cuda:0", False, ["synchronisation"]),
+        (lambda x: torch.empty(3).copy_(x), "cpu", "cuda:0", True, ["synchronisation"]),
+        (lambda x: torch.empty(3).copy_(x, non_blocking=True), "cpu", "cuda:0", True, []),
         (lambda x: torch.empty(3).copy_(x), "cuda:0", "cuda:1", False, []),
         (lambda x: x.to("cpu", copy=True), "cuda:0", "cpu", False, ["copy", "synchronisation"]),
         (lambda x: x.to("cpu", copy=True), "cuda:0", "cpu", True, ["copy"]),
+        (lambda x: x.to("cpu", copy=True), "cpu", "cuda:0", False, ["copy", "synchronisation"]),
+        (lambda x: x.to("cpu", copy=True, non_blocking=True), "cpu", "cuda:0", True, ["copy"]),
     ],
 )
-def test_a_copy_from_the_gpu_waits_unless_into_pinned_memory(
+def test_a_copy_between_gpu_and_host_waits_unless_told_and_able_not_to(
     shims: Shims,
     function: Callable[[torch.Tensor], object],
     source: str,
@@ -222,7 +226,8 @@ def test_a_copy_from_the_gpu_waits_unless_into_pinned_memory(
     t = _walk(shims, lambda: function(x))
     _on_devices(t.calls[-1], source, target, pinned=pinned)
     assert [found.kind for found in t.findings] == kinds
-    assert all("to the host, which waits" in found.detail for found in t.findings if found.kind == "synchronisation")
+    said = "to the host, which waits" if target == "cpu" else "to the GPU and waits"
+    assert all(said in found.detail for found in t.findings if found.kind == "synchronisation")
 
 
 def test_the_key_set_stands_as_an_equation(shims: Shims) -> None:

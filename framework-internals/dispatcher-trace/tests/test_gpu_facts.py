@@ -1,5 +1,6 @@
 """What only a GPU shows: launches, libraries by name, synchronisations, whole steps, the catalogue on CUDA."""
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -90,6 +91,33 @@ def test_reading_a_value_waits_for_the_gpu(shims: Shims) -> None:
 )
 def test_a_copy_to_the_host_waits(shims: Shims, function: Callable[[torch.Tensor], object], waits: bool) -> None:
     x = torch.ones(8, device="cuda")
+    with record(shims) as t:
+        function(x)
+    torch.cuda.synchronize()
+    assert sum(item.kind == "synchronisation" for item in t.findings) == waits
+
+
+@pytest.mark.parametrize(
+    ("function", "waits"),
+    [
+        (lambda x: x.to("cuda"), True),
+        (lambda x: x.pin_memory().to("cuda"), True),
+        (lambda x: torch.empty(8, device="cuda").copy_(x), True),
+        (lambda x: x.pin_memory().to("cuda", non_blocking=True), False),
+    ],
+)
+def test_a_copy_to_the_gpu_waits_as_torch_itself_warns(
+    shims: Shims, function: Callable[[torch.Tensor], object], waits: bool
+) -> None:
+    x = torch.ones(8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert any("called a synchronizing" in str(warning.message) for warning in caught) == waits
     with record(shims) as t:
         function(x)
     torch.cuda.synchronize()

@@ -95,6 +95,8 @@ class FakeWorker:
             if self.name == "no profile":
                 raise WorkerError("the worker ended with status -6:\nFatal Python error: Aborted\n")
             return [["fusion", 2.0, 1e-3]]
+        if method == "peak_memory" and self.name == "no peak":
+            raise WorkerError("Traceback\nRuntimeError: CUDA error: device lost\n")
         return asdict(Preparation(1.0, self.loss, {})) if method == "prepare" else None
 
     def close(self):
@@ -134,6 +136,64 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     assert ("run", "reference") in log[second:]
     assert found["reference"].speedup.value == 1
     assert len(found["also right"].timing.samples) == 8
+
+
+def test_what_fails_after_the_timed_rounds_leaves_them(monkeypatch):
+    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeWorker([], asked[0])))
+
+    def inspect(name, worker):
+        if name in ("reference", "no inspection"):
+            raise WorkerError("the worker ended with status -11:\n")
+
+    names = ("reference", "no peak", "no inspection", "right")
+    shapes = bench_config("tiny", batch_size=2, dtype="float32")
+    engines = {name: EngineSpec("jax", attention=name) for name in names}
+    found = measure_engines(engines, *shapes, device="cpu", rounds=6, inspect=inspect)
+    assert {name: len(engine.timing.samples) for name, engine in found.items()} == dict.fromkeys(names, 6)
+    assert {name: list(engine.missing) for name, engine in found.items()} == {
+        "reference": ["inspection"],
+        "no peak": ["peak memory"],
+        "no inspection": ["inspection"],
+        "right": [],
+    }
+    assert last_line(found["no peak"].missing["peak memory"]) == "RuntimeError: CUDA error: device lost"
+    (_, trial), *_ = bench.sweep(
+        {"no peak": engines["no peak"]}, *shapes, device="cpu", rounds=2, steps=1, together=1, kernels=False
+    )
+    assert len(trial.timing.samples) == 2
+    assert last_line(trial.memory_unknown) == "RuntimeError: CUDA error: device lost"
+
+
+def test_a_reference_that_dies_once_it_is_timed_costs_the_later_groups_alone(monkeypatch):
+    log = []
+
+    class Dying(FakeWorker):
+        def call(self, method, **arguments):
+            if self.name == "reference" and ("start", "second") in log:
+                raise WorkerError("the worker ended with status -9:\n")
+            return super().call(method, **arguments)
+
+    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: Dying(log, asked[0])))
+    engines = {name: EngineSpec("jax", attention=name) for name in ("reference", "first", "second")}
+    shapes = bench_config("tiny", batch_size=2, dtype="float32")
+    found = measure_engines(engines, *shapes, device="cpu", rounds=2, together=1)
+    assert len(found["reference"].timing.samples) == len(found["first"].timing.samples) == 2
+    assert found["second"].startswith("the reference, reference, failed beside it: the worker ended with status -9")
+
+
+def test_a_missing_fact_is_an_absence_of_the_report(monkeypatch):
+    found = MeasuredEngine(
+        *(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None),
+        missing={"peak memory": "Traceback\nRuntimeError: device lost\n"},
+    )
+    monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
+    kept = []
+    monkeypatch.setattr(Run, "record", lambda self, name, labels=None, values=None, data=None: kept.append(name))
+    run = Run("cpu", lens.configure("cpu", quick=False), Notes())
+    run.configuration["bench"]["engines"] = {"one": asdict(EngineSpec("jax"))}
+    lens.training_lens._collect_bench(run)
+    assert "engine" in kept
+    assert run.recorder.told["The peak memory of `one`"] == "asking for it failed: RuntimeError: device lost"
 
 
 def test_the_reason_of_a_failure_is_the_exception_and_not_the_advice_after_it():

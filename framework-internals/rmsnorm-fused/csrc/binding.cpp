@@ -221,16 +221,15 @@ struct Options {
 // The gradients as a formula in torch's operators, which has derivatives of its own: where a graph of them is wanted.
 std::tuple<Tensor, Tensor> gradients_with_a_graph(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const Tensor& weight,
                                                   const Options& options, bool needs_dweight) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!options.llama, "rms_norm(casting=\"llama\") rounds between its operations and has no second derivative here; ",
-                              "use casting=\"exact\", or backend=\"pytorch\"");
   const Tensor s_ = s.to(wide(s)), dy_ = dy.to(wide(s));
+  const auto rounded = [&](const Tensor& values) { return options.llama ? values.to(s.scalar_type()).to(wide(s)) : values; };
   const auto mean = [](const Tensor& rows) { return rows.mean(at::IntArrayRef{-1}, /*keepdim=*/true); };
   const Tensor rstd = mean(s_.square()).add(options.eps).rsqrt(), normalised = s_.mul(rstd);
-  const Tensor g = weight.defined() ? dy_.mul(weight.to(wide(s)).add(options.offset)) : dy_;
+  const Tensor g = weight.defined() ? rounded(dy_.mul(weight.to(wide(s)).add(options.offset))) : dy_;
   Tensor dx = rstd.mul(g.sub(normalised.mul(mean(g.mul(normalised))))).to(s.scalar_type());
   if (ds) dx = dx.add(*ds);
   if (!needs_dweight) return {dx, Tensor()};
-  const Tensor terms = dy_.mul(normalised);
+  const Tensor terms = dy_.mul(rounded(normalised));
   return {dx, (terms.dim() > 1 ? terms.flatten(0, -2).sum(0) : terms).to(weight.scalar_type())};
 }
 

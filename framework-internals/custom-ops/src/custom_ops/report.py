@@ -57,6 +57,7 @@ def _context(results: Results) -> dict[str, Any]:
         "plan_rows": [_plan_row(record) for record in _best_plans(results)],
         "memory_rows": [_memory_row(record) for record in results.select("peak memory")],
         "correctness_rows": [_correctness_row(record) for record in results.select("correctness")],
+        "cancelled": _cancelled(results),
         "accuracy_rows": [_accuracy_row(record) for record in results.select("accuracy")],
         "bit_equal": _bit_equal(results),
         "training_rows": [_training_row(record) for record in results.select("training")],
@@ -279,9 +280,20 @@ def _correctness_row(record: Record) -> tuple[str, ...]:
         str(record.labels["dtype"]),
         numbers.count(record["elements"].value),
         numbers.count(record["differing"].value),
-        f"{record['error'].value:.4f}",
-        f"{record['torch_error'].value:.4f}",
+        _ulps(record["error"].value),
+        _ulps(record["torch_error"].value),
     )
+
+
+def _ulps(error: float) -> str:
+    """With the decimals that tell one rounding from two; thousands need none."""
+    return f"{error:.4f}" if error < 10 else numbers.count(error)
+
+
+def _cancelled(results: Results) -> str:
+    """Torch's largest error of a product and a sum, where it is more than two roundings of the result."""
+    largest = max((record["torch_error"].value for record in results.select("correctness", op="axpb")), default=0.0)
+    return f"{_ulps(largest)} ulp" if largest > 2 else ""
 
 
 def _accuracy_row(record: Record) -> tuple[str, ...]:

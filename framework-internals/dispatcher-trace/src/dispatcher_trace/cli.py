@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +18,14 @@ from benchkit.errors import first_line
 from benchkit.results import write_text_atomically
 from dispatcher_trace import compare, cost, keys, render
 from dispatcher_trace.records import Call
-from dispatcher_trace.targets import Conditions, TensorSpec, expression, load_function, parse_dtype
+from dispatcher_trace.targets import (
+    Conditions,
+    expression,
+    load_function,
+    neighbours_of,
+    parse_dtype,
+    parse_tensors,
+)
 from dispatcher_trace.trace import Trace, table_of, trace
 
 app = typer.Typer(
@@ -46,8 +53,22 @@ class _Scope(StrEnum):
 _OutOption = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
 
 
-def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable[..., Any]], about: str) -> None:
-    """Add a command that walks a callable; ``expr`` and ``run`` differ in what their argument names."""
+def _walking(
+    name: str,
+    argument: Any,
+    load: Callable[[str, list[str]], Callable[..., Any]],
+    about: str,
+    beside: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> None:
+    """Add a command that walks a callable; ``expr`` and ``run`` differ in what their argument names.
+
+    Args:
+        name: of the command.
+        argument: its argument, as typer takes it.
+        load: makes the callable of the argument and the names of the tensors.
+        about: what the command's help says.
+        beside: of the argument, the context in which the callable is loaded and runs.
+    """
 
     def command(
         target: Annotated[str, argument],
@@ -92,13 +113,14 @@ def _walking(name: str, argument: Any, load: Callable[[str, list[str]], Callable
             if costs and form in (_Format.json, _Format.html, _Format.perfetto):
                 raise UserError(f"--cost prints a table: use --format markdown, tree or findings, not {form.value}")
             resolved = resolve_device(device)
-            specs = [TensorSpec.parse(text, resolved) for text in tensor or []]
+            specs = parse_tensors(tensor or [], resolved)
             tensors = {spec.name: spec.make(requires_grad=requires_grad or backward) for spec in specs}
             main = next((spec.device.partition(":")[0] for spec in specs if spec.device != "cpu"), resolved)
             dtype = None if autocast is None else parse_dtype(autocast, "--autocast")
             conditions = Conditions(main, dtype, inference_mode, backward, vmap, compiled)
-            function = load(target, list(tensors))
-            walk, profile = _walk(function, tensors, conditions, scope.value, native=native, costs=costs)
+            with beside(target):
+                function = load(target, list(tensors))
+                walk, profile = _walk(function, tensors, conditions, scope.value, native=native, costs=costs)
             return _text(walk, form, target) + profile
 
         _run(job, out)
@@ -117,6 +139,7 @@ _walking(
     typer.Argument(metavar="FILE.py:FUNCTION", help="Called with what --tensor names, or without arguments."),
     load_function,
     "Walk a function of your own.",
+    neighbours_of,
 )
 
 

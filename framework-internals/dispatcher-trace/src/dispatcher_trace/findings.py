@@ -31,8 +31,8 @@ class Finding:
 
     Attributes:
         kind: ``copy``: data was copied although the line that caused it asks for something else; ``synchronisation``:
-            the host reads a value of a tensor, or data of the device, and waits for the device where there is one;
-            ``prediction``: the keys of a call are not those that its table predicts, for no known cause.
+            the host reads a value of a tensor, or copies data from or to the device, and waits for it where there is
+            one; ``prediction``: the keys of a call are not those that its table predicts, for no known cause.
         number: of the hop where it begins.
         operator: that did it.
         detail: one clause with the data.
@@ -65,7 +65,7 @@ def findings(calls: Sequence[Call]) -> list[Finding]:
     A copy is reported once, where it begins: ``aten::to.dtype`` calls ``_to_copy``, which calls ``copy_``. Copies of a
     single element on one device are left out: numbers are cast so all the time. Kernels that pack or copy inside
     themselves, below the dispatcher, are not seen. A copy from a GPU to the host is a synchronisation too, asked for or
-    not, unless it is non-blocking and into pinned memory.
+    not, unless it is non-blocking and into pinned memory; so is one from the host to a GPU, unless it is non-blocking.
     """
     return sorted((finding for top in calls for finding in _in_call(top, top)), key=lambda finding: finding.number)
 
@@ -137,13 +137,17 @@ def _waiting_detail(call: Call) -> str:
 
 
 def _transfer_detail(call: Call) -> str:
-    """A copy from a GPU to the host; empty for another, or where the host goes on meanwhile."""
+    """A copy between a GPU and the host; empty for another, or where the host goes on meanwhile."""
     # Of the last hop: there the recorder has asked whether the target is pinned.
     arguments = {argument.name: argument for argument in call.hops[-1].arguments}
     targets, sources = (arguments[name].tensors if name in arguments else () for name in ("self", "src"))
+    goes_on = "non_blocking" in arguments and arguments["non_blocking"].text == "non_blocking=True"
     for target, source in zip(targets, sources, strict=False):
         if source.device.startswith("cuda") and target.device == "cpu" and not target.pinned:
             return f"copies {source} to the host, which waits for the GPU"
+        # torch synchronises the stream after every such copy that is not non-blocking, pinned or not.
+        if source.device == "cpu" and target.device.startswith("cuda") and not goes_on:
+            return f"copies {source} to the GPU and waits for it, as non_blocking=True from pinned memory does not"
     return ""
 
 

@@ -7,8 +7,8 @@ import inspect
 import keyword
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import AsyncGeneratorType, CoroutineType, GeneratorType, ModuleType
@@ -102,6 +102,28 @@ class TensorSpec:
         return f"{self.name}={dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]@{self.device}"
 
 
+def parse_tensors(texts: Sequence[str], device: str) -> list[TensorSpec]:
+    """Read the specifications of one command line, each of a variable of its own.
+
+    Args:
+        texts: as :meth:`TensorSpec.parse` takes them.
+        device: where a specification names none.
+
+    Raises:
+        UserError: for one that cannot be read, or two of the same name.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for text in texts:
+        spec = TensorSpec.parse(text, device)
+        if spec.name in specs:
+            raise UserError(
+                f"--tensor: {spec.name!r} is given twice, as {specs[spec.name]} and as {spec}; "
+                "give each tensor a name of its own, or leave one out"
+            )
+        specs[spec.name] = spec
+    return list(specs.values())
+
+
 def _check_device(device: str, text: str) -> None:
     """Refuse a device that ``@`` cannot name, or a GPU that is not there."""
     kind, _, index = device.partition(":")
@@ -157,24 +179,54 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     Raises:
         UserError: for a target without a colon, a file that is not there or raises, or a function that is not in it.
     """
-    path_text, colon, name = target.rpartition(":")
-    if not colon or not name:
-        raise UserError(f"expected FILE.py:FUNCTION, got {target!r}")
-    path = Path(path_text)
-    if not path.is_file():
-        raise UserError(f"no file {path_text!r}")
+    path, name = _file_and_function(target)
     module = _loaded(path)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = near_names(name, functions) if functions else ""
-        raise UserError(f"{path_text} has no function {name!r}{near}")
+        raise UserError(f"{path} has no function {name!r}{near}")
     try:
         inspect.signature(function).bind(**dict.fromkeys(names))
     except TypeError as error:
         given = f"--tensor {', '.join(names)}" if names else "no --tensor"
         raise UserError(f"{target} cannot be called with {given}: {error}") from None
     return function
+
+
+@contextmanager
+def neighbours_of(target: str) -> Iterator[None]:
+    """Inside, what is traced can import the modules beside its file, as when the file is run.
+
+    Args:
+        target: ``FILE.py:FUNCTION``.
+
+    Raises:
+        UserError: for a target without a colon, or a file that is not there.
+    """
+    with _importable(_file_and_function(target)[0].parent):
+        yield
+
+
+def _file_and_function(target: str) -> tuple[Path, str]:
+    path_text, colon, name = target.rpartition(":")
+    if not colon or not name:
+        raise UserError(f"expected FILE.py:FUNCTION, got {target!r}")
+    path = Path(path_text)
+    if not path.is_file():
+        raise UserError(f"no file {path_text!r}")
+    return path, name
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # code inside may have changed the list: what was put in is removed, not the first
+            sys.path.remove(entry)
 
 
 def _loaded(path: Path) -> ModuleType:
@@ -184,15 +236,13 @@ def _loaded(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError(f"expected a Python file, got {str(path)!r}: its name must end in .py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # so that it can import its neighbours, as when it is run
     try:
-        spec.loader.exec_module(module)
+        with _importable(path.parent):
+            spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
         guard = '; put what ends it under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
         raise UserError(f"{path} raises when it is imported: {first_line(error)}{guard}") from error
-    finally:
-        sys.path.pop(0)
     return module
 
 

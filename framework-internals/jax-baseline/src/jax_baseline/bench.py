@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
 
@@ -32,12 +32,15 @@ class MeasuredEngine:
         timing: seconds of the steps of one sample.
         speedup: over the reference, paired round by round; 1 for the reference itself.
         peak_memory: bytes; None on a CPU.
+        missing: what was asked of the engine once it was timed and came to nothing, ``peak memory`` or ``inspection``,
+            and why.
     """
 
     preparation: Preparation
     timing: Timing
     speedup: Quantity
     peak_memory: int | None
+    missing: Mapping[str, str] = field(default_factory=dict)
 
     def figures(self, tokens: int, steps: int, mfu: float | None) -> dict[str, Quantity]:
         """What a report keeps of it; what was not measured is left out.
@@ -96,9 +99,10 @@ class Trial:
     Attributes:
         preparation: its first step, taken while others prepared theirs: the seconds are no compile times to quote.
         timing: seconds of one step, against the others of its group alone.
-        peak_memory: bytes; None on a CPU.
+        peak_memory: bytes; None on a CPU, and where asking for it failed.
         kernels: seconds a step by kernel, the largest first; empty unless asked for.
         unprofiled: why there are none although they were asked for.
+        memory_unknown: why asking for the peak memory failed.
     """
 
     preparation: Preparation
@@ -106,6 +110,7 @@ class Trial:
     peak_memory: int | None
     kernels: tuple[KernelTime, ...] = ()
     unprofiled: str = ""
+    memory_unknown: str = ""
 
 
 def measure_engines(
@@ -137,13 +142,13 @@ def measure_engines(
             step is no measure of what compiling takes.
         factory: makes an engine in its process, as :func:`jax_baseline.engines.make_engine` does.
         inspect: called once with each engine's name and worker, when its group is timed and all in it have taken
-            :func:`steps_taken` steps.
+            :func:`steps_taken` steps; what the worker fails of there, the engine has under ``missing``.
 
     Returns:
         What was measured by engine, in their order, or the reason why nothing was.
 
     Raises:
-        WorkerError: if the reference fails.
+        WorkerError: if the reference fails before it is timed; later the groups that it then is not there for are lost.
         UserError: if it fails for what the user can mend.
     """
     reference, *others = engines
@@ -166,11 +171,37 @@ def measure_engines(
                         ready[name] = (worker, _prepare(worker, steps, loss, training.dtype))
                     except (WorkerError, UserError, ValueError) as error:
                         found[name] = str(error)
-                for name, measured in _measure_group(ready, reference, rounds, steps).items():
-                    if inspect and name not in found and not isinstance(measured, str):
-                        inspect(name, ready[name][0])
-                    found.setdefault(name, measured)
+                try:
+                    group_found = _measure_group(ready, reference, rounds, steps)
+                except (WorkerError, UserError) as error:
+                    if reference not in found:
+                        raise
+                    group_found = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
+                for name, measured in group_found.items():
+                    if name not in found:
+                        found[name] = _inspected(name, measured, ready[name][0], inspect)
     return {name: found[name] for name in engines}
+
+
+def _inspected(
+    name: str, measured: MeasuredEngine | str, worker: Worker, inspect: Callable[[str, Worker], None] | None
+) -> MeasuredEngine | str:
+    """What was measured; an inspection that fails, or takes the worker with it, costs itself alone."""
+    if inspect is None or isinstance(measured, str):
+        return measured
+    try:
+        inspect(name, worker)
+    except (WorkerError, UserError) as error:
+        return replace(measured, missing={**measured.missing, "inspection": str(error)})
+    return measured
+
+
+def _peak_memory(worker: Worker) -> tuple[int | None, str]:
+    """Bytes, or None and why asking failed."""
+    try:
+        return worker.call("peak_memory"), ""
+    except (WorkerError, UserError) as error:
+        return None, str(error)
 
 
 def steps_taken(rounds: int, steps: int) -> int:
@@ -202,7 +233,8 @@ def _measure_group(
     for name, timing in comparison.timings.items():
         worker, preparation = ready[name]
         speedup = comparison.speedup(name, over=reference)
-        found[name] = MeasuredEngine(preparation, timing, speedup, worker.call("peak_memory"))
+        memory, why = _peak_memory(worker)
+        found[name] = MeasuredEngine(preparation, timing, speedup, memory, {"peak memory": why} if why else {})
     return found
 
 
@@ -254,7 +286,8 @@ def sweep(
             for name, timing in comparison.timings.items():
                 worker, preparation = ready[name]
                 timing = replace(timing, samples=tuple(sample / steps for sample in timing.samples))
-                trial = Trial(preparation, timing, worker.call("peak_memory"))
+                memory, why = _peak_memory(worker)
+                trial = Trial(preparation, timing, memory, memory_unknown=why)
                 yield name, _with_kernels(trial, worker, steps) if kernels else trial
 
 

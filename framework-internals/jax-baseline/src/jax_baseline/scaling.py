@@ -86,6 +86,10 @@ def _beside_one(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quantity], Map
     assert not isinstance(alone, str)  # a reference that fails is an error
     if isinstance(together, str):
         return {}, {"failed": last_line(together).rstrip(".")}
+    for what, why in together.missing.items():
+        run.absent(
+            f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {last_line(why).rstrip('.:')}"
+        )
     tokens = training.batch_size * model.block_size
     figures = together.figures(tokens * spread.devices, asked["steps"], None)
     values = {name: figure for name, figure in figures.items() if name in ("rate", "step", "peak memory")}

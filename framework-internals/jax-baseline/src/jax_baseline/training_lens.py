@@ -268,6 +268,8 @@ def _collect_bench(run: Run) -> None:
         mfu = mfu_per_token(model, training, run.device, devices)
         values = engine.figures(tokens * devices, asked["steps"], mfu)
         run.record("engine", {"engine": name, **asked["engines"][name]}, values)
+        for what, why in engine.missing.items():
+            run.absent(f"The {what} of `{name}`", f"asking for it failed: {last_line(why).rstrip('.:')}")
     run.record(
         "model", values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")}, data=_plain(model, training)
     )

@@ -83,7 +83,7 @@ def rms_norm(
     y = s / sqrt(mean(s²) + eps) · (weight + weight_offset), with s = x + residual, rounded to the dtype of ``x``, or
     s = x. Sums and products run in float32 (float64 for a float64 ``x``) and the result is rounded once, whatever the
     dtype of the weight. A row's result does not depend on the other rows. Differentiable in ``x``, ``residual`` and
-    ``weight``, twice with ``casting="exact"``. Never modifies its arguments.
+    ``weight``, twice. Never modifies its arguments.
 
     Args:
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides

@@ -32,7 +32,7 @@ from rmsnorm_fused import batching
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.layout import as_rows
 from rmsnorm_fused.options import Options
-from rmsnorm_fused.torch_private import reshaped
+from rmsnorm_fused.torch_private import is_refusal_of_func, reshaped
 from rmsnorm_fused.validation import wide_dtype
 
 Family = Literal["native", "triton"]
@@ -63,15 +63,27 @@ def operator(family: Family, name: str) -> Any:
 
 def forward(family: Family, x: torch.Tensor, weight: torch.Tensor | None, options: Options) -> torch.Tensor:
     """Y, differentiable; the arguments were checked by the caller."""
-    return cast("tuple[torch.Tensor, ...]", operator(family, "forward")(x, weight, *options))[0]
+    return _called(operator(family, "forward"), x, weight, *options)[0]
 
 
 def forward_add(
     family: Family, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Y and s = x + residual, both differentiable; the arguments were checked by the caller."""
-    y, s, _ = operator(family, "forward_add")(x, residual, weight, *options)
+    y, s, _ = _called(operator(family, "forward_add"), x, residual, weight, *options)
     return y, s
+
+
+def _called(differentiable: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    try:
+        return cast("tuple[torch.Tensor, ...]", differentiable(*arguments))
+    except RuntimeError as error:
+        if not is_refusal_of_func(error):
+            raise
+        raise NotImplementedError(
+            "torch.func takes no derivative that is registered from Python, as that of Triton and of the prebuilt "
+            'library is; use backend="pytorch", or "cpp" or "cuda" compiled here'
+        ) from error
 
 
 def quantize(

@@ -34,6 +34,17 @@ def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(result, shape)
 
 
+def is_refusal_of_func(error: RuntimeError) -> bool:
+    """Whether torch.func refused a derivative because ``torch.library.register_autograd`` registered it.
+
+    That makes an ``autograd.Function`` without the method that the message is about, which nobody can add to it.
+
+    Args:
+        error: that a call of the operator raised.
+    """
+    return "functorch transforms" in str(error) and "setup_context" in str(error)
+
+
 def kept_graphs() -> AbstractContextManager[None]:
     """Have torch.compile make backward passes that can be run again and again on a graph that is kept.
 

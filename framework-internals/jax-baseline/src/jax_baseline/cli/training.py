@@ -210,6 +210,8 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, 
         f"{numbers.with_unit(trial.preparation.first_step_seconds, 's')}, loss {trial.preparation.loss:.6f}",
         flush=True,
     )
+    if trial.memory_unknown:
+        print(f"    no peak memory: {last_line(trial.memory_unknown)}")
     if trial.unprofiled:
         print(f"    no kernels: {last_line(trial.unprofiled)}")
     if trial.kernels:

@@ -90,34 +90,29 @@ def gradients(
     """Gradients of y with respect to s and weight, as a formula that autograd can differentiate again.
 
     With r = rstd, n = s·r and g = dy · (weight + offset): dx = r·(g - n·mean(g·n)) + ds, and dweight is the sum over
-    the rows of dy·n.
+    the rows of dy·n. With ``options.llama`` g, and the n of dweight, are rounded to the dtype of s, as the kernels and
+    autograd round them; further derivatives take a rounding for the identity, as autograd takes the one in y.
 
     Args:
         dy: gradient of y, (..., N).
         ds: gradient that reaches s from elsewhere, or None.
         s: (..., N).
         weight: (N,), or broadcastable to s, or None.
-        options: eps and the weight's offset; not ``llama``, which rounds where this does not.
+        options: eps, the weight's offset, and where to round.
 
     Returns:
         dx like s, and dweight (None without a weight).
-
-    Raises:
-        NotImplementedError: with ``options.llama``.
     """
-    if options.llama:
-        raise NotImplementedError(
-            'rms_norm(casting="llama") rounds between its operations and has no second derivative here; '
-            'use casting="exact", or backend="pytorch"'
-        )
     wide = wide_dtype(s.dtype)
     s_, dy_ = s.to(wide), dy.to(wide)
     rstd = torch.rsqrt(s_.square().mean(-1, keepdim=True) + options.eps)
     normalised = s_ * rstd
     g = dy_ if weight is None else dy_ * (weight.to(wide) + options.weight_offset)
+    if options.llama:
+        g = g.to(s.dtype).to(wide)
     dx = (rstd * (g - normalised * (g * normalised).mean(-1, keepdim=True))).to(s.dtype)
     dx = dx if ds is None else dx + ds
     if weight is None:
         return dx, None
-    terms = dy_ * normalised
+    terms = dy_ * (normalised.to(s.dtype).to(wide) if options.llama else normalised)
     return dx, (terms.flatten(0, -2).sum(0) if terms.dim() > 1 else terms).to(weight.dtype)
