@@ -267,7 +267,7 @@ def test_a_bench_is_described_with_its_plan():
         2.1,
         warm=first,
         mega=first,
-        memory=Memory(2048, 1024),
+        memory=Memory(2048, 1024, 512),
         eager_profile=profile,
         compiled_profile=profile,
         no_cudagraphs=("no",),
@@ -275,6 +275,7 @@ def test_a_bench_is_described_with_its_plan():
     text = describe_bench(bench)
     assert "| GPU kernels a step | eager 7, compiled 7 |" in text
     assert "| CUDA graphs skipped | no |" in text
+    assert "| peak memory | eager 2.00 KiB, compiled 1.00 KiB, 512 B of it kept by captured graphs |" in text
     assert "| eager against itself | 1.00× (0.990–1.01) |" in text
     assert "| 10 restarts | kept | compile (" in text
 

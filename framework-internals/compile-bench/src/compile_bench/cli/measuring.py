@@ -199,7 +199,9 @@ def _step_rows(bench: Bench) -> list[tuple[str, str]]:
     rows = [("covered by compiled regions", _covered(bench))]
     if bench.memory is not None:
         eager, compiled = (numbers.with_unit(peak, "B") for peak in (bench.memory.eager, bench.memory.compiled))
-        rows.append(("peak memory", f"eager {eager}, compiled {compiled}"))
+        captured = bench.memory.captured
+        kept = f", {numbers.with_unit(captured, 'B')} of it kept by captured graphs" if captured else ""
+        rows.append(("peak memory", f"eager {eager}, compiled {compiled}{kept}"))
     before, after = bench.eager_profile, bench.compiled_profile
     if before is not None and after is not None:
         pairs = [("operators called a step", before.operators, after.operators)]
