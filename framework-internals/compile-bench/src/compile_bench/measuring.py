@@ -218,7 +218,10 @@ def _peak(step: Step, case: Case, held_before: int) -> int:
 
 
 def _captured(case: Case) -> int:
-    """Bytes of captured graphs that the allocator counts as free and gives to nobody: what lives inside a replay."""
+    """Bytes of captured graphs that the allocator counts as free and gives to nobody: what lives inside a replay.
+
+    They come on top of its peak, whatever a step does: a replay changes nothing in the allocator's books.
+    """
     if case.device == "cpu":
         return 0
     segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != _COMMON_POOL]
