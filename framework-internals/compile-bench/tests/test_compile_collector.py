@@ -81,7 +81,31 @@ def test_a_candidate_that_fails_has_nobody_wait(monkeypatch):
     assert not begun
 
 
-def test_the_trace_of_this_torch_reads_as_the_recorded_ones_do(program):
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.fixture
+def guarded():
+    """Leaves out what torch gets wrong itself: torch 2.11 on Python 3.13.0 has no guard on a module's attributes."""
+    torch._dynamo.reset()
+    counting = torch.compile(Counting(), backend="eager")
+    results = [counting(torch.ones(())).item() for _ in range(2)]
+    torch._dynamo.reset()
+    if results != [1.0, 2.0]:
+        python = ".".join(map(str, sys.version_info[:3]))
+        pytest.skip(
+            f"torch {torch.__version__} on Python {python} does not compile again when a module's attribute has changed"
+        )
+
+
+def test_the_trace_of_this_torch_reads_as_the_recorded_ones_do(program, guarded):
     with Collector() as collector:
         program.breaks()
     trace = collector.trace()
@@ -158,7 +182,7 @@ def forward(x):
 """
 
 
-def test_the_recompile_limit_of_a_librarys_function_is_at_the_users_call(tmp_path, monkeypatch):
+def test_the_recompile_limit_of_a_librarys_function_is_at_the_users_call(tmp_path, monkeypatch, guarded):
     installed = tmp_path / "site-packages"
     installed.mkdir()
     (installed / "library.py").write_text(LIBRARY)
