@@ -182,13 +182,18 @@ def test_held_lines_keep_the_numbers_of_those_behind(folder):
         assert b"__compile_bench_" in overlay[str(folder / "triage_model.py")].splitlines()[13]
 
 
+def both_run(path, held):
+    """The names that a file defines while values are recorded, and while they are replayed."""
+    recorded, replayed = {}, {}
+    for overlay, names in zip(overlays(held), (recorded, replayed), strict=True):
+        exec(overlay[str(path)], names)
+    return recorded, replayed
+
+
 def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
     path = tmp_path / "pair.py"
     path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
-    recording, replaying = overlays({(str(path), 2): "value"})
-    recorded, replayed = {}, {}
-    exec(recording[str(path)], recorded)
-    exec(replaying[str(path)], replayed)
+    recorded, replayed = both_run(path, {(str(path), 2): "value"})
     x = torch.ones(3, requires_grad=True)
     recorded["pair"](x)
     held, apart = replayed["pair"](x)
@@ -200,10 +205,7 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text("def loop(xs, kept):\n    while xs.pop() > 0:\n        kept.append(xs[-1])\n    return kept\n")
     # A condition is kept as what it was taken for; of a call for its own sake the arguments, and it still happens.
-    recording, replaying = overlays({(str(path), 2): "value", (str(path), 3): "arguments"})
-    recorded, replayed = {}, {}
-    exec(recording[str(path)], recorded)
-    exec(replaying[str(path)], replayed)
+    recorded, replayed = both_run(path, {(str(path), 2): "value", (str(path), 3): "arguments"})
     assert recorded["loop"]([torch.tensor(0), 5, 7, torch.tensor(1)], []) == [7, 5, 0]
     for _ in range(2):
         rewind()
@@ -213,10 +215,7 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
 def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
     path = tmp_path / "pairs.py"
     path.write_text("def pairs(xs):\n    each = zip(xs, xs)\n    return [next(each), *each]\n")
-    recording, replaying = overlays({(str(path), 2): "value"})
-    recorded, replayed = {}, {}
-    exec(recording[str(path)], recorded)
-    exec(replaying[str(path)], replayed)
+    recorded, replayed = both_run(path, {(str(path), 2): "value"})
     assert recorded["pairs"]([3, 5]) == [(3, 3), (5, 5)]
     for _ in range(2):
         rewind()
