@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,6 +107,11 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
         yield World(config.parallel, dist.get_rank(), size, own)
     finally:
         dist.destroy_process_group()
+        if own.type == "cpu":
+            # A thread of gloo lets go of a collective's tensors some time after the collective is done. Where that
+            # falls into Python's shutdown it aborts a process that has done all its work (pytorch/pytorch#179291), and
+            # torch's caches of layouts keep the group, which would wait for its threads, alive. So they get a moment.
+            time.sleep(0.1)
 
 
 def synchronise_gradients(model: nn.Module, on: bool) -> None:
