@@ -27,7 +27,7 @@ LENSES = {
     "dispatcher-trace": "what happens between `a + b` and the kernel, hop by hop, and why",
     "compile-bench": "what torch.compile costs, what it gives, what breaks the graph",
     "jax-baseline": "the same training in JAX: the same numbers? how fast? what did XLA make of it?",
-    "rmsnorm-fused": "one operator three ways (PyTorch, Triton, CUDA C++), forward and backward, at the memory limit",
+    "rmsnorm-fused": "one operator in PyTorch, Triton, C++ and CUDA C++, forward and backward, at the memory limit",
     "custom-ops": "every road from a C++/CUDA kernel to `torch.ops`, and what each costs",
 }
 

@@ -18,8 +18,9 @@ def finding(results: Results) -> str:
     records = results.select(RECORD)
     tried = [record for record in records if record.values]
     passed = [record for record in tried if not record["failed"].value]
+    of_those = f"all {len(tried)}" if len(passed) == len(tried) else f"{len(passed)} of those"
     return (
-        f"{len(tried)} of {len(records)} combinations could be tried on this machine; {len(passed)} of those passed "
+        f"{len(tried)} of {len(records)} combinations could be tried on this machine; {of_those} passed "
         "the quick selection of every package."
     )
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.limits import datasheet
-from benchkit.plotting import COLOURS, HATCHES, new_figure
+from benchkit.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from benchkit.report import Figure, ReportSpec, markdown_table
 from jax_baseline.bench import steps_taken
 from whole_step.dissection import dispatch_seconds
@@ -30,8 +30,8 @@ def finding(results: Results) -> str:
     best = max(records, key=lambda record: record["rate"].value)
     first = results.one("variant", variant=results.configuration["reference"])
     return (
-        f"One training step of {results.configuration['preset']}: {_title(results, first)} trains at "
-        f"{_rate(first)}, {_title(results, best)} at {_rate(best)}, {numbers.quantity(best['speedup'])} as fast"
+        f"One training step of {results.configuration['preset']} runs at {_rate(first)} in {_title(results, first)}, "
+        f"and at {_rate(best)}, {numbers.quantity(best['speedup'])} as fast, in {_title(results, best)}"
         f"{_losses(results)}."
     )
 
@@ -297,7 +297,9 @@ def _draw_throughput(results: Results) -> MatplotlibFigure:
     axes.set_yticks(range(len(records)), [_title(results, record) for record in records])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, 1.28 * max(record["rate"].high or 0.0 for record in records))
+    axes.set_xlim(0, 1.35 * max(record["rate"].high or 0.0 for record in records))
+    axes.locator_params(axis="x", nbins=6)
+    label_ticks(axes.xaxis)
     axes.set_xlabel("tokens/s")
     return figure
 
@@ -323,7 +325,7 @@ def _draw_shares(results: Results) -> MatplotlibFigure:
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
     axes.set_xlabel("ms a step")
-    figure.legend(loc="outside upper center", ncols=4, fontsize=9)
+    figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False)
     return figure
 
 

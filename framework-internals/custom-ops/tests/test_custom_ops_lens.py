@@ -16,6 +16,7 @@ from custom_ops import lens, speed
 from custom_ops.contestants import COMPILED, contests
 from custom_ops.measure import largest_error
 from custom_ops.report import REPORT
+from custom_ops.roads.wrappers import SHIPPED
 
 COMMITTED = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
 
@@ -87,6 +88,33 @@ def test_report_renders_with_nothing_but_the_build() -> None:
     text = render(replace(COMMITTED, records=tuple(COMMITTED.select("serving"))), REPORT)
     assert "This run's measurements failed" in text
     assert "## Attention" not in text
+
+
+def rendered_with(value: str, low: float, high: float, **labels: object) -> str:
+    """The committed report with another interval in the place of these records'."""
+    records = []
+    for record in COMMITTED.records:
+        if value in record.values and all(record.labels.get(key) == label for key, label in labels.items()):
+            quantity = replace(record[value], value=(low + high) / 2, low=low, high=high)
+            record = replace(record, values={**record.values, value: quantity})
+        records.append(record)
+    return " ".join(render(replace(COMMITTED, records=tuple(records)), REPORT).split())
+
+
+def test_a_call_is_dearer_or_cheaper_only_where_the_interval_says_so() -> None:
+    equal = rendered_with("ratio", 0.98, 1.02, form=SHIPPED)
+    assert "A call costs as much as torch.add without a gradient, as much as torch.add with one:" in equal
+    assert "at no size does the call speak against a kernel of one's own." in equal
+    assert "more than torch.add" in (dearer := rendered_with("ratio", 1.5, 1.6, form=SHIPPED))
+    assert "gains only if it replaces several calls." in dearer
+
+
+def test_an_operator_whose_interval_lies_on_both_sides_is_not_decided() -> None:
+    text = rendered_with("speedup", 0.9, 1.2, op="scale", dtype="float32")
+    clause = "- scale in float32, "
+    assert clause in text.partition("Not decided by this run")[2].partition("What decides")[0]
+    decided = rendered_with("speedup", 1.1, 1.2, op="scale", dtype="float32")
+    assert clause in decided.partition("Worth it on")[2].partition("Not worth it")[0]
 
 
 def limits(device: str) -> list:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchkit.results import write_bytes_atomically
 
@@ -47,6 +51,24 @@ def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
         return figure, figure.add_subplot()
 
 
+def new_panels(
+    rows: int, columns: int, *, width: float, height: float, sharey: Literal["all", "col"]
+) -> tuple[Figure, list[list[Axes]]]:
+    """An empty figure of several panels over one horizontal axis, in the house style.
+
+    Args:
+        rows: of panels.
+        columns: of panels.
+        width: inches.
+        height: inches.
+        sharey: whether all panels have one vertical axis, or those of a column.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        grid = figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False)
+        return figure, [list(row) for row in grid]
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write ``figure`` in the format that the ending of ``path`` names, without a date inside.
 
@@ -68,7 +90,20 @@ def save(figure: Figure, path: Path) -> None:
     write_bytes_atomically(path, drawn.getvalue())
 
 
-def draw_limit(axes: Axes, value: float, label: str) -> None:
+def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:
+    """Ticks as numbers with thousands separated: 10,000 and not 10000 or 10⁴.
+
+    Args:
+        axis: of a figure.
+        within_decades: on a logarithmic axis, what to label in each decade: 1, 2 and 5, or 1 alone.
+    """
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    if within_decades:
+        axis.set_major_locator(LogLocator(subs=within_decades))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def draw_limit(axes: Axes, value: float, label: str = "") -> None:
     """A dashed horizontal line at a ceiling, with its name above the line's right end."""
     axes.axhline(value, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2)
     axes.annotate(

@@ -112,7 +112,7 @@ def test_a_cell_stays_in_its_table_and_its_column(text):
 
 def test_what_pages_hold_on_purpose_is_left():
     page = (
-        "<!-- Generated from results.json by scripts/run.py; edits are lost. -->\n\n<details><summary>All</summary>\n\n"
+        "<!-- Generated from results.json; edits are lost. -->\n\n<details><summary>All</summary>\n\n"
         "| a |\n|---|\n| `std::vector<int>`<br>x < y, `a \\| b` |\n\n```cpp\n#include <vector>\n```\n\n</details>\n"
         "[one](reports/cpu/report.md#times) ![two](figures/a.svg) [three](https://example.org/?a=b&c=d)\n"
     )

@@ -202,6 +202,18 @@ def test_the_fraction_of_a_limit_and_the_datasheet():
         assert datasheet(other) is None
 
 
+def test_ticks_have_thousands_separated_on_either_kind_of_axis():
+    figure, axes = plotting.new_figure()
+    axes.plot([0, 600_000], [0.5, 2_000])
+    axes.set_yscale("log")
+    plotting.label_ticks(axes.xaxis)
+    plotting.label_ticks(axes.yaxis, (1, 2, 5))
+    figure.draw_without_rendering()
+    assert {"200,000", "600,000"} <= {label.get_text() for label in axes.get_xticklabels()}
+    assert {"0.5", "1", "20", "1,000"} <= {label.get_text() for label in axes.get_yticklabels()}
+    assert not any(label.get_text() for label in axes.get_yticklabels(minor=True))
+
+
 def test_figures_have_no_date_and_are_equal_for_equal_data(tmp_path):
     def draw(path: Path) -> bytes:
         figure, axes = plotting.new_figure()

@@ -281,7 +281,7 @@ def _times_axis(axes: Axes, which: str) -> None:
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     steps = (1.0, 2.0, 5.0) if high / low > 4 else (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
     axis.set_major_locator(LogLocator(subs=steps))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}×"))
     axis.set_minor_locator(NullLocator())
     axis.set_minor_formatter(NullFormatter())
 

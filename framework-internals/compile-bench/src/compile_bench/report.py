@@ -26,7 +26,7 @@ from compile_bench.shapes import STRATEGIES
 from compile_bench.slower import slower_table
 from compile_bench.sweep_report import autotuning_context, sweep_context
 from compile_bench.triage_report import triage_context
-from compile_bench.verdict import BUSY
+from compile_bench.verdict import BUSY, CACHE_STATES
 
 
 def finding(results: Results) -> str:
@@ -159,7 +159,8 @@ def _verdict_table(results: Results, verdicts: Sequence[Record]) -> str:
                 *evens,
             )
         )
-    header = ["case", "verdict", "speed-up (95 %)", "price, cold", "break-even, cold", "warm", "with artifacts"]
+    header = ["case", "verdict", "speed-up (95 %)", "price, empty caches"]
+    header += ["break-even, empty caches", "warm caches", "cache artifacts"]
     return markdown_table(header, rows, left=2) if rows else ""
 
 
@@ -179,12 +180,9 @@ def _plan(verdicts: Sequence[Record]) -> dict[str, str]:
     for restarts, cache in dict.fromkeys((plan["restarts"], plan["cache"]) for plan in plans):
         row = [cells[restarts, cache, count] for count in steps]
         texts = [f"{cell['advice']}, {numbers.significant(cell['ratio'])}×" for cell in row]
-        rows.append((numbers.count(restarts), _KEPT[cache], *texts))
+        rows.append((numbers.count(restarts), CACHE_STATES[cache], *texts))
     header = ["restarts", "each process finds", *(f"{numbers.count(count)} steps" for count in steps)]
     return {"case": case_title(found[0]), "table": markdown_table(header, rows, left=2)}
-
-
-_KEPT = {"lost": "empty caches", "kept": "the caches of the first", "artifact": "cache artifacts"}
 
 
 def _scopes(results: Results, verdicts: Sequence[Record]) -> str:

@@ -12,7 +12,11 @@ Difference = Literal["faster", "slower", "none"]
 
 # What the processes of a run find: nothing each time; what the first one left; the artifacts that are loaded.
 CacheState = Literal["lost", "kept", "artifact"]
-CACHE_STATES: tuple[CacheState, ...] = ("lost", "kept", "artifact")
+CACHE_STATES: dict[CacheState, str] = {
+    "lost": "empty caches",
+    "kept": "the caches of the first",
+    "artifact": "cache artifacts",
+}
 
 # What a verdict is drawn up for: steps of a whole run, and how often it is started again.
 PLAN_STEPS = (100, 1_000, 10_000, 100_000)

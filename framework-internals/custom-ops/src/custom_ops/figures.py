@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchkit import Record, Results
-from benchkit.plotting import COLOURS, HATCHES, MARKERS, draw_limit, new_figure
+from benchkit.plotting import COLOURS, HATCHES, MARKERS, draw_limit, label_ticks, new_figure, new_panels
 from custom_ops.attention_report import best_of_torch, ceilings, own
 
 
 def speed_figure(results: Results) -> Figure:
     """Bandwidth over size, a panel for each operator."""
     ops = list(dict.fromkeys(str(record.labels["op"]) for record in results.select("speed")))
-    figure, _ = new_figure(10.0, 6.2)
-    figure.clear()
-    panels = figure.subplots(2, 3, sharex=True, sharey=True).flat
+    figure, grid = new_panels(2, 3, width=10.0, height=6.2, sharey="all")
     forms = list(dict.fromkeys(str(record.labels["form"]) for record in results.select("speed")))
-    for axes, op in zip(panels, ops, strict=False):
+    for axes, op in zip(chain(*grid), ops, strict=False):
         for index, form in enumerate(forms):
             records = results.select("speed", op=op, form=form, dtype="float32")
             if records:
@@ -34,17 +33,19 @@ def speed_figure(results: Results) -> Figure:
                 )
         traffic = str(results.select("speed", op=op)[0].labels["limit"])
         for limit in results.select("memory limit", traffic=traffic):
-            draw_limit(axes, limit["bandwidth"].value / 1e9, traffic)
-        axes.set_title(op, fontsize=9)
+            draw_limit(axes, limit["bandwidth"].value / 1e9)
+        axes.set_title(f"{op} (dashed: {traffic})", fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
     first, *_ = figure.axes
-    first.set_ylim(top=1.7 * first.get_ylim()[1])  # room for the limits' names, in all panels
-    for axes in list(figure.axes)[len(ops) :]:
-        axes.set_visible(False)
+    low, high = first.get_ylim()
+    label_ticks(first.yaxis, (1, 2, 5) if high < 100 * low else (1,))
+    for place, axes in enumerate(figure.axes):
+        axes.set_visible(place < len(ops))
+        axes.tick_params(labelbottom=place + 3 >= len(ops))  # no panel below
     figure.supxlabel("elements", fontsize=9)
     figure.supylabel("GB/s", fontsize=9)
-    figure.legend(loc="outside lower right", ncols=len(forms), fontsize=8)
+    figure.legend(loc="outside lower right", ncols=len(forms), fontsize=8, frameon=False)
     return figure
 
 
@@ -75,7 +76,7 @@ def calls_figure(results: Results) -> Figure:
     axes.set_yticks(range(len(forms)), forms)
     axes.invert_yaxis()
     axes.set_xlabel(f"µs a call, {smallest} element")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure
 
 
@@ -84,9 +85,7 @@ def attention_figure(results: Results) -> Figure:
     columns = list(
         dict.fromkeys((str(record.labels["dtype"]), int(record.labels["head_size"])) for record in own(results))
     )
-    figure, _ = new_figure(2.7 * len(columns) + 0.6, 5.6)
-    figure.clear()
-    grid = figure.subplots(2, len(columns), sharex=True, sharey="col", squeeze=False)
+    figure, grid = new_panels(2, len(columns), width=2.7 * len(columns) + 0.6, height=5.6, sharey="col")
     lengths = sorted({int(record.labels["length"]) for record in own(results)})
     fastest = max(record["rate"].value for record in results.select("attention"))
     scale, unit = (1e12, "TFLOP/s") if fastest > 1e12 else (1e9, "GFLOP/s")
@@ -101,10 +100,13 @@ def attention_figure(results: Results) -> Figure:
             axes.set_title(f"{direction}, {dtype}, head size {head_size}", fontsize=9)
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+            label_ticks(axes.yaxis)
             axes.set_ylim(0, 1.15 * max(limits.values()) / scale if limits else None)
     figure.supxlabel("tokens of a sequence", fontsize=9)
     figure.supylabel(unit, fontsize=9)
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8)
+    figure.legend(
+        *grid[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4, fontsize=8, frameon=False
+    )
     return figure
 
 

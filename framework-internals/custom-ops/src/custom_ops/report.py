@@ -64,6 +64,7 @@ def _context(results: Results) -> dict[str, Any]:
         "preset": next((record.labels["preset"] for record in results.select("training")), None),
         "worth": _worth(results),
         "not_worth": _not_worth(results),
+        "undecided": _undecided(results),
         **attention_report.context(results),
     }
 
@@ -120,19 +121,27 @@ def _bit_equal(results: Results) -> bool:
 
 
 def _own_call(results: Results, count: int) -> str | None:
+    """What a call costs beside torch.add's, and what follows for small operands."""
     if not results.select("call"):
         return None
-    own, peer = (
-        results.one("call", form=form, count=count, grad=False)["time"].value for form in (SHIPPED, "torch.add")
+    own, graded = (results.one("call", form=SHIPPED, count=count, grad=grad) for grad in (False, True))
+    peer, other = (results.one("call", form="torch.add", count=count, grad=grad) for grad in (False, True))
+    dearer = any((record["ratio"].low or 0.0) > 1 for record in (own, graded))
+    follows = (
+        "below the sizes where that is lost in the kernel's time, a kernel of one's own gains only if it replaces "
+        "several calls"
+        if dearer
+        else "at no size does the call speak against a kernel of one's own"
     )
-    graded, other = (
-        results.one("call", form=form, count=count, grad=True)["time"].value for form in (SHIPPED, "torch.add")
-    )
-    return (
-        f"{numbers.with_unit(abs(own - peer), 's')} {'more' if own > peer else 'less'} than torch.add "
-        "without a gradient, "
-        f"{numbers.with_unit(abs(graded - other), 's')} {'more' if graded > other else 'less'} with one"
-    )
+    return f"{_beside(own, peer)} without a gradient, {_beside(graded, other)} with one: {follows}"
+
+
+def _beside(own: Record, peer: Record) -> str:
+    ratio = own["ratio"]
+    if (ratio.low or ratio.value) <= 1 <= (ratio.high or ratio.value):
+        return "as much as torch.add"
+    difference = own["time"].value - peer["time"].value
+    return f"{numbers.with_unit(abs(difference), 's')} {'more' if ratio.value > 1 else 'less'} than torch.add"
 
 
 def _build_row(record: Record) -> tuple[str, ...]:
@@ -325,6 +334,12 @@ def _not_worth(results: Results) -> list[str]:
     return [
         _clause(record) for record in _largest_of_each(results) if (_gain(record).high or _gain(record).value) < 1.05
     ]
+
+
+def _undecided(results: Results) -> list[str]:
+    """Those whose interval lies on both sides of what is asked for."""
+    decided = {*_worth(results), *_not_worth(results)}
+    return [clause for record in _largest_of_each(results) if (clause := _clause(record)) not in decided]
 
 
 def _clause(record: Record) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Record, Results, numbers
-from benchkit.plotting import COLOURS, HATCHES, new_figure
+from benchkit.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from benchkit.report import Figure
 from jax_baseline.explanation import explain
 
@@ -220,7 +220,8 @@ def _draw_step(record: Record) -> MatplotlibFigure:
     axes.set_xlim(0, 1.25 * left.max() * 1e3)
     axes.set_xlabel("time of the kernels in one step (ms)")
     axes.grid(visible=False, axis="y")
-    axes.legend(loc="lower right")
+    label_ticks(axes.xaxis)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -247,7 +248,8 @@ def _draw_regions(record: Record, key: str, unit: float, title: str) -> Matplotl
     axes.margins(x=0.12)
     axes.set_xlabel(title)
     axes.grid(visible=False, axis="y")
-    axes.legend(loc="lower right")
+    label_ticks(axes.xaxis)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 

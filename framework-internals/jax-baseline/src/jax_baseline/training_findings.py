@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.environment import commit_label
-from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
+from benchkit.plotting import COLOURS, HATCHES, MARKERS, label_ticks, new_figure
 from benchkit.report import Figure, markdown_table
 
 _QUANTITIES = ("loss", "gradient norm", "gradients", "weights", "optimizer state")
@@ -312,7 +312,7 @@ def _draw_losses(record: Record) -> MatplotlibFigure:
     )
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
-    axes.legend()
+    axes.legend(frameon=False)
     return figure
 
 
@@ -328,7 +328,7 @@ def _draw_differences(record: Record) -> MatplotlibFigure:
     axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel("|Δ loss| against torch (nats per byte)")
-    axes.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    axes.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     return figure
 
 
@@ -368,5 +368,5 @@ def _draw_throughput(records: Sequence[Record]) -> MatplotlibFigure:
     axes.set_xlabel("tokens per second")
     axes.grid(visible=False, axis="y")
     axes.set_xlim(0, 1.18 * max(record["rate"].high or record["rate"].value for record in records))
-    axes.xaxis.set_major_formatter(lambda value, _: numbers.count(value))
+    label_ticks(axes.xaxis)
     return figure

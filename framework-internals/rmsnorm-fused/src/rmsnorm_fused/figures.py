@@ -7,12 +7,10 @@ from functools import partial
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure as MatplotlibFigure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from benchkit import Record, Results, numbers
-from benchkit.plotting import COLOURS, HATCHES, LIMIT_COLOUR, MARKERS, draw_limit, new_figure
+from benchkit.plotting import COLOURS, HATCHES, LIMIT_COLOUR, MARKERS, draw_limit, label_ticks, new_figure
 from benchkit.report import Figure
 from rmsnorm_fused.contestants import (
     ABOUT,
@@ -102,13 +100,6 @@ def _legend(figure: MatplotlibFigure, columns: int = 4) -> None:
     figure.legend(loc="outside lower center", ncols=columns, frameon=False)
 
 
-def _plain_ticks(axis: Axis) -> None:
-    """1, 2, 5, 10, … on a logarithmic axis, instead of powers of ten alone."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(lambda value, _: f"{value:g}")
-    axis.set_minor_formatter(NullFormatter())
-
-
 def _bars(results: Results, group: str, caption: str) -> list[Figure]:
     if not any("fraction" in record.values for record in results.select("forward", group=group)):
         return []
@@ -181,14 +172,14 @@ def _draw_roofline(results: Results) -> MatplotlibFigure:
             columns_drawn[intensity] = which if group == "headline" else f"{which}, residual"
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _plain_ticks(axes.xaxis)
+    label_ticks(axes.xaxis, (1, 2, 5))
     _draw_roofs(axes, results, left=min(columns_drawn) / 1.7)
     low, high = min(rates) / 1.6, axes.get_ylim()[1]
     axes.set_ylim(low * (low / high) ** 0.6, high)  # three eighths of the height for the names of the columns
     for intensity, text in columns_drawn.items():
         axes.annotate(text, (intensity, low), rotation=90, ha="center", va="top", fontsize=8)
-    axes.set_xlabel("operations a byte")
-    axes.set_ylabel("operations a second")
+    axes.set_xlabel("arithmetic intensity, FLOP/byte")
+    axes.set_ylabel("FLOP/s")
     _legend(figure)
     return figure
 
@@ -263,7 +254,7 @@ def _draw_batch_kernels(records: Sequence[Record]) -> MatplotlibFigure:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(rows, [str(number) for number in rows])
-    _plain_ticks(axes.yaxis)
+    label_ticks(axes.yaxis, (1, 2, 5))
     axes.set_xlabel("rows M")
     axes.set_ylabel("time, µs")
     _legend(figure)
@@ -302,8 +293,9 @@ def _draw_calls(records: Sequence[Record]) -> MatplotlibFigure:
             label=label,
         )
     axes.set_yticks(range(len(names)), names)
+    axes.margins(y=0.08)
     axes.set_xscale("log")
-    _plain_ticks(axes.xaxis)
+    label_ticks(axes.xaxis, (1, 2, 5))
     axes.set_xlabel("time of a call, µs")
     _legend(figure, 2)
     return figure
