@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -46,8 +47,10 @@ def machine_fault(error: OSError) -> UserError | None:
     """
     if error.errno == errno.ENOENT and "temporary directory" in str(error.strerror):  # tempfile's, on a full disk too
         return UserError(f"{error.strerror}: make room in one of them, or name another folder in TMPDIR")
-    remedy = _REMEDIES.get(error.errno or 0)
+    named = isinstance(error.filename, str | os.PathLike)
+    in_the_way = error.errno == errno.EEXIST and named and Path(error.filename).is_file()  # where mkdir was to make one
+    remedy = _REMEDIES.get(errno.ENOTDIR if in_the_way else error.errno or 0)
     if remedy is None:
         return None
-    where = f"{os.fspath(error.filename)!r}: " if isinstance(error.filename, str | os.PathLike) else ""
+    where = f"{os.fspath(error.filename)!r}: " if named else ""
     return UserError(f"{where}{error.strerror}; {remedy}")

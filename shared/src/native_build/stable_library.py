@@ -149,13 +149,15 @@ def build_library(
         What was written into it.
 
     Raises:
-        BuildError: when a tool is missing, or a source does not compile, or a symbol is missing.
+        BuildError: when a tool is missing, or the folder cannot be made or written, or a source does not compile, or a
+            symbol is missing.
     """
     nvcc = find_nvcc() if architectures else None
     if (reason := missing_cxx()) is not None:
         raise BuildError(f"cannot build {name}: {reason}")
     if architectures and nvcc is None:
         raise BuildError(f"cannot build {name}: no nvcc (install the CUDA toolkit, or set CUDA_HOME to where it is)")
+    _prepare(output.parent)
     version = None if nvcc is None else _cuda_version(nvcc)
     record = LibraryRecord(name, *torch_versions, platform.machine(), version, tuple(architectures))
     with tempfile.TemporaryDirectory() as folder:
@@ -177,6 +179,16 @@ def build_library(
             objects = list(pool.map(compile_unit, enumerate([*units, Unit(stamp)])))
         _link(name, objects, output, nvcc, Path(folder), exports, libraries)
     return record
+
+
+def _prepare(folder: Path) -> None:
+    """Refuse a folder that cannot hold the library before anything is compiled for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise BuildError(f"cannot write into {folder}: {error.strerror}; name another folder") from error
 
 
 def build_library_once(
@@ -318,7 +330,6 @@ def _link(
 
     exports = folder / "exports.map"
     exports.write_text(f"{{ global: {'; '.join([_SYMBOL, *symbols])}; local: *; }};\n", encoding="utf-8")
-    output.parent.mkdir(parents=True, exist_ok=True)
     made = output.with_name(f"{output.stem}.{os.getpid()}{output.suffix}")
     runtime = [] if nvcc is None else [f"-L{_cuda_libraries(nvcc)}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     try:

@@ -197,5 +197,15 @@ def test_a_temporary_folder_that_cannot_be_found_names_the_variable():
     )
 
 
+def test_a_file_where_a_folder_should_be_is_named(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    with pytest.raises(FileExistsError) as caught:
+        file.mkdir(exist_ok=True)
+    assert str(machine_fault(caught.value)) == (
+        f"'{file}': File exists; remove the file that stands where a folder should be, or name another folder"
+    )
+
+
 def test_a_path_that_a_program_got_wrong_keeps_its_traceback():
     assert machine_fault(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/nowhere")) is None

@@ -136,6 +136,14 @@ def test_a_library_is_built_once_until_something_changes(sources, tmp_path, monk
     assert native_build.cached_library("once", [Unit(sources[1], ("-DX",))], **arguments) != first
 
 
+@needs_cxx
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_compiled(sources, tmp_path):
+    sources[1].write_text("int nothing() { return nonsense; }\n")  # compiling it would be another error
+    output = sources[0] / "made" / "library.so"  # a file stands where the folder should be
+    with pytest.raises(BuildError, match=r"cannot write into .*operator\.cpp.made: .*; name another folder"):
+        native_build.build_library("answers", units(*sources, "none"), output, torch_versions=("2.10", "2.15"))
+
+
 def test_missing_tools_are_named(sources, tmp_path, monkeypatch):
     arguments = {"torch_versions": ("2.10", "2.15"), "architectures": ("sm_90a",)}
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
