@@ -28,6 +28,13 @@ def test_expr_prints_tree_and_reasons() -> None:
     assert "Python, PythonTLSSnapshot" in result.stdout  # what core does not watch
 
 
+def test_a_finding_names_its_line_as_it_is() -> None:
+    result = call("expr", "a.t().contiguous()", "--tensor", "a=f32[2,3]", "--scope", "core")
+    assert result.exit_code == 0, result.stderr
+    assert "; `<expression>:1 in <lambda>`\n" in result.stdout
+    assert "&lt;" not in result.stdout
+
+
 def test_expr_with_autocast_and_backward_as_json(tmp_path: Path) -> None:
     out = tmp_path / "walk.json"
     specs = ("--tensor", "a=f32[4,4]", "--tensor", "b=bf16[4,4]")
@@ -122,7 +129,11 @@ def test_diff_of_two_walks(tmp_path: Path) -> None:
     refused, missing = call("diff", str(a), str(b)), call("diff", str(a), str(tmp_path / "none.json"))
     assert refused.stderr == f"dispatcher-trace: {b}: not a walk: expected what --format json writes\n"
     assert "none.json: No such file or directory" in missing.stderr
-    assert (refused.exit_code, missing.exit_code) == (2, 2)
+    b.write_text("keys = 1\n", encoding="utf-8")
+    python = call("diff", str(a), str(b))
+    assert python.stderr.startswith(f"dispatcher-trace: {b}: not JSON (")
+    assert python.stderr.endswith("): expected what --format json writes\n")
+    assert (refused.exit_code, missing.exit_code, python.exit_code) == (2, 2, 2)
 
 
 def test_run_walks_a_function(tmp_path: Path) -> None:
@@ -156,6 +167,10 @@ def test_op_prints_the_table() -> None:
             "no operator 'aten::add'; near names: aten::add.Scalar, aten::add.Scalar_out, aten::add.Tensor",
         ),
         (("expr", "a +"), "cannot read the expression 'a +'"),
+        (
+            ("expr", "[a @ b for b in (c, F.relu(a))]", "--tensor", "a=f32[2]"),
+            "the expression uses c, which no --tensor names; add --tensor c=f32[4,4], with its own dtype and sizes",
+        ),
         (("expr", "a", "--tensor", "a=f33[2]"), "--tensor: unknown dtype 'f33'; one of f32"),
         (("expr", "a", "--tensor", "a:f32[2]"), "--tensor takes NAME=DTYPE[SIZES]"),
         (("expr", "a", "--tensor", "a=f32[2,,3]"), "--tensor: sizes are whole numbers between commas"),
@@ -178,7 +193,7 @@ def test_op_prints_the_table() -> None:
         (("expr", "3", "--cost", "--format", "html"), "--cost prints a table: use --format markdown, tree or findings"),
         (("expr", "3", "--vmap"), "--vmap maps over the first dimension of each --tensor: give at least one"),
         (("expr", "3", "--backward", "--inference-mode"), "exclude each other: inference mode records no graph"),
-        (("run", "nowhere.py:f"), "no file 'nowhere.py'"),
+        (("run", "nowhere.py:f"), "no file 'nowhere.py'; expected FILE.py:FUNCTION, the file from here ("),
         (("run", "nowhere"), "expected FILE.py:FUNCTION, got 'nowhere'"),
     ],
 )

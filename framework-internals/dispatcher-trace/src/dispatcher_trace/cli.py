@@ -182,6 +182,8 @@ def _load(path: Path) -> list[Call]:
         return compare.load_calls(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not JSON ({error}): expected what --format json writes") from error
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 

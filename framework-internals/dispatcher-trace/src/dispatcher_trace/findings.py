@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,10 +52,18 @@ class Finding:
     forward_source: str = ""
 
     def __str__(self) -> str:
+        return self.text(str)
+
+    def text(self, shown: Callable[[str], str]) -> str:
+        """The finding in one line.
+
+        Args:
+            shown: writes the line of code as the page has it, whose name may be ``<lambda>``.
+        """
         through = "" if self.cause == self.operator else f" under {self.cause}"
         node = f", in {self.node}" if self.node else ""
         line = self.forward_source or self.source
-        where = f"; {'forward at ' if self.forward_source else ''}{line}" if line else ""
+        where = f"; {'forward at ' if self.forward_source else ''}{shown(line)}" if line else ""
         return f"{self.kind}: {self.operator}{through} (hop {self.number}{node}): {self.detail}{where}"
 
 

@@ -26,7 +26,7 @@ def walk(calls: Sequence[Call], notes: Iterable[str] = ()) -> str:
     ]
     found = findings(calls)
     parts = [block(tree(calls)), "", *reasons, ""]
-    parts += ["Findings:", "", *(f"- {finding}" for finding in found), ""] if found else []
+    parts += ["Findings:", "", *(f"- {finding.text(code)}" for finding in found), ""] if found else []
     parts += [f"- {note}" for note in notes]
     parts.append(f"- Evidence: {'; '.join(f'{fact}: {source}' for fact, source in EVIDENCE.items())}.")
     return inert("\n".join(parts).rstrip() + "\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import importlib.util
 import inspect
 import keyword
@@ -156,17 +158,31 @@ def expression(source: str, names: Sequence[str] = ()) -> Callable[..., Any]:
     """A function of the tensors of these names that evaluates an expression, with ``torch`` and ``F`` in scope.
 
     Raises:
-        UserError: for an expression that is not Python.
+        UserError: for an expression that is not Python, or one with a name that nothing defines.
     """
     try:
-        compile(source, "<expression>", "eval")
+        tree = ast.parse(source, "<expression>", "eval")
     except SyntaxError as error:
         raise UserError(f"cannot read the expression {source!r}: {error.msg}") from None
     scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
+    _refuse_unknown_names(tree, {*scope, *names, *vars(builtins)})
     # A function that torch.compile can read, which a call of eval() would not be.
     code = compile(f"lambda {', '.join(names)}: ({source}\n)", "<expression>", "eval")
     function: Callable[..., Any] = eval(code, scope)  # noqa: S307 # the user's own expression, from the command line
     return function
+
+
+def _refuse_unknown_names(tree: ast.AST, known: set[str]) -> None:
+    nodes = list(ast.walk(tree))
+    bound = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    used = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name))
+    unknown = [name for name in used if name not in known | bound]
+    if unknown:
+        raise UserError(
+            f"the expression uses {', '.join(unknown)}, which no --tensor names; "
+            f"add --tensor {unknown[0]}=f32[4,4], with its own dtype and sizes"
+        )
 
 
 def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
@@ -214,7 +230,7 @@ def _file_and_function(target: str) -> tuple[Path, str]:
         raise UserError(f"expected FILE.py:FUNCTION, got {target!r}")
     path = Path(path_text)
     if not path.is_file():
-        raise UserError(f"no file {path_text!r}")
+        raise UserError(f"no file {path_text!r}; expected FILE.py:FUNCTION, the file from here ({Path.cwd()})")
     return path, name
 
 
