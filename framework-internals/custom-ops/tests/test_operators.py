@@ -136,6 +136,8 @@ def test_fuse_replaces_what_stands_in_a_row() -> None:
     )
     with pytest.raises(ValueError, match="expected a model in evaluation mode"):
         custom_ops.fuse(model.train())
+    with pytest.raises(TypeError, match=r"fuse: argument 'model': expected a torch\.nn\.Module, got list"):
+        custom_ops.fuse([model])
     x = torch.randn(2, 3, 9, 9)
     fused, count = custom_ops.fuse(model.eval())
     assert count == 2

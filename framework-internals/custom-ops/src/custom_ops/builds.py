@@ -196,7 +196,12 @@ def operators() -> Iterator[Rules]:
 def _choose() -> tuple[Road | None, dict[str, str]]:
     """The road, and why not those before it."""
     if os.environ.get(VARIABLE):
-        _check_fits(_library_of("named library"))
+        named = _library_of("named library")
+        if not named.is_file():
+            raise native_build.LibraryError(
+                f"{VARIABLE} names {named}, and there is no such file; name the library, or unset {VARIABLE}"
+            )
+        _check_fits(named)
         return "named library", {}
     not_served = {"a named library": f"{VARIABLE} is not set"}
     if _library_of("wheel").is_file():
