@@ -108,4 +108,5 @@ def test_commands():
     assert (checked.exit_code, checked.output) == (0, "1 of 1 cause as stated on this torch\n")
     unknown = runner.invoke(app, ["catalogue", "iten"])
     assert unknown.exit_code == 2
-    assert "no cause 'iten'" in unknown.output
+    assert "no cause 'iten' in the catalogue; like it: item" in unknown.output
+    assert "; compile-bench catalogue lists them all" in unknown.output

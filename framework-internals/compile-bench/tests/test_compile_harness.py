@@ -133,6 +133,32 @@ def test_check_names_what_is_over_budget(monkeypatch):
     assert "2 recompilations, 1 allowed" in result.output
     assert "self.calls == 0 no longer held" in result.output
     assert command("check", "x", "--max-breaks", "1", "--max-recompiles", "2", "--device", "cpu").exit_code == 0
+    assert command("check", "x", "--max-breaks", "-1", "--device", "cpu").exit_code == 2  # no budget, a slip
+
+
+def test_what_cannot_be_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    def opened(*_, **__):
+        raise AssertionError("a harness for nothing")
+
+    monkeypatch.setattr(Harness, "open", opened)
+    (tmp_path / "file").write_text("in the way")
+    locked = command("lock", "mlp", "--file", str(tmp_path / "file" / "lock.json"), "--device", "cpu")
+    assert locked.exit_code == 2
+    assert "File exists; remove the file that stands where a folder should be" in locked.output
+    shaped = command("shapes", "mlp", "--schedule", "growing", "--device", "cpu")
+    assert shaped.exit_code == 2
+    assert "--schedule takes last-batch, batch-1, growing-sequence, got 'growing'" in shaped.output
+
+
+def test_a_target_at_fault_says_so_before_the_compiler_is_prepared(file, monkeypatch):
+    def prepared(_):
+        raise AssertionError("the compiler was prepared for nothing")
+
+    monkeypatch.setattr(Harness, "toolchain_seconds", prepared)
+    monkeypatch.setattr("compile_bench.harness.missing_inductor", lambda device: None)
+    result = command("run", f"{file}:raises", "--device", "cpu")
+    assert result.exit_code == 2
+    assert result.output.endswith("targets.py:raises raised ValueError: three words here\n")
 
 
 def test_an_unusable_target_is_one_line_and_status_2(file):
@@ -277,7 +303,7 @@ def test_a_bench_is_described_with_its_plan():
     assert "| CUDA graphs skipped | no |" in text
     assert "| peak memory | eager 2.00 KiB, compiled 1.00 KiB, 512 B of it kept by captured graphs |" in text
     assert "| eager against itself | 1.00× (0.990–1.01) |" in text
-    assert "| 10 restarts | kept | compile (" in text
+    assert "| 10 restarts | the caches of the first | compile (" in text
 
 
 def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch):

@@ -138,9 +138,11 @@ class Harness:
             WorkerFailure: if a process hung or crashed.
             UserError: if the target is at fault.
         """
+        if (reason := missing_inductor(self.device)) is not None:
+            raise UserError(reason)
+        eager = eager or self.eager(case)  # before the compiler is prepared: a target at fault says so in seconds
         self.toolchain_seconds()
         sampling = {"steady_seconds": steady_seconds, "turn": turn}
-        eager = eager or self.eager(case)
         cache = cache or self.new_cache()
         artifact = cache.with_suffix(".artifact") if mega else None
         first = {**sampling, "artifact_out": artifact, **({"steady_seconds": 0.0} if warm else {})}

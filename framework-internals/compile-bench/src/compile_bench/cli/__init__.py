@@ -10,6 +10,7 @@ from compile_bench.cli.triaging import catalogue, triage
 
 app = typer.Typer(
     add_completion=False,
+    no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     help="What torch.compile costs, what it gives and what breaks the graph, for any model.",
 )

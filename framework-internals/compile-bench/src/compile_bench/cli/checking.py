@@ -31,8 +31,8 @@ from compile_bench.verdict import BUSY
 
 def check(
     target: TargetName,
-    max_breaks: Annotated[int, typer.Option(help="Graph breaks allowed, a line counted once.")] = 0,
-    max_recompiles: Annotated[int, typer.Option(help="Recompilations allowed.")] = 1,
+    max_breaks: Annotated[int, typer.Option(min=0, help="Graph breaks allowed, a line counted once.")] = 0,
+    max_recompiles: Annotated[int, typer.Option(min=0, help="Recompilations allowed.")] = 1,
     min_speedup: Annotated[
         float | None,
         typer.Option(
@@ -85,6 +85,7 @@ def lock(
 
     def write() -> int:
         case = case_of(target, train, mode, dynamic, device)
+        file.parent.mkdir(parents=True, exist_ok=True)  # what refuses it does so before anything is counted
         with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
             now = _inventory(harness, case)
         update_lock(file, key_of(case), now)

@@ -101,6 +101,8 @@ def shapes(
     """Compare ways of living with changing shapes (mark_dynamic, buckets, padding, …) by their total time."""
 
     def measure() -> int:
+        if schedule and schedule not in MADE_SCHEDULES:
+            raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
         case = case_of(target, train, mode, None, device)
         with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
             study = study_shapes(harness, case, schedule=schedule, seconds=seconds)
@@ -177,11 +179,11 @@ def describe_bench(bench: Bench) -> str:
     rows += [
         ("step, eager", numbers.quantity(steady.eager)),
         ("step, compiled", numbers.quantity(steady.compiled)),
-        ("price, caches empty", numbers.with_unit(verdict.price, "s")),
-        ("break-even, caches empty", _steps(verdict.cold.steps)),
+        ("price, empty caches", numbers.with_unit(verdict.price, "s")),
+        ("break-even, empty caches", _steps(verdict.cold.steps)),
     ]
     if verdict.warm is not None:
-        rows.append(("break-even, caches warm", _steps(verdict.warm.steps)))
+        rows.append(("break-even, warm caches", _steps(verdict.warm.steps)))
     if verdict.mega is not None:
         size = numbers.with_unit(bench.artifact_bytes, "B")
         rows.append(("break-even, cache artifacts", f"{_steps(verdict.mega.steps)}, {size}"))
@@ -224,8 +226,8 @@ def _plan_table(bench: Bench) -> str:
             cells = [plan(bench, steps, restarts, cache) for steps in PLAN_STEPS]
             if any(cell is not None for cell in cells):
                 texts = [f"{cell.advice} ({numbers.significant(cell.ratio)}×)" if cell else "" for cell in cells]
-                rows.append((plural(restarts, "restart"), cache, *texts))
-    header = ["run", "caches", *(f"{numbers.count(steps)} steps" for steps in PLAN_STEPS)]
+                rows.append((plural(restarts, "restart"), CACHE_STATES[cache], *texts))
+    header = ["run", "each process finds", *(f"{numbers.count(steps)} steps" for steps in PLAN_STEPS)]
     return markdown_table(header, rows, left=2)
 
 
@@ -242,7 +244,8 @@ def _accuracy(bench: Bench) -> str:
         return f"WRONG: {accuracy.wrong}"
     assert accuracy.output is not None
     size = numbers.error_size
-    text = f"{'within' if accuracy.holds else 'OUTSIDE'} the bound, {accuracy.tensors} tensors against float64"
+    within, compared = "within" if accuracy.holds else "OUTSIDE", plural(accuracy.tensors, "tensor")
+    text = f"{within} the bound, {compared} against float64"
     return f"{text}; output error {size(accuracy.output.compiled)}, eager {size(accuracy.output.eager)}"
 
 

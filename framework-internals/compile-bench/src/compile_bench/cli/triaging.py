@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -213,10 +214,9 @@ def catalogue(
         from compile_bench.catalogue.page import describe, listing, write_page
 
         if name is not None and name not in CAUSES:
-            near = [known for known in CAUSES if name in known or known in name]
-            raise UserError(
-                f"no cause {name!r} in the catalogue; {'like it: ' + ', '.join(near) if near else 'see the list'}"
-            )
+            near = [known for known in CAUSES if name in known or known in name] or get_close_matches(name, CAUSES)
+            like = f"; like it: {', '.join(near)}" if near else ""
+            raise UserError(f"no cause {name!r} in the catalogue{like}; compile-bench catalogue lists them all")
         if render is not None:
             write_page(render)
             return 0
