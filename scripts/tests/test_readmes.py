@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,6 +36,15 @@ def test_a_command_of_the_root_readme_runs(command, run_command):
     done = run_command(command.replace("--steps 200", "--steps 2"))  # the README's 200 steps have a test
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "package", ["dispatcher_trace", "compile_bench", "jax_baseline", "rmsnorm_fused", "custom_ops", "torch_baseline"]
+)
+def test_a_command_without_arguments_lists_what_it_can(package):
+    answer = CliRunner().invoke(importlib.import_module(f"{package}.cli").app, [])
+    assert "Commands" in answer.output
+    assert "Missing command" not in answer.output
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])

@@ -347,6 +347,15 @@ def test_a_factory_that_fails_raises(factory):
         Worker(factory, {"greeting": "nothing"})
 
 
+def test_the_list_of_engines_says_what_is_special_about_each():
+    lines = CliRunner().invoke(app, ["bench", "--engines", "list"]).output.splitlines()
+    said = dict(line.split(maxsplit=1) for line in lines)
+    assert said["torch-eager"] == "torch, compiled=False"
+    assert said["jit"] == "jax, donate=False"
+    assert said["cudnn-scan"] == "jax, attention=cudnn, scan=True"
+    assert said["jit-4-steps"] == "jax, steps_per_dispatch=4"
+
+
 @pytest.mark.slow
 def test_engines_agree_are_timed_and_fail_alone():
     """In two groups, so that the reference is in both; one engine asks for a compiler flag that there is not."""

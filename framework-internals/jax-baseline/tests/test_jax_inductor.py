@@ -305,11 +305,14 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
     np.testing.assert_array_equal(shared, np.ones((3, 4)))
 
 
-@pytest.mark.parametrize(("side", "name"), [("JaxSide", "torch_fn"), ("TorchSide", "jax_fn")])
-def test_a_function_that_fails_is_blamed(user_file, side, name):
+@pytest.mark.parametrize(
+    ("side", "name", "remedy"),
+    [("JaxSide", "torch_fn", "name torch's function first and JAX's second"), ("TorchSide", "jax_fn", "")],
+)
+def test_a_function_that_fails_is_blamed(user_file, side, name, remedy):
     """Each framework's function given to the other: what it raises is one line that names it."""
     spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
-    with pytest.raises(UserError, match=rf"{name} raised \w+: "):
+    with pytest.raises(UserError, match=rf"{name} raised \w+: .*{remedy}"):
         getattr(compiled_sides, side)("function", spec).program()
 
 

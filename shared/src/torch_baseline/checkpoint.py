@@ -115,7 +115,7 @@ def load(path: Path) -> Checkpoint:
             raise UserError(f"the checkpoint {path} is damaged (checksum of {damaged}); use another, or start anew")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
-        raise UserError(f"there is no checkpoint {path}") from error
+        raise UserError(f"there is no checkpoint {path}; name a folder of train --out, or a file in it") from error
     except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise UserError(
             f"the checkpoint {path} cannot be read ({first_line(error)}); use another, or start anew"

@@ -21,7 +21,12 @@ from torch_baseline.records import Event, Start, StepLog, Summary, ValidationLog
 from torch_baseline.sample import model_from_checkpoint, sample_bytes
 from torch_baseline.train import BEST, NonFiniteError, train
 
-app = typer.Typer(help="One small GPT and its training loop.", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="One small GPT and its training loop.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
 
 # Lines of step logs in a run, whatever its length.
 _LOG_LINES = 20

@@ -125,7 +125,7 @@ class Checkpoints:
     def _read(self, kind: str, **parts: Any) -> tuple[int, Any]:
         """The number of the latest whole step, and the parts of it that are asked for."""
         if not (self.folder / kind).is_dir() or (step := self._manager(kind).latest_step()) is None:
-            raise UserError(f"there is no checkpoint in {self.folder / kind}")
+            raise UserError(f"there is no checkpoint in {self.folder / kind}; train --out {self.folder} writes one")
         try:
             return step, self._manager(kind).restore(step, args=ocp.args.Composite(**parts))
         except Exception as error:  # the storage below orbax raises whatever it meets in damaged files

@@ -188,7 +188,9 @@ def blame(reference: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = (str(error).strip() or "no message").splitlines()[0][:300]
-        raise UserError(f"{reference} raised {type(error).__name__}: {text}") from error
+        # torch's function was given what JAX traces with.
+        swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
+        raise UserError(f"{reference} raised {type(error).__name__}: {text}{swapped}") from error
 
 
 def load_inputs(reference: str) -> tuple[NDArray, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -63,6 +63,13 @@ class EngineSpec:
             raise ValueError(f"framework must be torch or jax, got {self.framework!r}")
         if not self.attention:
             object.__setattr__(self, "attention", "auto" if self.framework == "torch" else "xla")
+
+    @property
+    def summary(self) -> str:
+        """The framework, and what is otherwise than in its plain step: ``jax, attention=cudnn, scan=True``."""
+        plain = EngineSpec(self.framework)
+        names = [each.name for each in fields(self) if getattr(self, each.name) != getattr(plain, each.name)]
+        return ", ".join([self.framework, *(f"{name}={getattr(self, name)}" for name in names)])
 
     @property
     def devices(self) -> int:

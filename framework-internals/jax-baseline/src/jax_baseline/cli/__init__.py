@@ -10,6 +10,7 @@ from jax_baseline.cli import hlo, training
 app = typer.Typer(
     help="The baseline's training loop in JAX, compared step by step.",
     add_completion=False,
+    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
 for command in (*training.COMMANDS, *hlo.COMMANDS):

@@ -152,7 +152,7 @@ def bench(
     from jax_baseline.worker import last_line
 
     if engines == "list":
-        print("\n".join(f"{name:28} {spec}" for name, spec in ENGINES.items()))
+        print("\n".join(f"{name:28} {spec.summary}" for name, spec in ENGINES.items()))
         return
     with user_errors():
         model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
