@@ -13,7 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from dispatcher_trace import trace
 
 torch.manual_seed(0)
-model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=256)).eval()
+shape = GPT2Config(
+    n_layer=2, n_embd=64, n_head=2, n_positions=64, vocab_size=256, bos_token_id=0, eos_token_id=0
+)  # fmt: skip
+model = GPT2LMHeadModel(shape).eval()
 tokens = torch.randint(0, 256, (1, 32))
 
 with torch.no_grad(), trace(scope="core") as walk:

@@ -178,7 +178,7 @@ def _convergence(results: Results) -> dict[str, Any] | None:
     return {
         "steps": results.configuration["convergence"]["steps"],
         "preset": results.configuration["convergence"]["preset"],
-        "difference": f"{found['difference'].value:+.4f}",
+        "difference": f"{found['difference'].value:+.4f}".replace("-", "−"),
         "noise": f"{found['seed noise'].value:.4f}",
         "unigram": f"{found['unigram'].value:.3f}",
         "verdict": "arrive at the same loss" if found.data["alike"] else "do not arrive at the same loss",
