@@ -22,7 +22,7 @@ from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.findings import Bill, Finding, Proposal, mark
 from compile_bench.loading import load_target
 from compile_bench.mending import mend, proof
-from compile_bench.mending.holding import overlays, rewind
+from compile_bench.mending.holding import Held, overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
@@ -176,7 +176,9 @@ def test_an_overlay_is_what_is_imported_and_shown(folder):
 
 def test_held_lines_keep_the_numbers_of_those_behind(folder):
     path = folder / "triage_helper.py"
-    recording, replaying = overlays({(str(path), 4): "value", (str(folder / "triage_model.py"), 14): "value"})
+    recording, replaying = overlays(
+        {(str(path), 4): Held("value"), (str(folder / "triage_model.py"), 14): Held("value")}
+    )
     for overlay in (recording, replaying):
         assert len(overlay[str(path)].splitlines()) == len(HELPER.splitlines())
         assert b"__compile_bench_" in overlay[str(folder / "triage_model.py")].splitlines()[13]
@@ -193,7 +195,7 @@ def both_run(path, held):
 def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
     path = tmp_path / "pair.py"
     path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
-    recorded, replayed = both_run(path, {(str(path), 2): "value"})
+    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
     x = torch.ones(3, requires_grad=True)
     recorded["pair"](x)
     held, apart = replayed["pair"](x)
@@ -205,7 +207,7 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text("def loop(xs, kept):\n    while xs.pop() > 0:\n        kept.append(xs[-1])\n    return kept\n")
     # A condition is kept as what it was taken for; of a call for its own sake the arguments, and it still happens.
-    recorded, replayed = both_run(path, {(str(path), 2): "value", (str(path), 3): "arguments"})
+    recorded, replayed = both_run(path, {(str(path), 2): Held("value"), (str(path), 3): Held("arguments")})
     assert recorded["loop"]([torch.tensor(0), 5, 7, torch.tensor(1)], []) == [7, 5, 0]
     for _ in range(2):
         rewind()
@@ -215,7 +217,7 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
 def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
     path = tmp_path / "pairs.py"
     path.write_text("def pairs(xs):\n    each = zip(xs, xs)\n    return [next(each), *each]\n")
-    recorded, replayed = both_run(path, {(str(path), 2): "value"})
+    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
     assert recorded["pairs"]([3, 5]) == [(3, 3), (5, 5)]
     for _ in range(2):
         rewind()
@@ -225,12 +227,54 @@ def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
 def test_all_statements_of_a_line_are_held(tmp_path):
     path = tmp_path / "line.py"
     path.write_text("def line(x):\n    if x.sum() > 0: yield x.max()\n    x = x + 1; yield x\n")
-    _, replaying = overlays({(str(path), 2): "value", (str(path), 3): "value"})
+    _, replaying = overlays({(str(path), 2): Held("value"), (str(path), 3): Held("value")})
     text = replaying[str(path)].decode()
     assert "x.sum()" not in text
     assert "x.max()" not in text
     assert "x + 1" not in text
     assert text.count("yield __compile_bench") == 2
+
+
+def test_of_a_line_that_calls_more_only_what_broke_is_held(tmp_path):
+    path = tmp_path / "parts.py"
+    path.write_text(
+        "def parts(x, helper):\n"
+        "    if x.é().item() > 0 and not helper(x): return None\n"  # columns are characters, not bytes
+        "    y = helper(x.max()) + float(x)\n"
+        "    return (helper(x)\n"
+        "        .sum()\n"
+        "        .tolist())\n"
+    )
+    spans = {2: ((3, 19), (28, 37)), 3: ((22, 30), (4, 23)), 5: ((1, 5),), 6: ((1, 9),)}
+    columns = {line: frozenset(each) for line, each in spans.items()}
+    held = {(str(path), line): Held("value", columns[line]) for line in spans}
+    _, replaying = overlays(held)
+    text = replaying[str(path)].decode().splitlines()
+    # One operand of a condition without the other, which calls a helper.
+    assert text[1].count("__compile_bench_replay__") == 2
+    assert "and not" in text[1]
+    # Where one of two cannot be told, all of the statement.
+    assert text[2].strip().startswith("y = __compile_bench_replay__")
+    assert text[2].endswith(")")
+    # A method's call in a line of its own is marked from its name on; of one in the other the outer one is held.
+    assert text[3].startswith("    return (__compile_bench_replay__")
+
+
+def test_what_a_walrus_binds_is_held_beside_the_value(tmp_path):
+    path = tmp_path / "walrus.py"
+    path.write_text(
+        "def walrus(xs):\n"
+        "    seen = []\n"
+        "    while (last := xs.pop()) > 0:\n"
+        "        seen.append(last)\n"
+        "    kept = [x for x in seen if (half := x / 2) > 1]\n"
+        "    return kept, half, last\n"
+    )
+    recorded, replayed = both_run(path, {(str(path), 3): Held("value"), (str(path), 5): Held("value")})
+    assert recorded["walrus"]([-1, 2, 4, 6]) == ([6, 4], 1.0, -1)
+    for _ in range(2):
+        rewind()
+        assert replayed["walrus"]([]) == ([6, 4], 1.0, -1)
 
 
 LOOPING = """\
@@ -262,6 +306,49 @@ def test_all_that_lies_behind_the_breaks_of_a_loop_is_found(folder, capsys):
     (folder / "triage_model.py").write_text(LOOPING)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert {each.line for each in found.breaks} == {9, 11, 14, 16}
+    assert found.notes == ()
+
+
+NESTED = """\
+import torch
+
+
+class Nested(torch.nn.Module):
+    def forward(self, x):
+        rows = [self.chosen(row) for row in zip(x, x.sin())]
+        for each in self.scaled(
+            x.max()
+            .item()
+        ), self.scaled(2.0):
+            x = x * each
+        return x, rows
+
+    def chosen(self, pair):
+        some = torch.nonzero(pair[0] > 0).flatten()
+        total = 0.0
+        while some.numel() > total:
+            total += some[0].float().item() + 1.0
+            if (least := pair[1].min()) > 2:
+                break
+        return total * least
+
+    def scaled(self, factor):
+        try:
+            return float(torch.tensor(factor).cos())
+        finally:
+            torch._dynamo.graph_break()
+
+
+def target():
+    return Nested(), (torch.ones(2, 3),)
+"""
+
+
+def test_what_a_broken_line_calls_is_looked_into(folder, capsys):
+    """A call that was given up for what breaks in it is no reason to hold it: then nothing in it would be seen."""
+    (folder / "triage_model.py").write_text(NESTED)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert {each.line for each in found.breaks} >= {9, 15, 18, 19, 25, 27}
     assert found.notes == ()
 
 

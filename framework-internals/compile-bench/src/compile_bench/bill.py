@@ -142,7 +142,7 @@ def _add(found: dict[tuple[str, int, str], Finding], new: Finding) -> None:
 
 def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
     source, end = _statement(each.file, each.line)
-    cause = match(each.reason, source or each.source)
+    cause = match(each.reason, source or each.source, each.columns)
     return Finding(
         kind=_kind(each),
         file=each.file,

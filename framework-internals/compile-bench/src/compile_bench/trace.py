@@ -99,7 +99,8 @@ _RECOMPILE_CAUSES = (
 )
 
 _TRACEBACK_LINE = re.compile(
-    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n(?!\s*File ")\s+(?P<source>[^\n]*))?',
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)'
+    r'(?:\n(?!\s*File ")(?P<indent>\s+)(?P<source>[^\n]*)(?:\n(?P<marks>[ ~^]*[~^])(?=\n|\Z))?)?',
     re.MULTILINE,
 )
 _GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
@@ -219,6 +220,8 @@ class Break:
         registry: the number in PyTorch's published list, ``"GB0170"``; empty if it gave none.
         stack: the model's lines that led to it, outermost first, those of libraries included.
         compile_ids: the compilations that met it.
+        columns: where in the line's text, without its indentation, what broke begins and ends; None where PyTorch did
+            not show the line.
     """
 
     file: str
@@ -234,6 +237,7 @@ class Break:
     registry: str = ""
     stack: tuple[Frame, ...] = ()
     compile_ids: tuple[str, ...] = ()
+    columns: tuple[int, int] | None = None
 
     @property
     def place(self) -> str:
@@ -556,6 +560,7 @@ def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], folde
         function=plain_function(caller.function),
         source=caller.source,
         stack=(*own[:-1], there),
+        columns=None,
     )
 
 
@@ -570,8 +575,8 @@ def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
     for each in breaks:
         whole = known.get((each.place, each.reason))
         if whole is not None and not folders.of_user(each.file):
-            places = {name: getattr(whole, name) for name in ("file", "line", "function", "source", "stack")}
-            each = replace(each, **places)
+            names = ("file", "line", "function", "source", "stack", "columns")
+            each = replace(each, **{name: getattr(whole, name) for name in names})
         attributed.append(each)
     return attributed
 
@@ -599,6 +604,7 @@ def with_lines(trace: CompileTrace, lines: Mapping[str, Frame]) -> CompileTrace:
                 function=plain_function(line.function),
                 source=line.source,
                 stack=(line,),
+                columns=None,
             )
         breaks.append(each)
     return replace(trace, breaks=merge_breaks(breaks))
@@ -630,9 +636,21 @@ def _stack(text: str) -> tuple[Frame, ...]:
     )
 
 
+def _columns(text: str, place: Frame) -> tuple[int, int] | None:
+    """What a traceback marks in a place's line, the innermost time that the line is in it: all of it where nothing."""
+    found = [m for m in _TRACEBACK_LINE.finditer(text) if m["file"] == place.file and int(m["line"]) == place.line]
+    if not found or not found[-1]["source"]:
+        return None
+    if not found[-1]["marks"]:
+        return 0, len(found[-1]["source"].rstrip())
+    marks, indent = found[-1]["marks"], len(found[-1]["indent"].rpartition("\n")[2])
+    return len(marks) - len(marks.lstrip()) - indent, len(marks) - indent
+
+
 def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
     before, _, traceback = text.partition("User code traceback:")
-    stack = _stack(traceback.split("\nTraceback (most recent call last):")[0])
+    traceback = traceback.split("\nTraceback (most recent call last):")[0]
+    stack = _stack(traceback)
     own = folders.inside(stack)
     named = re.search(r"Graph break in user code at (.*):(\d+)", text)
     place = folders.innermost(stack)
@@ -658,6 +676,7 @@ def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
         registry=f"GB{number[1]}" if number else "",
         stack=own,
         compile_ids=(compile_id,),
+        columns=_columns(traceback, place),
     )
 
 
@@ -780,5 +799,5 @@ def _recompile(event: Event, frames: Mapping[str, Frame]) -> Recompile:
         made_at.file if made_at else frame.file,
         made_at.line if made_at else frame.line,
         guard,
-        next((cause for marker, cause in _RECOMPILE_CAUSES if marker in first_line), "other"),
+        next((cause for marker, cause in _RECOMPILE_CAUSES if marker in guard), "other"),
     )

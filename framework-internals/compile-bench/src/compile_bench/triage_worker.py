@@ -7,7 +7,7 @@ import random
 import re
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -50,6 +50,9 @@ _STEADY_CALLS = 3
 
 # Lines that are taken out of the way one after the other in search of what lies behind.
 _MOST_ROUNDS = 8
+
+# Of these lines nothing more can be held.
+_ALL_OF_IT = (Held("value"), Held("lambda"))
 
 # Categories of breaks that are about the values in a statement, not about what it calls.
 _READS = frozenset(("data-dependent control flow", "tensor value read by Python", "data-dependent shape"))
@@ -161,12 +164,10 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     held: dict[tuple[str, int], Held] = {}
     latest = look.breaks
     for _ in range(_MOST_ROUNDS):
-        in_the_way = {
-            (each.file, each.line): _what_to_hold(each, (each.file, each.line) in held)
-            for _, each in latest
-            # Until it hit the limit, a function was traced as a whole.
-            if each.whole_frame and each.category != RECOMPILE_LIMIT and whose.of_user(each.file)
-        }
+        hiding: dict[tuple[str, int], list[Break]] = {}
+        for each in _hiding([each for _, each in latest], held, whose):
+            hiding.setdefault((each.file, each.line), []).append(each)
+        in_the_way = {place: _what_to_hold(breaks, held.get(place)) for place, breaks in hiding.items()}
         new = [place for place, what in in_the_way.items() if held.get(place) != what]
         if not new:
             break
@@ -195,11 +196,42 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     return found
 
 
-def _what_to_hold(each: Break, again: bool) -> Held:
-    """Of a call for its own sake, such as kept.append(x.item()), the arguments first: it may be needed."""
-    if each.function == "<lambda>":
-        return "lambda"
-    return "arguments" if each.category in _READS and not again else "value"
+def _hiding(breaks: Sequence[Break], held: Mapping[tuple[str, int], Held], whose: Folders) -> list[Break]:
+    """The breaks that hide what follows them.
+
+    A function that was given up where it calls one that breaks is given up for that one's sake: the call is left as it
+    is, since held it would hide all that is called, until nothing inside of it is left to hold.
+    """
+    # Until it hit the limit, a function was traced as a whole.
+    own = [each for each in breaks if each.category != RECOMPILE_LIMIT and whose.of_user(each.file)]
+    inside: dict[tuple[str, int], list[Break]] = {}
+    for each in own:
+        for place in {(frame.file, frame.line) for frame in each.stack} - {(each.file, each.line)}:
+            inside.setdefault(place, []).append(each)
+    found = []
+    for each in own:
+        if each.whole_frame:
+            called = inside.get((each.file, each.line), [])
+            left = [one for one in called if held.get((one.file, one.line)) not in _ALL_OF_IT]
+            found += left or [each]
+    return found
+
+
+def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
+    """What broke by itself first; then, of a call for its own sake such as kept.append(x.item()), the arguments.
+
+    Args:
+        breaks: of a line.
+        before: what was held of it; None of one that was not.
+    """
+    if any(each.function == "<lambda>" for each in breaks):
+        return Held("lambda")
+    marked = frozenset(each.columns for each in breaks if each.columns is not None)
+    if before is None:
+        return Held("arguments" if all(each.category in _READS for each in breaks) else "value", marked)
+    if before.columns and not marked <= before.columns:
+        return replace(before, columns=before.columns | marked)
+    return Held("value")
 
 
 def _made_by_holding(each: Break) -> bool:
