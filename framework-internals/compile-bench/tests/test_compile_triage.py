@@ -19,7 +19,7 @@ from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import Bill, Finding, Proposal, mark
+from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
 from compile_bench.loading import load_target
 from compile_bench.mending import mend, proof
 from compile_bench.mending.holding import Held, overlays, rewind
@@ -675,6 +675,42 @@ def test_of_two_changes_in_each_others_way_the_dearer_is_made(folder, capsys, mo
     subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
     assert path.read_bytes() == mending.overlay[str(path)]
     assert path.read_text().splitlines()[6] == '        print("seen", end="")'
+
+
+def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, monkeypatch):
+    path = folder / "triage_model.py"
+    path.write_text(TWICE)
+    proposed, proofs = mend._candidates, []
+
+    def two_ways(found):
+        """Of the first print, before its own change one that the proof refuses."""
+        (fair,) = proposed(found)
+        wrong = fair.source.replace(fair.source.statement(found.line), "x = x + 0 * x")
+        return [replace(fair, edits=(wrong,)), fair] if found.line == 7 else [fair]
+
+    class Counting(InThisProcess):
+        def ask(self, job, *arguments, **words):
+            if job == "prove":
+                proofs.append(words["overlay"][str(path)])
+                if b"0 * x" in proofs[-1]:
+                    return Trial("output is off by 1")
+            return super().ask(job, *arguments, **words)
+
+    monkeypatch.setattr(mend, "_candidates", two_ways)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    findings = [
+        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
+        for each in found.breaks
+    ]
+    mending = Mender(Counting(folder), case, [found], folder).mend(findings)
+    assert {line: (each.accepted, each.apart) for (_, line), each in mending.mends.items()} == {
+        7: (True, ""),
+        9: (True, ""),
+    }
+    assert (mending.together.before.breaks, mending.together.after.breaks) == (2, 0)
+    assert b"0 * x" not in mending.overlay[str(path)]
+    assert len(proofs) == 4  # both, each by itself, both in the other way
 
 
 @pytest.mark.slow
