@@ -210,10 +210,10 @@ def _statement(file: str, line: int) -> tuple[str, int]:
 
 
 def _recompiles(surveys: Sequence[Survey]) -> tuple[Recompile, ...]:
-    found: dict[tuple[str, int, str], Recompile] = {}
+    found: dict[tuple[str, int, str, str], Recompile] = {}
     for survey in surveys:
         for each in survey.recompiles:
-            found.setdefault((each.file, each.line, each.cause), each)
+            found.setdefault((each.file, each.line, each.cause, each.called_from), each)
     return tuple(found.values())
 
 

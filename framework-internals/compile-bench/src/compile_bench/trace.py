@@ -262,6 +262,7 @@ class Recompile:
         line: its first line, or the line that made the guard where PyTorch says so.
         guard: the condition that no longer held, against the newest earlier code.
         cause: the family of the condition: tensor size, Python value, ….
+        called_from: the user's line, ``file.py:LINE``, that called it; empty where ``file`` is the user's.
     """
 
     compile_id: str
@@ -270,6 +271,7 @@ class Recompile:
     line: int
     guard: str
     cause: str
+    called_from: str = ""
 
     @property
     def place(self) -> str:
@@ -378,7 +380,12 @@ def read_events(
         for compile_id, entry in metrics.items()
         if entry.get("co_name")
     }
-    recompiles = tuple(_recompile(event, frames) for event in events if event.kind == "recompile_reasons")
+    starts = _stacks(events)
+    recompiles = tuple(
+        _recompile(event, frames, starts.get(event.compile_id, ()), folders)
+        for event in events
+        if event.kind == "recompile_reasons"
+    )
     graphs = _graphs(events, frames, metrics)
     captured = {graph.compile_id for graph in graphs}
     breaks = _breaks(events, frames, metrics, recompiles, folders, captured)
@@ -527,14 +534,15 @@ def _breaks(
         for compile_id, entry in metrics.items()
         if entry.get("fail_type") and compile_id not in told
     ]
-    stacks = _stacks(events)
+    # Of every function, by its number, its latest compilation.
+    stacks = {compile_id.split("/")[0]: stack for compile_id, stack in _stacks(events).items()}
     return merge_breaks((*found, *(_called_by_user(each, stacks, folders) for each in failures)))
 
 
 def _stacks(events: Sequence[Event]) -> dict[str, tuple[Frame, ...]]:
-    """Of every function that was compiled, by its number, who called it for the last time, itself at the end."""
+    """Of every compilation who called the function, itself at the end."""
     return {
-        event.compile_id.split("/")[0]: tuple(
+        event.compile_id: tuple(
             Frame(frame["filename"], frame["line"], frame["name"], frame.get("loc") or "")
             for frame in event.detail["stack"]
             if frame["filename"]
@@ -779,7 +787,7 @@ def categorise(reason: str, explanation: str = "") -> str:
     return "other"
 
 
-def _recompile(event: Event, frames: Mapping[str, Frame]) -> Recompile:
+def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame], folders: Folders) -> Recompile:
     text = event.payload
     try:
         reasons = json.loads(text)
@@ -793,11 +801,14 @@ def _recompile(event: Event, frames: Mapping[str, Frame]) -> Recompile:
     noted = _GUARD_MADE_AT.search(first_line)
     if made_at is None and noted and frame.file.endswith(f"/{noted['file']}"):
         made_at = Frame(frame.file, int(noted["line"]), frame.function)
+    place = made_at or frame
+    caller = None if folders.of_user(place.file) else folders.innermost(stack)
     return Recompile(
         event.compile_id,
         frame.function,
-        made_at.file if made_at else frame.file,
-        made_at.line if made_at else frame.line,
+        place.file,
+        place.line,
         guard,
         next((cause for marker, cause in _RECOMPILE_CAUSES if marker in guard), "other"),
+        caller.place if caller is not None and folders.of_user(caller.file) else "",
     )

@@ -327,9 +327,9 @@ def _seeds_of(each: Break, breaks: Sequence[tuple[int, Break]]) -> tuple[int, ..
 
 
 def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:
-    found: dict[tuple[str, int, str], Recompile] = {}
+    found: dict[tuple[str, int, str, str], Recompile] = {}
     for each in recompiles:
-        found.setdefault((each.file, each.line, re.sub(r"\d+", "N", each.guard)), each)
+        found.setdefault((each.file, each.line, re.sub(r"\d+", "N", each.guard), each.called_from), each)
     return tuple(found.values())
 
 
