@@ -2,6 +2,7 @@
 
 import linecache
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from compile_bench import Case, Harness, pricing
+from compile_bench import bill as billing
 from compile_bench.bill import draw_up
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
@@ -22,7 +24,7 @@ from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
 from compile_bench.loading import load_target
 from compile_bench.mending import mend, proof
-from compile_bench.mending.holding import Held, overlays, rewind
+from compile_bench.mending.holding import Held, Marked, overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
@@ -105,6 +107,12 @@ def folder(tmp_path, monkeypatch):
     for name in ("triage_model", "triage_helper"):
         sys.modules.pop(name, None)
     torch.compiler.reset()
+
+
+def test_a_guess_of_pytorchs_that_the_code_is_wrong_is_no_advice():
+    guess = "Your code may result in an error when running in eager. Please double check that your code …"
+    assert billing._hint((guess, "Avoid calling it.")) == "Avoid calling it."
+    assert billing._hint((guess,)) == billing._hint(()) == ""
 
 
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):
@@ -235,29 +243,36 @@ def test_all_statements_of_a_line_are_held(tmp_path):
     assert text.count("yield __compile_bench") == 2
 
 
-def test_of_a_line_that_calls_more_only_what_broke_is_held(tmp_path):
+PARTS = """\
+def parts(x, helper):
+    if x.é().item() > 0 and not helper(x): return None
+    y = helper(x.max()) + float(x)
+    for each in (helper(x)
+        .sum()
+        .tolist()): y += helper(float(each) + 1)
+    return [z for z in x.tolist() if helper(z)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "marked", "kept"),
+    [
+        (2, [Marked(3, 15)], "if @ > 0 and not helper(x): return None"),  # characters, not bytes
+        (2, [Marked(3, 50, True)], "if @ and not helper(x): return None"),
+        (2, [Marked(3, 50)], "if @.item() > 0 and not helper(x): return None"),  # a call begins there, and another one
+        (3, [Marked(11, 18), Marked(22, 30)], "y = helper(@) + @"),
+        (3, [Marked(11, 18), Marked(4, 30)], "y = @ + float(x)"),  # one in the other: the outer one
+        (3, [Marked(11, 18), Marked(5, 30)], "y = @"),  # one of them is not known
+        (5, [Marked(1, 6)], "for each in (@"),  # from the name of a method in a line of its own on
+        (7, [Marked(19, 50)], "return [z for z in @ if helper(z)]"),
+    ],
+)
+def test_of_a_line_that_calls_more_only_what_broke_is_held(tmp_path, line, marked, kept):
     path = tmp_path / "parts.py"
-    path.write_text(
-        "def parts(x, helper):\n"
-        "    if x.é().item() > 0 and not helper(x): return None\n"  # columns are characters, not bytes
-        "    y = helper(x.max()) + float(x)\n"
-        "    return (helper(x)\n"
-        "        .sum()\n"
-        "        .tolist())\n"
-    )
-    spans = {2: ((3, 19), (28, 37)), 3: ((22, 30), (4, 23)), 5: ((1, 5),), 6: ((1, 9),)}
-    columns = {line: frozenset(each) for line, each in spans.items()}
-    held = {(str(path), line): Held("value", columns[line]) for line in spans}
-    _, replaying = overlays(held)
-    text = replaying[str(path)].decode().splitlines()
-    # One operand of a condition without the other, which calls a helper.
-    assert text[1].count("__compile_bench_replay__") == 2
-    assert "and not" in text[1]
-    # Where one of two cannot be told, all of the statement.
-    assert text[2].strip().startswith("y = __compile_bench_replay__")
-    assert text[2].endswith(")")
-    # A method's call in a line of its own is marked from its name on; of one in the other the outer one is held.
-    assert text[3].startswith("    return (__compile_bench_replay__")
+    path.write_text(PARTS)
+    _, replaying = overlays({(str(path), line): Held("value", frozenset(marked))})
+    text = re.sub(r"__compile_bench_replay__\('[^']*'\n*\)", "@", replaying[str(path)].decode()).splitlines()
+    assert text[3 if line == 5 else line - 1].strip() == kept
 
 
 def test_what_a_walrus_binds_is_held_beside_the_value(tmp_path):
@@ -350,6 +365,53 @@ def test_what_a_broken_line_calls_is_looked_into(folder, capsys):
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert {each.line for each in found.breaks} >= {9, 15, 18, 19, 25, 27}
     assert found.notes == ()
+
+
+BOXED = """\
+import torch
+
+
+class Box:
+    def __init__(self, row):
+        self.row = row
+        self.size = 1.0
+
+
+class Boxed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        boxes = [Box(row) for row in self.linear(x)]
+        return self.added(self.first(boxes))
+
+    def first(self, boxes):
+        for _ in range(2):
+            best = max(boxes, key=lambda box: box.size)
+        return best.row
+
+    def added(self, row):
+        for _ in range(2):
+            scale = float(row.mean())
+            print(end="")
+            row = row * scale
+        return row
+
+
+def target():
+    torch.manual_seed(0)
+    return Boxed(), (torch.ones(2, 3),)
+"""
+
+
+def test_a_line_that_cannot_be_held_hides_nothing_behind_others(folder, capsys):
+    """What max() returns holds a tensor whose graph is gone once the recording step has run backward."""
+    (folder / "triage_model.py").write_text(BOXED)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    assert {each.line for each in found.breaks} == {21, 26, 27}
+    (note,) = found.notes
+    assert note.startswith("behind triage_model.py:21 not all could be traced: with it held: RuntimeError: Trying to")
 
 
 SCALING = """\

@@ -220,8 +220,8 @@ class Break:
         registry: the number in PyTorch's published list, ``"GB0170"``; empty if it gave none.
         stack: the model's lines that led to it, outermost first, those of libraries included.
         compile_ids: the compilations that met it.
-        columns: where in the line's text, without its indentation, what broke begins and ends; None where PyTorch did
-            not show the line.
+        columns: where in the line's text, without its indentation, what broke begins and ends: with the line where
+            PyTorch does not say where it ends; None where it did not show the line.
     """
 
     file: str

@@ -24,7 +24,7 @@ from compile_bench.failing_operator import Blamed
 from compile_bench.findings import SilentEager, Survey, mark
 from compile_bench.measuring import load_case
 from compile_bench.mending import holding
-from compile_bench.mending.holding import Held, overlays, rewind
+from compile_bench.mending.holding import Held, Marked, overlays, rewind
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
 from compile_bench.target import Target
@@ -49,7 +49,7 @@ SEEDS = (0, 1, 2)
 _STEADY_CALLS = 3
 
 # Lines that are taken out of the way one after the other in search of what lies behind.
-_MOST_ROUNDS = 8
+_MOST_ROUNDS = 12
 
 # Of these lines nothing more can be held.
 _ALL_OF_IT = (Held("value"), Held("lambda"))
@@ -163,28 +163,28 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     found: list[tuple[int, Break]] = []
     held: dict[tuple[str, int], Held] = {}
     latest = look.breaks
+    barred: set[tuple[str, int]] = set()
+    at_once = True
     for _ in range(_MOST_ROUNDS):
         hiding: dict[tuple[str, int], list[Break]] = {}
         for each in _hiding([each for _, each in latest], held, whose):
             hiding.setdefault((each.file, each.line), []).append(each)
         in_the_way = {place: _what_to_hold(breaks, held.get(place)) for place, breaks in hiding.items()}
-        new = [place for place, what in in_the_way.items() if held.get(place) != what]
+        new = {place: what for place, what in in_the_way.items() if held.get(place) != what and place not in barred}
         if not new:
             break
-        held |= in_the_way
-        recording, replaying = overlays(held)
+        new = new if at_once else dict(list(new.items())[:1])
         try:
-            with overlaid(recording):
-                forget_user_modules(whose)
-                target = load_case(case)
-                seed_everything(seeds[0])
-                target.step(target.model, train=case.train)()
-            with overlaid(replaying):
-                forget_user_modules(whose)
-                latest = _look(load_case(case), case, seeds, whose).breaks
+            latest = _look_behind(held | new, case, seeds, whose)
         except Exception as error:  # a held value may be one that the model cannot go on with
-            look.notes.append(f"behind {Path(new[0][0]).name}:{new[0][1]} nothing could be traced: {_one_line(error)}")
-            break
+            if len(new) == 1:
+                ((file, line),) = new
+                barred |= set(new)
+                why = _one_line(error.__cause__ or error if isinstance(error, UserError) else error)
+                look.notes.append(f"behind {Path(file).name}:{line} not all could be traced: with it held: {why}")
+            at_once = False
+            continue
+        held |= new
         known = {(each.file, each.line) for _, each in look.breaks + found}
         found += [
             (seed, each)
@@ -194,6 +194,21 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     if held:
         forget_user_modules(whose)  # they hold recorded values
     return found
+
+
+def _look_behind(
+    held: Mapping[tuple[str, int], Held], case: Case, seeds: Sequence[int], whose: Folders
+) -> list[tuple[int, Break]]:
+    """The breaks that are seen with lines held at what they compute."""
+    recording, replaying = overlays(held)
+    with overlaid(recording):
+        forget_user_modules(whose)
+        target = load_case(case)
+        seed_everything(seeds[0])
+        target.step(target.model, train=case.train)()
+    with overlaid(replaying):
+        forget_user_modules(whose)
+        return _look(load_case(case), case, seeds, whose).breaks
 
 
 def _hiding(breaks: Sequence[Break], held: Mapping[tuple[str, int], Held], whose: Folders) -> list[Break]:
@@ -226,11 +241,15 @@ def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
     """
     if any(each.function == "<lambda>" for each in breaks):
         return Held("lambda")
-    marked = frozenset(each.columns for each in breaks if each.columns is not None)
+    marked = frozenset(
+        Marked(*each.columns, each.category == "data-dependent control flow")
+        for each in breaks
+        if each.columns is not None
+    )
     if before is None:
         return Held("arguments" if all(each.category in _READS for each in breaks) else "value", marked)
-    if before.columns and not marked <= before.columns:
-        return replace(before, columns=before.columns | marked)
+    if before.marked and not marked <= before.marked:
+        return replace(before, marked=before.marked | marked)
     return Held("value")
 
 
@@ -333,6 +352,6 @@ def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:
     return tuple(found.values())
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -29,16 +29,31 @@ Part = Literal["value", "arguments", "lambda"]
 
 
 @dataclass(frozen=True)
+class Marked:
+    """What broke in a line, as far as its columns tell.
+
+    Attributes:
+        first: column that it begins at, in the line's text without its indentation.
+        last: that it ends before; the line's end where it is not told.
+        branched: whether it was its truth that mattered.
+    """
+
+    first: int
+    last: int
+    branched: bool = False
+
+
+@dataclass(frozen=True)
 class Held:
     """What of a line is held.
 
     Attributes:
         part: of its statement.
-        columns: of what broke, where it is told; held instead as long as the statement calls something else besides.
+        marked: what broke by itself, held instead as long as the statement calls something else besides.
     """
 
     part: Part
-    columns: frozenset[tuple[int, int]] = frozenset()
+    marked: frozenset[Marked] = frozenset()
 
 
 class _Followed(list[Any]):
@@ -270,29 +285,25 @@ def _edits(source: Source, line: int, what: Held) -> list[tuple[Edit, Edit]]:
     if what.part == "lambda":
         return [_edit(source, each) for each in source.lambda_bodies(line) if _holdable(each)]
     statements = source.statements(line)
-    parts = [part for each in what.columns for part in _parts_at(source, line, each, statements)]
-    if parts and len(parts) >= len(what.columns):
+    parts = [part for each in what.marked for part in _parts_at(source, line, each, statements)]
+    if parts and len(parts) >= len(what.marked):
         return [_edit(source, each, reads="bool" if _is_condition(source, each) else "") for each in parts]
     return [edit for statement in statements for edit in _edits_of(source, statement, what.part)]
 
 
-def _parts_at(source: Source, line: int, columns: tuple[int, int], statements: Collection[ast.stmt]) -> list[ast.expr]:
-    """The expression that a line's columns mark, if it can be held and leaves calls in the statement as they are."""
+def _parts_at(source: Source, line: int, marked: Marked, statements: Collection[ast.stmt]) -> list[ast.expr]:
+    """The expression that is marked in a line, if it can be held and leaves calls in the statement as they are."""
     text = source.line(line)
     indent = len(text) - len(text.lstrip())
-    first, last = (len(text[: indent + each].encode("utf-8")) for each in columns)
-    # Of what goes on in the next line only the first one is marked.
-    goes_on = last >= len(text.rstrip().encode("utf-8"))
-    nodes = (node for statement in statements for node in _head(statement))
-    found = [
-        node
-        for node in nodes
-        if isinstance(node, ast.expr)
-        and (line, first) in _beginnings(node)
-        and ((node.end_lineno, node.end_col_offset) == (line, last) or (goes_on and (node.end_lineno or 0) > line))
-        and (isinstance(node, ast.Call) or node.end_lineno == line)
-        and _holdable(node)
-    ]
+    first, last = (len(text[: indent + each].encode("utf-8")) for each in (marked.first, marked.last))
+    nodes = (node for statement in statements for node in _head(statement) if isinstance(node, ast.expr))
+    found = [node for node in nodes if (line, first) in _beginnings(node) and _holdable(node)]
+    if last < len(text.rstrip().encode("utf-8")):
+        found = [node for node in found if (node.end_lineno, node.end_col_offset) == (line, last)]
+    elif marked.branched:
+        found = [node for node in found if _is_condition(source, node)]
+    else:
+        found = [node for node in found if isinstance(node, ast.Call)]
     if not found:
         return []
     part = min(found, key=source.end)
