@@ -75,6 +75,13 @@ def test_a_break_is_recognised(reason, source, name):
     assert (cause and cause.name) == name
 
 
+def test_what_broke_in_the_line_decides_between_causes():
+    reason, source = "Unsupported Tensor.item() call", "self.seen[name] = float(value)"
+    assert match(reason, source, (18, 30)).name == "item"
+    assert match(reason, source, (0, 15)).name == "list-indexed-by-tensor"
+    assert match(reason, source, (40, 41)).name == match(reason, source).name  # no entry is about that
+
+
 @pytest.mark.parametrize(("file", "content"), [("CATALOGUE.md", markdown), ("CATALOGUE.html", html)])
 def test_the_committed_page_is_current(file, content):
     assert (PAGE / file).read_text(encoding="utf-8") == content(), "run: compile-bench catalogue --render catalogue"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile_bench.cli.options import recompiled
 from compile_bench.collector import Collector, autotuning_within, missing_surface
 from compile_bench.trace import RECOMPILE_LIMIT, Folders, read_events
 
@@ -182,7 +183,7 @@ def forward(x):
 """
 
 
-def test_the_recompile_limit_of_a_librarys_function_is_at_the_users_call(tmp_path, monkeypatch, guarded):
+def test_what_is_compiled_again_in_a_library_names_the_users_call(tmp_path, monkeypatch, guarded):
     installed = tmp_path / "site-packages"
     installed.mkdir()
     (installed / "library.py").write_text(LIBRARY)
@@ -198,9 +199,11 @@ def test_the_recompile_limit_of_a_librarys_function_is_at_the_users_call(tmp_pat
     folders = Folders(
         torch=str(Path(torch.__file__).parent), library=[str(installed)], launcher=str(Path(__file__).parent)
     )
-    limit = next(
-        each for each in read_events(collector.events, folders=folders).breaks if each.category == RECOMPILE_LIMIT
-    )
+    trace = read_events(collector.events, folders=folders)
+    limit = next(each for each in trace.breaks if each.category == RECOMPILE_LIMIT)
     line = next(number for number, text in enumerate(CALLER.splitlines(), 1) if text.endswith("# the user's call"))
     assert (limit.place, limit.function) == (f"{tmp_path / 'caller.py'}:{line}", "forward")
     assert limit.library.startswith(f"{installed / 'library.py'}:")
+    again = next(each for each in trace.recompiles if each.file == str(installed / "library.py"))
+    assert again.called_from == f"{tmp_path / 'caller.py'}:{line}"
+    assert recompiled(again) == f"library.py:{again.line}, called from caller.py:{line}"

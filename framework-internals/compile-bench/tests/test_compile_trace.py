@@ -109,6 +109,48 @@ def test_a_break_in_a_library_is_the_users_line_even_where_one_message_leaves_it
     assert unknown.place == "/library/heads/loss.py:9"
 
 
+MARKED = """Graph break in user code at /user/model.py:5
+Graph Break Reason: Encountered graph break when attempting to trace CALL: a function call, e.g. f(x, y):
+
+Unsupported Tensor.item() call with capture_scalar_outputs=False
+
+User code traceback:
+  File "/user/model.py", line 9, in forward
+    return first(x)
+           ^^^^^^^^
+  File "/user/model.py", line 5, in first
+    return x + x.sum().item()
+{marks}
+"""
+
+
+@pytest.mark.parametrize(
+    ("marks", "columns"),
+    [
+        ("               ^^^^^^^^^^^^^^", (11, 25)),
+        ("           ~~^~~~~~~~~~~~~~~", (7, 24)),
+        ("", (0, 25)),  # Python marks nothing where all of the line is meant
+    ],
+)
+def test_what_broke_in_a_line_is_read_from_its_marks(marks, columns):
+    event = Event("dynamo_graph_break_reason", "0/0", {}, MARKED.format(marks=marks))
+    (found,) = read_events([event]).breaks
+    assert (found.line, found.source, found.columns) == (5, "return x + x.sum().item()", columns)
+    assert [frame.line for frame in found.stack] == [9, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("0/0: ___stack0 == 0.5  # if not self.training:  # model.py:9 in forward", "Python value"),
+        ("0/0: self.training  # x = self.drop(x)  # model.py:9 in forward", "train / eval mode"),
+    ],
+)
+def test_the_cause_of_a_recompilation_is_its_guards_and_not_its_lines(text, cause):
+    (found,) = read_events([Event("recompile_reasons", "0/1", {}, json.dumps([text]))]).recompiles
+    assert found.cause == cause
+
+
 ASKED = """Graph break in user code at /user/model.py:5
 Graph Break Reason: Call to `torch._dynamo.graph_break()`
   Explanation: User-inserted graph break. Message: None

@@ -2,6 +2,7 @@
 
 import linecache
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,15 +15,16 @@ from torch import nn
 from typer.testing import CliRunner
 
 from compile_bench import Case, Harness, pricing
+from compile_bench import bill as billing
 from compile_bench.bill import draw_up
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import Bill, Finding, Proposal, mark
+from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
 from compile_bench.loading import load_target
 from compile_bench.mending import mend, proof
-from compile_bench.mending.holding import overlays, rewind
+from compile_bench.mending.holding import Held, Marked, overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.mending.proof import holds, reference
@@ -107,6 +109,12 @@ def folder(tmp_path, monkeypatch):
     torch.compiler.reset()
 
 
+def test_a_guess_of_pytorchs_that_the_code_is_wrong_is_no_advice():
+    guess = "Your code may result in an error when running in eager. Please double check that your code …"
+    assert billing._hint((guess, "Avoid calling it.")) == "Avoid calling it."
+    assert billing._hint((guess,)) == billing._hint(()) == ""
+
+
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):
     for name in ("07-item.patch", "all.patch", "mine.patch"):
         (tmp_path / name).write_text("")
@@ -176,7 +184,9 @@ def test_an_overlay_is_what_is_imported_and_shown(folder):
 
 def test_held_lines_keep_the_numbers_of_those_behind(folder):
     path = folder / "triage_helper.py"
-    recording, replaying = overlays({(str(path), 4): "value", (str(folder / "triage_model.py"), 14): "value"})
+    recording, replaying = overlays(
+        {(str(path), 4): Held("value"), (str(folder / "triage_model.py"), 14): Held("value")}
+    )
     for overlay in (recording, replaying):
         assert len(overlay[str(path)].splitlines()) == len(HELPER.splitlines())
         assert b"__compile_bench_" in overlay[str(folder / "triage_model.py")].splitlines()[13]
@@ -193,7 +203,7 @@ def both_run(path, held):
 def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
     path = tmp_path / "pair.py"
     path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
-    recorded, replayed = both_run(path, {(str(path), 2): "value"})
+    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
     x = torch.ones(3, requires_grad=True)
     recorded["pair"](x)
     held, apart = replayed["pair"](x)
@@ -205,7 +215,7 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
     path = tmp_path / "loop.py"
     path.write_text("def loop(xs, kept):\n    while xs.pop() > 0:\n        kept.append(xs[-1])\n    return kept\n")
     # A condition is kept as what it was taken for; of a call for its own sake the arguments, and it still happens.
-    recorded, replayed = both_run(path, {(str(path), 2): "value", (str(path), 3): "arguments"})
+    recorded, replayed = both_run(path, {(str(path), 2): Held("value"), (str(path), 3): Held("arguments")})
     assert recorded["loop"]([torch.tensor(0), 5, 7, torch.tensor(1)], []) == [7, 5, 0]
     for _ in range(2):
         rewind()
@@ -215,7 +225,7 @@ def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
 def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
     path = tmp_path / "pairs.py"
     path.write_text("def pairs(xs):\n    each = zip(xs, xs)\n    return [next(each), *each]\n")
-    recorded, replayed = both_run(path, {(str(path), 2): "value"})
+    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
     assert recorded["pairs"]([3, 5]) == [(3, 3), (5, 5)]
     for _ in range(2):
         rewind()
@@ -225,12 +235,61 @@ def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
 def test_all_statements_of_a_line_are_held(tmp_path):
     path = tmp_path / "line.py"
     path.write_text("def line(x):\n    if x.sum() > 0: yield x.max()\n    x = x + 1; yield x\n")
-    _, replaying = overlays({(str(path), 2): "value", (str(path), 3): "value"})
+    _, replaying = overlays({(str(path), 2): Held("value"), (str(path), 3): Held("value")})
     text = replaying[str(path)].decode()
     assert "x.sum()" not in text
     assert "x.max()" not in text
     assert "x + 1" not in text
     assert text.count("yield __compile_bench") == 2
+
+
+PARTS = """\
+def parts(x, helper):
+    if x.é().item() > 0 and not helper(x): return None
+    y = helper(x.max()) + float(x)
+    for each in (helper(x)
+        .sum()
+        .tolist()): y += helper(float(each) + 1)
+    return [z for z in x.tolist() if helper(z)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "marked", "kept"),
+    [
+        (2, [Marked(3, 15)], "if @ > 0 and not helper(x): return None"),  # characters, not bytes
+        (2, [Marked(3, 50, True)], "if @ and not helper(x): return None"),
+        (2, [Marked(3, 50)], "if @.item() > 0 and not helper(x): return None"),  # a call begins there, and another one
+        (3, [Marked(11, 18), Marked(22, 30)], "y = helper(@) + @"),
+        (3, [Marked(11, 18), Marked(4, 30)], "y = @ + float(x)"),  # one in the other: the outer one
+        (3, [Marked(11, 18), Marked(5, 30)], "y = @"),  # one of them is not known
+        (5, [Marked(1, 6)], "for each in (@"),  # from the name of a method in a line of its own on
+        (7, [Marked(19, 50)], "return [z for z in @ if helper(z)]"),
+    ],
+)
+def test_of_a_line_that_calls_more_only_what_broke_is_held(tmp_path, line, marked, kept):
+    path = tmp_path / "parts.py"
+    path.write_text(PARTS)
+    _, replaying = overlays({(str(path), line): Held("value", frozenset(marked))})
+    text = re.sub(r"__compile_bench_replay__\('[^']*'\n*\)", "@", replaying[str(path)].decode()).splitlines()
+    assert text[3 if line == 5 else line - 1].strip() == kept
+
+
+def test_what_a_walrus_binds_is_held_beside_the_value(tmp_path):
+    path = tmp_path / "walrus.py"
+    path.write_text(
+        "def walrus(xs):\n"
+        "    seen = []\n"
+        "    while (last := xs.pop()) > 0:\n"
+        "        seen.append(last)\n"
+        "    kept = [x for x in seen if (half := x / 2) > 1]\n"
+        "    return kept, half, last\n"
+    )
+    recorded, replayed = both_run(path, {(str(path), 3): Held("value"), (str(path), 5): Held("value")})
+    assert recorded["walrus"]([-1, 2, 4, 6]) == ([6, 4], 1.0, -1)
+    for _ in range(2):
+        rewind()
+        assert replayed["walrus"]([]) == ([6, 4], 1.0, -1)
 
 
 LOOPING = """\
@@ -263,6 +322,96 @@ def test_all_that_lies_behind_the_breaks_of_a_loop_is_found(folder, capsys):
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert {each.line for each in found.breaks} == {9, 11, 14, 16}
     assert found.notes == ()
+
+
+NESTED = """\
+import torch
+
+
+class Nested(torch.nn.Module):
+    def forward(self, x):
+        rows = [self.chosen(row) for row in zip(x, x.sin())]
+        for each in self.scaled(
+            x.max()
+            .item()
+        ), self.scaled(2.0):
+            x = x * each
+        return x, rows
+
+    def chosen(self, pair):
+        some = torch.nonzero(pair[0] > 0).flatten()
+        total = 0.0
+        while some.numel() > total:
+            total += some[0].float().item() + 1.0
+            if (least := pair[1].min()) > 2:
+                break
+        return total * least
+
+    def scaled(self, factor):
+        try:
+            return float(torch.tensor(factor).cos())
+        finally:
+            torch._dynamo.graph_break()
+
+
+def target():
+    return Nested(), (torch.ones(2, 3),)
+"""
+
+
+def test_what_a_broken_line_calls_is_looked_into(folder, capsys):
+    """A call that was given up for what breaks in it is no reason to hold it: then nothing in it would be seen."""
+    (folder / "triage_model.py").write_text(NESTED)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert {each.line for each in found.breaks} >= {9, 15, 18, 19, 25, 27}
+    assert found.notes == ()
+
+
+BOXED = """\
+import torch
+
+
+class Box:
+    def __init__(self, row):
+        self.row = row
+        self.size = 1.0
+
+
+class Boxed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        boxes = [Box(row) for row in self.linear(x)]
+        return self.added(self.first(boxes))
+
+    def first(self, boxes):
+        for _ in range(2):
+            best = max(boxes, key=lambda box: box.size)
+        return best.row
+
+    def added(self, row):
+        for _ in range(2):
+            scale = float(row.mean())
+            print(end="")
+            row = row * scale
+        return row
+
+
+def target():
+    torch.manual_seed(0)
+    return Boxed(), (torch.ones(2, 3),)
+"""
+
+
+def test_a_line_that_cannot_be_held_hides_nothing_behind_others(folder, capsys):
+    """What max() returns holds a tensor whose graph is gone once the recording step has run backward."""
+    (folder / "triage_model.py").write_text(BOXED)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    assert {each.line for each in found.breaks} == {21, 26, 27}
+    (note,) = found.notes
+    assert note.startswith("behind triage_model.py:21 not all could be traced: with it held: RuntimeError: Trying to")
 
 
 SCALING = """\
@@ -588,6 +737,42 @@ def test_of_two_changes_in_each_others_way_the_dearer_is_made(folder, capsys, mo
     subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
     assert path.read_bytes() == mending.overlay[str(path)]
     assert path.read_text().splitlines()[6] == '        print("seen", end="")'
+
+
+def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, monkeypatch):
+    path = folder / "triage_model.py"
+    path.write_text(TWICE)
+    proposed, proofs = mend._candidates, []
+
+    def two_ways(found):
+        """Of the first print, before its own change one that the proof refuses."""
+        (fair,) = proposed(found)
+        wrong = fair.source.replace(fair.source.statement(found.line), "x = x + 0 * x")
+        return [replace(fair, edits=(wrong,)), fair] if found.line == 7 else [fair]
+
+    class Counting(InThisProcess):
+        def ask(self, job, *arguments, **words):
+            if job == "prove":
+                proofs.append(words["overlay"][str(path)])
+                if b"0 * x" in proofs[-1]:
+                    return Trial("output is off by 1")
+            return super().ask(job, *arguments, **words)
+
+    monkeypatch.setattr(mend, "_candidates", two_ways)
+    case = Case(f"{path}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    findings = [
+        Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
+        for each in found.breaks
+    ]
+    mending = Mender(Counting(folder), case, [found], folder).mend(findings)
+    assert {line: (each.accepted, each.apart) for (_, line), each in mending.mends.items()} == {
+        7: (True, ""),
+        9: (True, ""),
+    }
+    assert (mending.together.before.breaks, mending.together.after.breaks) == (2, 0)
+    assert b"0 * x" not in mending.overlay[str(path)]
+    assert len(proofs) == 4  # both, each by itself, both in the other way
 
 
 @pytest.mark.slow

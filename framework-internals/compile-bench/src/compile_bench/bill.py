@@ -19,6 +19,8 @@ from compile_bench.trace import Break, Recompile
 
 Result = TypeVar("Result")
 
+_FAILS_EAGERLY = "Your code may result in an error when running in eager"
+
 
 def draw_up(
     harness: Harness,
@@ -142,7 +144,7 @@ def _add(found: dict[tuple[str, int, str], Finding], new: Finding) -> None:
 
 def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
     source, end = _statement(each.file, each.line)
-    cause = match(each.reason, source or each.source)
+    cause = match(each.reason, source or each.source, each.columns)
     return Finding(
         kind=_kind(each),
         file=each.file,
@@ -153,7 +155,7 @@ def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
         category=each.category,
         reason=each.reason,
         explanation=each.explanation,
-        advice=cause.advice if cause is not None else next(iter(each.hints), ""),
+        advice=cause.advice if cause is not None else _hint(each.hints),
         case=cause.name if cause is not None else "",
         kinds=(survey.case.kind,),
         seeds=seeds,
@@ -161,6 +163,11 @@ def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
         library=each.library,
         user_file=each.file in survey.user_files,
     )
+
+
+def _hint(hints: Sequence[str]) -> str:
+    """PyTorch's first, without its guess that the code fails eagerly too: what fails eagerly is no target."""
+    return next((each for each in hints if not each.startswith(_FAILS_EAGERLY)), "")
 
 
 def _kind(each: Break) -> Kind:
@@ -210,10 +217,10 @@ def _statement(file: str, line: int) -> tuple[str, int]:
 
 
 def _recompiles(surveys: Sequence[Survey]) -> tuple[Recompile, ...]:
-    found: dict[tuple[str, int, str], Recompile] = {}
+    found: dict[tuple[str, int, str, str], Recompile] = {}
     for survey in surveys:
         for each in survey.recompiles:
-            found.setdefault((each.file, each.line, each.cause), each)
+            found.setdefault((each.file, each.line, each.cause, each.called_from), each)
     return tuple(found.values())
 
 

@@ -99,7 +99,8 @@ _RECOMPILE_CAUSES = (
 )
 
 _TRACEBACK_LINE = re.compile(
-    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)(?:\n(?!\s*File ")\s+(?P<source>[^\n]*))?',
+    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)'
+    r'(?:\n(?!\s*File ")(?P<indent>\s+)(?P<source>[^\n]*)(?:\n(?P<marks>[ ~^]*[~^])(?=\n|\Z))?)?',
     re.MULTILINE,
 )
 _GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
@@ -219,6 +220,8 @@ class Break:
         registry: the number in PyTorch's published list, ``"GB0170"``; empty if it gave none.
         stack: the model's lines that led to it, outermost first, those of libraries included.
         compile_ids: the compilations that met it.
+        columns: where in the line's text, without its indentation, what broke begins and ends: with the line where
+            PyTorch does not say where it ends; None where it did not show the line.
     """
 
     file: str
@@ -234,6 +237,7 @@ class Break:
     registry: str = ""
     stack: tuple[Frame, ...] = ()
     compile_ids: tuple[str, ...] = ()
+    columns: tuple[int, int] | None = None
 
     @property
     def place(self) -> str:
@@ -258,6 +262,7 @@ class Recompile:
         line: its first line, or the line that made the guard where PyTorch says so.
         guard: the condition that no longer held, against the newest earlier code.
         cause: the family of the condition: tensor size, Python value, ….
+        called_from: the user's line, ``file.py:LINE``, that called it; empty where ``file`` is the user's.
     """
 
     compile_id: str
@@ -266,6 +271,7 @@ class Recompile:
     line: int
     guard: str
     cause: str
+    called_from: str = ""
 
     @property
     def place(self) -> str:
@@ -374,7 +380,12 @@ def read_events(
         for compile_id, entry in metrics.items()
         if entry.get("co_name")
     }
-    recompiles = tuple(_recompile(event, frames) for event in events if event.kind == "recompile_reasons")
+    starts = _stacks(events)
+    recompiles = tuple(
+        _recompile(event, frames, starts.get(event.compile_id, ()), folders)
+        for event in events
+        if event.kind == "recompile_reasons"
+    )
     graphs = _graphs(events, frames, metrics)
     captured = {graph.compile_id for graph in graphs}
     breaks = _breaks(events, frames, metrics, recompiles, folders, captured)
@@ -523,14 +534,15 @@ def _breaks(
         for compile_id, entry in metrics.items()
         if entry.get("fail_type") and compile_id not in told
     ]
-    stacks = _stacks(events)
+    # Of every function, by its number, its latest compilation.
+    stacks = {compile_id.split("/")[0]: stack for compile_id, stack in _stacks(events).items()}
     return merge_breaks((*found, *(_called_by_user(each, stacks, folders) for each in failures)))
 
 
 def _stacks(events: Sequence[Event]) -> dict[str, tuple[Frame, ...]]:
-    """Of every function that was compiled, by its number, who called it for the last time, itself at the end."""
+    """Of every compilation who called the function, itself at the end."""
     return {
-        event.compile_id.split("/")[0]: tuple(
+        event.compile_id: tuple(
             Frame(frame["filename"], frame["line"], frame["name"], frame.get("loc") or "")
             for frame in event.detail["stack"]
             if frame["filename"]
@@ -556,6 +568,7 @@ def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], folde
         function=plain_function(caller.function),
         source=caller.source,
         stack=(*own[:-1], there),
+        columns=None,
     )
 
 
@@ -570,8 +583,8 @@ def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
     for each in breaks:
         whole = known.get((each.place, each.reason))
         if whole is not None and not folders.of_user(each.file):
-            places = {name: getattr(whole, name) for name in ("file", "line", "function", "source", "stack")}
-            each = replace(each, **places)
+            names = ("file", "line", "function", "source", "stack", "columns")
+            each = replace(each, **{name: getattr(whole, name) for name in names})
         attributed.append(each)
     return attributed
 
@@ -599,6 +612,7 @@ def with_lines(trace: CompileTrace, lines: Mapping[str, Frame]) -> CompileTrace:
                 function=plain_function(line.function),
                 source=line.source,
                 stack=(line,),
+                columns=None,
             )
         breaks.append(each)
     return replace(trace, breaks=merge_breaks(breaks))
@@ -630,9 +644,21 @@ def _stack(text: str) -> tuple[Frame, ...]:
     )
 
 
+def _columns(text: str, place: Frame) -> tuple[int, int] | None:
+    """What a traceback marks in a place's line, the innermost time that the line is in it: all of it where nothing."""
+    found = [m for m in _TRACEBACK_LINE.finditer(text) if m["file"] == place.file and int(m["line"]) == place.line]
+    if not found or not found[-1]["source"]:
+        return None
+    if not found[-1]["marks"]:
+        return 0, len(found[-1]["source"].rstrip())
+    marks, indent = found[-1]["marks"], len(found[-1]["indent"].rpartition("\n")[2])
+    return len(marks) - len(marks.lstrip()) - indent, len(marks) - indent
+
+
 def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
     before, _, traceback = text.partition("User code traceback:")
-    stack = _stack(traceback.split("\nTraceback (most recent call last):")[0])
+    traceback = traceback.split("\nTraceback (most recent call last):")[0]
+    stack = _stack(traceback)
     own = folders.inside(stack)
     named = re.search(r"Graph break in user code at (.*):(\d+)", text)
     place = folders.innermost(stack)
@@ -658,6 +684,7 @@ def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
         registry=f"GB{number[1]}" if number else "",
         stack=own,
         compile_ids=(compile_id,),
+        columns=_columns(traceback, place),
     )
 
 
@@ -760,7 +787,7 @@ def categorise(reason: str, explanation: str = "") -> str:
     return "other"
 
 
-def _recompile(event: Event, frames: Mapping[str, Frame]) -> Recompile:
+def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame], folders: Folders) -> Recompile:
     text = event.payload
     try:
         reasons = json.loads(text)
@@ -774,11 +801,14 @@ def _recompile(event: Event, frames: Mapping[str, Frame]) -> Recompile:
     noted = _GUARD_MADE_AT.search(first_line)
     if made_at is None and noted and frame.file.endswith(f"/{noted['file']}"):
         made_at = Frame(frame.file, int(noted["line"]), frame.function)
+    place = made_at or frame
+    caller = None if folders.of_user(place.file) else folders.innermost(stack)
     return Recompile(
         event.compile_id,
         frame.function,
-        made_at.file if made_at else frame.file,
-        made_at.line if made_at else frame.line,
+        place.file,
+        place.line,
         guard,
-        next((cause for marker, cause in _RECOMPILE_CAUSES if marker in first_line), "other"),
+        next((cause for marker, cause in _RECOMPILE_CAUSES if marker in guard), "other"),
+        caller.place if caller is not None and folders.of_user(caller.file) else "",
     )

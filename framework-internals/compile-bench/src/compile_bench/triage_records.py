@@ -33,6 +33,7 @@ def bill_records(bill: Bill, root: Path) -> list[Record]:
                 "line": each.line,
                 "cause": neutral(each.cause, root),
                 "guard": neutral(each.guard, root),
+                "called from": neutral(each.called_from, root),
             }
             for each in bill.recompiles
         ],

@@ -99,8 +99,14 @@ def _without_gap(findings: Sequence[Record]) -> list[str]:
 
 
 def _recompile_table(recompiles: Sequence[dict[str, Any]]) -> str:
-    rows = [(f"`{Path(each['file']).name}:{each['line']}`", each["cause"], f"`{each['guard']}`") for each in recompiles]
+    rows = [(_again(each), each["cause"], f"`{each['guard']}`") for each in recompiles]
     return markdown_table(["compiled again at", "cause", "guard that failed"], rows, left=3) if rows else ""
+
+
+def _again(recompile: dict[str, Any]) -> str:
+    place = f"`{Path(recompile['file']).name}:{recompile['line']}`"
+    caller = recompile.get("called from")
+    return f"{place}, called from `{_short(caller)}`" if caller else place
 
 
 def _mended(each: Record) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import random
 import re
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice, repeat
 from pathlib import Path
@@ -24,7 +24,7 @@ from compile_bench.failing_operator import Blamed
 from compile_bench.findings import SilentEager, Survey, mark
 from compile_bench.measuring import load_case
 from compile_bench.mending import holding
-from compile_bench.mending.holding import Held, overlays, rewind
+from compile_bench.mending.holding import Held, Marked, overlays, rewind
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
 from compile_bench.target import Target
@@ -49,7 +49,10 @@ SEEDS = (0, 1, 2)
 _STEADY_CALLS = 3
 
 # Lines that are taken out of the way one after the other in search of what lies behind.
-_MOST_ROUNDS = 8
+_MOST_ROUNDS = 12
+
+# Of these lines nothing more can be held.
+_ALL_OF_IT = (Held("value"), Held("lambda"))
 
 # Categories of breaks that are about the values in a statement, not about what it calls.
 _READS = frozenset(("data-dependent control flow", "tensor value read by Python", "data-dependent shape"))
@@ -160,30 +163,28 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     found: list[tuple[int, Break]] = []
     held: dict[tuple[str, int], Held] = {}
     latest = look.breaks
+    barred: set[tuple[str, int]] = set()
+    at_once = True
     for _ in range(_MOST_ROUNDS):
-        in_the_way = {
-            (each.file, each.line): _what_to_hold(each, (each.file, each.line) in held)
-            for _, each in latest
-            # Until it hit the limit, a function was traced as a whole.
-            if each.whole_frame and each.category != RECOMPILE_LIMIT and whose.of_user(each.file)
-        }
-        new = [place for place, what in in_the_way.items() if held.get(place) != what]
+        hiding: dict[tuple[str, int], list[Break]] = {}
+        for each in _hiding([each for _, each in latest], held, whose):
+            hiding.setdefault((each.file, each.line), []).append(each)
+        in_the_way = {place: _what_to_hold(breaks, held.get(place)) for place, breaks in hiding.items()}
+        new = {place: what for place, what in in_the_way.items() if held.get(place) != what and place not in barred}
         if not new:
             break
-        held |= in_the_way
-        recording, replaying = overlays(held)
+        new = new if at_once else dict(list(new.items())[:1])
         try:
-            with overlaid(recording):
-                forget_user_modules(whose)
-                target = load_case(case)
-                seed_everything(seeds[0])
-                target.step(target.model, train=case.train)()
-            with overlaid(replaying):
-                forget_user_modules(whose)
-                latest = _look(load_case(case), case, seeds, whose).breaks
+            latest = _look_behind(held | new, case, seeds, whose)
         except Exception as error:  # a held value may be one that the model cannot go on with
-            look.notes.append(f"behind {Path(new[0][0]).name}:{new[0][1]} nothing could be traced: {_one_line(error)}")
-            break
+            if len(new) == 1:
+                ((file, line),) = new
+                barred |= set(new)
+                why = _one_line(error.__cause__ or error if isinstance(error, UserError) else error)
+                look.notes.append(f"behind {Path(file).name}:{line} not all could be traced: with it held: {why}")
+            at_once = False
+            continue
+        held |= new
         known = {(each.file, each.line) for _, each in look.breaks + found}
         found += [
             (seed, each)
@@ -195,11 +196,61 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     return found
 
 
-def _what_to_hold(each: Break, again: bool) -> Held:
-    """Of a call for its own sake, such as kept.append(x.item()), the arguments first: it may be needed."""
-    if each.function == "<lambda>":
-        return "lambda"
-    return "arguments" if each.category in _READS and not again else "value"
+def _look_behind(
+    held: Mapping[tuple[str, int], Held], case: Case, seeds: Sequence[int], whose: Folders
+) -> list[tuple[int, Break]]:
+    """The breaks that are seen with lines held at what they compute."""
+    recording, replaying = overlays(held)
+    with overlaid(recording):
+        forget_user_modules(whose)
+        target = load_case(case)
+        seed_everything(seeds[0])
+        target.step(target.model, train=case.train)()
+    with overlaid(replaying):
+        forget_user_modules(whose)
+        return _look(load_case(case), case, seeds, whose).breaks
+
+
+def _hiding(breaks: Sequence[Break], held: Mapping[tuple[str, int], Held], whose: Folders) -> list[Break]:
+    """The breaks that hide what follows them.
+
+    A function that was given up where it calls one that breaks is given up for that one's sake: the call is left as it
+    is, since held it would hide all that is called, until nothing inside of it is left to hold.
+    """
+    # Until it hit the limit, a function was traced as a whole.
+    own = [each for each in breaks if each.category != RECOMPILE_LIMIT and whose.of_user(each.file)]
+    inside: dict[tuple[str, int], list[Break]] = {}
+    for each in own:
+        for place in {(frame.file, frame.line) for frame in each.stack} - {(each.file, each.line)}:
+            inside.setdefault(place, []).append(each)
+    found = []
+    for each in own:
+        if each.whole_frame:
+            called = inside.get((each.file, each.line), [])
+            left = [one for one in called if held.get((one.file, one.line)) not in _ALL_OF_IT]
+            found += left or [each]
+    return found
+
+
+def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
+    """What broke by itself first; then, of a call for its own sake such as kept.append(x.item()), the arguments.
+
+    Args:
+        breaks: of a line.
+        before: what was held of it; None of one that was not.
+    """
+    if any(each.function == "<lambda>" for each in breaks):
+        return Held("lambda")
+    marked = frozenset(
+        Marked(*each.columns, each.category == "data-dependent control flow")
+        for each in breaks
+        if each.columns is not None
+    )
+    if before is None:
+        return Held("arguments" if all(each.category in _READS for each in breaks) else "value", marked)
+    if before.marked and not marked <= before.marked:
+        return replace(before, marked=before.marked | marked)
+    return Held("value")
 
 
 def _made_by_holding(each: Break) -> bool:
@@ -295,12 +346,12 @@ def _seeds_of(each: Break, breaks: Sequence[tuple[int, Break]]) -> tuple[int, ..
 
 
 def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:
-    found: dict[tuple[str, int, str], Recompile] = {}
+    found: dict[tuple[str, int, str, str], Recompile] = {}
     for each in recompiles:
-        found.setdefault((each.file, each.line, re.sub(r"\d+", "N", each.guard)), each)
+        found.setdefault((each.file, each.line, re.sub(r"\d+", "N", each.guard), each.called_from), each)
     return tuple(found.values())
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

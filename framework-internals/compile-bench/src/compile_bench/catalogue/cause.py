@@ -68,13 +68,22 @@ class Cause:
 CAUSES: dict[str, Cause] = {}
 
 
-def match(reason: str, source: str) -> Cause | None:
-    """The cause that a break is an instance of, as far as reason and source line tell; None if they do not."""
+def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> Cause | None:
+    """The cause that a break is an instance of, as far as reason and source line tell; None if they do not.
+
+    Args:
+        reason: in PyTorch's words.
+        source: the line's text, without its indentation.
+        columns: of what broke in it: an entry about another part of the line is none that fits as long as there is one
+            about this.
+    """
     fitting = [each for each in CAUSES.values() if each.kind == "break" and re.search(each.pattern, reason)]
-    # The more of the line an entry is about, the closer it is.
-    said = {each.name: len(found[0]) for each in fitting if each.code and (found := re.search(each.code, source))}
-    if said:
-        return CAUSES[max(said, key=said.__getitem__)]
+    found = [(each.name, part.span()) for each in fitting if each.code for part in re.finditer(each.code, source)]
+    if columns is not None:
+        found = [each for each in found if each[1][0] < columns[1] and each[1][1] > columns[0]] or found
+    if found:
+        # The more of the line an entry is about, the closer it is.
+        return CAUSES[max(found, key=lambda each: each[1][1] - each[1][0])[0]]
     # A reason that many causes share says nothing without the line.
     return next((each for each in fitting if each.name in _TOLD_BY_REASON), None)
 

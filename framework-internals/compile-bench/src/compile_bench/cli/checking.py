@@ -21,6 +21,7 @@ from compile_bench.cli.options import (
     case_of,
     leave,
     place,
+    recompiled,
 )
 from compile_bench.harness import DEFAULT_LIMIT, Harness
 from compile_bench.lock import DEFAULT_FILE, Inventory, key_of, locked, update_lock
@@ -121,7 +122,7 @@ def budget_exceeded(
         lines += [f"  {place(entry.file, entry.line)}: {entry.reason}" for entry in trace.breaks]
     if len(trace.recompiles) > max_recompiles:
         lines.append(f"{plural(len(trace.recompiles), 'recompilation')}, {max_recompiles} allowed")
-        lines += [f"  {place(entry.file, entry.line)}: {entry.guard} no longer held" for entry in trace.recompiles]
+        lines += [f"  {recompiled(entry)}: {entry.guard} no longer held" for entry in trace.recompiles]
     if bench is not None and min_speedup is not None:
         lines += _too_slow(bench, min_speedup)
     return lines

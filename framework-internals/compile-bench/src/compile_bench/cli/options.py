@@ -15,6 +15,7 @@ from benchkit.device import resolve_device
 from compile_bench.harness import WorkerFailure
 from compile_bench.records import shorten
 from compile_bench.results import MODES, SCOPES, Case
+from compile_bench.trace import Recompile
 
 OVER_BUDGET, UNUSABLE, NOT_MEASURED = 1, 2, 3
 
@@ -38,6 +39,12 @@ Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps."
 def place(file: str, line: int) -> str:
     """``file.py:LINE``, relative to the working directory where that is shorter."""
     return f"{shorten(file, Path.cwd())}:{line}"
+
+
+def recompiled(again: Recompile) -> str:
+    """Where a guard failed; of one in a library also the user's line that called it."""
+    file, _, line = again.called_from.rpartition(":")
+    return place(again.file, again.line) + (f", called from {place(file, int(line))}" if file else "")
 
 
 def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: str, scope: str = "whole") -> Case:

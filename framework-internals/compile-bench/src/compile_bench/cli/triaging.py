@@ -16,7 +16,7 @@ from benchkit import UserError, numbers
 from benchkit.progress import working
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
-from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place
+from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place, recompiled
 from compile_bench.findings import Bill, Finding, Mend
 from compile_bench.harness import DEFAULT_LIMIT, Harness
 from compile_bench.records import plural
@@ -95,7 +95,7 @@ def describe_bill(bill: Bill, patches: dict[str, Path]) -> str:
     for finding in bill.findings:
         lines += ["", *_details(finding, patches)]
     if bill.recompiles:
-        rows = [(place(e.file, e.line), e.cause, e.guard, e.function) for e in bill.recompiles]
+        rows = [(recompiled(e), e.cause, e.guard, e.function) for e in bill.recompiles]
         lines += ["", markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
     if bill.together is not None:
         lines += ["", *_together(bill.together, patches)]
@@ -190,7 +190,7 @@ def describe_triage(found: Triage) -> str:
         ]
         lines += ["", markdown_table(["break", "category", "reason", "code"], rows, left=4)]
     if trace.recompiles:
-        rows = [(place(e.file, e.line), e.cause, e.guard, e.function) for e in trace.recompiles]
+        rows = [(recompiled(e), e.cause, e.guard, e.function) for e in trace.recompiles]
         lines += ["", markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
     return "\n".join(lines)
 

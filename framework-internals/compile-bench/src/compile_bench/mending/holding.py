@@ -11,7 +11,8 @@ import ast
 import builtins
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -24,7 +25,35 @@ from compile_bench.mending.overlay import Overlay
 from compile_bench.mending.source import Edit, Source
 
 # What of a line is held: the value of its statement; of a call for its own sake the arguments; of a lambda its body.
-Held = Literal["value", "arguments", "lambda"]
+Part = Literal["value", "arguments", "lambda"]
+
+
+@dataclass(frozen=True)
+class Marked:
+    """What broke in a line, as far as its columns tell.
+
+    Attributes:
+        first: column that it begins at, in the line's text without its indentation.
+        last: that it ends before; the line's end where it is not told.
+        branched: whether it was its truth that mattered.
+    """
+
+    first: int
+    last: int
+    branched: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """What of a line is held.
+
+    Attributes:
+        part: of its statement.
+        marked: what broke by itself, held instead as long as the statement calls something else besides.
+    """
+
+    part: Part
+    marked: frozenset[Marked] = frozenset()
 
 
 class _Followed(list[Any]):
@@ -237,19 +266,85 @@ def _applied(sources: Mapping[str, Source], edits: Mapping[str, list[Edit]]) -> 
     overlay = {}
     for file, each in edits.items():
         try:
-            overlay[file] = sources[file].apply(each)
-        except (ValueError, SyntaxError):  # two held expressions, one in the other
+            overlay[file] = sources[file].apply(_outermost(each))
+        except (ValueError, SyntaxError):
             continue
     return overlay
 
 
+def _outermost(edits: Iterable[Edit]) -> list[Edit]:
+    """Of held expressions, one in the other, the outer one: it is known what it computes."""
+    kept: list[Edit] = []
+    for each in sorted(edits, key=lambda edit: (edit.start, -edit.end)):
+        if not kept or each.start >= kept[-1].end:
+            kept.append(each)
+    return kept
+
+
 def _edits(source: Source, line: int, what: Held) -> list[tuple[Edit, Edit]]:
-    if what == "lambda":
+    if what.part == "lambda":
         return [_edit(source, each) for each in source.lambda_bodies(line) if _holdable(each)]
-    return [edit for statement in source.statements(line) for edit in _edits_of(source, statement, what)]
+    statements = source.statements(line)
+    parts = [part for each in what.marked for part in _parts_at(source, line, each, statements)]
+    if parts and len(parts) >= len(what.marked):
+        return [_edit(source, each, reads="bool" if _is_condition(source, each) else "") for each in parts]
+    return [edit for statement in statements for edit in _edits_of(source, statement, what.part)]
 
 
-def _edits_of(source: Source, statement: ast.stmt, what: Held) -> list[tuple[Edit, Edit]]:
+def _parts_at(source: Source, line: int, marked: Marked, statements: Collection[ast.stmt]) -> list[ast.expr]:
+    """The expression that is marked in a line, if it can be held and leaves calls in the statement as they are."""
+    text = source.line(line)
+    indent = len(text) - len(text.lstrip())
+    first, last = (len(text[: indent + each].encode("utf-8")) for each in (marked.first, marked.last))
+    nodes = (node for statement in statements for node in _head(statement) if isinstance(node, ast.expr))
+    found = [node for node in nodes if (line, first) in _beginnings(node) and _holdable(node)]
+    if last < len(text.rstrip().encode("utf-8")):
+        found = [node for node in found if (node.end_lineno, node.end_col_offset) == (line, last)]
+    elif marked.branched:
+        found = [node for node in found if _is_condition(source, node)]
+    else:
+        found = [node for node in found if isinstance(node, ast.Call)]
+    if not found:
+        return []
+    part = min(found, key=source.end)
+    inside = set(ast.walk(part))
+    statement = next(each for each in source.above(part) if isinstance(each, ast.stmt))
+    besides = (node for node in _head(statement) if isinstance(node, ast.Call) and node not in inside)
+    return [part] if any(besides) else []
+
+
+def _beginnings(node: ast.expr) -> list[tuple[int, int]]:
+    """Where a traceback may begin to mark an expression; of a method's call in a line of its own that is its name."""
+    begins = [(node.lineno, node.col_offset)]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        function = node.func
+        assert function.end_lineno is not None
+        assert function.end_col_offset is not None
+        if function.end_lineno != function.value.end_lineno:
+            begins.append((function.end_lineno, function.end_col_offset - len(function.attr.encode("utf-8"))))
+    return begins
+
+
+def _head(statement: ast.stmt) -> Iterator[ast.AST]:
+    """The nodes of a statement without the statements inside of it."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+
+
+def _is_condition(source: Source, node: ast.AST) -> bool:
+    """Whether nothing but the truth of an expression matters."""
+    parent = source.parents[node]
+    while isinstance(parent, ast.BoolOp) or (isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)):
+        node, parent = parent, source.parents[parent]
+    if isinstance(parent, ast.comprehension):
+        return node in parent.ifs
+    return isinstance(parent, (ast.If, ast.While, ast.Assert, ast.IfExp)) and parent.test is node
+
+
+def _edits_of(source: Source, statement: ast.stmt, what: Part) -> list[tuple[Edit, Edit]]:
     if what == "arguments" and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         values = [*call.args, *(word.value for word in call.keywords)]
@@ -270,8 +365,7 @@ def _edits_of(source: Source, statement: ast.stmt, what: Held) -> list[tuple[Edi
 
 
 def _holdable(expression: ast.expr) -> bool:
-    later = (ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr)
-    return not any(isinstance(node, later) for node in ast.walk(expression))
+    return not any(isinstance(node, (ast.Yield, ast.YieldFrom, ast.Await)) for node in ast.walk(expression))
 
 
 def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = "") -> tuple[Edit, Edit]:
@@ -279,10 +373,29 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = 
     key = f"{source.path}:{expression.lineno}:{expression.col_offset}"
     # The lines behind keep their numbers.
     lines = "\n" * text.count("\n")
-    held = f"{_REPLAY}({key!r}{lines})"
-    return (
-        # In parentheses: `return scores, boxes` holds one tuple. A condition is held as what it was taken for: a tensor
-        # in its place would be branched on like the one before.
-        source.replace(expression, f"{_HOLD}({key!r}, {reads}({text}))"),
-        source.replace(expression, f"{wrapper}({held})" if wrapper else held),
-    )
+    # In parentheses: `return scores, boxes` holds one tuple. A condition is held as what it was taken for: a tensor
+    # in its place would be branched on like the one before.
+    recording = f"{_HOLD}({key!r}, {reads}({text}))"
+    replaying = f"{_REPLAY}({key!r}{lines})"
+    replaying = f"{wrapper}({replaying})" if wrapper else replaying
+    names = _named(expression)
+    if names:
+        # What := binds is held beside the value. A name that it did not come to bind is bound to None.
+        kept = [f"{_HOLD}({f'{key}:{name}'!r}, locals().get({name!r}))" for name in names]
+        bound = [f"({name} := {_REPLAY}({f'{key}:{name}'!r}))" for name in names]
+        recording, replaying = (
+            f"({', '.join([first, *rest])})[0]" for first, rest in ((recording, kept), (replaying, bound))
+        )
+    return source.replace(expression, recording), source.replace(expression, replaying)
+
+
+def _named(expression: ast.expr) -> list[str]:
+    """The names that ``:=`` binds in an expression for those around it."""
+    found: dict[str, None] = {}
+    waiting: list[ast.AST] = [expression]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.NamedExpr):
+            found[node.target.id] = None
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.Lambda)]
+    return list(found)

@@ -11,12 +11,15 @@ from typing import cast
 
 from compile_bench.findings import Figures, Finding, Mark, Mend, Proposal, Survey, Trial, mark
 from compile_bench.harness import Harness, WorkerFailure
-from compile_bench.mending.choosing import Place, choose
+from compile_bench.mending.choosing import Choice, Place, choose
 from compile_bench.mending.overlay import Overlay
 from compile_bench.mending.rewrites import Candidate, candidates
 from compile_bench.mending.source import Edit, Source, unified_diff
 from compile_bench.results import Case
 from compile_bench.trace import Break
+
+# Says nothing against a change.
+_UNSEEN = "a function around it is still given up, and nothing shows whether the break is gone"
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,18 @@ class Mending:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One candidate at one place, with what came of it."""
+    """One candidate at one place, with what came of it.
+
+    Attributes:
+        place: of the break.
+        way: which of the place's candidates it is.
+        candidate: what it changes.
+        overlay: the sources with it.
+        trial: what came of it.
+    """
 
     place: Place
+    way: int
     candidate: Candidate
     overlay: Overlay
     trial: Trial
@@ -66,6 +78,7 @@ class Mender:
         self._graphs = len(surveys[0].trace.graphs)
         self._root = root
         self._reference = harness.folder / "reference.pt"
+        self._proofs: dict[frozenset[tuple[Place, int]], Trial] = {}
 
     def mend(self, findings: Sequence[Finding]) -> Mending:
         """Try to mend every finding in a file of the user's.
@@ -77,22 +90,44 @@ class Mender:
             WorkerFailure: if the unchanged model cannot be run for comparison.
             UserError: likewise.
         """
-        last = {place: attempts[-1] for place, attempts in self._tried(self._attempts(findings)).items()}
-        passed = {place: each for place, each in last.items() if not each.trial.verdict}
-
-        def chosen(places: Collection[Place]) -> list[_Attempt]:
-            return [each for place, each in passed.items() if place in places]
-
-        choice = choose(tuple(passed), lambda places: self._proved(chosen(places)))
+        attempts = self._attempts(findings)
+        last = {place: ways[-1] for place, ways in self._tried(attempts).items()}
+        refused: dict[Place, str] = {}
+        while True:
+            choice = self._chosen([last[place] for place in last if place not in refused])
+            refused |= choice.refused
+            others = self._others(attempts, last, choice.refused)
+            if not others:
+                break
+            last |= others
+            refused = {place: verdict for place, verdict in refused.items() if place not in others}
         mends = {
-            place: replace(self._mend(each, choice.refused.get(place, "")), apart=choice.apart.get(place, ""))
+            place: replace(self._mend(each, refused.get(place, "")), apart=choice.apart.get(place, ""))
             for place, each in last.items()
         }
         if choice.trial is None:
             return Mending(mends, None, {})
-        kept = chosen(choice.kept)
+        kept = [each for place, each in last.items() if place in choice.kept]
         title = "mends that hold together" if choice.apart else "all mends together"
         return Mending(mends, self._as_one(kept, choice.trial, title), _joined(kept))
+
+    def _chosen(self, attempts: Sequence[_Attempt]) -> Choice:
+        """Which of the changes that pass without Inductor hold together with it."""
+        passed = {each.place: each for each in attempts if not each.trial.verdict}
+
+        def proved(places: Collection[Place]) -> Trial:
+            return self._proved([each for place, each in passed.items() if place in places])
+
+        return choose(tuple(passed), proved)
+
+    def _others(
+        self, attempts: Mapping[Place, list[_Attempt]], last: Mapping[Place, _Attempt], refused: Mapping[Place, str]
+    ) -> dict[Place, _Attempt]:
+        """Of lines whose change the proof refused, the next one that passes without Inductor."""
+        places = (place for place, verdict in refused.items() if verdict != _UNSEEN)
+        left = {place: rest for place in places if (rest := attempts[place][last[place].way + 1 :])}
+        found = {place: ways[-1] for place, ways in self._tried(left).items()}
+        return {place: way for place, way in found.items() if not way.trial.verdict}
 
     def _attempts(self, findings: Sequence[Finding]) -> dict[Place, list[_Attempt]]:
         """Candidates by place, those left out that do not fit the code."""
@@ -105,10 +140,12 @@ class Mender:
                         overlay = {place[0]: candidate.source.apply(candidate.edits)}
                     except (ValueError, SyntaxError):
                         continue
-                    attempts.setdefault(place, []).append(_Attempt(place, candidate, overlay, Trial("not tried")))
+                    ways = attempts.setdefault(place, [])
+                    ways.append(_Attempt(place, len(ways), candidate, overlay, Trial("not tried")))
         return attempts
 
-    def _tried(self, attempts: dict[Place, list[_Attempt]]) -> dict[Place, list[_Attempt]]:
+    def _tried(self, attempts: Mapping[Place, list[_Attempt]]) -> dict[Place, list[_Attempt]]:
+        """The candidates of every place up to the first that passes."""
         if not attempts:
             return {}
         proposals = [
@@ -137,7 +174,13 @@ class Mender:
         return cast(list[list[Trial]], answer)
 
     def _proved(self, attempts: Sequence[_Attempt]) -> Trial:
-        """Some changes as one, with Inductor."""
+        """Some changes as one, with Inductor; the same ones are proved once."""
+        key = frozenset((each.place, each.way) for each in attempts)
+        if key not in self._proofs:
+            self._proofs[key] = self._prove(attempts)
+        return self._proofs[key]
+
+    def _prove(self, attempts: Sequence[_Attempt]) -> Trial:
         places = {each.place for each in attempts}
         try:
             overlay = _joined(attempts)
@@ -163,8 +206,7 @@ class Mender:
         unseen = [each for each in self._hidden & self._breaks.keys() if each not in self._allowed(places)]
         if trial.verdict or not trial.gives_up or not unseen:
             return trial
-        verdict = "a function around it is still given up, and nothing shows whether the break is gone"
-        return replace(trial, verdict=verdict, unseen=True)
+        return replace(trial, verdict=_UNSEEN, unseen=True)
 
     def _as_one(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Mend:
         """All changes that hold together, of which ``trial`` came."""
