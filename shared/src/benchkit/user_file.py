@@ -7,7 +7,6 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,7 +74,10 @@ def find(module: ModuleType, name: str) -> Any:
         module: to look into.
         name: with dots between an object and its attribute.
     """
-    return reduce(lambda owner, part: getattr(owner, part, None), name.split("."), module)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def _alone(path: Path, name: str) -> ModuleType:

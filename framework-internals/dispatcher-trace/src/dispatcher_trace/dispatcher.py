@@ -391,7 +391,7 @@ def wrapped_number(value: complex) -> torch.Tensor:
 
 
 Symbol = torch.SymInt | torch.SymFloat | torch.SymBool
-SYMBOLS: tuple[type, ...] = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 Number = complex | Symbol
 
 
