@@ -461,6 +461,11 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "conv_bn_relu: argument 'stride': expected one whole number, or one for each of height and width, got "
         "(1, 1, 1)",
     ),
+    "no model": (
+        lambda: custom_ops.fuse(torch.relu),  # type: ignore[arg-type]
+        TypeError,
+        "fuse: argument 'model': expected a torch.nn.Module, got builtin_function_or_method",
+    ),
     "no stride": (
         lambda: custom_ops.conv_bn_relu(IMAGE, WEIGHT, ONE, ONE, 0),
         RuntimeError,

@@ -45,7 +45,7 @@ def _kind_that_is_wanted(annotation: str, value: Any) -> str | None:
     words, kinds = _KINDS.get(annotation, ("", (object,)))
     if not isinstance(value, kinds):
         return words
-    if annotation == "Tensor" and (value.layout != torch.strided or value.is_nested):
+    if annotation == "Tensor" and isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
         return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
     return None
 

@@ -158,8 +158,11 @@ def fuse(model: nn.Module) -> tuple[nn.Module, int]:
         The copy, and how many triples were replaced.
 
     Raises:
+        TypeError: for something other than a module.
         ValueError: for a model in training mode, whose batch-norms still depend on the batch.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse: argument 'model': expected a torch.nn.Module, got {type(model).__name__}")
     if model.training:
         raise ValueError("fuse: argument 'model': expected a model in evaluation mode, got training (call .eval())")
     fused = copy.deepcopy(model)
