@@ -135,10 +135,7 @@ def rms_norm(
         check_weight(x, weight)
     options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
     check_quantised(x, residual, weight, out_dtype, scale)
-    jagged = x.layout == torch.jagged
-    implementation = resolve("pytorch" if jagged and backend == "auto" else backend, x.device.type)
-    if jagged:
-        check_layout(x, implementation)
+    implementation = _implementation(x, backend)
     sharding.prepare()
     if out_dtype is not None:
         return _quantised(implementation, x, residual, weight, options, out_dtype, scale)
@@ -148,6 +145,15 @@ def rms_norm(
     if residual is None:
         return ops.forward(family, x, weight, options)
     return ops.forward_add(family, x, residual, weight, options)
+
+
+def _implementation(x: torch.Tensor, backend: Backend) -> str:
+    """The implementation for a tensor; the formula alone takes a jagged one."""
+    if x.layout != torch.jagged:
+        return resolve(backend, x.device.type)
+    implementation = resolve("pytorch" if backend == "auto" else backend, x.device.type)
+    check_layout(x, implementation)
+    return implementation
 
 
 def _quantised(
