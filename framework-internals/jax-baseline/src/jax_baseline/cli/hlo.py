@@ -62,7 +62,7 @@ def hlo(
     check: Annotated[Path | None, typer.Option(help="a fusion lock; exit status 1 if the program drifted")] = None,
 ) -> None:
     """Read what XLA made: kernels by kind and part of the model, FLOPs, bytes, buffers, and, measured, their time."""
-    from jax_baseline.hlo import summarise
+    from jax_baseline.hlo import parse, summarise
 
     with user_errors():
         program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure)
@@ -79,8 +79,9 @@ def hlo(
         f"{summary.donated} of {summary.arguments} arguments donated "
         f"({numbers.with_unit(summary.donated_bytes, 'B')} of {numbers.with_unit(summary.argument_bytes, 'B')})"
     )
-    for note in program.notes:
-        print(note)
+    for note in (*program.notes, parse(program.text).undecided):
+        if note:
+            print(note)
     print(markdown_table(["kind of kernel", "number"], list(summary.kinds.items())))
     timed = program.seconds is not None
     rows = [
