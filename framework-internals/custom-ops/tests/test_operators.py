@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import custom_ops
 from custom_ops import calls, torch_internals
@@ -430,7 +431,80 @@ WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "flash_attention: argument 'scale': expected a finite number, got inf",
     ),
+    "scale of no columns": (
+        attention_of(Q[..., :0], Q[..., :0]),
+        ValueError,
+        "flash_attention: argument 'scale': expected a number where the head size is 0, got None, which is 1/√0",
+    ),
+    "scale's type": (
+        lambda: custom_ops.flash_attention(Q, Q, Q, False, "0.5"),  # type: ignore[arg-type]
+        TypeError,
+        "flash_attention: argument 'scale': expected a real number or None, got str",
+    ),
+    "alpha": (
+        lambda: custom_ops.axpb(ONE, ONE, None),  # type: ignore[arg-type]
+        TypeError,
+        "axpb: argument 'alpha': expected a real number, got NoneType",
+    ),
+    "layout": (
+        lambda: custom_ops.vector_add(torch.ones(2, 2), torch.eye(2).to_sparse()),
+        TypeError,
+        "vector_add: argument 'b': expected a dense tensor (convert it with .to_dense() or .to_padded_tensor()), got "
+        "torch.sparse_coo",
+    ),
+    "padding": (
+        lambda: custom_ops.conv_bn_relu(IMAGE, WEIGHT, ONE, ONE, 1, "same"),
+        TypeError,
+        "conv_bn_relu: argument 'padding': expected one whole number, or one for each of height and width, got 'same'",
+    ),
+    "strides": (
+        lambda: custom_ops.conv_bn_relu(IMAGE, WEIGHT, ONE, ONE, (1, 1, 1)),
+        TypeError,
+        "conv_bn_relu: argument 'stride': expected one whole number, or one for each of height and width, got "
+        "(1, 1, 1)",
+    ),
+    "no model": (
+        lambda: custom_ops.fuse(torch.relu),  # type: ignore[arg-type]
+        TypeError,
+        "fuse: argument 'model': expected a torch.nn.Module, got builtin_function_or_method",
+    ),
+    "no stride": (
+        lambda: custom_ops.conv_bn_relu(IMAGE, WEIGHT, ONE, ONE, 0),
+        RuntimeError,
+        "non-positive stride is not supported",
+    ),
 }
+
+
+FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
+    "flash_attention": lambda x: custom_ops.flash_attention(x, x, x)[0],
+    "conv_bn_relu": lambda x: custom_ops.conv_bn_relu(x, WEIGHT, ONE, ONE),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_is_refused_and_not_dropped(name: str) -> None:
+    function, x = FORWARD[name], IMAGE + 1
+    refused = pytest.raises(NotImplementedError, match=f"custom_ops::{name} has no forward-mode derivative; take rev")
+    with refused, forward_ad.dual_level():
+        function(forward_ad.make_dual(x, x))
+    with refused:
+        torch.func.jvp(function, (x,), (x,))
+    with refused:
+        torch.func.jvp(torch.vmap(function), (x[None],), (x[None],))
+    with forward_ad.dual_level():  # a tangent elsewhere is none of its business
+        forward_ad.make_dual(ONE, ONE)
+        assert torch.equal(function(x), function(x.clone()))
+    with pytest.raises(NotImplementedError, match=f"custom_ops::{name}: torch.func takes no derivatives that Python"):
+        torch.func.grad(lambda x: function(x).sum())(x)
+
+
+def test_a_nan_lets_the_gradient_pass_as_in_torch() -> None:
+    x = torch.tensor([-1.0, 0.0, 2.0, float("nan")]).view(1, 1, 1, 4).requires_grad_()
+    one = torch.ones(1, 1, 1, 1)
+    for y in (custom_ops.conv_bn_relu(x, one, ONE, 0 * ONE), torch.relu(x)):
+        (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+        assert gradient.flatten().tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("case", WRONG)

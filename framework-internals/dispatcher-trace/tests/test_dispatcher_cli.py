@@ -187,7 +187,10 @@ def test_op_prints_the_table() -> None:
         (("expr", "a", "--tensor", "a=f32[99999999999999999999]"), "; take smaller sizes, or a dtype of f32, "),
         (("expr", "a", "--tensor", "a=qint8[2]"), "--tensor: torch cannot make a=qint8[2]@cpu (RuntimeError: "),
         (("expr", "a @ a", "--tensor", "a=f32[2,3]", "--scope", "core"), "the traced code raised RuntimeError"),
-        (("expr", "3", "--backward", "--scope", "core"), "holds no tensor that requires a gradient"),
+        (
+            ("expr", "3", "--backward", "--scope", "core"),
+            "found no tensor that requires a gradient in the result, of type int",
+        ),
         (("expr", "3", "--autocast", "half-ish"), "--autocast: unknown dtype 'half-ish'"),
         (("run", "OWN:two", "--tensor", "y=f32[2]"), "cannot be called with --tensor y: missing a required argument"),
         (("expr", "3", "--cost", "--format", "html"), "--cost prints a table: use --format markdown, tree or findings"),
@@ -215,7 +218,7 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     assert "the traced code raised ZeroDivisionError: division by zero" in raising.stderr
     file.write_text("raise OSError('broken')\n")
     broken = call("run", f"{file}:step")
-    assert "raises when it is imported: OSError: broken" in broken.stderr
+    assert "cannot be imported: OSError: broken" in broken.stderr
     file.write_text("raise SystemExit(0)\n")
     ending = call("run", f"{file}:step")
     assert 'imported: SystemExit: 0; put what ends it under if __name__ == "__main__":' in ending.stderr
@@ -288,6 +291,42 @@ def test_a_file_imports_its_neighbours_wherever_it_does(where: str, tmp_path: Pa
         assert sys.path == ["not the first entry", *before]
     finally:
         sys.path[:] = before
+
+
+def test_a_method_in_a_package_whose_tensor_has_a_greek_name(tmp_path: Path) -> None:
+    package = tmp_path / "traced_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "layers.py").write_text("def twice(x):\n    return x * 2\n")
+    (package / "mine.py").write_text(
+        "from .layers import twice\n\nclass Model:\n    def step(self, α):\n        return twice(α).exp()\n\n"
+        "model = Model()\n"
+    )
+    result = call(
+        "run", f"{package / 'mine.py'}:model.step", "--tensor", "α=f32[2]", "--scope", "core", "--format", "tree"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "aten::exp($2: f32[2])" in result.stdout
+
+
+def test_what_the_code_prints_does_not_stand_in_the_json(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("print('loaded')\n\ndef step(x):\n    print('ran')\n    return x + x\n")
+    result = call("run", f"{file}:step", "--tensor", "x=f32[2]", "--scope", "core", "--format", "json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["calls"]
+    assert result.stderr == "loaded\nran\n"
+
+
+def test_backward_finds_the_tensors_of_a_dataclass(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import dataclasses\n\n@dataclasses.dataclass\nclass Output:\n    loss: object\n    steps: int\n\n"
+        "def step(x):\n    return Output(x.exp(), 3)\n"
+    )
+    result = call("run", f"{file}:step", "--tensor", "x=f32[2]", "--backward", "--scope", "core", "--format", "tree")
+    assert result.exit_code == 0, result.stderr
+    assert "in ExpBackward0" in result.stdout
 
 
 def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ calls. Not golden, because they move between versions: file and line of a regist
 """
 
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,7 +48,15 @@ def numbers() -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def shims(untraced: dict[str, tuple[Tensor, Counter[str]]], numbers: dict[str, Tensor]) -> Iterator[Shims]:
+def symbolic() -> str:
+    """The graph of a program with sizes that are not known yet, before any shim is in."""
+    return make_fx(_with_sizes, tracing_mode="symbolic")(torch.ones(3, 2)).code
+
+
+@pytest.fixture(scope="module")
+def shims(
+    untraced: dict[str, tuple[Tensor, Counter[str]]], numbers: dict[str, Tensor], symbolic: str
+) -> Iterator[Shims]:
     with installed("all") as shims:
         yield shims
 
@@ -339,6 +349,34 @@ def test_code_between_graph_breaks_runs_with_the_tracer_unseen_by_the_compiler(s
         result = compiled(_X)
     assert torch.equal(result, breaking(_X))
     assert {"aten::add.Tensor", "aten::mul.Tensor"} <= {call.operator for call in t.calls}
+
+
+def _with_sizes(x: Tensor) -> Tensor:
+    return (x.view(-1) * x.shape[0] + x.shape[1] * 2.5).sum() * (x.shape[0] > 1)
+
+
+def test_a_size_that_is_not_known_yet_is_a_number(symbolic: str, shims: Shims) -> None:
+    with record(shims, kernels=False) as t:
+        found = make_fx(_with_sizes, tracing_mode="symbolic")(torch.ones(3, 2)).code
+    assert found == symbolic
+    titles = [call.title for call in t.all_calls if call.operator == "aten::mul.Tensor"]
+    assert any(re.search(r", s\d+: i64\[\]\)$", title) for title in titles)
+    # Which kernel it was is the choice of torch's dispatcher in Python: no wrong prediction, and said.
+    assert not [finding for finding in t.findings if finding.kind == "prediction"]
+    assert any(note.startswith("Torch's dispatcher in Python, which compiles") for note in t.notes)
+    with (
+        pytest.raises(RuntimeError, match=r"cannot follow aten::mul.Tensor with the number s\d+ under torch.func"),
+        record(shims, kernels=False),
+    ):
+        make_fx(torch.func.grad(lambda x: (x * x.shape[0]).sum()), tracing_mode="symbolic")(torch.ones(3, 2))
+
+
+def test_a_backend_without_a_name_in_python_is_no_wrong_prediction(shims: Shims) -> None:
+    x = torch.ones(3, 3).to_mkldnn()
+    with record(shims, kernels=False) as t:
+        x.to_dense()
+    assert t.calls
+    assert all(call.agrees for call in t.all_calls)
 
 
 def test_a_number_that_no_tensor_can_stand_for_under_grad_says_so(shims: Shims) -> None:

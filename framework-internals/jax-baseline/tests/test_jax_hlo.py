@@ -73,6 +73,15 @@ def test_known_module():
     assert parse(GPU_STEP).donated == {0, 2}
 
 
+def test_what_the_program_decides_when_it_runs_is_said():
+    assert parse(GPU_STEP).undecided == "1 loops of unknown length count as one run each"
+    known = GPU_STEP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
+    assert parse(known).undecided == ""
+    x = jnp.ones((4, 4))
+    chosen = jax.jit(lambda x: jax.lax.cond(x.sum() > 0, lambda: x @ x, lambda: x * 2))
+    assert parse(chosen.lower(x).compile().as_text()).undecided == "1 conditionals with all of their branches"
+
+
 def test_regions_and_phases():
     by_name = {kernel.name: kernel for kernel in kernels(parse(GPU_STEP))}
     assert (by_name["sum"].phase, by_name["sum"].region) == ("forward", "block0/mlp")

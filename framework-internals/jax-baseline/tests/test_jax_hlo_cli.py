@@ -94,7 +94,12 @@ def test_mistakes_are_user_errors(arguments, message):
 
 @pytest.mark.parametrize(
     ("loss", "status", "verdict"),
-    [(2.0, 0, "sums over the results differ by at most 0, relative"), (2.5, 1, "NOT THE SAME FUNCTION: ")],
+    [
+        (2.0, 0, "sums over the results differ by at most 0, relative"),
+        (2.0002, 0, "sums over the results differ by at most 1.0e-04, relative\n"),
+        (2.002, 1, "NOT THE SAME FUNCTION: "),
+        (2.5, 1, "; of result 0, float32[], rounding explains 2.0e-04\n"),
+    ],
 )
 def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
     from jax_baseline.programs import Program, Step, Tensor
@@ -118,6 +123,32 @@ def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
     assert "; a note" in result.output
     assert "#### `head`, forward" in result.output
     assert "XLA, `fusion` (fusion loop):" in result.output
+
+
+@pytest.mark.parametrize(
+    ("dtype", "source", "apart", "same"),
+    [
+        ("float32", "", 1e-3, False),
+        ("float32", "tmp = at::vec::convert<at::BFloat16>(x)", 1e-3, True),
+        ("float32", "ROOT %a = f32[4] add(bf16[4] %b, bf16[4] %c)", 1e-3, True),
+        ("bfloat16", "", 5e-3, True),
+        ("bfloat16", "", 5e-2, False),
+        ("int32", "", 1e-6, False),
+        ("bool", "", 0.0, True),
+    ],
+)
+def test_how_far_apart_results_may_be_depends_on_what_rounds(dtype, source, apart, same):
+    from jax_baseline.cli.hlo import _agreement
+    from jax_baseline.programs import Program, Step, Tensor
+
+    def program(compiler, value):
+        result = Tensor("result", dtype, (4,), 16, (4.0, value, value, value, value, value, value))
+        step = Step("0", "loop", "reduction", {}, "forward", (), (), "", 1, 1, 1, 1, None, source, ())
+        return Program(compiler, (step,), None, 1.0, (result,))
+
+    sides = program("XLA", 1.0), program("Inductor", 1.0 - apart)
+    assert _agreement(sides, apart, False)[0] is same
+    assert _agreement(sides, apart, True)[0] is (same or dtype == "float32")
 
 
 def test_a_side_that_dies_is_not_taken_for_another_function(monkeypatch):

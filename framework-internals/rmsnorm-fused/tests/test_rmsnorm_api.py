@@ -84,6 +84,43 @@ def test_bad_input_is_named(arguments, options, error, message):
         rms_norm(*arguments, **{"eps": 1e-6, **options})
 
 
+def _jagged(requires_grad: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(rows, 8, generator=generator) for rows in (4, 1, 3)]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=requires_grad)
+
+
+def test_jagged_tensors_are_normalised_as_torchs_own_module_does():
+    x, ours, theirs = _jagged(), RMSNorm(8, eps=1e-6), torch.nn.RMSNorm(8, eps=1e-6)
+    weight = torch.linspace(-1, 1, 8)
+    for module in (ours, theirs):
+        module.weight.data.copy_(weight)
+    dense = x.values().clone().requires_grad_()
+    gradients = []
+    for y in (ours(x).values(), theirs(x).values(), rms_norm(dense, ours.weight, eps=1e-6)):
+        torch.testing.assert_close(y, torch.nn.functional.rms_norm(dense, (8,), weight, 1e-6))
+        gradients.append(
+            torch.autograd.grad(y.square().sum(), theirs.weight if len(gradients) == 1 else ours.weight)[0]
+        )
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "pytorch"])
+def test_layouts_that_no_back_end_takes_are_named(backend):
+    rms_norm(X, eps=1e-6)  # from the first call on there may be a way past the checks
+    with pytest.raises(
+        TypeError, match=r"x: expected a dense or a jagged tensor, got torch.sparse_coo; convert it fir"
+    ):
+        rms_norm(torch.eye(8).to_sparse(), eps=1e-6, backend=backend)
+    with pytest.raises(
+        ValueError, match="backend 'cpp' cannot be used: it takes dense tensors, got a jagged one; norm"
+    ):
+        rms_norm(_jagged(), eps=1e-6, backend="cpp")
+    with pytest.raises(TypeError, match="x: expected a tensor, got list"):
+        RMSNorm(8)([1.0])
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_float8_result_needs_no_detached_weight_without_grad(mode):
     module = RMSNorm(8)

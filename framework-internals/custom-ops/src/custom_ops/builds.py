@@ -23,7 +23,7 @@ from benchkit.progress import working
 from custom_ops import autograd_nodes, calls, prebuild, runtime_compiled
 from custom_ops.operators import bias_gelu, conv_bn_relu, elementwise, flash_attention
 from custom_ops.registration import NAMESPACES, Rules, register
-from custom_ops.torch_internals import OpOverload, any_requires_grad, in_cpp
+from custom_ops.torch_internals import OpOverload, any_requires_grad, has_tangent, in_cpp
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
 AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"
@@ -162,17 +162,30 @@ def _callables(
         if hasattr(public, rules.name):
             whole = callable_of(getattr(public, rules.name).default)
             if rules.autograd is not None and rules.name not in in_nodes:
-                whole = _where_wanted(whole, callable_of(getattr(bare, rules.name).default))
+                whole = _where_wanted(rules.name, whole, callable_of(getattr(bare, rules.name).default))
             yield rules.name, whole
 
 
-def _where_wanted(whole: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator with its derivative where a gradient is wanted or a graph is recorded, and without elsewhere."""
+def _where_wanted(name: str, whole: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator with its derivative where a gradient is wanted or a graph is recorded, and without elsewhere.
+
+    A derivative that Python registered has no forward mode, and would drop the tangent without a word; and torch.func
+    takes none of it, in words about somebody else's class.
+    """
 
     def call(*arguments: Any) -> Any:
-        if (torch.is_grad_enabled() and any_requires_grad(*arguments)) or torch.compiler.is_compiling():
+        if has_tangent(*arguments):
+            raise NotImplementedError(f"custom_ops::{name} has no forward-mode derivative; take reverse mode")
+        if not ((torch.is_grad_enabled() and any_requires_grad(*arguments)) or torch.compiler.is_compiling()):
+            return kernel(*arguments)
+        try:
             return whole(*arguments)
-        return kernel(*arguments)
+        except RuntimeError as error:
+            if "must override the setup_context" not in str(error):
+                raise
+            raise NotImplementedError(
+                f"custom_ops::{name}: torch.func takes no derivatives that Python registered; take torch.autograd.grad"
+            ) from error
 
     return call
 

@@ -24,15 +24,36 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def explain(error: Exception, check: Callable[..., None], *arguments: Any) -> NoReturn:
     """Raise what ``check`` has against the arguments, or else the error itself."""
     for name, value in zip(check.__code__.co_varnames, arguments, strict=False):
-        if check.__annotations__.get(name) == "Tensor" and not isinstance(value, Tensor):
-            raise TypeError(
-                f"{_op_of(check)}: argument '{name}': expected a torch.Tensor, got {type(value).__name__}"
-            ) from None
+        if (wanted := _kind_that_is_wanted(check.__annotations__.get(name, ""), value)) is not None:
+            raise TypeError(f"{_op_of(check)}: argument '{name}': expected {wanted}, got {_kind(value)}") from None
     try:
         check(*arguments)
     except (TypeError, ValueError) as known:
         raise known from None
     raise error
+
+
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "Tensor": ("a torch.Tensor", (Tensor,)),
+    "float": ("a real number", (int, float, torch.SymInt, torch.SymFloat, Tensor)),
+    "float | None": ("a real number or None", (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))),
+}
+
+
+def _kind_that_is_wanted(annotation: str, value: Any) -> str | None:
+    """What an argument has to be, where it is something else."""
+    words, kinds = _KINDS.get(annotation, ("", (object,)))
+    if not isinstance(value, kinds):
+        return words
+    if annotation == "Tensor" and isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+        return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
+    return None
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return "a nested one" if value.is_nested else str(value.layout)
 
 
 def _op_of(check: Callable[..., None]) -> str:
@@ -171,6 +192,8 @@ def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | No
         raise ValueError(
             f"{op}: argument 'k': expected a number of heads that divides the {q.shape[1]} of 'q', got {k.shape[1]}"
         )
+    if scale is None and q.shape[3] == 0:
+        raise ValueError(f"{op}: argument 'scale': expected a number where the head size is 0, got None, which is 1/√0")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"{op}: argument 'scale': expected a finite number, got {scale}")
     _check_kernel_dtype(op, "q", q)

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch._C import _any_requires_grad as any_requires_grad
 from torch._C import _dispatch_get_all_op_names as operator_names
+from torch._C import _functorch as functorch
 from torch._dynamo.exc import Unsupported
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
 from torch.utils.cpp_extension import _check_cuda_version as check_cuda_version
 
@@ -17,6 +19,7 @@ __all__ = [
     "Unsupported",
     "any_requires_grad",
     "check_cuda_version",
+    "has_tangent",
     "in_cpp",
     "operator_namespaces",
 ]
@@ -25,6 +28,24 @@ __all__ = [
 def in_cpp(overload: OpOverload) -> Callable[..., Any]:
     """Return what an overload calls: the same operator, without the Python function around it (0.3 µs a call)."""
     return overload._op
+
+
+def has_tangent(*arguments: Any) -> bool:
+    """Whether forward-mode differentiation, torch.func's too, is on its way through one of the arguments."""
+    if forward_ad._current_level < 0:
+        return False
+    stack = functorch.get_interpreter_stack() or []
+    under_jvp = any(interpreter.key() == functorch.TransformType.Jvp for interpreter in stack)
+    for tensor in arguments:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            if under_jvp:  # a vmap inside cannot be asked whether it maps over a tangent
+                return True
+            tensor = functorch.get_unwrapped(tensor)
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
+    return False
 
 
 def operator_namespaces() -> frozenset[str]:

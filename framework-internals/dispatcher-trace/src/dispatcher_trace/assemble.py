@@ -87,8 +87,12 @@ class _Assembler:
         return Call(first.operator, hops, missed=missed, stack=first.stack)
 
     def _shimmed(self, first: RawHop, table: dispatcher.Table) -> list[Step]:
-        """The predicted steps of a call but those at torch's own Python kernels, which are counted instead."""
+        """The predicted steps of a call but those at torch's own Python kernels, which are counted instead.
+
+        A step behind the first at Undefined is at a backend that Python has no name for (MKL-DNN's), and not watched.
+        """
         steps = predict(table, first.carried, first.included, first.excluded, first.backend)
+        steps = [step for step in steps if step is steps[0] or step.key != "Undefined"]
         without = [step for step in steps if step.key in table and table[step.key].torch_python]
         self.unshimmed.update(f"{first.operator} at {step.key}" for step in without)
         return [step for step in steps if step not in without]

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -118,7 +118,8 @@ def _walking(
             main = next((spec.device.partition(":")[0] for spec in specs if spec.device != "cpu"), resolved)
             dtype = None if autocast is None else parse_dtype(autocast, "--autocast")
             conditions = Conditions(main, dtype, inference_mode, backward, vmap, compiled)
-            with beside(target):
+            # What the user's code prints must not stand in the JSON that a caller reads from standard output.
+            with beside(target), redirect_stdout(sys.stderr):
                 function = load(target, list(tensors))
                 walk, profile = _walk(function, tensors, conditions, scope.value, native=native, costs=costs)
             return _text(walk, form, target) + profile

@@ -390,6 +390,26 @@ def wrapped_number(value: complex) -> torch.Tensor:
         return (factor * value).grad_fn._saved_other  # type: ignore[union-attr]
 
 
+Symbol = torch.SymInt | torch.SymFloat | torch.SymBool
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+Number = complex | Symbol
+
+
+def wrapped_symbol(symbol: Symbol) -> torch.Tensor:
+    """The tensor that torch's C++ makes of a size that is not known yet (``x * x.shape[0]`` under symbolic tracing).
+
+    It is a wrapped number of the symbol's kind whose value nobody reads: whoever unwraps it takes the symbol from an
+    attribute of its Python object. As for :func:`wrapped_number`, :data:`WRAPPING_OPERATORS` must not be shimmed.
+
+    Args:
+        symbol: what the number is.
+    """
+    stand_in = {torch.SymInt: 7777777, torch.SymFloat: float("nan"), torch.SymBool: True}[type(symbol)]
+    number = wrapped_number(stand_in)
+    number._wrapped_number = symbol  # type: ignore[attr-defined]
+    return number
+
+
 def _outside_transforms() -> AbstractContextManager[None]:
     """The thread state of ordinary code, without what functorch and modes include or exclude."""
     guard: Callable[..., Any] = torch._C._ForceDispatchKeyGuard

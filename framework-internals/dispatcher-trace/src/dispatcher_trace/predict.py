@@ -22,6 +22,7 @@ _MATERIALIZERS = frozenset({"Conjugate", "Negative", "ZeroTensor"})
 _HAND_WRITTEN = "its kernel at {key} is written by hand ({file}) and ends the call instead of handing on"
 # Kernels of VariableTypeManual.cpp that no table tells from those that hand on.
 _ENDS_BY_HAND = frozenset({"aten::detach_", "aten::_fw_primal", "aten::_make_dual"})
+_PYTHON_DISPATCHER = "PythonDispatcher"
 
 
 @dataclass(frozen=True)
@@ -96,4 +97,11 @@ def cause_of(call: Call) -> str:
         return "the kernel raised before it could hand on"
     if call.operator.partition(".")[0] in _ENDS_BY_HAND and call.missed:
         return _HAND_WRITTEN.format(key=last.key, file=last.where)
+    if by_python(call):
+        return "torch's dispatcher in Python chose the kernel"
     return ""
+
+
+def by_python(call: Call) -> bool:
+    """Whether torch's dispatcher in Python, which no table describes, chose the call's kernel: while it compiles."""
+    return _PYTHON_DISPATCHER in call.hops[0].keys

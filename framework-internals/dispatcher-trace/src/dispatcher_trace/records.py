@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -309,7 +309,21 @@ class Call:
 
 def calls_to_json(calls: list[Call]) -> list[dict[str, Any]]:
     """Calls as plain JSON."""
-    return [asdict(call) for call in calls]
+    return [_to_plain(call) for call in calls]
+
+
+def _to_plain(value: Any) -> Any:
+    """As ``dataclasses.asdict`` has it, without its copies of what cannot change."""
+    if isinstance(value, (list, tuple)):
+        return [_to_plain(item) for item in value]
+    kind = type(value)
+    if kind not in _FIELD_NAMES:
+        _FIELD_NAMES[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    names = _FIELD_NAMES[kind]
+    return {name: _to_plain(getattr(value, name)) for name in names} if names else value
+
+
+_FIELD_NAMES: dict[type, tuple[str, ...]] = {}
 
 
 def calls_from_json(document: list[dict[str, Any]]) -> list[Call]:

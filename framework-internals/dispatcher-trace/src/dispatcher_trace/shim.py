@@ -61,6 +61,7 @@ class Shims:
         self._libraries: dict[str, Any] = {}
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
         self._numbers: dict[tuple[type, str], torch.Tensor] = {}  # by type and text: 1, 1.0 and True are equal
+        self._symbols: dict[int, torch.Tensor] = {}  # by the symbol's node, which its tensor keeps alive
         self._plain_numbers: dict[tuple[type, str, torch.dtype], torch.Tensor] = {}
         self.number_labels: dict[int, str] = {}
         self._suspending = threading.RLock()
@@ -200,16 +201,18 @@ class Shims:
             # torch, about to hand that to the next shim as a plain number, would find no number in it.
             operands = [value for value in args if isinstance(value, torch.Tensor)]
 
-            def make(value: complex) -> torch.Tensor:
+            def make(value: dispatcher.Number) -> torch.Tensor:
                 return self._plain(operator, value, operands)
 
         return tuple(
             make(value) if index in positions and type(value) in _NUMBERS else value for index, value in enumerate(args)
         )
 
-    def _plain(self, operator: str, value: complex, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        with self._unrecorded():
-            number = dispatcher.plain_number(value, self._wrapped(value), operands)
+    def _plain(self, operator: str, value: dispatcher.Number, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        number = None
+        if not isinstance(value, dispatcher.SYMBOLS):  # a plain tensor has a value
+            with self._unrecorded():
+                number = dispatcher.plain_number(value, self._wrapped(value), operands)
         if number is None:
             raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator, value=value))
         known = self._plain_numbers.setdefault((type(value), repr(value), number.dtype), number)
@@ -229,8 +232,10 @@ class Shims:
         finally:
             recorder.busy = False
 
-    def _wrapped(self, value: complex) -> torch.Tensor:
+    def _wrapped(self, value: dispatcher.Number) -> torch.Tensor:
         """The wrapped number that Python unwrapped, made once for each value."""
+        if isinstance(value, dispatcher.SYMBOLS):
+            return self._symbol(value)
         known = (type(value), repr(value))
         if known not in self._numbers:
             with self._unrecorded(), self._suspended(*dispatcher.WRAPPING_OPERATORS):
@@ -238,6 +243,15 @@ class Shims:
             self.number_labels[id(number)] = repr(value)
             self._numbers[known] = number
         return self._numbers[known]
+
+    def _symbol(self, value: dispatcher.Symbol) -> torch.Tensor:
+        known = id(value.node)
+        if known not in self._symbols:
+            with self._unrecorded(), self._suspended(*dispatcher.WRAPPING_OPERATORS):
+                number = dispatcher.wrapped_symbol(value)
+            self.number_labels[id(number)] = repr(value)
+            self._symbols[known] = number
+        return self._symbols[known]
 
 
 def _steppable(operator: str, key: str, registration: dispatcher.Registration) -> bool:
@@ -275,7 +289,7 @@ _ALLOCATE_OR_VIEW = frozenset(
     f"aten::{name}" for name in ("empty", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_", "set_")
 )
 
-_NUMBERS = frozenset({int, float, bool, complex})
+_NUMBERS = frozenset({int, float, bool, complex, *dispatcher.SYMBOLS})
 _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
 
 

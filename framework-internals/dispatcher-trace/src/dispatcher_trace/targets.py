@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import ast
 import builtins
-import importlib.util
 import inspect
 import keyword
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from types import AsyncGeneratorType, CoroutineType, GeneratorType, ModuleType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
 
-from benchkit import UserError
+from benchkit import UserError, user_file
 from benchkit.errors import first_line
 from dispatcher_trace.records import DTYPE_NAMES, dtype_name
 from dispatcher_trace.render import near_names
 
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_SPEC = re.compile(r"^(?P<name>[A-Za-z_]\w*)=(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:@(?P<device>[\w:]+))?$")
+_SPEC = re.compile(r"^(?P<name>[^\W\d]\w*)=(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:@(?P<device>[\w:]+))?$")
 _DEVICE = re.compile(r"^(cpu|cuda)(:\d+)?$")
 # Results of which the code has not run when they are returned.
 _UNRUN: dict[type, str] = {
@@ -186,7 +184,7 @@ def _refuse_unknown_names(tree: ast.AST, known: set[str]) -> None:
 
 
 def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function that ``FILE.py:FUNCTION`` names; the file is run as a module.
+    """The function that ``FILE.py:FUNCTION`` names, or ``FILE.py:OBJECT.METHOD``; the file is imported.
 
     Args:
         target: which one.
@@ -196,8 +194,8 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
         UserError: for a target without a colon, a file that is not there or raises, or a function that is not in it.
     """
     path, name = _file_and_function(target)
-    module = _loaded(path)
-    function = getattr(module, name, None)
+    module = user_file.load_file(path, "traced_")
+    function = user_file.find(module, name)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = near_names(name, functions) if functions else ""
@@ -212,7 +210,7 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
 
 @contextmanager
 def neighbours_of(target: str) -> Iterator[None]:
-    """Inside, what is traced can import the modules beside its file, as when the file is run.
+    """Inside, what is traced can import the modules beside its file, as when the file is run, and its own package.
 
     Args:
         target: ``FILE.py:FUNCTION``.
@@ -220,7 +218,7 @@ def neighbours_of(target: str) -> Iterator[None]:
     Raises:
         UserError: for a target without a colon, or a file that is not there.
     """
-    with _importable(_file_and_function(target)[0].parent):
+    with user_file.importable(_file_and_function(target)[0]):
         yield
 
 
@@ -232,34 +230,6 @@ def _file_and_function(target: str) -> tuple[Path, str]:
     if not path.is_file():
         raise UserError(f"no file {path_text!r}; expected FILE.py:FUNCTION, the file from here ({Path.cwd()})")
     return path, name
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    entry = str(folder.resolve())
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        with suppress(ValueError):  # code inside may have changed the list: what was put in is removed, not the first
-            sys.path.remove(entry)
-
-
-def _loaded(path: Path) -> ModuleType:
-    """The file as a module, which stays in ``sys.modules`` under a name of its own."""
-    # Dataclasses, pickle and torch.compile look a module up by name; under the bare stem a json.py would hide Python's.
-    spec = importlib.util.spec_from_file_location(f"traced_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise UserError(f"expected a Python file, got {str(path)!r}: its name must end in .py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    try:
-        with _importable(path.parent):
-            spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
-        guard = '; put what ends it under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
-        raise UserError(f"{path} raises when it is imported: {first_line(error)}{guard}") from error
-    return module
 
 
 @dataclass(frozen=True)
@@ -314,7 +284,10 @@ class Conditions:
         if self.backward:
             roots = [tensor for tensor in _tensors(result) if tensor.requires_grad]
             if not roots:
-                raise UserError("--backward: the result holds no tensor that requires a gradient")
+                raise UserError(
+                    f"--backward: found no tensor that requires a gradient in the result, of type "
+                    f"{type(result).__name__}; return one, alone or in tuples, lists, dictionaries and dataclasses"
+                )
             torch.autograd.backward([_sum(root) for root in roots])
         return result
 
@@ -363,8 +336,10 @@ def _sum(root: torch.Tensor) -> torch.Tensor:
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):  # as the outputs of Hugging Face's models are, which are dataclasses too
         value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, (list, tuple)):
         return [tensor for item in value for tensor in _tensors(item)]
     return []

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dispatcher_trace import assemble, dispatcher, keys, perfetto, profile, render, viewer
+from dispatcher_trace import assemble, dispatcher, keys, perfetto, predict, profile, render, viewer
 from dispatcher_trace.findings import Finding, findings
 from dispatcher_trace.native_step import Stepper
 from dispatcher_trace.recorder import RawHop, Recorder
@@ -62,6 +62,11 @@ class Trace:
             notes.append(f"{operator} ran {_times(count)} inside a tensor subclass's constructor, unrecorded.")
         for place, count in self.unshimmed.items():
             notes.append(f"{place}, a Python kernel of torch's own, is not watched; {_times(count)}.")
+        if by_python := sum(predict.by_python(call) for call in self.all_calls):
+            notes.append(
+                f"Torch's dispatcher in Python, which compiles and exports by it, chose the kernels of {by_python} "
+                "calls: what it handed on is shown as a call of its own. To walk a compiled call, compile it before."
+            )
         if self.match is not None and self.match.untied_kernels:
             notes.append(
                 f"{self.match.untied_kernels} of {self.match.kernels} device kernels ran under no recorded call."

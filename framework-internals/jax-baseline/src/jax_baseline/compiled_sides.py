@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchkit import UserError
+from benchkit import UserError, user_file
 from benchkit.device import Device
 from jax_baseline.programs import Program
 from jax_baseline.worker import Worker, WorkerError
@@ -75,6 +72,7 @@ class JaxSide:
     """What the worker of XLA's side holds."""
 
     def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+        self._neighbours = _with_neighbours(kind, spec)
         made = _jax_model(spec) if kind == "model" else _jax_function(spec)
         self._function, self._arguments, self._gradients = made
         self._repeats = spec["repeats"]
@@ -99,6 +97,7 @@ class TorchSide:
     def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
         import jax_baseline.inductor_program  # noqa: F401 - torch is there when the first answer is waited for
 
+        self._neighbours = _with_neighbours(kind, spec)
         self._program = _torch_model if kind == "model" else _torch_function
         self._spec = spec
 
@@ -138,6 +137,14 @@ def _start(side: str, spec: ModelSide | FunctionSide) -> Worker:
     return Worker(f"jax_baseline.compiled_sides:{side}", arguments, environment=environment)
 
 
+def _with_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
+    """What keeps the modules beside a user's file importable, for functions that import when they are called."""
+    stack = ExitStack()
+    if kind == "function":
+        stack.enter_context(user_file.importable(Path(spec["function"].rpartition(":")[0])))
+    return stack
+
+
 def _with_values(program: Program, worker: Worker) -> Program:
     """Take the values on XLA's side; a note says why where XLA does not take its own text again, or dies of it."""
     try:
@@ -153,7 +160,7 @@ def load_function(reference: str, *, what: str) -> Callable[..., Any]:
     """Import ``path/to/file.py:name``.
 
     Args:
-        reference: file and name.
+        reference: file and name, or ``path/to/file.py:object.method``.
         what: the function is for, in the error.
 
     Raises:
@@ -165,10 +172,10 @@ def load_function(reference: str, *, what: str) -> Callable[..., Any]:
     if not Path(path).is_file():
         raise UserError(f"{what}: there is no file {path}")
     try:
-        module = _import(Path(path))
-    except Exception as error:
-        raise UserError(f"{what}: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+        module = user_file.load_file(Path(path), "_jax_baseline_user_")
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
+    function = user_file.find(module, name)
     if not callable(function):
         public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
         raise UserError(f"{what}: {path} has no function {name!r}; it has {', '.join(public) or 'none'}")
@@ -224,20 +231,6 @@ def _require_in_both(array: object, what: str) -> None:
         outside = [value for value in (array.min(), array.max()) if not held.min <= value <= held.max]
         if outside:
             raise UserError(f"{what} is int64 and holds {outside[0]}; JAX makes it int32: give numbers that this holds")
-
-
-def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"_jax_baseline_user_{path.stem}", path.resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    return module
 
 
 def _weights_and_batch(spec: ModelSide) -> tuple[GPTConfig, dict[str, NDArray], tuple[NDArray, ...]]:

@@ -371,10 +371,12 @@ def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float
     """The largest over the results; None where there are more on one side; NaN where a result is not finite."""
     if not one or len(one) != len(other):
         return None
-    return float(np.max([_between(*pair) for pair in zip(one, other, strict=True)]))  # unlike max, it keeps a NaN
+    return float(
+        np.max([difference_between(*pair) for pair in zip(one, other, strict=True)])
+    )  # unlike max, it keeps a NaN
 
 
-def _between(one: Tensor, other: Tensor) -> float:
+def difference_between(one: Tensor, other: Tensor) -> float:
     """‖x − y‖ over the larger norm by the sketches; without them between moments, over the larger sum of magnitudes."""
     if one.sketch and other.sketch:
         if one.shape != other.shape:

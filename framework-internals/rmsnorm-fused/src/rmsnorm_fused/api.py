@@ -13,6 +13,7 @@ from rmsnorm_fused.options import Casting, Options
 from rmsnorm_fused.validation import (
     check_casting,
     check_input,
+    check_layout,
     check_quantised,
     check_residual,
     check_weight,
@@ -87,7 +88,8 @@ def rms_norm(
 
     Args:
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides
-            (slices of a fused projection) are read in place, others are copied first.
+            (slices of a fused projection) are read in place, others are copied first. Jagged tensors are taken by the
+            formula alone, which ``backend="auto"`` then is.
         weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: all
             ones, and no ``weight_offset``.
         eps: added to the mean square, at least 0; None is the machine epsilon of the arithmetic, as torch has it.
@@ -118,7 +120,11 @@ def rms_norm(
     """
     ordinary = casting == "exact" and out_dtype is None and scale is None
     if ordinary and (quick := quick_call(backend)) is not None:
-        found = quick(x, residual, weight, eps, weight_offset)
+        try:
+            found = quick(x, residual, weight, eps, weight_offset)
+        except NotImplementedError:
+            check_input(x)  # the layout, in words
+            raise
         if found is not None:  # None: nothing was done, the arguments need the long way
             return found
     check_input(x)
@@ -129,7 +135,7 @@ def rms_norm(
         check_weight(x, weight)
     options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
     check_quantised(x, residual, weight, out_dtype, scale)
-    implementation = resolve(backend, x.device.type)
+    implementation = _implementation(x, backend)
     sharding.prepare()
     if out_dtype is not None:
         return _quantised(implementation, x, residual, weight, options, out_dtype, scale)
@@ -139,6 +145,15 @@ def rms_norm(
     if residual is None:
         return ops.forward(family, x, weight, options)
     return ops.forward_add(family, x, residual, weight, options)
+
+
+def _implementation(x: torch.Tensor, backend: Backend) -> str:
+    """The implementation for a tensor; the formula alone takes a jagged one."""
+    if x.layout != torch.jagged:
+        return resolve(backend, x.device.type)
+    implementation = resolve("pytorch" if backend == "auto" else backend, x.device.type)
+    check_layout(x, implementation)
+    return implementation
 
 
 def _quantised(
@@ -191,8 +206,11 @@ class RMSNorm(torch.nn.RMSNorm):
             x: (..., *normalized_shape).
 
         Raises:
+            TypeError: for something other than a tensor.
             ValueError: when the last dimensions of ``x`` are not ``normalized_shape``.
         """
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
         dimensions = len(self.normalized_shape)
         if tuple(x.shape[-dimensions:]) != self.normalized_shape:
             raise ValueError(f"x: expected last dimensions {self.normalized_shape}, got shape {tuple(x.shape)}")

@@ -22,15 +22,33 @@ def check_input(x: torch.Tensor) -> None:
     """Refuse what cannot be normalised.
 
     Raises:
-        TypeError: for something other than a tensor, or a dtype that is not taken.
+        TypeError: for something other than a tensor, or a dtype or layout that is not taken.
         ValueError: for a tensor without dimensions.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
     if x.dtype not in DTYPES:
         raise TypeError(f"x: expected {_TAKEN}, got {x.dtype}; convert it first")
+    if x.layout not in (torch.strided, torch.jagged) or (x.is_nested and x.layout == torch.strided):
+        found = "a nested one of the old layout" if x.is_nested else str(x.layout)
+        raise TypeError(
+            f"x: expected a dense or a jagged tensor, got {found}; convert it first (.to_dense(), layout=torch.jagged)"
+        )
     if x.dim() == 0:
         raise ValueError("x: expected at least one dimension to normalise over, got a tensor without any")
+
+
+def check_layout(x: torch.Tensor, implementation: str) -> None:
+    """Refuse a jagged tensor for kernels, which take rows of one memory.
+
+    Raises:
+        ValueError: for any implementation but the formula.
+    """
+    if x.layout == torch.jagged and implementation != "pytorch":
+        raise ValueError(
+            f"backend {implementation!r} cannot be used: it takes dense tensors, got a jagged one; normalise its "
+            '.values(), or take backend="pytorch"'
+        )
 
 
 def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:

@@ -51,17 +51,18 @@ def conv_bn_relu(
     Raises:
         ValueError: for different devices, or shapes that do not go together.
         TypeError: for dtypes that do not, or one that has no kernel.
+        TypeError: also for a stride, padding or dilation that is no number or two.
         RuntimeError: torch's own, for what its convolution refuses.
         NotImplementedError: for a device that the build that serves has no kernels for.
         native_build.BuildError: at the first call, when the kernels cannot be built.
     """
-    arguments = (x, weight, scale, shift, _pair(stride), _pair(padding), _pair(dilation), groups)
+    geometry = (_pair(stride, "stride"), _pair(padding, "padding"), _pair(dilation, "dilation"), groups)
     if is_dynamo_compiling():
-        return torch.ops.custom_ops.conv_bn_relu.default(*arguments)
+        return torch.ops.custom_ops.conv_bn_relu.default(x, weight, scale, shift, *geometry)
     try:
-        return calls.conv_bn_relu(*arguments)
+        return calls.conv_bn_relu(x, weight, scale, shift, *geometry)
     except (RuntimeError, AttributeError) as error:
-        explain(error, check_conv_bn_relu, x, weight, scale, shift)
+        explain(error, _check_with_convolution, x, weight, scale, shift, *geometry)
 
 
 def fold_batch_norm(norm: nn.BatchNorm2d, conv_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -116,7 +117,8 @@ class ConvBnRelu2d(nn.Module):
         self.register_buffer("weight", conv.weight.detach())
         self.register_buffer("scale", scale.detach())
         self.register_buffer("shift", shift.detach())
-        self.geometry = (_pair(conv.stride), _pair(conv.padding), _pair(conv.dilation), conv.groups)
+        stride, padding, dilation = (_pair(getattr(conv, name), name) for name in ("stride", "padding", "dilation"))
+        self.geometry = (stride, padding, dilation, conv.groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """``relu(bn(conv(x)))``."""
@@ -156,7 +158,7 @@ def fuse(model: nn.Module) -> tuple[nn.Module, int]:
         The copy, and how many triples were replaced.
 
     Raises:
-        TypeError: for something else than a module.
+        TypeError: for something other than a module.
         ValueError: for a model in training mode, whose batch-norms still depend on the batch.
     """
     if not isinstance(model, nn.Module):
@@ -198,8 +200,25 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in hooks)
 
 
-def _pair(value: Any) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
+def _pair(value: Any, name: str) -> list[int]:
+    if isinstance(value, int):
+        return [value, value]
+    if not isinstance(value, Sequence) or len(value) not in (1, 2) or not all(isinstance(one, int) for one in value):
+        raise TypeError(
+            f"conv_bn_relu: argument '{name}': expected one whole number, or one for each of height and width, "
+            f"got {value!r}"
+        )
+    return list(value)
+
+
+def _check_with_convolution(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, *geometry: Any) -> None:
+    """Check everything; the stable ABI keeps to itself why torch's convolution refused something."""
+    check_conv_bn_relu(x, weight, scale, shift)
+    with torch.no_grad():
+        torch.nn.functional.conv2d(x, weight, None, *geometry)
+
+
+_check_with_convolution.__name__ = check_conv_bn_relu.__name__  # the operator's in messages
 
 
 def _fake(
@@ -225,7 +244,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, weight, scale, _, y = ctx.saved_tensors
     stride, padding, dilation, groups = ctx.geometry
     needs_x, needs_weight, needs_scale, needs_shift, *_ = ctx.needs_input_grad
-    clipped = torch.where(y > 0, gradient, 0).to(scale.dtype)
+    clipped = torch.where(y <= 0, 0, gradient).to(scale.dtype)  # a NaN in y lets the gradient pass, as torch's ReLU
     # The kernel wrote over the convolution's result: the gradient of the scale computes it again.
     again = torch.nn.functional.conv2d(x, weight, None, *ctx.geometry).to(scale.dtype) if needs_scale else None
     of_conv = (clipped * scale.view(-1, 1, 1)).to(x.dtype)

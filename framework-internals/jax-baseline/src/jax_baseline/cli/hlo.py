@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,8 +29,9 @@ Target = Annotated[
     str, typer.Option(help="h200: compile for that GPU on a machine without one (optional extra) [default: --device]")
 ]
 
-# Results of two functions that are the same, and sums over them, agree better than this in any dtype.
-_SAME = 1e-2
+# Results of two functions that are the same, and sums over them, agree better than this; whole numbers are equal.
+_SAME = {"float64": 1e-9, "float32": 2e-4, "float16": 1e-2, "bfloat16": 1e-2}
+_SIXTEEN_BITS = re.compile(r"bf16|bfloat16|float16|\bf16\b|\bhalf\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def hlo(
     check: Annotated[Path | None, typer.Option(help="a fusion lock; exit status 1 if the program drifted")] = None,
 ) -> None:
     """Read what XLA made: kernels by kind and part of the model, FLOPs, bytes, buffers, and, measured, their time."""
-    from jax_baseline.hlo import summarise
+    from jax_baseline.hlo import parse, summarise
 
     with user_errors():
         program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure)
@@ -77,8 +79,9 @@ def hlo(
         f"{summary.donated} of {summary.arguments} arguments donated "
         f"({numbers.with_unit(summary.donated_bytes, 'B')} of {numbers.with_unit(summary.argument_bytes, 'B')})"
     )
-    for note in program.notes:
-        print(note)
+    for note in (*program.notes, parse(program.text).undecided):
+        if note:
+            print(note)
     print(markdown_table(["kind of kernel", "number"], list(summary.kinds.items())))
     timed = program.seconds is not None
     rows = [
@@ -162,11 +165,11 @@ def diff(
             programs = compile_both(jax_side, torch_side)
         except WorkerError as error:  # nothing was compared: not the status of two functions that differ
             raise UserError(f"one of the two sides failed: {last_line(str(error))}") from error
-    if not _print_diff(programs, show):
+    if not _print_diff(programs, show, coarse=where != "cpu"):  # a GPU multiplies float32 in TF32
         raise typer.Exit(1)
 
 
-def _print_diff(programs: tuple[Program, Program], show: int) -> bool:
+def _print_diff(programs: tuple[Program, Program], show: int, *, coarse: bool) -> bool:
     """Print two programs side by side, and explain the regions that tell most; whether they computed the same."""
     from jax_baseline.explanation import explain
     from jax_baseline.region_diff import compare_programs, instructive
@@ -195,7 +198,7 @@ def _print_diff(programs: tuple[Program, Program], show: int) -> bool:
             f"not at all {placed.get('nothing', 0)}; leaves {numbers.with_unit(found.only[program.compiler], 'B')} in "
             "memory that the other does not" + "".join(f"; {note}" for note in program.notes)
         )
-    same, verdict = _agreement(programs, found.largest_difference)
+    same, verdict = _agreement(programs, found.largest_difference, coarse)
     print(verdict)
     for region in instructive(found.regions, show):
         print()
@@ -203,8 +206,16 @@ def _print_diff(programs: tuple[Program, Program], show: int) -> bool:
     return same
 
 
-def _agreement(programs: tuple[Program, Program], difference: float | None) -> tuple[bool, str]:
-    """Whether the two functions computed the same, and that in a line."""
+def _agreement(programs: tuple[Program, Program], difference: float | None, coarse: bool) -> tuple[bool, str]:
+    """Whether the two functions computed the same, and that in a line.
+
+    Args:
+        programs: XLA's and Inductor's.
+        difference: the largest over their results.
+        coarse: whether float32 may be rounded as coarsely as 16 bits are, because products of it are.
+    """
+    from jax_baseline.region_diff import difference_between
+
     xla, inductor = (program.values for program in programs)
     if difference is None:
         return False, f"NOT COMPARABLE: {len(xla)} results of XLA's program, {len(inductor)} of Inductor's"
@@ -221,7 +232,25 @@ def _agreement(programs: tuple[Program, Program], difference: float | None) -> t
         if sketched
         else f"sums over the results differ by at most {size}, relative"
     )
-    return (False, f"NOT THE SAME FUNCTION: {text}") if difference > _SAME else (True, text)
+    coarse = coarse or any(map(_rounds_to_sixteen_bits, programs))
+    for index, (one, other) in enumerate(zip(xla, inductor, strict=True)):
+        bound = max(_bound(value.dtype, coarse) for value in (one, other))
+        if difference_between(one, other) > bound:
+            allowed = f"rounding explains {numbers.error_size(bound)}" if bound else "whole numbers have to be equal"
+            return False, f"NOT THE SAME FUNCTION: {text}; of result {index}, {one}, {allowed}"
+    return True, text
+
+
+def _bound(dtype: str, coarse: bool) -> float:
+    """How far apart results of a dtype may be, relative."""
+    if dtype.startswith(("int", "uint", "bool")):
+        return 0.0
+    return _SAME.get("float16" if coarse and dtype == "float32" else dtype, _SAME["float16"])
+
+
+def _rounds_to_sixteen_bits(program: Program) -> bool:
+    """Whether a kernel leaves 16-bit numbers in memory or computes with them."""
+    return any(_SIXTEEN_BITS.search(text) for step in program.steps for text in (step.source, *map(str, step.writes)))
 
 
 def _side_cells(side: Any) -> tuple[str, str, str]:

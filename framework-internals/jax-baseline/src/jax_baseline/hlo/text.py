@@ -176,6 +176,16 @@ class Module:
     tables: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property
+    def undecided(self) -> str:
+        """What the program decides when it runs, and a count of its work therefore assumes; empty if nothing."""
+        every = [one for instructions in self.computations.values() for one in instructions]
+        loops = sum(one.opcode == "while" and one.trip_count is None for one in every)
+        branches = sum(one.opcode == "conditional" for one in every)
+        parts = [f"{loops} loops of unknown length count as one run each"] if loops else []
+        parts += [f"{branches} conditionals with all of their branches"] if branches else []
+        return ", ".join(parts)
+
+    @property
     def arguments(self) -> dict[int, Instruction]:
         """The entry computation's parameters by number."""
         return {int(one.argument): one for one in self.computations[self.entry] if one.opcode == "parameter"}
