@@ -14,7 +14,9 @@ import torch
 
 from compile_bench.cli.options import recompiled
 from compile_bench.collector import Collector, autotuning_within, missing_surface
-from compile_bench.trace import RECOMPILE_LIMIT, Folders, read_events
+from compile_bench.frames import Folders
+from compile_bench.trace import read_events
+from compile_bench.wording import RECOMPILE_LIMIT
 
 GOLDEN = Path(__file__).parent / "golden"
 

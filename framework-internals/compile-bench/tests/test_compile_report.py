@@ -10,6 +10,7 @@ from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Record, Results
 from compile_bench.agreement import Agreement
+from compile_bench.frames import Frame
 from compile_bench.lens import build_lens, configure
 from compile_bench.reading import in_order
 from compile_bench.records import (
@@ -35,7 +36,7 @@ from compile_bench.results import (
     Triage,
 )
 from compile_bench.shapes import Passes, ShapeStudy
-from compile_bench.trace import Break, CompileTrace, Frame, Graph, Recompile
+from compile_bench.trace import Break, CompileTrace, Graph, Recompile
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,7 +8,8 @@ import pytest
 
 from compile_bench.mending.rewrites import candidates
 from compile_bench.mending.source import Edit, Source, line_before, unified_diff
-from compile_bench.trace import Break, categorise
+from compile_bench.trace import Break
+from compile_bench.wording import categorise
 
 BRANCH = "Data-dependent branching"
 ITEM = "Unsupported Tensor.item() call with capture_scalar_outputs=False"

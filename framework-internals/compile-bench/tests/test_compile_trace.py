@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from compile_bench.trace import Event, Folders, categorise, phase_seconds, read_events
+from compile_bench.frames import Folders
+from compile_bench.phases import phase_seconds
+from compile_bench.trace import Event, read_events
+from compile_bench.wording import categorise
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})

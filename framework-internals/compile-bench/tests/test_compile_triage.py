@@ -22,6 +22,7 @@ from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
+from compile_bench.frames import RESUMED, Folders, Frame
 from compile_bench.loading import load_target
 from compile_bench.mending import mend, proof
 from compile_bench.mending.holding import Held, Marked, overlays, rewind
@@ -31,7 +32,7 @@ from compile_bench.mending.proof import holds, reference
 from compile_bench.mending.source import Edit
 from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
-from compile_bench.trace import RESUMED, Break, CompileTrace, Folders, Frame
+from compile_bench.trace import Break, CompileTrace
 from compile_bench.triage_records import bill_records
 from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey, unexplained
 

@@ -14,7 +14,7 @@ import pytest
 
 from compile_bench import Case, Harness, WorkerFailure
 from compile_bench.nursery import Nursery, Order
-from compile_bench.trace import phase_seconds, without_pauses
+from compile_bench.phases import phase_seconds, without_pauses
 from compile_bench.turns import Conductor, Stopwatch, alone, one_at_a_time, pauses
 
 # Writes down the time every few milliseconds, and at the end how long it took by its own stopwatch.

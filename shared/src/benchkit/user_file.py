@@ -22,7 +22,7 @@ def importable(path: Path) -> Iterator[None]:
         path: of the file.
     """
     before, after = str(path.resolve().parent), ""
-    if (package := _package_of(path)) is not None:
+    if (package := package_of(path)) is not None:
         before, after = str(package[0]), before  # last: a package may have a logging.py of its own
     sys.path.insert(0, before)
     if after:
@@ -53,7 +53,7 @@ def load_file(path: Path, prefix: str) -> ModuleType:
         raise UserError(f"expected a Python file, got {str(path)!r}: its name must end in .py")
     try:
         with importable(path):
-            package = _package_of(path)
+            package = package_of(path)
             module = _alone(path, f"{prefix}{path.stem}") if package is None else importlib.import_module(package[1])
     except (Exception, SystemExit) as error:
         guard = '; put what ends it under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
@@ -80,6 +80,23 @@ def find(module: ModuleType, name: str) -> Any:
     return found
 
 
+def package_of(path: Path) -> tuple[Path, str] | None:
+    """The folder that a file's package lies in, and the file's name as a module; None for one that is in no package.
+
+    Only as a part of its package can it import its neighbours by ``from .layers import …``.
+
+    Args:
+        path: of the file.
+    """
+    folder, parts = path.resolve().parent, [path.stem]
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
+        parts.insert(0, folder.name)
+        folder = folder.parent
+    if len(parts) == 1 or not path.stem.isidentifier():
+        return None
+    return folder, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
 def _alone(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
@@ -91,14 +108,3 @@ def _alone(path: Path, name: str) -> ModuleType:
         sys.modules.pop(name, None)
         raise
     return module
-
-
-def _package_of(path: Path) -> tuple[Path, str] | None:
-    """The folder that a file's package lies in, and the file's name as a module; None for one that is in no package."""
-    folder, parts = path.resolve().parent, [path.stem]
-    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
-        parts.insert(0, folder.name)
-        folder = folder.parent
-    if len(parts) == 1 or not path.stem.isidentifier():
-        return None
-    return folder, ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

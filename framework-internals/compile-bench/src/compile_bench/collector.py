@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from compile_bench.trace import CompileTrace, Event, Folders, read_events
+from compile_bench.frames import Folders
+from compile_bench.trace import CompileTrace, Event, read_events
 
 _TRACE_LOGGER = "torch.__trace"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compile_bench.trace import RESUMED, Folders, Frame
+from compile_bench.frames import RESUMED, Folders, Frame
 
 _COMPILED_NAME = "__compiled_fn"
 # Bodies that belong to the function around them.

@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from compile_bench.collector import backend_of, compile_id, without_data
-from compile_bench.trace import Folders, Frame, innermost_in
+from compile_bench.frames import Folders, Frame
+from compile_bench.trace import innermost_in
 
 
 class Blamed:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchkit.results import Quantity
+from compile_bench.frames import Frame
 from compile_bench.results import Case
-from compile_bench.trace import Break, CompileTrace, Frame, Recompile
+from compile_bench.trace import Break, CompileTrace, Recompile
 
 Kind = Literal[
     "graph break",

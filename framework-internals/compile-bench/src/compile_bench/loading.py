@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchkit import UserError
+from benchkit import UserError, user_file
 from benchkit.device import Device
 from compile_bench.target import FunctionModel, Target, describe_error
 
@@ -51,7 +51,7 @@ def _find(name: str, others: Iterable[str]) -> Callable[[], Any]:
             f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(others))}"
         )
     module = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
-    function = getattr(module, attribute, None)
+    function = user_file.find(module, attribute)
     if function is None:
         raise UserError(f"{place} has no {attribute!r} (target {name})")
     if isinstance(function, nn.Module) or not callable(function):
@@ -63,7 +63,7 @@ def _find(name: str, others: Iterable[str]) -> Callable[[], Any]:
 def _load_file(path: Path, name: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"there is no file {path} (target {name})")
-    if (package := _package_of(path)) is not None:
+    if (package := user_file.package_of(path)) is not None:
         root, module_name = package
         sys.path.insert(0, str(root))
         sys.path.append(str(path.resolve().parent))  # last: a package may have a logging.py of its own
@@ -79,18 +79,6 @@ def _load_file(path: Path, name: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # whatever the user's file raises, or its argument parser
         raise UserError(f"{path} cannot be loaded: {describe_error(error)}") from error
     return module
-
-
-def _package_of(path: Path) -> tuple[Path, str] | None:
-    """The folder that a file's package lies in, and the file's name as a module; None for one that is in no package.
-
-    Only as a part of its package can it import its neighbours by ``from .layers import …``.
-    """
-    folder, parts = path.resolve().parent, [path.stem]
-    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
-        parts.insert(0, folder.name)
-        folder = folder.parent
-    return (folder, ".".join(parts)) if len(parts) > 1 and path.stem.isidentifier() else None
 
 
 def _import(module: str, name: str) -> ModuleType:

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from benchkit import Quantity
 from compile_bench.collector import Collector, compile_id, folders, inductor, prepare_toolchain
 from compile_bench.findings import Figures, Price, Priced
+from compile_bench.frames import RESUMED, plain_function
 from compile_bench.measuring import load_case
 from compile_bench.mending.overlay import Overlay, overlaid
 from compile_bench.results import FIRST_STEPS, Case
-from compile_bench.trace import RECOMPILE_LIMIT, RESUMED, Break, CompileTrace, merge_breaks, plain_function
+from compile_bench.trace import Break, CompileTrace, merge_breaks
 from compile_bench.triage_worker import own_model, seed_everything
+from compile_bench.wording import RECOMPILE_LIMIT
 
 _STEPS = 40
 _MOST_SECONDS = 3.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchkit.results import Record, Results
+from compile_bench.phases import PHASES
 from compile_bench.results import MODES
-from compile_bench.trace import PHASES
 
 CaseKey = tuple[str, str, str]
 

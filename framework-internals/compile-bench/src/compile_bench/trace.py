@@ -8,108 +8,29 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
-PHASES = ("Dynamo", "AOTAutograd", "Inductor", "C++/Triton compiler", "Autotuning", "Caches")
-
-# A dynamo_timed name (torch/_dynamo/utils.py) and the phase it starts. A name that is not here belongs to whatever it
-# is nested in, so that a new inner name in a later PyTorch moves no time from one phase to another.
-_PHASE_PATTERNS = tuple(
-    (re.compile(pattern), phase)
-    for pattern, phase in (
-        (
-            r"entire_frame_compile|_compile\.compile_inner|dynamo|bytecode_tracing|build_guards|compile_attempt_",
-            "Dynamo",
-        ),
-        (r"create_aot_dispatcher_function|aot_|backend_compile|OutputGraph\.call_user_compiler|min_cut", "AOTAutograd"),
-        (r"AOTAutogradCache|FxGraphCache|CacheBase|inductor_codecache_torch_key|TritonBundler|pgo\.", "Caches"),
-        (r"PyCodeCache\.load_by_key_path", "Caches"),
-        (r"compile_file|async_compile\.|.*precompil|reload_kernel|CUDACompile", "C++/Triton compiler"),
-        (r"CachingAutotuner\.(benchmark|coordinate|combo)|.*_template_autotuning|benchmark_", "Autotuning"),
-        (
-            r"inductor_compile|compile_fx|fx_codegen|_recursive_|entire_backward_compile|backward\._backward_impl"
-            r"|GraphLowering|Scheduler|code_gen",
-            "Inductor",
-        ),
-    )
+from compile_bench.frames import RESUMED, Folders, Frame, columns_in, frames_in, plain_function
+from compile_bench.phases import phase_seconds, without_pauses
+from compile_bench.wording import (
+    ASKED_FOR,
+    BACKEND_FAILED,
+    NOT_ENTERED,
+    RECOMPILE_LIMIT,
+    categorise,
+    cause_of,
+    one_line,
+    parse_message,
+    registry_number,
 )
 
-RECOMPILE_LIMIT = "recompile limit"
-BACKEND_FAILED = "backend failed"
-ASKED_FOR = "asked for by the code"
-NOT_ENTERED = "call Dynamo will not enter"
-
-# Reason -> category, first match. The registry numbers of PyTorch's own list change between releases; the wording of
-# the kinds below has been the same from 2.10 on.
-_CATEGORIES = tuple(
-    (re.compile(pattern, re.IGNORECASE), category)
-    for pattern, category in (
-        (r"recompile.?limit|cache.?size.?limit", RECOMPILE_LIMIT),
-        (r"data.dependent branch|data.dependent jump|dynamic control flow", "data-dependent control flow"),
-        (
-            r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist|repr\(\) on tensor"
-            r"|sort with non-constant keys|list with non-scalar tensor",
-            "tensor value read by Python",
-        ),
-        (
-            r"dynamic (output )?shape|DynamicOutputShape|data.dependent output shape|nonzero|unbacked",
-            "data-dependent shape",
-        ),
-        (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", ASKED_FOR),
-        (r"builtin operator|reorderable_logging|logging|print", "side effect"),
-        (
-            r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable"
-            r"|numpy function|ndarray method|time function|copy\.deepcopy|op returned non-Tensor|RNN, GRU, or LSTM",
-            NOT_ENTERED,
-        ),
-        (r"backend compiler|BackendCompilerFailed|^backend=", BACKEND_FAILED),
-        (r"context manager|contextlib", "context manager"),
-        (r"requires_grad|autograd\.(Function|grad)|backward|hook", "autograd"),
-        (
-            r"sparse tensor|resize_\(\)|tensor data attribute|nn\.Parameter\(\)|opaque object",
-            "tensor Dynamo cannot represent",
-        ),
-        (r"bytecode|tp_|__\w+__|generator|exception|super\(\)|iterator|class|builtin", "Python construct"),
-    )
-)
-
-_RECOMPILE_CAUSES = (
-    ("size mismatch", "tensor size"),
-    ("stride mismatch", "tensor layout"),
-    ("rank mismatch", "tensor rank"),
-    ("dtype mismatch", "dtype"),
-    ("device mismatch", "device"),
-    ("requires_grad mismatch", "requires_grad"),
-    ("dispatch key set mismatch", "dispatch keys"),
-    ("GLOBAL_STATE", "global state (grad mode, autocast, …)"),
-    ("grad_mode", "global state (grad mode, autocast, …)"),
-    ("___check_obj_id", "another object"),
-    ("___check_type_id", "another type"),
-    ("len(", "container length"),
-    (".training", "train / eval mode"),
-    ("Eq(", "symbolic shape"),
-    ("Ne(", "symbolic shape"),
-    (" == ", "Python value"),
-    (" <= ", "symbolic shape"),
-)
-
-_TRACEBACK_LINE = re.compile(
-    r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)'
-    r'(?:\n(?!\s*File ")(?P<indent>\s+)(?P<source>[^\n]*)(?:\n(?P<marks>[ ~^]*[~^])(?=\n|\Z))?)?',
-    re.MULTILINE,
-)
 _GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
-_REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 _GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
 _GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
 _CACHE_EVENT = re.compile(r"(?:fx_graph|aotautograd|dynamo)_(?:bundled_)?cache_(?:hit|miss|bypass)")
-# Dynamo names what runs after a break torch_dynamo_resume_in_FUNCTION_at_LINE.
-RESUMED = "torch_dynamo_resume_in_"
 _OUTSIDE = ("PyTorch itself keeps this call out of graphs: call it outside of what is compiled.",)
 _BACKEND_TRACEBACK = "WON'T CONVERT"
 _WHOLE_FRAME = ("cannot properly resume", "will skip tracing the frame", "falling back to eager", "cannot resume from")
@@ -130,75 +51,6 @@ class Event:
     compile_id: str
     detail: Any
     payload: str = ""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A line of a call stack.
-
-    Attributes:
-        file: as Python names it.
-        line: in it, counted from 1.
-        function: that the line is in.
-        source: the line's text; empty where PyTorch could not read it.
-    """
-
-    file: str
-    line: int
-    function: str
-    source: str = ""
-
-    @property
-    def place(self) -> str:
-        """``file.py:LINE``."""
-        return f"{self.file}:{self.line}"
-
-
-class Folders:
-    """Whose code a file is.
-
-    Args:
-        torch: folder of the torch package.
-        library: folders of Python's own and of installed packages.
-        launcher: folder of the code that calls the model: frames up to its last one are not the model's.
-        launched: names of files in ``launcher`` that are models all the same.
-    """
-
-    def __init__(
-        self, torch: str = "", library: Sequence[str] = (), launcher: str = "", launched: Sequence[str] = ()
-    ) -> None:
-        self._torch = _folder(torch)
-        self._library = tuple(_folder(each) for each in library if each)
-        self._launcher = _folder(launcher)
-        self._launched = frozenset(launched)
-
-    def of_torch(self, file: str) -> bool:
-        """Whether PyTorch brings the file along."""
-        return bool(self._torch) and file.startswith(self._torch)
-
-    def of_user(self, file: str) -> bool:
-        """Whether the file is neither PyTorch's nor Python's nor an installed package's."""
-        generated = file.startswith("<")
-        return not (generated or self.of_torch(file) or file.startswith(self._library) or self._launches(file))
-
-    def inside(self, stack: Sequence[Frame]) -> tuple[Frame, ...]:
-        """The frames of the model: without what calls it, and without PyTorch's."""
-        last = max((index for index, frame in enumerate(stack) if self._launches(frame.file)), default=-1)
-        return tuple(frame for frame in stack[last + 1 :] if not self.of_torch(frame.file))
-
-    def innermost(self, stack: Sequence[Frame]) -> Frame | None:
-        """The line that a reader can change: the innermost of the user's, or of a library where none is the user's."""
-        own = self.inside(stack)
-        return next((frame for frame in reversed(own) if self.of_user(frame.file)), own[-1] if own else None)
-
-    def _launches(self, file: str) -> bool:
-        # The separator at the end of the folder keeps "…/launcher_models/" out.
-        named = file.rpartition("/")[2]
-        return bool(self._launcher) and file.startswith(self._launcher) and named not in self._launched
-
-
-def _folder(path: str) -> str:
-    return path.rstrip("/") + "/" if path else ""
 
 
 @dataclass(frozen=True)
@@ -323,7 +175,7 @@ class CompileTrace:
         graphs: captured, recompiled ones included.
         breaks: one for every place and reason.
         recompiles: in the order they happened.
-        phases: seconds by phase (:data:`PHASES`), each instant counted once.
+        phases: seconds by phase (:data:`compile_bench.phases.PHASES`), each instant counted once.
         cache_events: how often each cache was hit, missed or passed by.
         kernels: generated by Inductor (C++ loops or Triton kernels); 0 for another backend.
         handler_seconds: time spent in the collector itself.
@@ -399,61 +251,6 @@ def read_events(
         handler_seconds=handler_seconds,
         empty=_empty(metrics, frames, graphs, breaks),
     )
-
-
-def without_pauses(
-    timed: Iterable[Mapping[str, Any]], pauses: Sequence[tuple[float, float]]
-) -> list[Mapping[str, Any]]:
-    """Chromium trace events on a clock that stood still with the process.
-
-    Args:
-        timed: as for :func:`phase_seconds`.
-        pauses: begin and end, in seconds since the epoch; in order and apart.
-    """
-    begins = [begin for begin, _ in pauses]
-    before = [0.0, *accumulate(end - begin for begin, end in pauses)]
-
-    def still(until: float) -> float:
-        count = bisect_right(begins, until)  # autotuning waits for its lock thousands of times
-        return before[count] - max(pauses[count - 1][1] - until, 0.0) if count else 0.0
-
-    return [{**event, "ts": event["ts"] - still(event["ts"] * 1e-6) * 1e6} for event in timed]
-
-
-def phase_seconds(timed: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Split the time of a compilation into phases so that each instant belongs to one.
-
-    The events of several threads come on one track. At every instant the phase is that of the span opened last: inside
-    a span of Inductor that waits for the C++ compiler, the C++ compiler.
-
-    Args:
-        timed: Chromium trace events: ``name``, ``ph`` (``"B"`` or ``"E"``), ``ts`` in microseconds.
-
-    Returns:
-        Seconds by phase; phases that did not occur are left out.
-    """
-    open_spans: list[tuple[str, str]] = []  # name, phase
-    seconds: dict[str, float] = {}
-    last = 0.0
-    for event in sorted((event for event in timed if event["ph"] in "BE"), key=lambda event: float(event["ts"])):
-        if open_spans:
-            phase = open_spans[-1][1]
-            seconds[phase] = seconds.get(phase, 0.0) + (event["ts"] - last) * 1e-6
-        last = event["ts"]
-        name = event["name"]
-        if event["ph"] == "B":
-            inherited = open_spans[-1][1] if open_spans else "Dynamo"
-            open_spans.append((name, _phase(name, inherited)))
-            continue
-        for index in range(len(open_spans) - 1, -1, -1):
-            if open_spans[index][0] == name:
-                del open_spans[index]
-                break
-    return {phase: seconds[phase] for phase in PHASES if phase in seconds}
-
-
-def _phase(name: str, inherited: str) -> str:
-    return next((phase for pattern, phase in _PHASE_PATTERNS if pattern.match(name)), inherited)
 
 
 def _frame_of(compile_id: str, frames: Mapping[str, Frame]) -> Frame:
@@ -589,11 +386,6 @@ def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
     return attributed
 
 
-def plain_function(name: str) -> str:
-    """A function's own name, also where Dynamo names the part of it that goes on behind a break."""
-    return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
-
-
 def with_lines(trace: CompileTrace, lines: Mapping[str, Frame]) -> CompileTrace:
     """A trace whose errors of a backend stand at the lines that they are about.
 
@@ -637,28 +429,10 @@ def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
     return tuple(merged.values())
 
 
-def _stack(text: str) -> tuple[Frame, ...]:
-    return tuple(
-        Frame(m["file"], int(m["line"]), m["function"].strip(), (m["source"] or "").strip())
-        for m in _TRACEBACK_LINE.finditer(text)
-    )
-
-
-def _columns(text: str, place: Frame) -> tuple[int, int] | None:
-    """What a traceback marks in a place's line, the innermost time that the line is in it: all of it where nothing."""
-    found = [m for m in _TRACEBACK_LINE.finditer(text) if m["file"] == place.file and int(m["line"]) == place.line]
-    if not found or not found[-1]["source"]:
-        return None
-    if not found[-1]["marks"]:
-        return 0, len(found[-1]["source"].rstrip())
-    marks, indent = found[-1]["marks"], len(found[-1]["indent"].rpartition("\n")[2])
-    return len(marks) - len(marks.lstrip()) - indent, len(marks) - indent
-
-
 def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
     before, _, traceback = text.partition("User code traceback:")
     traceback = traceback.split("\nTraceback (most recent call last):")[0]
-    stack = _stack(traceback)
+    stack = frames_in(traceback)
     own = folders.inside(stack)
     named = re.search(r"Graph break in user code at (.*):(\d+)", text)
     place = folders.innermost(stack)
@@ -666,11 +440,10 @@ def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
         place = Frame(named[1], int(named[2]), frame.function)
     place = place or frame
     first = before.partition("*** While handling this graph break")[0].split("Graph Break Reason:")[-1]
-    reason, explanation, hints = _message(first)
+    reason, explanation, hints = parse_message(first)
     category = categorise(reason, explanation)
     if category == ASKED_FOR and stack and folders.of_torch(stack[-1].file):  # Optimizer.step and the like
         category, hints = NOT_ENTERED, _OUTSIDE
-    number = _REGISTRY_NUMBER.search(first)
     return Break(
         file=place.file,
         line=place.line,
@@ -681,10 +454,10 @@ def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
         hints=hints,
         category=category,
         whole_frame=any(marker in text for marker in _WHOLE_FRAME),
-        registry=f"GB{number[1]}" if number else "",
+        registry=registry_number(first),
         stack=own,
         compile_ids=(compile_id,),
-        columns=_columns(traceback, place),
+        columns=columns_in(traceback, place),
     )
 
 
@@ -693,12 +466,11 @@ def _failure(
 ) -> Break:
     """A compilation that failed without a graph-break message."""
     text = str(entry.get("fail_reason") or entry["fail_type"])
-    reason, explanation, hints = _message(text)
+    reason, explanation, hints = parse_message(text)
     category = categorise(reason, explanation)
-    number = _REGISTRY_NUMBER.search(text)
     same = f"{compile_id.split('/')[0]}/"
     last = next((each for each in reversed(recompiles) if each.compile_id.startswith(same)), None)
-    place = folders.innermost(_stack(text))
+    place = folders.innermost(frames_in(text))
     if place is None and category == RECOMPILE_LIMIT and last is not None:
         # The line whose guard failed last is what has to change, not the function's first line.
         place = Frame(last.file, last.line, last.function)
@@ -718,15 +490,15 @@ def _failure(
         hints=hints,
         category=category,
         whole_frame=True,
-        registry=f"GB{number[1]}" if number else "",
-        stack=folders.inside(_stack(text)),
+        registry=registry_number(text),
+        stack=folders.inside(frames_in(text)),
         compile_ids=(compile_id,),
     )
 
 
 def innermost_in(text: str, folders: Folders) -> Frame | None:
     """The user's line that a text with a traceback in it names."""
-    return folders.innermost(_stack(text))
+    return folders.innermost(frames_in(text))
 
 
 def broken_in_error(text: str, kind: str, folders: Folders, raised_at: Sequence[Frame] = ()) -> Break | None:
@@ -739,12 +511,12 @@ def broken_in_error(text: str, kind: str, folders: Folders, raised_at: Sequence[
         raised_at: the error's own traceback: the place where its text names none, as of an error that the compiled
             code raises and the model by itself does not.
     """
-    named = _stack(text.partition("from user code:")[2])
+    named = frames_in(text.partition("from user code:")[2])
     stack = folders.inside(named or raised_at)
     place = folders.innermost(stack)
     if place is None:
         return None
-    reason, explanation, hints = _message(text.split("\n\n")[0])
+    reason, explanation, hints = parse_message(text.split("\n\n")[0])
     return Break(
         file=place.file,
         line=place.line,
@@ -759,34 +531,6 @@ def broken_in_error(text: str, kind: str, folders: Folders, raised_at: Sequence[
     )
 
 
-def _message(text: str) -> tuple[str, str, tuple[str, ...]]:
-    """Reason, explanation and hints of a formatted graph-break message."""
-    head = [line.strip() for line in text.split("\n  Explanation:")[0].splitlines() if line.strip()]
-    explanation = re.search(r"^  Explanation: (.*?)(?=^  Hint: |^  Developer debug context:|\Z)", text, re.S | re.M)
-    hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
-    said = explanation[1] if explanation else ""
-    # Above an explanation the last line is the kind of break; an error of another kind begins with what it is.
-    title = (head[-1] if explanation else head[0]) if head else "no reason given"
-    return (
-        title.removeprefix("torch._dynamo.exc.Unsupported: "),
-        _one_line(said.split("\n\n")[0]),
-        tuple(_one_line(hint) for hint in hints),
-    )
-
-
-def _one_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
-
-
-def categorise(reason: str, explanation: str = "") -> str:
-    """The family of a break's reason; ``"other"`` for wording that is not known."""
-    for text in (reason, explanation):
-        for pattern, category in _CATEGORIES:
-            if pattern.search(text):
-                return category
-    return "other"
-
-
 def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame], folders: Folders) -> Recompile:
     text = event.payload
     try:
@@ -796,8 +540,8 @@ def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame]
     newest = reasons[0] if isinstance(reasons, list) else str(reasons)
     frame = _frame_of(event.compile_id, frames)
     first_line = newest.split("\n")[0]
-    guard = _one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0])
-    made_at = next(iter(_stack(newest)), None)
+    guard = one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0])
+    made_at = next(iter(frames_in(newest)), None)
     noted = _GUARD_MADE_AT.search(first_line)
     if made_at is None and noted and frame.file.endswith(f"/{noted['file']}"):
         made_at = Frame(frame.file, int(noted["line"]), frame.function)
@@ -809,6 +553,6 @@ def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame]
         place.file,
         place.line,
         guard,
-        next((cause for marker, cause in _RECOMPILE_CAUSES if marker in guard), "other"),
+        cause_of(guard),
         caller.place if caller is not None and folders.of_user(caller.file) else "",
     )

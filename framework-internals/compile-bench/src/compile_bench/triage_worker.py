@@ -22,26 +22,15 @@ from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
 from compile_bench.failing_operator import Blamed
 from compile_bench.findings import SilentEager, Survey, mark
+from compile_bench.frames import Folders, Frame, plain_function
 from compile_bench.measuring import load_case
 from compile_bench.mending import holding
 from compile_bench.mending.holding import Held, Marked, overlays, rewind
 from compile_bench.mending.overlay import forget_user_modules, overlaid
 from compile_bench.results import Case, Triage
 from compile_bench.target import Target
-from compile_bench.trace import (
-    BACKEND_FAILED,
-    RECOMPILE_LIMIT,
-    Break,
-    CompileTrace,
-    Folders,
-    Frame,
-    Recompile,
-    broken_in_error,
-    innermost_in,
-    merge_breaks,
-    plain_function,
-    with_lines,
-)
+from compile_bench.trace import Break, CompileTrace, Recompile, broken_in_error, innermost_in, merge_breaks, with_lines
+from compile_bench.wording import BACKEND_FAILED, RECOMPILE_LIMIT
 
 SEEDS = (0, 1, 2)
 

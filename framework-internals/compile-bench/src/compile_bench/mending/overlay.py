@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, ModuleType
 
-from compile_bench.trace import Folders
+from compile_bench.frames import Folders
 
 Overlay = Mapping[str, bytes]
 

@@ -1,0 +1,105 @@
+"""PyTorch's words about a break or a guard: taken apart, and put into a family."""
+
+from __future__ import annotations
+
+import re
+
+RECOMPILE_LIMIT = "recompile limit"
+BACKEND_FAILED = "backend failed"
+ASKED_FOR = "asked for by the code"
+NOT_ENTERED = "call Dynamo will not enter"
+
+# Reason -> category, first match. The registry numbers of PyTorch's own list change between releases; the wording of
+# the kinds below has been the same from 2.10 on.
+_CATEGORIES = tuple(
+    (re.compile(pattern, re.IGNORECASE), category)
+    for pattern, category in (
+        (r"recompile.?limit|cache.?size.?limit", RECOMPILE_LIMIT),
+        (r"data.dependent branch|data.dependent jump|dynamic control flow", "data-dependent control flow"),
+        (
+            r"Tensor\.item|\.item\(\)|data.dependent operator|_local_scalar_dense|\.tolist|repr\(\) on tensor"
+            r"|sort with non-constant keys|list with non-scalar tensor",
+            "tensor value read by Python",
+        ),
+        (
+            r"dynamic (output )?shape|DynamicOutputShape|data.dependent output shape|nonzero|unbacked",
+            "data-dependent shape",
+        ),
+        (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", ASKED_FOR),
+        (r"builtin operator|reorderable_logging|logging|print", "side effect"),
+        (
+            r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable"
+            r"|numpy function|ndarray method|time function|copy\.deepcopy|op returned non-Tensor|RNN, GRU, or LSTM",
+            NOT_ENTERED,
+        ),
+        (r"backend compiler|BackendCompilerFailed|^backend=", BACKEND_FAILED),
+        (r"context manager|contextlib", "context manager"),
+        (r"requires_grad|autograd\.(Function|grad)|backward|hook", "autograd"),
+        (
+            r"sparse tensor|resize_\(\)|tensor data attribute|nn\.Parameter\(\)|opaque object",
+            "tensor Dynamo cannot represent",
+        ),
+        (r"bytecode|tp_|__\w+__|generator|exception|super\(\)|iterator|class|builtin", "Python construct"),
+    )
+)
+
+_RECOMPILE_CAUSES = (
+    ("size mismatch", "tensor size"),
+    ("stride mismatch", "tensor layout"),
+    ("rank mismatch", "tensor rank"),
+    ("dtype mismatch", "dtype"),
+    ("device mismatch", "device"),
+    ("requires_grad mismatch", "requires_grad"),
+    ("dispatch key set mismatch", "dispatch keys"),
+    ("GLOBAL_STATE", "global state (grad mode, autocast, …)"),
+    ("grad_mode", "global state (grad mode, autocast, …)"),
+    ("___check_obj_id", "another object"),
+    ("___check_type_id", "another type"),
+    ("len(", "container length"),
+    (".training", "train / eval mode"),
+    ("Eq(", "symbolic shape"),
+    ("Ne(", "symbolic shape"),
+    (" == ", "Python value"),
+    (" <= ", "symbolic shape"),
+)
+_REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
+
+
+def parse_message(text: str) -> tuple[str, str, tuple[str, ...]]:
+    """Reason, explanation and hints of a formatted graph-break message."""
+    head = [line.strip() for line in text.split("\n  Explanation:")[0].splitlines() if line.strip()]
+    explanation = re.search(r"^  Explanation: (.*?)(?=^  Hint: |^  Developer debug context:|\Z)", text, re.S | re.M)
+    hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
+    said = explanation[1] if explanation else ""
+    # Above an explanation the last line is the kind of break; an error of another kind begins with what it is.
+    title = (head[-1] if explanation else head[0]) if head else "no reason given"
+    return (
+        title.removeprefix("torch._dynamo.exc.Unsupported: "),
+        one_line(said.split("\n\n")[0]),
+        tuple(one_line(hint) for hint in hints),
+    )
+
+
+def one_line(text: str) -> str:
+    """A text without line ends, with single spaces."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def categorise(reason: str, explanation: str = "") -> str:
+    """The family of a break's reason; ``"other"`` for wording that is not known."""
+    for text in (reason, explanation):
+        for pattern, category in _CATEGORIES:
+            if pattern.search(text):
+                return category
+    return "other"
+
+
+def registry_number(text: str) -> str:
+    """The number in PyTorch's published list that a message links to, ``"GB0170"``; empty without a link."""
+    number = _REGISTRY_NUMBER.search(text)
+    return f"GB{number[1]}" if number else ""
+
+
+def cause_of(guard: str) -> str:
+    """The family of a guard that failed; ``"other"`` for wording that is not known."""
+    return next((cause for marker, cause in _RECOMPILE_CAUSES if marker in guard), "other")
