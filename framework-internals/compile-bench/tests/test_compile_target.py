@@ -48,6 +48,11 @@ def gpu():
     return torch.nn.Linear(4, 2, device="cuda"), (torch.ones(3, 4, device="cuda"),)
 
 model = torch.nn.Linear(4, 2)
+
+class Experiment:
+    @classmethod
+    def target(cls):
+        return good()
 """
 
 
@@ -59,8 +64,9 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def test_a_function_in_a_file(file):
-    target = load_target(f"{file}:good", "cpu")
+@pytest.mark.parametrize("name", ["good", "Experiment.target"])
+def test_a_function_in_a_file(file, name):
+    target = load_target(f"{file}:{name}", "cpu")
     assert target.forward(target.model, target.args).shape == (3, 2)
 
 
