@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -316,14 +317,13 @@ def _to_plain(value: Any) -> Any:
     """As ``dataclasses.asdict`` has it, without its copies of what cannot change."""
     if isinstance(value, (list, tuple)):
         return [_to_plain(item) for item in value]
-    kind = type(value)
-    if kind not in _FIELD_NAMES:
-        _FIELD_NAMES[kind] = tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
-    names = _FIELD_NAMES[kind]
+    names = _field_names(value.__class__)
     return {name: _to_plain(getattr(value, name)) for name in names} if names else value
 
 
-_FIELD_NAMES: dict[type, tuple[str, ...]] = {}
+@cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
 
 
 def calls_from_json(document: list[dict[str, Any]]) -> list[Call]:

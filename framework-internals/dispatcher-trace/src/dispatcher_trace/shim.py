@@ -60,8 +60,8 @@ class Shims:
         self.count = 0
         self._libraries: dict[str, Any] = {}
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
-        self._numbers: dict[tuple[type, str], torch.Tensor] = {}  # by type and text: 1, 1.0 and True are equal
-        self._symbols: dict[int, torch.Tensor] = {}  # by the symbol's node, which its tensor keeps alive
+        # By type and text, as 1, 1.0 and True are equal; a symbol by its node, which its tensor keeps alive.
+        self._numbers: dict[int | tuple[type, str], torch.Tensor] = {}
         self._plain_numbers: dict[tuple[type, str, torch.dtype], torch.Tensor] = {}
         self.number_labels: dict[int, str] = {}
         self._suspending = threading.RLock()
@@ -234,24 +234,17 @@ class Shims:
 
     def _wrapped(self, value: dispatcher.Number) -> torch.Tensor:
         """The wrapped number that Python unwrapped, made once for each value."""
-        if isinstance(value, dispatcher.SYMBOLS):
-            return self._symbol(value)
-        known = (type(value), repr(value))
+        known = id(value.node) if isinstance(value, dispatcher.SYMBOLS) else (type(value), repr(value))
         if known not in self._numbers:
             with self._unrecorded(), self._suspended(*dispatcher.WRAPPING_OPERATORS):
-                number = dispatcher.wrapped_number(value)
+                number = (
+                    dispatcher.wrapped_symbol(value)
+                    if isinstance(value, dispatcher.SYMBOLS)
+                    else dispatcher.wrapped_number(value)
+                )
             self.number_labels[id(number)] = repr(value)
             self._numbers[known] = number
         return self._numbers[known]
-
-    def _symbol(self, value: dispatcher.Symbol) -> torch.Tensor:
-        known = id(value.node)
-        if known not in self._symbols:
-            with self._unrecorded(), self._suspended(*dispatcher.WRAPPING_OPERATORS):
-                number = dispatcher.wrapped_symbol(value)
-            self.number_labels[id(number)] = repr(value)
-            self._symbols[known] = number
-        return self._symbols[known]
 
 
 def _steppable(operator: str, key: str, registration: dispatcher.Registration) -> bool:

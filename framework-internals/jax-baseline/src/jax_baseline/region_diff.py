@@ -371,9 +371,8 @@ def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float
     """The largest over the results; None where there are more on one side; NaN where a result is not finite."""
     if not one or len(one) != len(other):
         return None
-    return float(
-        np.max([difference_between(*pair) for pair in zip(one, other, strict=True)])
-    )  # unlike max, it keeps a NaN
+    differences = [difference_between(*pair) for pair in zip(one, other, strict=True)]
+    return float(np.max(differences))  # unlike max, it keeps a NaN
 
 
 def difference_between(one: Tensor, other: Tensor) -> float:

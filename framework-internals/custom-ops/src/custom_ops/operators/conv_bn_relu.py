@@ -50,8 +50,8 @@ def conv_bn_relu(
 
     Raises:
         ValueError: for different devices, or shapes that do not go together.
-        TypeError: for dtypes that do not, or one that has no kernel.
-        TypeError: also for a stride, padding or dilation that is no number or two.
+        TypeError: for dtypes that do not, or one that has no kernel; for a stride, padding or dilation that is neither
+            a whole number nor two.
         RuntimeError: torch's own, for what its convolution refuses.
         NotImplementedError: for a device that the build that serves has no kernels for.
         native_build.BuildError: at the first call, when the kernels cannot be built.

@@ -31,7 +31,7 @@ Target = Annotated[
 
 # Results of two functions that are the same, and sums over them, agree better than this; whole numbers are equal.
 _SAME = {"float64": 1e-9, "float32": 2e-4, "float16": 1e-2, "bfloat16": 1e-2}
-_SIXTEEN_BITS = re.compile(r"bf16|bfloat16|float16|\bf16\b|\bhalf\b", re.IGNORECASE)
+_SIXTEEN_BITS = re.compile(r"bf16|float16|\bf16\b|\bhalf\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
