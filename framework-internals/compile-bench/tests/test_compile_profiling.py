@@ -7,7 +7,7 @@ import torch
 from torch.autograd import DeviceType
 
 from compile_bench import measuring
-from compile_bench.profiling import largest_rise, peak_rise, profile_step, summarise
+from compile_bench.profiling import largest_rise, peak_rise, read_profile, record_steps, summarise
 from compile_bench.regional import compile_case, repeated_blocks
 from compile_bench.results import Case
 
@@ -132,8 +132,8 @@ def test_a_compiled_step_is_covered_and_an_eager_one_is_not():
     x = torch.randn(256, 256)
     compiled = torch.compile(model, backend="eager")
     compiled(x)
-    assert 0 < profile_step(lambda: compiled(x), "cpu").covered <= 1  # how much depends on how busy the machine is
-    eager = profile_step(lambda: model(x), "cpu")
+    assert 0 < read_profile(record_steps(lambda: compiled(x), "cpu"), "cpu").covered <= 1  # how much depends on how busy the machine is
+    eager = read_profile(record_steps(lambda: model(x), "cpu"), "cpu")
     assert eager.covered == 0
     assert eager.operators == 3
     torch.compiler.reset()

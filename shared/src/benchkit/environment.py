@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from benchkit.device import Device
 
-_FRAMEWORKS = ("torch", "triton", "jax", "jaxlib", "flax", "optax", "numpy", "pybind11", "ninja")
+_FRAMEWORKS = ("torch", "triton", "jax", "jaxlib", "flax", "optax", "transformers", "numpy", "pybind11", "ninja")
 _PEERS = ("quack-kernels", "liger-kernel")  # whose kernels are measured beside this repository's
 
 # Name of a field -> name of the property in `nvidia-smi --query-gpu`.

@@ -96,7 +96,7 @@ def _sizes(device: Device, quick: bool) -> dict[str, Json]:
     return {
         "cases": [_case("gpt", warm=True, mega=True)],
         "more cases": [_case("gpt", scope="blocks")],
-        "sweep": _sweep(device, SWEEP_GROUPS, 16, 1500.0, 0.5),
+        "sweep": _sweep(device, SWEEP_GROUPS, 20, 800.0, 0.5),
         "shapes": [_shape("gpt2", "growing-sequence", ("eager", "automatic", "mark_dynamic", "padding"))],
         "agreement": {"targets": list(chain(*SWEEP_GROUPS)), "kinds": ["training"], "side_by_side": 13},
         "steady_seconds": 3.0,

@@ -17,7 +17,7 @@ from benchkit.timing import Clock
 from compile_bench.accuracy import compare_with_eager
 from compile_bench.collector import Collector, CudaGraphSkips, autotuning_within, import_compiler, prepare_toolchain
 from compile_bench.loading import load_target
-from compile_bench.profiling import peak_rise, profile_step
+from compile_bench.profiling import peak_rise, read_profile, record_steps
 from compile_bench.regional import compile_case
 from compile_bench.results import FIRST_STEPS, Accuracy, Case, Compiled, FirstSteps, Memory, Steady
 from compile_bench.target import Step, Target, describe_error
@@ -105,7 +105,8 @@ def compiled(
     memory = Memory(_peak(eager_step, case, held_before), compiled_peak + captured, captured)
     with alone(turn):
         steady = sample(eager_step, step, case, steady_seconds)
-    profiles = profile_step(eager_step, case.device), profile_step(step, case.device)
+        recorded = [record_steps(each, case.device) for each in (eager_step, step)]
+    profiles = [read_profile(each, case.device) for each in recorded]
     del eager_step  # its weights and gradients: the float64 copies need the memory
     _give_back(case)
     with gpu():

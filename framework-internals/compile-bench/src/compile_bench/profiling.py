@@ -29,12 +29,13 @@ _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 Interval = tuple[float, float]
 
 
-def profile_step(step: Step, device: Device) -> StepProfile:
-    """Profile a few steps that have been warmed up.
+def record_steps(step: Step, device: Device) -> profile:
+    """Record a few steps that have been warmed up; :func:`read_profile` makes something of it, and may take longer.
 
     Args:
         step: after all its compiling.
-        device: where it works.
+        device: where it works. Its GPU is to be this process's alone: another's kernels, run in between, lengthen
+            those of the step.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities) as profiled:
@@ -43,7 +44,12 @@ def profile_step(step: Step, device: Device) -> StepProfile:
                 step()
                 if device == "cuda":
                     torch.cuda.synchronize()
-    return summarise(list(profiled.events()), device, steps=STEPS)
+    return profiled
+
+
+def read_profile(recorded: profile, device: Device) -> StepProfile:
+    """What :func:`record_steps` saw of a step on ``device``."""
+    return summarise(list(recorded.events()), device, steps=STEPS)
 
 
 def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfile:

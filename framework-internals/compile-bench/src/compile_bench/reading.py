@@ -71,6 +71,13 @@ def swept_cases(results: Results) -> set[CaseKey]:
     return {case_key(record) for record in results.select("cell")}
 
 
+def profiled_alone(results: Results, profile: Record) -> bool:
+    """Whether the GPU worked for nobody else during a profile, so that the kernels' times in it are a step's own."""
+    cells = results.select("cell", **profile.labels)
+    calls = [results.one("sweep call", call=cell.data["call"]) for cell in cells]
+    return all(call.data.get("profiles") == "alone" for call in calls)
+
+
 def unswept(results: Results, records: Sequence[Record]) -> list[Record]:
     """Those of ``records`` that are of the main job."""
     swept = swept_cases(results)

@@ -123,7 +123,8 @@ class _Sweep:
     def _begin(self) -> None:
         """Say of which commit and day the cells of this call are: those of several calls stand in one document."""
         found = capture(self.run.device, root=self.repository)
-        data = {**found.source, "autotuning": "in turns"}  # in earlier calls: beside one another
+        # In earlier calls both went on beside one another, and beside everything else.
+        data = {**found.source, "autotuning": "in turns", "profiles": "alone"}
         self.run.record("sweep call", {"call": self.call}, data=data)
 
     def _measure(self, work: Sequence[Unit], side_by_side: int) -> list[Case]:
