@@ -105,8 +105,8 @@ def compiled(
     memory = Memory(_peak(eager_step, case, held_before), compiled_peak + captured, captured)
     with alone(turn):
         steady = sample(eager_step, step, case, steady_seconds)
-        recorded = [record_steps(each, case.device) for each in (eager_step, step)]
-    profiles = [read_profile(each, case.device) for each in recorded]
+        recorded = record_steps(eager_step, case.device), record_steps(step, case.device)
+    profiles = read_profile(recorded[0], case.device), read_profile(recorded[1], case.device)
     del eager_step  # its weights and gradients: the float64 copies need the memory
     _give_back(case)
     with gpu():
