@@ -98,6 +98,42 @@ def test_kernels_of_one_template_count_together_and_those_that_overlap_once():
     assert [each.seconds for each in found.dearest] == pytest.approx([20e-6, 15e-6])
 
 
+def test_attention_is_fused_where_one_operator_or_kernel_does_it():
+    operators = (
+        "aten::scaled_dot_product_attention",  # calls one of these
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_attention_math",
+        "aten::softmax",
+    )
+    assert summarise([event(name, 0, 1) for name in operators], "cpu", steps=1).fused_attention == 1
+    kernels = (
+        "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)",
+        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64> >(Flash_fwd_params)",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_cga1x1x1_kernel0_0",
+        "triton_tem_fused_flex_attention_2",
+        "triton_per_fused__scaled_dot_product_flash_attention__to_copy_add_0",  # makes its operands ready
+        "triton_red_fused__safe_softmax_add_arange_1",
+    )
+    found = [event(name, 0, 1, device_type=DeviceType.CUDA) for name in kernels]
+    assert summarise(found, "cuda", steps=2).fused_attention == 2
+
+
+def test_fused_attention_is_seen_in_eager_and_compiled_steps():
+    q = torch.randn(2, 4, 64, 32)
+
+    def attend():
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+    def by_hand():
+        return torch.softmax(q @ q.mT, -1) @ q
+
+    compiled = torch.compile(attend, backend="eager")
+    compiled()
+    found = [read_profile(record_steps(step, "cpu"), "cpu").fused_attention for step in (attend, compiled, by_hand)]
+    assert found == [1, 1, 0]
+    torch.compiler.reset()
+
+
 def test_kernels_that_belong_to_no_call_leave_coverage_unknown():
     assert summarise([event("compile_bench step", 0, 1)], "cuda", steps=1).covered is None
 

@@ -1,6 +1,7 @@
 """The report says what the records say, and nothing they do not."""
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from benchkit.results import Record, Results
 from compile_bench.agreement import Agreement
 from compile_bench.frames import Frame
 from compile_bench.lens import build_lens, configure
+from compile_bench.losses import attention_table, slower_table
 from compile_bench.reading import in_order
 from compile_bench.records import (
     agreement_record,
@@ -37,7 +39,6 @@ from compile_bench.results import (
     Triage,
 )
 from compile_bench.shapes import Passes, ShapeStudy
-from compile_bench.slower import slower_table
 from compile_bench.trace import Break, CompileTrace, Graph, Recompile
 
 ROOT = Path(__file__).parents[3]
@@ -165,6 +166,17 @@ def test_the_gpus_time_is_shown_only_where_nobody_else_was_on_it(alone):
         results(*records_of(slower), *of_the_sweep), configuration={"sweep": {"groups": [[slower.case.target]]}}
     )
     assert ("triton_poi_fused_gelu" in slower_table(swept)) is alone
+
+
+def test_attention_that_is_fused_no_more_is_named_with_its_modes():
+    def attending(mode, eager, compiled):
+        before, after = (StepProfile(0.5, 9, None, None, 0.0, fused_attention=count) for count in (eager, compiled))
+        return records_of(replace(bench(mode=mode), eager_profile=before, compiled_profile=after))
+
+    lost = [attending("default", 8, 2), attending("reduce-overhead", 8, 0), attending("max-autotune", 8, 6)]
+    assert "| gpt training | default, reduce-overhead | 8 → 2 |" in attention_table(results(*chain(*lost)))
+    assert "| gpt training | default | 8 → 2 |" in render(results(*lost[0]), REPORT)
+    assert "takes apart" not in render(results(*attending("default", 0, 0)), REPORT)
 
 
 def test_a_lost_cuda_graph_has_its_reason():

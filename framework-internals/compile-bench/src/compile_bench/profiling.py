@@ -24,6 +24,11 @@ _GUARDS = "TorchDynamo Cache Lookup"
 _REGIONS = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunctionBackward")
 # Kernels that are kept by name: enough to see what a step's time went to.
 _DEAREST = 5
+# How the operators begin that torch.nn.functional.scaled_dot_product_attention chooses among, but for the plain one.
+_ATTENTION_OPERATOR = "aten::_scaled_dot_product_"
+_PLAIN_ATTENTION = "aten::_scaled_dot_product_attention_math"
+# Their kernels: PyTorch's memory-efficient one, Flash Attention, cuDNN's. A replayed CUDA graph calls no operators.
+_ATTENTION_KERNEL = re.compile(r"fmha|flash|sdpa")
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 
 Interval = tuple[float, float]
@@ -79,6 +84,7 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
         guard_seconds=guards * 1e-6 / steps,
         busy_seconds=_busy(events) / steps if on_gpu else None,
         dearest=_dearest(kernels, steps),
+        fused_attention=_fused_attention(kernels if on_gpu else calls, device) / steps,
     )
 
 
@@ -143,6 +149,19 @@ def _dearest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
         spent[_plain_name(kernel.name)].append(kernel.time_range.elapsed_us())
     found = [KernelTime(name, len(each) / steps, sum(each) * 1e-6 / steps) for name, each in spent.items()]
     return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_DEAREST])
+
+
+def _fused_attention(events: Sequence[Any], device: Device) -> int:
+    if device == "cuda":
+        return sum(_is_fused_attention_kernel(event.name) for event in events)
+    operators = [event.name for event in events if event.name.startswith(_ATTENTION_OPERATOR)]
+    return sum(not name.startswith(_PLAIN_ATTENTION) for name in operators)
+
+
+def _is_fused_attention_kernel(name: str) -> bool:
+    if name.startswith("triton_"):  # after all that Inductor put into it: an attention's operands made ready, say
+        return "flex_attention" in name
+    return _ATTENTION_KERNEL.search(name) is not None
 
 
 def _plain_name(name: str) -> str:

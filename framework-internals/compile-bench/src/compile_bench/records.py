@@ -87,6 +87,7 @@ def _profile(eager: StepProfile, compiled: StepProfile, bench: Bench, labels: di
             values[f"{name} launches"] = Quantity(profile.launches, "")
         if profile.busy_seconds is not None:
             values[f"{name} busy"] = Quantity(profile.busy_seconds, "s")
+        values[f"{name} fused attention"] = Quantity(profile.fused_attention, "")
     dearest = {
         name: [asdict(kernel) for kernel in profile.dearest]
         for name, profile in (("eager", eager), ("compiled", compiled))

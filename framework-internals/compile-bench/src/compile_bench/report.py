@@ -9,6 +9,7 @@ from benchkit import numbers
 from benchkit.report import ReportSpec, markdown_table
 from benchkit.results import Record, Results
 from compile_bench.figures import figures
+from compile_bench.losses import attention_table, slower_table
 from compile_bench.reading import (
     PARTS,
     alone,
@@ -23,7 +24,6 @@ from compile_bench.reading import (
 from compile_bench.records import case_title, plural, shape_passes
 from compile_bench.results import FIRST_STEPS
 from compile_bench.shapes import STRATEGIES
-from compile_bench.slower import slower_table
 from compile_bench.sweep_report import autotuning_context, sweep_context
 from compile_bench.triage_report import triage_context
 from compile_bench.verdict import BUSY, CACHE_STATES
@@ -58,6 +58,7 @@ def context(results: Results) -> dict[str, Any]:
         "plan": _plan(main),
         "sweep": sweep_context(results, verdicts),
         "slower_table": slower_table(results),
+        "attention_table": attention_table(results),
         "autotuning": autotuning_context(results),
         "scopes": _scopes(results, verdicts),
         "first_table": _first_table(alone(results, results.select("first steps"))),

@@ -190,6 +190,7 @@ class StepProfile:
         guard_seconds: Dynamo's search for code whose guards hold.
         busy_seconds: while at least one kernel or copy ran on the GPU; None on a CPU.
         dearest: the kernels that took longest, longest first.
+        fused_attention: kernels of fused attention that ran on the GPU; on a CPU, calls of its operators.
     """
 
     covered: float | None
@@ -199,6 +200,7 @@ class StepProfile:
     guard_seconds: float
     busy_seconds: float | None = None
     dearest: tuple[KernelTime, ...] = ()
+    fused_attention: float = 0.0
 
 
 @dataclass(frozen=True)

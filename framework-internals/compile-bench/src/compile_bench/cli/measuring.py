@@ -211,6 +211,8 @@ def _step_rows(bench: Bench) -> list[tuple[str, str]]:
             pairs.append(("GPU kernels a step", before.kernels, after.kernels))
         if before.launches is not None and after.launches is not None:
             pairs.append(("launches a step", before.launches, after.launches))
+        if before.fused_attention or after.fused_attention:
+            pairs.append(("fused attention a step", before.fused_attention, after.fused_attention))
         rows += [(name, f"eager {numbers.count(one)}, compiled {numbers.count(two)}") for name, one, two in pairs]
         rows.append(("guards, a step", numbers.with_unit(after.guard_seconds, "s")))
     if bench.no_cudagraphs:

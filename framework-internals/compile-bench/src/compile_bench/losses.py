@@ -1,4 +1,4 @@
-"""The report's section on steps that compiling made slower: the GPU works longer, or it waits for the host."""
+"""The report's sections on what compiling made worse: steps that are slower, and attention that is no longer fused."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 from benchkit import numbers
 from benchkit.report import markdown_table
 from benchkit.results import Record, Results
-from compile_bench.reading import case_key, in_order, profiled_alone, same_case
+from compile_bench.reading import case_key, in_order, profiled_alone, same_case, value_of
 from compile_bench.records import case_title
 
 # Kernels of either side that a row names.
 _NAMED = 3
+
+# Backends of fused attention differ in their number of kernels, forward and backward 3 to 5: with fewer than this share
+# of eager's, no other backend was chosen but some attention is fused no more.
+_STILL_FUSED = 0.5
 
 
 def slower_table(results: Results) -> str:
@@ -30,6 +34,20 @@ def slower_table(results: Results) -> str:
             rows.setdefault(case_key(verdict)[:2], _row(verdict, steady, profiles[0]))
     header = ["case", "step", "GPU at work", "dearest kernels, eager", "dearest kernels, compiled"]
     return markdown_table(header, list(rows.values())) if rows else ""
+
+
+def attention_table(results: Results) -> str:
+    """A row for every model and kind that runs less fused attention compiled than in eager; empty without any."""
+    rows: dict[tuple[str, str], tuple[str, list[str]]] = {}
+    for profile in in_order(results, results.select("profile")):
+        eager, compiled = (value_of(profile, f"{name} fused attention") for name in ("eager", "compiled"))
+        if compiled < eager * _STILL_FUSED:
+            model, kind, mode = case_key(profile)
+            count = f"{numbers.count(eager)} → {numbers.count(compiled)}"
+            rows.setdefault((model, kind), (count, []))[1].append(mode)
+    header = ["case", "modes", "fused attention a step, eager → compiled"]
+    found = [(f"{model} {kind}", ", ".join(modes), count) for (model, kind), (count, modes) in rows.items()]
+    return markdown_table(header, found) if found else ""
 
 
 def _row(verdict: Record, steady: Record, profile: Record) -> tuple[str, ...]:
