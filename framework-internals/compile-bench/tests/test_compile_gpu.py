@@ -68,6 +68,8 @@ def test_a_compiled_step_runs_fewer_kernels_and_covers_its_forward_and_backward(
     assert compiled.dearest[0].seconds >= compiled.dearest[-1].seconds > 0
     assert eager.covered == 0
     assert 0.3 < compiled.covered <= 1  # clipping and the optimizer stay outside
+    assert eager.fused_attention >= 2  # forward and backward
+    assert compiled.fused_attention >= 2
 
 
 def test_artifacts_spare_the_next_machine_the_compiling(harness):
@@ -116,6 +118,7 @@ def test_cuda_graphs_keep_the_results(harness, trained):
     assert bench.trace.breaks == ()
     assert bench.no_cudagraphs == ()
     assert bench.compiled_profile.launches < 0.5 * bench.eager_profile.launches
+    assert bench.compiled_profile.fused_attention >= 2  # in a replay, which calls no operators
     assert bench.accuracy.holds, bench.accuracy
     assert trained.memory.captured == 0
     assert bench.memory.captured > 0  # what lives between kernels has to be somewhere
