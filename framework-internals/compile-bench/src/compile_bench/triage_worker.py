@@ -235,9 +235,11 @@ def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
         for each in breaks
         if each.columns is not None
     )
+    reads = all(each.category in _READS for each in breaks)
     if before is None:
-        return Held("arguments" if all(each.category in _READS for each in breaks) else "value", marked)
-    if before.marked and not marked <= before.marked:
+        return Held("arguments" if reads else "value", marked)
+    # Of a call that itself is not traced, once its arguments are known, nothing less can be held.
+    if before.marked and not marked <= before.marked and (reads or before.part == "value"):
         return replace(before, marked=before.marked | marked)
     return Held("value")
 
