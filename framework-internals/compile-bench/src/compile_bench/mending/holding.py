@@ -139,6 +139,14 @@ class _Recording:
         """Whether the next value is an iterator."""
         return isinstance(self._coming(key), _Followed)
 
+    def goes_on_with(self, key: str, *others: str) -> bool:
+        """Whether the next value is one; where it is None, it and those that belong to it are passed over."""
+        if self._coming(key) is not None:
+            return True
+        for each in (key, *others):
+            self.take(each)
+        return False
+
     def _coming(self, key: str) -> Any:
         """The next value, which stays the next."""
         values = self.values.get(key)
@@ -211,7 +219,7 @@ def __compile_bench_hold_lists__(key: str, *given: Any) -> None:
     for index, (old, now) in enumerate(zip(before, given, strict=True)):
         changed = type(now) is list and [*map(id, old)] != [*map(id, now)]
         refill = _refill(old, now) if changed else None
-        _recording.keep(f"{key}:{index}:order", refill and refill.order)
+        _recording.keep(f"{key}:{index}", refill and refill.order)
         _recording.keep(f"{key}:{index}:added", refill and refill.added)
 
 
@@ -223,14 +231,17 @@ def _refill(old: list[Any], now: list[Any]) -> _Refill:
     return _Refill(order, [pytree.tree_map_only(Tensor, _apart, each) for each in added])
 
 
-def __compile_bench_refill__(key: str, *given: Any) -> None:
-    """Make of lists what a held call made of them, as ``heapq.heappush`` does of a heap."""
-    for index, each in enumerate(given):
-        order = __compile_bench_held__(f"{key}:{index}:order")
-        added = __compile_bench_value__(f"{key}:{index}:added")
-        if order is not None:
-            old = list(each)
-            each[:] = [old[place] if place >= 0 else added[-1 - place] for place in order]
+@torch.compiler.assume_constant_result
+def __compile_bench_changed__(key: str) -> bool:
+    return _recording.goes_on_with(key, f"{key}:added")
+
+
+def __compile_bench_refill__(key: str, given: list[Any]) -> None:
+    """Make of a list what a held call made of it, as ``heapq.heappush`` does of a heap."""
+    order = __compile_bench_held__(key)
+    added = __compile_bench_value__(f"{key}:added")
+    old = list(given)
+    given[:] = [old[place] if place >= 0 else added[-1 - place] for place in order]
 
 
 @torch.compiler.assume_constant_result
@@ -282,6 +293,7 @@ _BUILTINS = (
     __compile_bench_no_context__,
     __compile_bench_snapshot__,
     __compile_bench_hold_lists__,
+    __compile_bench_changed__,
     __compile_bench_refill__,
     __compile_bench_held__,
     __compile_bench_held_part__,
@@ -289,7 +301,7 @@ _BUILTINS = (
     __compile_bench_iterates__,
     __compile_bench_value__,
 )
-_HOLD, _REPLAY, _NO_CONTEXT, _SNAPSHOT, _HOLD_LISTS, _REFILL = (each.__name__ for each in _BUILTINS[:6])
+_HOLD, _REPLAY, _NO_CONTEXT, _SNAPSHOT, _HOLD_LISTS, _CHANGED, _REFILL = (each.__name__ for each in _BUILTINS[:7])
 
 
 def overlays(places: Mapping[tuple[str, int], Held]) -> tuple[Overlay, Overlay]:
@@ -448,11 +460,15 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = 
     replaying = f"{_REPLAY}({key!r}{lines})"
     replaying = f"{wrapper}({replaying})" if wrapper else replaying
     names = _named(expression)
-    given = "" if names else ", ".join(_given(source, expression))
+    given = [] if names else _given(source, expression)
     if given:
         # Before the call, the call, behind it: the held value is the second of them.
-        recording = f"({_SNAPSHOT}({key!r}, {given}), {recording}, {_HOLD_LISTS}({key!r}, {given}))[1]"
-        replaying = f"({replaying}, {_REFILL}({key!r}, {given}))[0]"
+        listed = ", ".join((repr(key), *given))
+        recording = f"({_SNAPSHOT}({listed}), {recording}, {_HOLD_LISTS}({listed}))[1]"
+        # What is not changed is not looked at: it may be what Dynamo cannot represent.
+        lists = [(repr(f"{key}:{index}"), each) for index, each in enumerate(given)]
+        refills = (f"{_CHANGED}({place}) and {_REFILL}({place}, {each})" for place, each in lists)
+        replaying = f"({', '.join([replaying, *refills])})[0]"
     if names:
         # What := binds is held beside the value. A name that it did not come to bind is bound to None.
         kept = [f"{_HOLD}({f'{key}:{name}'!r}, locals().get({name!r}))" for name in names]
