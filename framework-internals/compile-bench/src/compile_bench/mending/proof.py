@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchkit.errors import first_line
-from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, widened
+from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, vector, widened
 from compile_bench.measuring import load_case
 from compile_bench.results import Case
 from compile_bench.target import Target, tensors_in
@@ -116,8 +116,9 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
     if train:
         target.backward(output)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
-    buffers = {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
-    values |= {name: tensor.detach().double().flatten().clone() for name, tensor in {**gradients, **buffers}.items()}
+    named = {f"buffer {name}": each for name, each in model.named_buffers()}
+    buffers = {name: each for name, each in named.items() if each.is_floating_point() or each.is_complex()}
+    values |= {name: vector(tensor).clone() for name, tensor in {**gradients, **buffers}.items()}
     model.zero_grad(set_to_none=True)
     return Observation(values, tuple((tuple(each.shape), str(each.dtype)) for each in tensors_in(output)))
 
