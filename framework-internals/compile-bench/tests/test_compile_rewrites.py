@@ -228,6 +228,10 @@ def test_small_ones():
         "clock",
         "def f(x):\n    t = (0.0 if torch.compiler.is_compiling() else time.time())  # here\n",
     )
+    # With one of two clocks left as it is, what lies between them would be the time since 1970.
+    body = "def f(x):\n    t = time.time()\n    y = x + 1\n    log.t = time.time() - t  # here\n    return y\n"
+    clock = "(0.0 if torch.compiler.is_compiling() else time.time())"
+    assert first(body, SKIPPED)[1] == body.replace("time.time()", clock)
     text = proposals(source_of("def f(x):\n    return x[x > 0].sum()  # here\n"), SHAPE)["boolean-mask"]
     assert text == "def f(x):\n    return torch.where(x > 0, x, 0).sum()  # here\n"
 

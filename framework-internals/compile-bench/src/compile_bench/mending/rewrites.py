@@ -149,14 +149,32 @@ def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
 
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
-    edits = []
-    for node in _expressions(statement):
-        if isinstance(node, ast.Call) and not node.args and not node.keywords:
-            owner, _dot, name = _dotted(node.func).rpartition(".")
-            if owner == "time" and name.removesuffix("_ns") in _CLOCKS:
-                zero = "0" if name.endswith("_ns") else "0.0"
-                edits.append(source.replace(node, f"({zero} if {_COMPILING} else {source.text(node)})"))
-    return [*edits, *with_torch(source)] if edits else []
+    """All clocks of the function: with one of two left as it is, their difference would be the time since 1970."""
+    if not any(map(_reads_clock, _expressions(statement))):
+        return []
+    function = source.function(statement)
+    clocks = [
+        node
+        for node in ast.walk(function or statement)
+        if _reads_clock(node) and source.function(node) in (function, None)
+    ]
+    edits = [
+        source.replace(node, f"({_zero_of(source.text(node.func))} if {_COMPILING} else {source.text(node)})")
+        for node in clocks
+        if isinstance(node, ast.Call)
+    ]
+    return [*edits, *with_torch(source)]
+
+
+def _reads_clock(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or node.args or node.keywords:
+        return False
+    owner, _, name = _dotted(node.func).rpartition(".")
+    return owner == "time" and name.removesuffix("_ns") in _CLOCKS
+
+
+def _zero_of(clock: str) -> str:
+    return "0" if clock.endswith("_ns") else "0.0"
 
 
 # -- what the code asks for ----------------------------------------------------------------------------------------
