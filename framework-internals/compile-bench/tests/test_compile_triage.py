@@ -22,7 +22,7 @@ from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
+from compile_bench.findings import OFF, Bill, Finding, Proposal, Trial, mark
 from compile_bench.frames import RESUMED, Folders, Frame
 from compile_bench.loading import load_target
 from compile_bench.mending import mend, proof
@@ -863,6 +863,27 @@ def test_a_mend_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
     assert "output is off by" in next(each.verdict for each in mends.values() if not each.accepted)
     assert (bill.together.title, bill.together.case) == ("all mends together", "item, branch-on-value")
     assert (bill.together.before.breaks, bill.together.after.breaks) == (3, 1)
+
+
+def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder, monkeypatch):
+    def inexact(error):
+        def compiled(model, case, *, random):
+            def call(x):
+                return model(x) * (1 + error)
+
+            call._orig_mod = model
+            return call
+
+        monkeypatch.setattr(proof, "compiled", compiled)
+
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
+    inexact(1e-5)
+    reference(case, path=path)
+    assert OFF in holds(case, path=path, with_inductor=True)
+    reference(case, path=path, calibrated=True)
+    assert holds(case, path=path, with_inductor=True) == ""
+    inexact(1e-3)
+    assert OFF in holds(case, path=path, with_inductor=True)
 
 
 def test_the_rest_of_a_function_that_was_given_up_is_no_finding():
