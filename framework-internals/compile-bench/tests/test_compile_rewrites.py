@@ -168,6 +168,18 @@ def test_an_error_is_raised_on_the_device_while_compiling():
 
 
 @pytest.mark.parametrize(
+    ("head", "tail"),
+    [
+        ("try:", "    except ValueError:\n        x = x + 1\n"),
+        ("with contextlib.suppress(ValueError):", ""),
+    ],
+)
+def test_an_error_that_the_function_catches_is_left_alone(head, tail):
+    body = f"def f(x):\n    {head}\n        if x.sum() > 9:  # here\n            raise ValueError\n{tail}    return x\n"
+    assert "raise-on-value" not in proposals(source_of(body), BRANCH)
+
+
+@pytest.mark.parametrize(
     ("body", "expected"),
     [
         ("    return x / x.abs().max().item()  # here\n", "    return x / x.abs().max().detach()  # here\n"),

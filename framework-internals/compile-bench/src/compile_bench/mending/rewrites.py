@@ -341,6 +341,8 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
         return []
     if len(statement.body) != 1 or statement.orelse or not isinstance(statement.body[0], ast.Raise):
         return []
+    if _is_caught(source, statement):
+        return []
     condition = _condition(source, statement.test)
     if condition is None or source.line(statement.lineno).lstrip()[:3] != "if ":
         return []
@@ -354,6 +356,21 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
     newline = source.newline
     head = f"if {_COMPILING}:{newline}{indent}{unit}{kept}{newline}{indent}elif"
     return [Edit(start, start + 2, head), *with_torch(source)]
+
+
+def _is_caught(source: Source, statement: ast.stmt) -> bool:
+    """Whether an error is dealt with in the function that raises it: one of the device would not be."""
+    function = source.function(statement)
+    for node in source.above(statement):
+        if node is function:
+            return False
+        if isinstance(node, ast.Try) and node.handlers:
+            return True
+        if isinstance(node, ast.With):
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            if any(_dotted(call.func).rpartition(".")[2] == "suppress" for call in calls):
+                return True
+    return False
 
 
 # -- values that Python reads --------------------------------------------------------------------------------------
