@@ -476,6 +476,35 @@ def test_a_line_that_cannot_be_held_hides_nothing_behind_others(folder, capsys):
     assert note.startswith("behind triage_model.py:21 not all could be traced: with it held: RuntimeError: Trying to")
 
 
+HOOKED = """\
+import torch
+
+
+class Hooked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.linear.register_full_backward_hook(lambda module, grads, above: None)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.linear(x)
+        least = x.min().item()
+        return x * least * x.max().item()
+
+
+def target():
+    return Hooked(), (torch.ones(2, 2),)
+"""
+
+
+def test_a_backward_pass_that_cannot_be_compiled_hides_nothing_of_the_forward_pass(folder, capsys):
+    """AOTAutograd refuses two held tensors in one graph, which have the same name."""
+    (folder / "triage_model.py").write_text(HOOKED)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    assert {each.line for each in found.breaks} == {12, 13, 14}
+
+
 SCALING = """\
 import torch
 
@@ -817,7 +846,7 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
             if job == "prove":
                 proofs.append(words["overlay"][str(path)])
                 if b"0 * x" in proofs[-1]:
-                    return Trial("output is off by 1")
+                    return Trial("the changed model raised an error")
             return super().ask(job, *arguments, **words)
 
     monkeypatch.setattr(mend, "_candidates", two_ways)
