@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compile_bench.accuracy import ATTEMPTS, compare_with_eager
+from compile_bench.accuracy import ATTEMPTS, compare_with_eager, vector
 from compile_bench.target import Target
 
 
@@ -21,6 +21,12 @@ def test_the_same_computation_is_within_the_bound():
     assert accuracy.holds
     assert accuracy.tensors == 5  # the output and four gradients
     assert accuracy.output.compiled == accuracy.output.eager
+
+
+def test_elements_of_sparse_and_complex_tensors_are_compared():
+    sparse = torch.sparse_coo_tensor([[1], [0]], [2.0], (2, 2), check_invariants=True)
+    assert vector(sparse).tolist() == [0, 0, 2, 0]
+    assert vector(torch.tensor([1 + 2j], requires_grad=True).conj()).tolist() == [1, -2]
 
 
 @dataclass

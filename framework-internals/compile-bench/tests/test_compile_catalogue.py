@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from compile_bench.catalogue import CAUSES, match
+from compile_bench.catalogue import CAUSES, match, match_limit
 from compile_bench.catalogue.examine import examine
 from compile_bench.catalogue.page import describe, html, markdown, program
 from compile_bench.catalogue.versions import recorded, standing, this_torch
@@ -67,12 +67,25 @@ def test_patterns_are_expressions():
         ("Attempted to call function marked as skipped", "t = time.perf_counter()", "clock"),
         ("Data-dependent branching", "if self.training and torch.rand([]) < 0.3:", "layer-dropped"),
         ("Attempted to wrap RNN, GRU, or LSTM", "x, _ = self.lstm(x)", "rnn-allowed"),
+        ("Attempted to call function marked as skipped", "h, _ = pad_packed_sequence(h)", "packed-sequence"),
+        ("Data-dependent branching", 'assert x.max() < n, "too large"', "raise-on-value"),
+        ("Data-dependent branching", "if x.isnan().any(): raise ValueError", "raise-on-value"),
+        ("Data-dependent branching", "if x.sum() > 1: logger.warning('large')", "raise-on-value"),
+        ("Data-dependent branching", "if x.sum() > 1: x = torch.log(x)", "branch-on-value"),
+        ("Data-dependent branching", "if keep.any(): keep[0] = True", "branch-on-value"),
+        ("Unsupported Tensor.item() call", "if 3 in x:", "any-of-values"),
+        ("Unsupported Tensor.item() call", "if x.item() in known:", "item"),
         ("Attempted to call function marked as skipped", "y = frobnicate(x)", None),
     ],
 )
 def test_a_break_is_recognised(reason, source, name):
     cause = match(reason, source)
     assert (cause and cause.name) == name
+
+
+def test_a_function_past_the_limit_has_the_cause_of_the_line_whose_guard_failed():
+    assert match_limit("self.calls += 1").name == "counter"
+    assert match_limit("x = x * self.scale").name == "given-up-after-limit"
 
 
 def test_what_broke_in_the_line_decides_between_causes():

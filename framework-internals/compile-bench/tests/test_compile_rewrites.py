@@ -168,6 +168,18 @@ def test_an_error_is_raised_on_the_device_while_compiling():
 
 
 @pytest.mark.parametrize(
+    ("head", "tail"),
+    [
+        ("try:", "    except ValueError:\n        x = x + 1\n"),
+        ("with contextlib.suppress(ValueError):", ""),
+    ],
+)
+def test_an_error_that_the_function_catches_is_left_alone(head, tail):
+    body = f"def f(x):\n    {head}\n        if x.sum() > 9:  # here\n            raise ValueError\n{tail}    return x\n"
+    assert "raise-on-value" not in proposals(source_of(body), BRANCH)
+
+
+@pytest.mark.parametrize(
     ("body", "expected"),
     [
         ("    return x / x.abs().max().item()  # here\n", "    return x / x.abs().max().detach()  # here\n"),
@@ -228,6 +240,10 @@ def test_small_ones():
         "clock",
         "def f(x):\n    t = (0.0 if torch.compiler.is_compiling() else time.time())  # here\n",
     )
+    # With one of two clocks left as it is, what lies between them would be the time since 1970.
+    body = "def f(x):\n    t = time.time()\n    y = x + 1\n    log.t = time.time() - t  # here\n    return y\n"
+    clock = "(0.0 if torch.compiler.is_compiling() else time.time())"
+    assert first(body, SKIPPED)[1] == body.replace("time.time()", clock)
     text = proposals(source_of("def f(x):\n    return x[x > 0].sum()  # here\n"), SHAPE)["boolean-mask"]
     assert text == "def f(x):\n    return torch.where(x > 0, x, 0).sum()  # here\n"
 

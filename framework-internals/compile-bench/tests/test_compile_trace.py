@@ -235,6 +235,7 @@ def test_time_between_compilations_is_nobodys():
         ("Skip calling `torch.compiler.disable()`d function", "call Dynamo will not enter"),
         ("Unsupported context manager", "context manager"),
         ("setattr() on Tensor.requires_grad", "autograd"),
+        ("setattr() on unsupported type", "side effect"),
         ("Backend compiler exception", "backend failed"),
         ("Missing tp_iternext", "Python construct"),
         ("sort with non-constant keys", "tensor value read by Python"),

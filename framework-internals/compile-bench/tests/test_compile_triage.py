@@ -8,6 +8,7 @@ import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
+from compile_bench.findings import OFF, Bill, Finding, Proposal, Trial, mark
 from compile_bench.frames import RESUMED, Folders, Frame
 from compile_bench.loading import load_target
 from compile_bench.mending import mend, proof
@@ -260,7 +261,7 @@ def parts(x, helper):
     [
         (2, [Marked(3, 15)], "if @ > 0 and not helper(x): return None"),  # characters, not bytes
         (2, [Marked(3, 50, True)], "if @ and not helper(x): return None"),
-        (2, [Marked(3, 50)], "if @.item() > 0 and not helper(x): return None"),  # a call begins there, and another one
+        (2, [Marked(3, 50)], "if @ > 0 and not helper(x): return None"),  # two calls begin there: either may be it
         (3, [Marked(11, 18), Marked(22, 30)], "y = helper(@) + @"),
         (3, [Marked(11, 18), Marked(4, 30)], "y = @ + float(x)"),  # one in the other: the outer one
         (3, [Marked(11, 18), Marked(5, 30)], "y = @"),  # one of them is not known
@@ -272,8 +273,68 @@ def test_of_a_line_that_calls_more_only_what_broke_is_held(tmp_path, line, marke
     path = tmp_path / "parts.py"
     path.write_text(PARTS)
     _, replaying = overlays({(str(path), line): Held("value", frozenset(marked))})
-    text = re.sub(r"__compile_bench_replay__\('[^']*'\n*\)", "@", replaying[str(path)].decode()).splitlines()
+    value = r"__compile_bench_replay__\('[^']*'\n*\)"
+    refilled = rf"\({value}(?:, __compile_bench_changed__\([^)]*\) and __compile_bench_refill__\([^)]*\))+\)\[0\]"
+    text = re.sub(f"{refilled}|{value}", "@", replaying[str(path)].decode()).splitlines()
     assert text[3 if line == 5 else line - 1].strip() == kept
+
+
+def test_what_a_held_call_does_to_a_list_is_done_again(tmp_path):
+    path = tmp_path / "heap.py"
+    path.write_text(
+        "import heapq\n"
+        "def heap(xs):\n"
+        "    kept = []\n"
+        "    for x in xs:\n"
+        "        heapq.heappush(kept, (float(x), x))\n"
+        "    taken = heapq.heappop(kept)[0]\n"
+        "    return taken, [x for _, x in kept]\n"
+    )
+    recorded, replayed = both_run(path, {(str(path), 5): Held("value"), (str(path), 6): Held("value")})
+    assert recorded["heap"](torch.tensor([3.0, 1.0, 2.0])) == (1.0, [2.0, 3.0])
+    for _ in range(2):
+        rewind()
+        assert replayed["heap"]([None] * 3) == (1.0, [2.0, 3.0])
+
+
+def test_what_a_held_call_does_not_change_is_not_looked_at(tmp_path):
+    """It may be what Dynamo cannot represent, such as a sparse tensor."""
+    path = tmp_path / "use.py"
+    path.write_text("def use(box):\n    return len(box.rows)\n")
+    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
+    assert recorded["use"](SimpleNamespace(rows=[1, 2])) == 2
+    assert replayed["use"](None) == 2
+
+
+HEAP = """\
+import heapq
+
+import torch
+
+
+class Beam(torch.nn.Module):
+    def forward(self, x):
+        heap = []
+        for row in range(3):
+            heapq.heappush(heap, (x[row].sum().item(), row))
+        while heap:
+            score, row = heapq.heappop(heap)
+            x = x * x[row].abs().max().item()
+        return x.sin(), float(x.norm())
+
+
+def target():
+    torch.manual_seed(0)
+    return Beam(), (torch.rand(3, 3),)
+"""
+
+
+def test_what_lies_behind_a_heap_is_found(folder, capsys):
+    """Held as one, a push would leave the heap empty, and a pop would leave it full for ever."""
+    (folder / "triage_model.py").write_text(HEAP)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    assert {each.line for each in found.breaks} == {10, 12, 13, 14}
+    assert found.notes == ()
 
 
 def test_what_a_walrus_binds_is_held_beside_the_value(tmp_path):
@@ -413,6 +474,35 @@ def test_a_line_that_cannot_be_held_hides_nothing_behind_others(folder, capsys):
     assert {each.line for each in found.breaks} == {21, 26, 27}
     (note,) = found.notes
     assert note.startswith("behind triage_model.py:21 not all could be traced: with it held: RuntimeError: Trying to")
+
+
+HOOKED = """\
+import torch
+
+
+class Hooked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.linear.register_full_backward_hook(lambda module, grads, above: None)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = self.linear(x)
+        least = x.min().item()
+        return x * least * x.max().item()
+
+
+def target():
+    return Hooked(), (torch.ones(2, 2),)
+"""
+
+
+def test_a_backward_pass_that_cannot_be_compiled_hides_nothing_of_the_forward_pass(folder, capsys):
+    """AOTAutograd refuses two held tensors in one graph, which have the same name."""
+    (folder / "triage_model.py").write_text(HOOKED)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
+    assert {each.line for each in found.breaks} == {12, 13, 14}
 
 
 SCALING = """\
@@ -756,7 +846,7 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
             if job == "prove":
                 proofs.append(words["overlay"][str(path)])
                 if b"0 * x" in proofs[-1]:
-                    return Trial("output is off by 1")
+                    return Trial("the changed model raised an error")
             return super().ask(job, *arguments, **words)
 
     monkeypatch.setattr(mend, "_candidates", two_ways)
@@ -802,6 +892,27 @@ def test_a_mend_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
     assert "output is off by" in next(each.verdict for each in mends.values() if not each.accepted)
     assert (bill.together.title, bill.together.case) == ("all mends together", "item, branch-on-value")
     assert (bill.together.before.breaks, bill.together.after.breaks) == (3, 1)
+
+
+def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder, monkeypatch):
+    def inexact(error):
+        def compiled(model, case, *, random):
+            def call(x):
+                return model(x) * (1 + error)
+
+            call._orig_mod = model
+            return call
+
+        monkeypatch.setattr(proof, "compiled", compiled)
+
+    case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
+    inexact(1e-5)
+    reference(case, path=path)
+    assert OFF in holds(case, path=path, with_inductor=True)
+    reference(case, path=path, calibrated=True)
+    assert holds(case, path=path, with_inductor=True) == ""
+    inexact(1e-3)
+    assert OFF in holds(case, path=path, with_inductor=True)
 
 
 def test_the_rest_of_a_function_that_was_given_up_is_no_finding():

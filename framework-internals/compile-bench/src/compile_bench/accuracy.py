@@ -163,24 +163,34 @@ def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train
     if not train:
         return {"output": flat(output)}
     loss = target.backward(output)
-    gradients = {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return {"output": flat(loss), **gradients}
 
 
 def flat(output: Any) -> Tensor:
-    """All floating-point tensors of an output as one vector of float64.
+    """All floating-point and complex tensors of an output as one vector of float64.
 
     Raises:
         UserError: if there are none.
     """
-    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
     if not tensors:
         raise UserError(
             f"the model's output, of type {type(output).__name__}, holds no floating-point tensor to compare; let the "
             "target's model return one, in a tuple, a list, a dict or a dataclass"
         )
-    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+    return torch.cat([vector(tensor) for tensor in tensors])
+
+
+def vector(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in float64: those that a sparse one leaves out too, of a complex one both parts."""
+    elements = tensor.detach()
+    if elements.layout != torch.strided:
+        elements = elements.to_dense()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj())
+    return elements.double().flatten()
 
 
 def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from benchkit import UserError
-from compile_bench.catalogue import CAUSES, match
+from compile_bench.catalogue import CAUSES, Cause, match, match_limit
 from compile_bench.findings import Bill, Figures, Finding, Kind, Mend, Priced, SilentEager, Survey
 from compile_bench.harness import Harness, WorkerFailure
 from compile_bench.mending.mend import Mender, patch_root
 from compile_bench.mending.source import Source, head_end
 from compile_bench.results import Case
 from compile_bench.trace import Break, Recompile
+from compile_bench.wording import RECOMPILE_LIMIT
 
 Result = TypeVar("Result")
 
@@ -144,7 +146,7 @@ def _add(found: dict[tuple[str, int, str], Finding], new: Finding) -> None:
 
 def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
     source, end = _statement(each.file, each.line)
-    cause = match(each.reason, source or each.source, each.columns)
+    cause = _cause(each, source or each.source)
     return Finding(
         kind=_kind(each),
         file=each.file,
@@ -165,13 +167,30 @@ def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
     )
 
 
+def _cause(each: Break, line: str) -> Cause | None:
+    """The entry of the catalogue that a break is an instance of."""
+    if each.category == RECOMPILE_LIMIT:
+        return match_limit(line)
+    return match(each.reason, f"{line} {_consequence(each.file, each.line)}".strip(), each.columns)
+
+
+def _consequence(file: str, line: int) -> str:
+    """The first statement that an ``if`` of a line decides about: whether it is there to raise shows in that one."""
+    try:
+        source = Source.read(Path(file))
+    except (OSError, SyntaxError):
+        return ""
+    statement = source.statement(line)
+    return source.line(statement.body[0].lineno).strip() if isinstance(statement, ast.If) else ""
+
+
 def _hint(hints: Sequence[str]) -> str:
     """PyTorch's first, without its guess that the code fails eagerly too: what fails eagerly is no target."""
     return next((each for each in hints if not each.startswith(_FAILS_EAGERLY)), "")
 
 
 def _kind(each: Break) -> Kind:
-    if each.category == "recompile limit":
+    if each.category == RECOMPILE_LIMIT:
         return "recompile limit"
     if each.category == "compile error":
         return "compile error"

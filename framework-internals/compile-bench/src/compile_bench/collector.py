@@ -53,6 +53,7 @@ _SURFACE = (
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo", "mark_static"),
+    ("torch._dynamo.eval_frame", "skip_code"),
     ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext.current_compile_id"),
     ("torch._guards", "CompileContext.current_trace_id"),
@@ -378,6 +379,11 @@ def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
 def mark_static(tensor: torch.Tensor) -> None:
     """Tell Dynamo that no size of a tensor is to be symbolic, whatever sizes come where it is made."""
     importlib.import_module("torch._dynamo").mark_static(tensor)
+
+
+def never_begin_at(function: Callable[..., Any]) -> None:
+    """Have Dynamo trace a function only where it follows into it, never by itself."""
+    importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
 
 
 def allocations(profile: Any) -> list[int]:

@@ -21,6 +21,9 @@ Kind = Literal[
     "compile error",
 ]
 
+# What a verdict says of a value that is not within its bound.
+OFF = "is off by"
+
 # What a break keeps when lines above it move: file, function and the line's text.
 Mark = tuple[str, int]
 

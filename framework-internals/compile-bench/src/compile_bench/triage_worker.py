@@ -96,13 +96,13 @@ class _Look:
     notes: list[str] = field(default_factory=list)
 
 
-def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders) -> _Look:
-    """Trace a target with every seed."""
+def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders, *, backward: bool = True) -> _Look:
+    """Trace a target with every seed, of a training step the backward pass too if ``backward``."""
     look = _Look()
     for seed in seeds:
         torch.compiler.reset()
         model = own_model(target, case)
-        backend = Blamed("aot_eager" if case.train else "eager", whose)
+        backend = Blamed("aot_eager" if case.train and backward else "eager", whose)
         compiled = cast(nn.Module, torch.compile(model, backend=backend, dynamic=case.dynamic))
         seed_everything(seed)
         error: Exception | None = None
@@ -197,7 +197,12 @@ def _look_behind(
         target.step(target.model, train=case.train)()
     with overlaid(replaying):
         forget_user_modules(whose)
-        return _look(load_case(case), case, seeds, whose).breaks
+        look = _look(load_case(case), case, seeds, whose)
+        if look.failures and case.train:
+            # The backward pass of what is held may be what fails; the forward pass goes on without it.
+            forget_user_modules(whose)
+            return look.breaks + _look(load_case(case), case, seeds, whose, backward=False).breaks
+        return look.breaks
 
 
 def _hiding(breaks: Sequence[Break], held: Mapping[tuple[str, int], Held], whose: Folders) -> list[Break]:
@@ -235,9 +240,11 @@ def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
         for each in breaks
         if each.columns is not None
     )
+    reads = all(each.category in _READS for each in breaks)
     if before is None:
-        return Held("arguments" if all(each.category in _READS for each in breaks) else "value", marked)
-    if before.marked and not marked <= before.marked:
+        return Held("arguments" if reads else "value", marked)
+    # Of a call that itself is not traced, once its arguments are known, nothing less can be held.
+    if before.marked and not marked <= before.marked and (reads or before.part == "value"):
         return replace(before, marked=before.marked | marked)
     return Held("value")
 

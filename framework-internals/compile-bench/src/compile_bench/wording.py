@@ -26,7 +26,7 @@ _CATEGORIES = tuple(
             "data-dependent shape",
         ),
         (r"graph_break\(\)|call to .?torch\._dynamo\.graph_break|user.requested", ASKED_FOR),
-        (r"builtin operator|reorderable_logging|logging|print", "side effect"),
+        (r"builtin operator|reorderable_logging|logging|print|^setattr\(\) on unsupported", "side effect"),
         (
             r"marked as skipped|dynamo\.disable|skipped function|forbidden|torch\.compiler\.disable"
             r"|numpy function|ndarray method|time function|copy\.deepcopy|op returned non-Tensor|RNN, GRU, or LSTM",

@@ -28,6 +28,7 @@ JOBS = {
     "lost_graphs": "compile_bench.triage_worker:lost_graphs",
     "price": "compile_bench.pricing:price",
     "trials": "compile_bench.mending.trial:trials",
+    "reference": "compile_bench.mending.proof:reference",
     "prove": "compile_bench.mending.trial:prove",
 }
 

@@ -88,6 +88,12 @@ def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> C
     return next((each for each in fitting if each.name in _TOLD_BY_REASON), None)
 
 
+def match_limit(source: str) -> Cause:
+    """The cause of a function's being past the recompile limit, from the line whose guard kept failing."""
+    counter = CAUSES["counter"]
+    return counter if re.search(counter.code, source) else CAUSES["given-up-after-limit"]
+
+
 _TOLD_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "rnn-allowed"))
 
 

@@ -387,6 +387,7 @@ def _keys() -> Repro:
     "counter",
     "self.calls += 1, and the count is used",
     pattern="Python value",
+    code=r"\.\w+ \+= ",
     why="An int attribute is compiled in, for every value anew; after 8 the function runs eagerly for good, and only "
     "a warning says so.",
     advice="A buffer: register_buffer and .add_(1).",

@@ -242,7 +242,7 @@ def _rnn() -> Repro:
     "packed-sequence",
     "pack_padded_sequence()",
     pattern="marked as skipped",
-    code=r"pack_(padded_)?sequence\(",
+    code=r"\b(un)?pack_(padded_)?sequence\(|\bpad_packed_sequence\(",
     equal=False,
     why="A packed sequence holds batch sizes that depend on lengths.",
     advice="Padded batches and a mask.",

@@ -98,11 +98,11 @@ def _and() -> Repro:
 
 @theme.cause(
     "any-of-values",
-    "any() or all() over a tensor",
-    pattern=BRANCH,
-    code=r"\b(any|all)\(",
-    why="Python's any() asks element after element.",
-    advice="The tensor's own .any() and .all().",
+    "any() or all() over a tensor, `in` a tensor",
+    pattern=rf"{BRANCH}|{ITEM}",
+    code=r"(?<!\.)\b(any|all)\(|\b(if|elif|while|assert|and|or|not) [\w.\[\]]+ (not )?in\b",
+    why="Python's any() asks element after element; `value in tensor` asks for the answer.",
+    advice="The tensor's own .any() and .all(); (tensor == value).any() for `value in tensor`.",
 )
 def _any() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def _loop() -> Repro:
     "raise-on-value",
     "an error raised for a value",
     pattern=BRANCH,
-    code=r"\bif\b.*\b(isnan|isinf|isfinite|any|all)\(",
+    code=r"\bassert\b|\bif\b.*(\braise\b|\bwarn(ing|ings)?\b|(?<!\.)\blog(ger|ging)?\.)",
     why="The check is a branch, although it hardly ever goes the other way.",
     advice="torch._assert_async while compiling, which checks on the device; or check outside, every so many steps.",
 )

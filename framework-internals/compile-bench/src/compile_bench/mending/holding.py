@@ -11,7 +11,7 @@ import ast
 import builtins
 import io
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from compile_bench.collector import Tracing, mark_static, tracing, was_given_up
+from compile_bench.collector import Tracing, mark_static, never_begin_at, tracing, was_given_up
 from compile_bench.mending.overlay import Overlay
 from compile_bench.mending.source import Edit, Source
 
@@ -56,8 +56,25 @@ class Held:
     marked: frozenset[Marked] = frozenset()
 
 
+# Methods that change a list.
+_CHANGING = frozenset(("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"))
+
+
 class _Followed(list[Any]):
     """What was taken from an iterator."""
+
+
+@dataclass(frozen=True)
+class _Refill:
+    """What a call made of a list that it was given.
+
+    Attributes:
+        order: of every element where it stood before; of a new one its place among ``added``, from -1 downwards.
+        added: the new ones.
+    """
+
+    order: tuple[int, ...]
+    added: list[Any]
 
 
 class _Recording:
@@ -69,6 +86,7 @@ class _Recording:
 
     def __init__(self) -> None:
         self.values: dict[str, list[Any]] = {}
+        self.snapshots: dict[str, list[list[list[Any]]]] = {}  # of lists that calls which are not over yet were given
         self.parts: list[Any] = []
         self._opened: list[IO[Any]] = []
         self.rewind()
@@ -120,6 +138,14 @@ class _Recording:
     def iterates(self, key: str) -> bool:
         """Whether the next value is an iterator."""
         return isinstance(self._coming(key), _Followed)
+
+    def goes_on_with(self, key: str, *others: str) -> bool:
+        """Whether the next value is one; where it is None, it and those that belong to it are passed over."""
+        if self._coming(key) is not None:
+            return True
+        for each in (key, *others):
+            self.take(each)
+        return False
 
     def _coming(self, key: str) -> Any:
         """The next value, which stays the next."""
@@ -183,6 +209,41 @@ def __compile_bench_hold__(key: str, value: Any) -> Any:
     return value
 
 
+def __compile_bench_snapshot__(key: str, *given: Any) -> None:
+    lists = [list(each) if type(each) is list else [] for each in given]
+    _recording.snapshots.setdefault(key, []).append(lists)
+
+
+def __compile_bench_hold_lists__(key: str, *given: Any) -> None:
+    before = _recording.snapshots[key].pop()
+    for index, (old, now) in enumerate(zip(before, given, strict=True)):
+        changed = type(now) is list and [*map(id, old)] != [*map(id, now)]
+        refill = _refill(old, now) if changed else None
+        _recording.keep(f"{key}:{index}", refill and refill.order)
+        _recording.keep(f"{key}:{index}:added", refill and refill.added)
+
+
+def _refill(old: list[Any], now: list[Any]) -> _Refill:
+    places = {id(each): index for index, each in enumerate(old)}
+    added = [each for each in now if id(each) not in places]
+    fresh = {id(each): -1 - index for index, each in enumerate(added)}
+    order = tuple((places | fresh)[id(each)] for each in now)
+    return _Refill(order, [pytree.tree_map_only(Tensor, _apart, each) for each in added])
+
+
+@torch.compiler.assume_constant_result
+def __compile_bench_changed__(key: str) -> bool:
+    return _recording.goes_on_with(key, f"{key}:added")
+
+
+def __compile_bench_refill__(key: str, given: list[Any]) -> None:
+    """Make of a list what a held call made of it, as ``heapq.heappush`` does of a heap."""
+    order = __compile_bench_held__(key)
+    added = __compile_bench_value__(f"{key}:added")
+    old = list(given)
+    given[:] = [old[place] if place >= 0 else added[-1 - place] for place in order]
+
+
 @torch.compiler.assume_constant_result
 def __compile_bench_held__(key: str) -> Any:
     return _recording.take(key)
@@ -230,13 +291,17 @@ _BUILTINS = (
     __compile_bench_hold__,
     __compile_bench_replay__,
     __compile_bench_no_context__,
+    __compile_bench_snapshot__,
+    __compile_bench_hold_lists__,
+    __compile_bench_changed__,
+    __compile_bench_refill__,
     __compile_bench_held__,
     __compile_bench_held_part__,
     __compile_bench_parts__,
     __compile_bench_iterates__,
     __compile_bench_value__,
 )
-_HOLD, _REPLAY, _NO_CONTEXT = (each.__name__ for each in _BUILTINS[:3])
+_HOLD, _REPLAY, _NO_CONTEXT, _SNAPSHOT, _HOLD_LISTS, _CHANGED, _REFILL = (each.__name__ for each in _BUILTINS[:7])
 
 
 def overlays(places: Mapping[tuple[str, int], Held]) -> tuple[Overlay, Overlay]:
@@ -247,6 +312,7 @@ def overlays(places: Mapping[tuple[str, int], Held]) -> tuple[Overlay, Overlay]:
     """
     for each in _BUILTINS:
         setattr(builtins, each.__name__, each)
+    never_begin_at(__compile_bench_refill__)  # in a function that was given up it is called with tensors in its lists
     _recording.values.clear()
     sources: dict[str, Source] = {}
     record: dict[str, list[Edit]] = {}
@@ -306,11 +372,20 @@ def _parts_at(source: Source, line: int, marked: Marked, statements: Collection[
         found = [node for node in found if isinstance(node, ast.Call)]
     if not found:
         return []
-    part = min(found, key=source.end)
+    part = min(found, key=source.end) if marked.branched else _chain_in_line(source, line, found)
     inside = set(ast.walk(part))
     statement = next(each for each in source.above(part) if isinstance(each, ast.stmt))
     besides = (node for node in _head(statement) if isinstance(node, ast.Call) and node not in inside)
     return [part] if any(besides) else []
+
+
+def _chain_in_line(source: Source, line: int, found: Sequence[ast.expr]) -> ast.expr:
+    """The whole of a chain such as ``x.sum().item()``, any call of which may have broken, as far as its line goes.
+
+    What goes on in a further line is left out: a break there is one of that line.
+    """
+    in_line = [node for node in found if node.end_lineno == line]
+    return max(in_line, key=source.end) if in_line else min(found, key=source.end)
 
 
 def _beginnings(node: ast.expr) -> list[tuple[int, int]]:
@@ -348,7 +423,8 @@ def _edits_of(source: Source, statement: ast.stmt, what: Part) -> list[tuple[Edi
     if what == "arguments" and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         call = statement.value
         values = [*call.args, *(word.value for word in call.keywords)]
-        return [_edit(source, each) for each in values if not isinstance(each, ast.Starred) and _holdable(each)]
+        computed = [each for each in values if not isinstance(each, ast.Starred) and _computes(each)]
+        return [_edit(source, each) for each in computed if _holdable(each)]
     if isinstance(statement, (ast.With, ast.AsyncWith)):
         return [_edit(source, item.context_expr, _NO_CONTEXT) for item in statement.items]
     if isinstance(statement, (ast.If, ast.While, ast.Assert)):
@@ -362,6 +438,11 @@ def _edits_of(source: Source, statement: ast.stmt, what: Part) -> list[tuple[Edi
     if isinstance(expression, ast.Yield):
         expression = expression.value
     return [_edit(source, expression)] if expression is not None and _holdable(expression) else []
+
+
+def _computes(expression: ast.expr) -> bool:
+    """Whether there is anything to hold in an argument; a list that the call adds to has to stay the list it is."""
+    return not (_is_path(expression) or isinstance(expression, ast.Constant))
 
 
 def _holdable(expression: ast.expr) -> bool:
@@ -379,6 +460,15 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = 
     replaying = f"{_REPLAY}({key!r}{lines})"
     replaying = f"{wrapper}({replaying})" if wrapper else replaying
     names = _named(expression)
+    given = [] if names else _given(source, expression)
+    if given:
+        # Before the call, the call, behind it: the held value is the second of them.
+        listed = ", ".join((repr(key), *given))
+        recording = f"({_SNAPSHOT}({listed}), {recording}, {_HOLD_LISTS}({listed}))[1]"
+        # What is not changed is not looked at: it may be what Dynamo cannot represent.
+        lists = [(repr(f"{key}:{index}"), each) for index, each in enumerate(given)]
+        refills = (f"{_CHANGED}({place}) and {_REFILL}({place}, {each})" for place, each in lists)
+        replaying = f"({', '.join([replaying, *refills])})[0]"
     if names:
         # What := binds is held beside the value. A name that it did not come to bind is bound to None.
         kept = [f"{_HOLD}({f'{key}:{name}'!r}, locals().get({name!r}))" for name in names]
@@ -387,6 +477,31 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = 
             f"({', '.join([first, *rest])})[0]" for first, rest in ((recording, kept), (replaying, bound))
         )
     return source.replace(expression, recording), source.replace(expression, replaying)
+
+
+def _given(source: Source, expression: ast.expr) -> list[str]:
+    """The names that the calls of an expression may change as lists; of those calls that certainly run."""
+    found: dict[str, None] = {}
+    waiting: list[ast.AST] = [expression]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Call):
+            owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            values = [*node.args, *(word.value for word in node.keywords)]
+            waiting += [*owner, *values]
+            if isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGING:
+                values += owner
+            found |= {"".join(source.text(each).split()): None for each in values if _is_path(each)}
+        elif isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred, ast.Tuple, ast.BinOp, ast.UnaryOp)):
+            waiting += ast.iter_child_nodes(node)
+    return list(found)
+
+
+def _is_path(expression: ast.expr) -> bool:
+    """Whether an expression is a name, or an attribute of one."""
+    while isinstance(expression, ast.Attribute):
+        expression = expression.value
+    return isinstance(expression, ast.Name)
 
 
 def _named(expression: ast.expr) -> list[str]:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from benchkit.errors import first_line
-from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, widened
+from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, vector, widened
+from compile_bench.findings import OFF
 from compile_bench.measuring import load_case
 from compile_bench.results import Case
 from compile_bench.target import Target, tensors_in
@@ -58,14 +59,24 @@ class Expected:
     allowance: dict[str, float]
 
 
-def reference(case: Case, *, path: Path) -> None:
-    """Write what the unchanged model of a case gives, for :func:`holds`."""
+def reference(case: Case, *, path: Path, calibrated: bool = False) -> None:
+    """Write what the unchanged model of a case gives, for :func:`holds`.
+
+    Args:
+        case: whose target.
+        path: of the file.
+        calibrated: whether to allow for what compiling the unchanged model alone does to its values, as is done of one
+            that draws random numbers in any case: sums in another order may exceed the bound in a model where they
+            cancel, as in batch norm.
+    """
     target = load_case(case)
     random = target.is_step or draws_random_numbers(target, train=case.train)
-    calibration = compiled(own_model(target, case), case, random=True) if random else None
+    calibration = compiled(own_model(target, case), case, random=random) if random or calibrated else None
     # A step has no arguments to vary, and may change its own state from call to call.
     scales = _SCALES[:1] if target.is_step else _SCALES
-    expected = [each for scale in scales if (each := _expected(target, case, scale, calibration)) is not None]
+    expected = [
+        each for scale in scales if (each := _expected(target, case, scale, calibration, exact=not random)) is not None
+    ]
     torch.save((random, expected), path)
 
 
@@ -116,8 +127,9 @@ def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Ca
     if train:
         target.backward(output)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
-    buffers = {f"buffer {name}": b for name, b in model.named_buffers() if b.is_floating_point()}
-    values |= {name: tensor.detach().double().flatten().clone() for name, tensor in {**gradients, **buffers}.items()}
+    named = {f"buffer {name}": each for name, each in model.named_buffers()}
+    buffers = {name: each for name, each in named.items() if each.is_floating_point() or each.is_complex()}
+    values |= {name: vector(tensor).clone() for name, tensor in {**gradients, **buffers}.items()}
     model.zero_grad(set_to_none=True)
     return Observation(values, tuple((tuple(each.shape), str(each.dtype)) for each in tensors_in(output)))
 
@@ -131,8 +143,10 @@ def scaled(target: Target, scale: float) -> Target:
     return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
 
 
-def _expected(target: Target, case: Case, scale: float, calibration: Callable[..., Any] | None) -> Expected | None:
-    """None where the model does not take arguments of that scale."""
+def _expected(
+    target: Target, case: Case, scale: float, calibration: Callable[..., Any] | None, *, exact: bool
+) -> Expected | None:
+    """None where the model does not take arguments of that scale; in float64 too if ``exact``."""
     variant = scaled(target, scale)
     try:
         model = own_model(target, case)
@@ -150,13 +164,14 @@ def _expected(target: Target, case: Case, scale: float, calibration: Callable[..
         distances = observe(variant, calibration, module, case).values
         for name, value in eager.values.items():
             allowance[name] += FACTOR * _distance(distances[name], value)
+    if not exact:
         return Expected(scale, eager, eager, allowance)
     try:
         wide = widened(variant)
-        exact = observe(wide, wide.model, wide.model, case)
+        widely = observe(wide, wide.model, wide.model, case)
     except RuntimeError:  # a dtype written into the model, or an operator without a float64 kernel
-        exact = eager
-    return Expected(scale, eager, exact, allowance)
+        widely = eager
+    return Expected(scale, eager, widely, allowance)
 
 
 def _distance(values: Tensor, reference: Tensor) -> float:
@@ -176,7 +191,7 @@ def _difference(expected: Expected, found: Observation) -> str:
             return f"{name} has {value.numel()} elements instead of {exact.numel()}"
         pair = error_pair(name, eager, value, exact, expected.allowance[name])
         if not pair.holds:
-            return f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}"
+            return f"{name} {OFF} {pair.compiled:.2g}; the bound is {pair.bound:.2g}"
     return ""
 
 

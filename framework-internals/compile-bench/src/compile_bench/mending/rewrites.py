@@ -149,14 +149,32 @@ def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
 
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
-    edits = []
-    for node in _expressions(statement):
-        if isinstance(node, ast.Call) and not node.args and not node.keywords:
-            owner, _dot, name = _dotted(node.func).rpartition(".")
-            if owner == "time" and name.removesuffix("_ns") in _CLOCKS:
-                zero = "0" if name.endswith("_ns") else "0.0"
-                edits.append(source.replace(node, f"({zero} if {_COMPILING} else {source.text(node)})"))
-    return [*edits, *with_torch(source)] if edits else []
+    """All clocks of the function: with one of two left as it is, their difference would be the time since 1970."""
+    if not any(map(_reads_clock, _expressions(statement))):
+        return []
+    function = source.function(statement)
+    clocks = [
+        node
+        for node in ast.walk(function or statement)
+        if _reads_clock(node) and source.function(node) in (function, None)
+    ]
+    edits = [
+        source.replace(node, f"({_zero_of(source.text(node.func))} if {_COMPILING} else {source.text(node)})")
+        for node in clocks
+        if isinstance(node, ast.Call)
+    ]
+    return [*edits, *with_torch(source)]
+
+
+def _reads_clock(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or node.args or node.keywords:
+        return False
+    owner, _, name = _dotted(node.func).rpartition(".")
+    return owner == "time" and name.removesuffix("_ns") in _CLOCKS
+
+
+def _zero_of(clock: str) -> str:
+    return "0" if clock.endswith("_ns") else "0.0"
 
 
 # -- what the code asks for ----------------------------------------------------------------------------------------
@@ -323,6 +341,8 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
         return []
     if len(statement.body) != 1 or statement.orelse or not isinstance(statement.body[0], ast.Raise):
         return []
+    if _is_caught(source, statement):
+        return []
     condition = _condition(source, statement.test)
     if condition is None or source.line(statement.lineno).lstrip()[:3] != "if ":
         return []
@@ -336,6 +356,21 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
     newline = source.newline
     head = f"if {_COMPILING}:{newline}{indent}{unit}{kept}{newline}{indent}elif"
     return [Edit(start, start + 2, head), *with_torch(source)]
+
+
+def _is_caught(source: Source, statement: ast.stmt) -> bool:
+    """Whether an error is dealt with in the function that raises it: one of the device would not be."""
+    function = source.function(statement)
+    for node in source.above(statement):
+        if node is function:
+            return False
+        if isinstance(node, ast.Try) and node.handlers:
+            return True
+        if isinstance(node, ast.With):
+            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+            if any(_dotted(call.func).rpartition(".")[2] == "suppress" for call in calls):
+                return True
+    return False
 
 
 # -- values that Python reads --------------------------------------------------------------------------------------
