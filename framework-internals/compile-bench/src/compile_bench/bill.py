@@ -145,8 +145,8 @@ def _add(found: dict[tuple[str, int, str], Finding], new: Finding) -> None:
 
 
 def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
-    source, end = _statement(each.file, each.line)
-    cause = _cause(each, source or each.source)
+    source, end, consequence = _statement(each.file, each.line)
+    cause = _cause(each, source or each.source, consequence)
     return Finding(
         kind=_kind(each),
         file=each.file,
@@ -167,21 +167,11 @@ def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
     )
 
 
-def _cause(each: Break, line: str) -> Cause | None:
+def _cause(each: Break, line: str, consequence: str) -> Cause | None:
     """The entry of the catalogue that a break is an instance of."""
     if each.category == RECOMPILE_LIMIT:
         return match_limit(line)
-    return match(each.reason, f"{line} {_consequence(each.file, each.line)}".strip(), each.columns)
-
-
-def _consequence(file: str, line: int) -> str:
-    """The first statement that an ``if`` of a line decides about: whether it is there to raise shows in that one."""
-    try:
-        source = Source.read(Path(file))
-    except (OSError, SyntaxError):
-        return ""
-    statement = source.statement(line)
-    return source.line(statement.body[0].lineno).strip() if isinstance(statement, ast.If) else ""
+    return match(each.reason, f"{line} {consequence}".strip(), each.columns)
 
 
 def _hint(hints: Sequence[str]) -> str:
@@ -205,7 +195,7 @@ _GRAPH_ADVICE = (
 
 
 def _of_silent(each: SilentEager, survey: Survey) -> Finding:
-    source, end = _statement(each.frame.file, each.frame.line)
+    source, end, _ = _statement(each.frame.file, each.frame.line)
     case = _SILENT_CASES.get(each.kind, "")
     return Finding(
         kind=each.kind,
@@ -225,14 +215,18 @@ def _of_silent(each: SilentEager, survey: Survey) -> Finding:
     )
 
 
-def _statement(file: str, line: int) -> tuple[str, int]:
-    """The text of a line, and the last line of its statement."""
+def _statement(file: str, line: int) -> tuple[str, int, str]:
+    """The text of a line, the last line of its statement, and the first thing that an ``if`` there decides about.
+
+    Whether an ``if`` is there to raise shows in that.
+    """
     try:
         source = Source.read(Path(file))
     except (OSError, SyntaxError):
-        return "", line
+        return "", line, ""
     statement = source.statement(line)
-    return source.line(line).strip(), line if statement is None else head_end(statement)
+    consequence = source.line(statement.body[0].lineno).strip() if isinstance(statement, ast.If) else ""
+    return source.line(line).strip(), line if statement is None else head_end(statement), consequence
 
 
 def _recompiles(surveys: Sequence[Survey]) -> tuple[Recompile, ...]:

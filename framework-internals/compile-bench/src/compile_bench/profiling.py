@@ -76,6 +76,7 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
     kernels = [event for event in events if event.device_type == DeviceType.CUDA and _is_kernel(event)]
     launches = [event for event in events if event.name.startswith(_LAUNCHES)]
     on_gpu = device == "cuda"
+    is_fused_attention = _is_fused_attention_kernel if on_gpu else _is_fused_attention_operator
     return StepProfile(
         covered=_covered_kernels(calls, regions) if on_gpu else _covered_time(calls, regions),
         operators=len(outside) / steps,
@@ -84,7 +85,7 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
         guard_seconds=guards * 1e-6 / steps,
         busy_seconds=_busy(events) / steps if on_gpu else None,
         dearest=_dearest(kernels, steps),
-        fused_attention=_fused_attention(kernels if on_gpu else calls, device) / steps,
+        fused_attention=sum(is_fused_attention(event.name) for event in (kernels if on_gpu else calls)) / steps,
     )
 
 
@@ -151,11 +152,8 @@ def _dearest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
     return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_DEAREST])
 
 
-def _fused_attention(events: Sequence[Any], device: Device) -> int:
-    if device == "cuda":
-        return sum(_is_fused_attention_kernel(event.name) for event in events)
-    operators = [event.name for event in events if event.name.startswith(_ATTENTION_OPERATOR)]
-    return sum(not name.startswith(_PLAIN_ATTENTION) for name in operators)
+def _is_fused_attention_operator(name: str) -> bool:
+    return name.startswith(_ATTENTION_OPERATOR) and not name.startswith(_PLAIN_ATTENTION)
 
 
 def _is_fused_attention_kernel(name: str) -> bool:

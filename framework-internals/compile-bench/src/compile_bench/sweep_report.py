@@ -20,6 +20,7 @@ from compile_bench.reading import (
     profiled_alone,
     same_case,
     side_by_side,
+    sweep_call,
     swept_cases,
     verdict_of,
 )
@@ -109,9 +110,8 @@ def _calls(results: Results) -> list[str]:
 
 def _autotuned_in_turns(results: Results) -> bool:
     """Whether no autotuning timed its candidates while another process of the sweep timed its own."""
-    turns = {call.labels["call"] for call in results.select("sweep call") if call.data.get("autotuning") == "in turns"}
-    tuned = [record for record in results.select("cell") if record.labels["mode"] in _PLAIN]
-    return all(record.data["call"] in turns for record in tuned)
+    tuned = [cell for cell in results.select("cell") if cell.labels["mode"] in _PLAIN]
+    return all(sweep_call(results, cell).data.get("autotuning") == "in turns" for cell in tuned)
 
 
 def _missing(results: Results) -> list[tuple[str, str]]:

@@ -64,19 +64,6 @@ class _Followed(list[Any]):
     """What was taken from an iterator."""
 
 
-@dataclass(frozen=True)
-class _Refill:
-    """What a call made of a list that it was given.
-
-    Attributes:
-        order: of every element where it stood before; of a new one its place among ``added``, from -1 downwards.
-        added: the new ones.
-    """
-
-    order: tuple[int, ...]
-    added: list[Any]
-
-
 class _Recording:
     """What held expressions computed, in turn: in a loop a value for every time around.
 
@@ -218,17 +205,23 @@ def __compile_bench_hold_lists__(key: str, *given: Any) -> None:
     before = _recording.snapshots[key].pop()
     for index, (old, now) in enumerate(zip(before, given, strict=True)):
         changed = type(now) is list and [*map(id, old)] != [*map(id, now)]
-        refill = _refill(old, now) if changed else None
-        _recording.keep(f"{key}:{index}", refill and refill.order)
-        _recording.keep(f"{key}:{index}:added", refill and refill.added)
+        order, added = _made_of(old, now) if changed else (None, None)
+        _recording.keep(f"{key}:{index}", order)
+        _recording.keep(f"{key}:{index}:added", added)
 
 
-def _refill(old: list[Any], now: list[Any]) -> _Refill:
+def _made_of(old: list[Any], now: list[Any]) -> tuple[tuple[int, ...], list[Any]]:
+    """What a call made of a list that it was given.
+
+    Returns:
+        Of every element where it stood before, of a new one its place among the new ones, from -1 downwards; and the
+        new ones.
+    """
     places = {id(each): index for index, each in enumerate(old)}
     added = [each for each in now if id(each) not in places]
     fresh = {id(each): -1 - index for index, each in enumerate(added)}
     order = tuple((places | fresh)[id(each)] for each in now)
-    return _Refill(order, [pytree.tree_map_only(Tensor, _apart, each) for each in added])
+    return order, [pytree.tree_map_only(Tensor, _apart, each) for each in added]
 
 
 @torch.compiler.assume_constant_result

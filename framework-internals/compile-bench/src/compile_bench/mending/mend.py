@@ -203,10 +203,9 @@ class Mender:
             return False
         self._calibrated = True
         try:
-            self._harness.ask("reference", self._case, path=self._reference, calibrated=True)
+            return cast(bool, self._harness.ask("reference", self._case, path=self._reference, calibrated=True))
         except (WorkerFailure, UserError):
             return False
-        return True
 
     def _compiled(self, overlay: Overlay, places: Collection[Place]) -> Trial:
         answer = self._harness.ask(

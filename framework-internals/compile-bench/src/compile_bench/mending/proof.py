@@ -59,7 +59,7 @@ class Expected:
     allowance: dict[str, float]
 
 
-def reference(case: Case, *, path: Path, calibrated: bool = False) -> None:
+def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     """Write what the unchanged model of a case gives, for :func:`holds`.
 
     Args:
@@ -68,9 +68,14 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> None:
         calibrated: whether to allow for what compiling the unchanged model alone does to its values, as is done of one
             that draws random numbers in any case: sums in another order may exceed the bound in a model where they
             cancel, as in batch norm.
+
+    Returns:
+        Whether it was written; not if ``calibrated`` and what there is without it allows for this already.
     """
     target = load_case(case)
     random = target.is_step or draws_random_numbers(target, train=case.train)
+    if random and calibrated:
+        return False
     calibration = compiled(own_model(target, case), case, random=random) if random or calibrated else None
     # A step has no arguments to vary, and may change its own state from call to call.
     scales = _SCALES[:1] if target.is_step else _SCALES
@@ -78,6 +83,7 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> None:
         each for scale in scales if (each := _expected(target, case, scale, calibration, exact=not random)) is not None
     ]
     torch.save((random, expected), path)
+    return True
 
 
 def holds(case: Case, *, path: Path, with_inductor: bool) -> str:

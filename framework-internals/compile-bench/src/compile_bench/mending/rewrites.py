@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from compile_bench.mending.pure import is_elementwise, is_exact_in_float32, is_quiet
 from compile_bench.mending.source import Edit, Source
@@ -153,20 +154,15 @@ def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
     if not any(map(_reads_clock, _expressions(statement))):
         return []
     function = source.function(statement)
-    clocks = [
-        node
-        for node in ast.walk(function or statement)
-        if _reads_clock(node) and source.function(node) in (function, None)
-    ]
     edits = [
         source.replace(node, f"({_zero_of(source.text(node.func))} if {_COMPILING} else {source.text(node)})")
-        for node in clocks
-        if isinstance(node, ast.Call)
+        for node in ast.walk(function or statement)
+        if _reads_clock(node) and source.function(node) in (function, None)
     ]
     return [*edits, *with_torch(source)]
 
 
-def _reads_clock(node: ast.AST) -> bool:
+def _reads_clock(node: ast.AST) -> TypeGuard[ast.Call]:
     if not isinstance(node, ast.Call) or node.args or node.keywords:
         return False
     owner, _, name = _dotted(node.func).rpartition(".")
