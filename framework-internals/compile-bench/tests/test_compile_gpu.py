@@ -156,6 +156,12 @@ def test_a_sweep_samples_in_turns_and_autotunes_once(tmp_path):
         for mode, cache in (("max-autotune-no-cudagraphs", "cold"), ("max-autotune", "tuned"))
     )
     assert tuned < tuner  # seconds against the compilation of dozens of candidates
+    compared = {record.labels["mode"]: record.data.get("untuned mode") for record in results.select("steady")}
+    assert compared["max-autotune"] == "reduce-overhead"
+    assert compared["max-autotune-no-cudagraphs"] == "default"
+    assert compared["default"] is compared["reduce-overhead"] is None
+    # The same kernels or better ones, each in its own captured graph.
+    assert 0.5 < results.one("steady", mode="max-autotune")["speedup over untuned"].value < 20
     for record in results.select("first steps"):
         phases = sum(value.value for name, value in record.values.items() if name.startswith("phase "))
         assert phases <= record["total"].value

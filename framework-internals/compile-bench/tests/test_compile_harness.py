@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchkit import Quantity, UserError
+from benchkit import Quantity, UserError, numbers
 from compile_bench import Case, Harness, WorkerFailure, judge
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
 from compile_bench.cli.measuring import describe_bench
-from compile_bench.measuring import self_comparison
+from compile_bench.measuring import sample, self_comparison
 from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.trace import Break, CompileTrace, Recompile
 
@@ -211,6 +211,18 @@ def toolchain(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_what_autotuning_gives_is_sampled_in_the_same_rounds(toolchain, file):
+    bench = toolchain.bench(Case(f"{file}:small", mode="max-autotune"), steady_seconds=0.1, warm=False)
+    other = bench.steady.untuned
+    assert other.mode == "default"
+    assert other.step.samples == other.speedup.samples == bench.steady.speedup.samples
+    assert len(bench.trace.graphs) == 1  # the second compilation is not the mode's own
+    text = describe_bench(bench)
+    assert f"| step, default | {numbers.quantity(other.step)} |" in text
+    assert f"| autotuning | a step {numbers.quantity(other.speedup)} as fast as in default" in text
+
+
+@pytest.mark.slow
 def test_a_small_model_is_measured_to_the_end(toolchain, file):
     bench = toolchain.bench(Case(f"{file}:small"), steady_seconds=0.5, mega=True)
     assert len(bench.trace.graphs) == 1
@@ -235,6 +247,27 @@ def test_a_small_model_is_measured_to_the_end(toolchain, file):
     assert judge(bench).advice in ("compile", "don't", "inconclusive")
     assert judge(bench).mega is not None
     assert not [path for path in toolchain.folder.iterdir() if "request" in path.name]
+
+
+def test_a_mode_that_autotunes_is_held_against_the_same_without():
+    mlp = Case("mlp", "cpu", mode="max-autotune")
+    assert mlp.untuned == Case("mlp", "cpu")
+    assert replace(mlp, device="cuda").untuned == Case("mlp", "cuda", mode="reduce-overhead")
+    assert replace(mlp, device="cuda", mode="max-autotune-no-cudagraphs").untuned == Case("mlp", "cuda")
+    assert replace(mlp, mode="reduce-overhead").untuned is None
+
+
+def test_steps_without_autotuning_are_sampled_in_the_same_rounds():
+    def wait(seconds):
+        return lambda: time.sleep(seconds)
+
+    case = Case("mlp", mode="max-autotune")
+    found = sample(wait(2e-3), wait(1e-3), case, 0.05, untuned=wait(4e-3))
+    assert found.untuned.mode == "default"
+    assert found.untuned.speedup.samples == found.speedup.samples
+    assert 2 < found.untuned.speedup.value < 4.5
+    assert found.untuned.step.value > found.eager.value > found.compiled.value
+    assert sample(wait(1e-4), wait(1e-4), case, 0.01).untuned is None
 
 
 def test_the_zoo_goes_on_after_a_target_that_fails(monkeypatch):

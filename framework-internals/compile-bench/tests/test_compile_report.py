@@ -37,6 +37,7 @@ from compile_bench.results import (
     Steady,
     StepProfile,
     Triage,
+    Untuned,
 )
 from compile_bench.shapes import Passes, ShapeStudy
 from compile_bench.trace import Break, CompileTrace, Graph, Recompile
@@ -200,15 +201,26 @@ def test_modes_and_models_are_a_table_and_autotuning_has_its_price():
         for name in ("a", "b", "c")
         for mode in modes
     ]
-    dear = [replace(each, cold=replace(each.cold, steps=(19.0, 0.1, 0.1))) for each in benches[1::2]]
-    benches[1::2] = dear
+    ratios = (_ratio(0.99, 1.0, 1.01), _ratio(1.2, 1.25, 1.3), _ratio(0.8, 0.9, 0.95))
+    benches[1::2] = [
+        replace(
+            each,
+            cold=replace(each.cold, steps=(19.0, 0.1, 0.1)),
+            steady=replace(each.steady, untuned=Untuned("default", Quantity(0.05, "s", 0.05, 0.05), ratio)),
+        )
+        for each, ratio in zip(benches[1::2], ratios, strict=True)
+    ]
     records = [eager_record(each.case, each.eager) for each in benches[::2]]
     records += [record for each in benches for record in bench_records(each, ROOT, side_by_side=4)]
     text = render(results(*records), REPORT)
     assert "3 models: *compile* in 4 cells, *inconclusive* in 0 (in parentheses), *don't* in" in text
     assert "Up to 4 processes compiled side by side" in text
     assert "| b training | 10.2 s | **0.900× (0.800–0.950)** |" in text
-    assert "| a training, max-autotune | default | 1.00× | +10.0 s | never |" in text
+    assert "a step was faster in 1 of 3 cases, slower in 1 and not to be told from it\nin 1." in text
+    assert "| a training, max-autotune | default | 1.00× (0.990–1.01) | +10.0 s | never |" in text
+    # 50 ms that become 40 ms: ten seconds are a thousand steps.
+    assert "| b training, max-autotune | default | 1.25× (1.20–1.30) | +10.0 s | 1,000 steps |" in text
+    assert "| c training, max-autotune | default | 0.900× (0.800–0.950) | +10.0 s | never |" in text
     for figure in REPORT.figures(results(*records)):
         figure.draw()
 

@@ -22,14 +22,14 @@ from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
 from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import OFF, Bill, Finding, Proposal, Trial, mark
+from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
 from compile_bench.frames import RESUMED, Folders, Frame
 from compile_bench.loading import load_target
 from compile_bench.mending import mend, proof
 from compile_bench.mending.holding import Held, Marked, overlays, rewind
 from compile_bench.mending.mend import Mender
 from compile_bench.mending.overlay import forget_user_modules, overlaid
-from compile_bench.mending.proof import holds, reference
+from compile_bench.mending.proof import reference, refusal
 from compile_bench.mending.source import Edit
 from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
@@ -161,16 +161,18 @@ def test_breaks_are_found_priced_mended_and_proved(folder):
 def test_a_change_of_what_is_computed_is_refused(folder, tmp_path):
     case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu"), tmp_path / "reference.pt"
     reference(case, path=path)
-    assert holds(case, path=path, with_inductor=False) == ""
-    for wrong, message in (
-        (MODEL.replace("x + 0.5", "x + 0.51"), "output is off by"),
-        (MODEL.replace("mean() > 0", "mean() > 1e9"), "arguments ×"),  # right where the branch is not taken
-        (MODEL.replace("return self.b(x)", "return self.b(x).double()"), "float64[4, 8] instead of float32[4, 8]"),
-        (MODEL.replace("return self.b(x)", "return self.b(x.detach())"), "is there in one of the two only"),
+    assert refusal(case, path=path, with_inductor=False) is None
+    for wrong, message, off in (
+        (MODEL.replace("x + 0.5", "x + 0.51"), "output is off by", True),
+        (MODEL.replace("mean() > 0", "mean() > 1e9"), "arguments ×", True),  # right where the branch is not taken
+        (MODEL.replace("return self.b(x)", "return self.b(x).double()"), "float64[4, 8] instead of", False),
+        (MODEL.replace("return self.b(x)", "return self.b(x.detach())"), "is there in one of the two only", False),
     ):
         with overlaid({str(folder / "triage_model.py"): wrong.encode()}):
             forget_user_modules(folders())
-            assert message in holds(case, path=path, with_inductor=False)
+            refused = refusal(case, path=path, with_inductor=False)
+            assert message in refused.why
+            assert refused.off == off
 
 
 def test_an_overlay_is_what_is_imported_and_shown(folder):
@@ -908,11 +910,11 @@ def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder,
     case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
     inexact(1e-5)
     reference(case, path=path)
-    assert OFF in holds(case, path=path, with_inductor=True)
+    assert refusal(case, path=path, with_inductor=True).off
     reference(case, path=path, calibrated=True)
-    assert holds(case, path=path, with_inductor=True) == ""
+    assert refusal(case, path=path, with_inductor=True) is None
     inexact(1e-3)
-    assert OFF in holds(case, path=path, with_inductor=True)
+    assert refusal(case, path=path, with_inductor=True).off
 
 
 def test_the_rest_of_a_function_that_was_given_up_is_no_finding():
@@ -970,7 +972,7 @@ def test_a_step_that_trains_is_compared_with_its_first_call(folder, monkeypatch)
     reference(case, path=folder / "reference.pt")
     forget_user_modules(folders())
     torch.manual_seed(0)
-    assert holds(case, path=folder / "reference.pt", with_inductor=False) == ""
+    assert refusal(case, path=folder / "reference.pt", with_inductor=False) is None
 
 
 def test_a_function_with_a_backward_pass_of_its_own_is_surveyed(folder, capsys):

@@ -65,8 +65,8 @@ def figures(results: Results) -> Sequence[Figure]:
         drawn.append(
             Figure(
                 "autotuning",
-                "A step of the same mode without autotuning over one with it; the whiskers are the ends of the two "
-                "spreads (20th to 80th percentile), the seconds what autotuning adds to the first steps.",
+                "A step of the same mode without autotuning over one with it, in turns in one process, with its 95 % "
+                "interval; the seconds are what autotuning adds to the first steps.",
                 lambda: draw_autotuning(results),
             )
         )

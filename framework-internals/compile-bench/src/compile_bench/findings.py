@@ -21,9 +21,6 @@ Kind = Literal[
     "compile error",
 ]
 
-# What a verdict says of a value that is not within its bound.
-OFF = "is off by"
-
 # What a break keeps when lines above it move: file, function and the line's text.
 Mark = tuple[str, int]
 
@@ -168,6 +165,19 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """Why a changed model does not compute what the unchanged one does.
+
+    Attributes:
+        why: in one sentence.
+        off: whether a value is outside its bound and nothing else is wrong: the compiler's rounding can do that alone.
+    """
+
+    why: str
+    off: bool = False
+
+
+@dataclass(frozen=True)
 class Trial:
     """What came of a change.
 
@@ -177,6 +187,7 @@ class Trial:
         gives_up: whether functions are still given up, behind which breaks may be hidden.
         graphs: captured in the first kind of step.
         unseen: whether it is refused only since a function that is given up hides what came of it.
+        off: see :class:`Refusal`.
     """
 
     verdict: str
@@ -184,6 +195,7 @@ class Trial:
     gives_up: bool = False
     graphs: int = 0
     unseen: bool = False
+    off: bool = False
 
 
 def mark(found: Break) -> Mark:

@@ -19,7 +19,7 @@ from compile_bench.collector import Collector, CudaGraphSkips, autotuning_within
 from compile_bench.loading import load_target
 from compile_bench.profiling import peak_rise, read_profile, record_steps
 from compile_bench.regional import compile_case
-from compile_bench.results import FIRST_STEPS, Accuracy, Case, Compiled, FirstSteps, Memory, Steady
+from compile_bench.results import FIRST_STEPS, Accuracy, Case, Compiled, FirstSteps, Memory, Steady, Untuned
 from compile_bench.target import Step, Target, describe_error
 from compile_bench.turns import Stopwatch, alone, one_at_a_time, pauses
 
@@ -103,16 +103,33 @@ def compiled(
     for _ in range(FIRST_STEPS):
         eager_step()
     memory = Memory(_peak(eager_step, case, held_before), compiled_peak + captured, captured)
+    with autotuning_within(gpu):
+        untuned_step = _untuned(target, case)
     with alone(turn):
-        steady = sample(eager_step, step, case, steady_seconds)
+        steady = sample(eager_step, step, case, steady_seconds, untuned=untuned_step)
         recorded = record_steps(eager_step, case.device), record_steps(step, case.device)
     profiles = read_profile(recorded[0], case.device), read_profile(recorded[1], case.device)
-    del eager_step  # its weights and gradients: the float64 copies need the memory
+    del eager_step, untuned_step  # their weights and gradients: the float64 copies need the memory
     _give_back(case)
     with gpu():
         accuracy = _accuracy(target, module, own, case)
         _give_back(case)
     return Compiled(first, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
+
+
+def _untuned(target: Target, case: Case) -> Step | None:
+    """The step of a mode that autotunes, compiled without and warmed up.
+
+    Between two processes a step drifts by more than autotuning changes it, so both have to be in one. Nested regions
+    are left out: they mark the class of the blocks, and that cannot be done twice.
+    """
+    plain = case.untuned
+    if plain is None or case.scope == "nested":
+        return None
+    step = _marked(target.step(compile_case(target.copied(), plain), train=case.train), plain)
+    for _ in range(FIRST_STEPS):
+        step()
+    return step
 
 
 def _load_artifacts(file: Path | None) -> float:
@@ -161,7 +178,7 @@ def _first_steps(step: Step, case: Case, turn: Path | None) -> tuple[float, ...]
     return tuple(seconds)
 
 
-def sample(eager: Step, compiled: Step, case: Case, seconds: float) -> Steady:
+def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: Step | None = None) -> Steady:
     """Steady steps in turns: eager, compiled, and eager once more as the control.
 
     Args:
@@ -169,16 +186,19 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float) -> Steady:
         compiled: the other; warmed up, as the first.
         case: its device is used.
         seconds: how long, over all three.
+        untuned: the compiled step without autotuning, sampled too; for a third more time.
     """
     # On a GPU the events stand around steps that are queued as a training loop queues them: where the CPU cannot keep
     # up, the wait for it is in the figure. A replayed graph would hide what eager pays for its launches.
     clock: Clock = "cuda-events" if case.device == "cuda" else "wall-clock"
-    comparison = compare(
-        {"eager": eager, "compiled": compiled, "control": eager},
-        device=case.device,
-        clock=clock,
-        seconds=seconds,
-    )
+    steps = {"eager": eager, "compiled": compiled, "control": eager}
+    if untuned is not None:
+        steps["untuned"] = untuned
+    comparison = compare(steps, device=case.device, clock=clock, seconds=seconds * len(steps) / 3)
+    other = None
+    if case.untuned is not None and untuned is not None:
+        speedup = comparison.speedup("compiled", over="untuned")
+        other = Untuned(case.untuned.mode, comparison["untuned"].quantity(), speedup)
     return Steady(
         comparison["eager"].quantity(),
         comparison["compiled"].quantity(),
@@ -186,6 +206,7 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float) -> Steady:
         comparison["compiled"].method,
         cpu_pressure(),
         comparison.speedup("control", over="eager"),
+        other,
     )
 
 

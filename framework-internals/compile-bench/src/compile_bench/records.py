@@ -40,7 +40,11 @@ def bench_records(bench: Bench, root: Path, *, side_by_side: int = 1) -> list[Re
     values = {"eager": steady.eager, "compiled": steady.compiled, "speedup": steady.speedup}
     if steady.control is not None:
         values["control"] = steady.control
-    records.append(Record("steady", labels, values, {"method": steady.method, "pressure": steady.pressure}))
+    data: dict[str, Json] = {"method": steady.method, "pressure": steady.pressure}
+    if steady.untuned is not None:
+        values |= {"untuned": steady.untuned.step, "speedup over untuned": steady.untuned.speedup}
+        data["untuned mode"] = steady.untuned.mode
+    records.append(Record("steady", labels, values, data))
     records.append(_trace(bench.trace, "compilation", labels, root))
     records.append(_accuracy(bench, labels))
     if bench.memory is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from benchkit.device import Device
@@ -12,6 +12,9 @@ from compile_bench.trace import CompileTrace
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 MODES: tuple[Mode, ...] = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+# A mode that autotunes, and the same without.
+UNTUNED: dict[Mode, Mode] = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
 
 # The model as a whole; its repeated blocks one by one (``block.compile()``); or the whole with the blocks marked as one
 # region that is compiled once (``torch.compiler.nested_compile_region``).
@@ -47,6 +50,13 @@ class Case:
         """``"training"`` or ``"inference"``."""
         return "training" if self.train else "inference"
 
+    @property
+    def untuned(self) -> Case | None:
+        """The same without autotuning; None where the mode does none."""
+        mode = UNTUNED.get(self.mode)
+        # A CPU has no CUDA graphs: reduce-overhead is the default there.
+        return None if mode is None else replace(self, mode="default" if self.device == "cpu" else mode)
+
 
 @dataclass(frozen=True)
 class FirstSteps:
@@ -73,6 +83,21 @@ class FirstSteps:
 
 
 @dataclass(frozen=True)
+class Untuned:
+    """Steps of the same model compiled without autotuning, taken in turns with those of a mode that autotunes.
+
+    Attributes:
+        mode: that it was compiled in.
+        step: seconds.
+        speedup: this step over the autotuned one, paired, with its interval.
+    """
+
+    mode: Mode
+    step: Quantity
+    speedup: Quantity
+
+
+@dataclass(frozen=True)
 class Steady:
     """Steps after all compiling, eager and compiled taken in turns.
 
@@ -83,6 +108,7 @@ class Steady:
         method: the clock.
         pressure: percent of the last ten seconds of it in which some task waited for a CPU core; None if not known.
         control: eager over eager, sampled in the same rounds: what this machine shows where there is no difference.
+        untuned: the same without autotuning; None where the mode does none.
     """
 
     eager: Quantity
@@ -91,6 +117,7 @@ class Steady:
     method: str
     pressure: float | None = None
     control: Quantity | None = None
+    untuned: Untuned | None = None
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from compile_bench.reading import (
     verdict_of,
 )
 from compile_bench.records import case_title, plural
-from compile_bench.results import MODES
+from compile_bench.results import MODES, UNTUNED
 from compile_bench.sweep import missing
+from compile_bench.verdict import difference
 
 # Behind first steps that found in the caches what another mode's autotuning had chosen.
 MARK = "ᵃ"
@@ -36,9 +37,6 @@ NOT_COMPARED = "ᵇ"
 
 # Behind the price of a model that was compiled alone, in a table of those that were not.
 ALONE = "ᶜ"
-
-# A mode that autotunes, and the one that it is held against: the same without autotuning.
-_PLAIN = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
 
 
 def sweep_context(results: Results, verdicts: Sequence[Record]) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def _calls(results: Results) -> list[str]:
 
 def _autotuned_in_turns(results: Results) -> bool:
     """Whether no autotuning timed its candidates while another process of the sweep timed its own."""
-    tuned = [cell for cell in results.select("cell") if cell.labels["mode"] in _PLAIN]
+    tuned = [cell for cell in results.select("cell") if cell.labels["mode"] in UNTUNED]
     return all(sweep_call(results, cell).data.get("autotuning") == "in turns" for cell in tuned)
 
 
@@ -198,8 +196,8 @@ class Autotuned:
     Attributes:
         verdict: the record of the one.
         before: the other one's mode.
-        speed: step of the other one over its own; the ends are those of the two spreads (20th to 80th percentile).
-        gain: seconds a step; 0 where the spreads touch.
+        speed: step of the other one over its own, paired, with its interval.
+        gain: seconds a step; 0 where the two cannot be told apart.
         more: seconds that autotuning adds to the first steps; None where that is not known.
         borrowed: whether these are those of the mode that autotuned the same kernels.
     """
@@ -213,43 +211,27 @@ class Autotuned:
 
 
 def autotuned(results: Results) -> list[Autotuned]:
-    """Every case that autotunes and whose plain counterpart was measured."""
+    """Every case that autotunes, held against the same without in the same rounds."""
     found = []
     for verdict in in_order(results, results.select("verdict")):
-        before = _PLAIN.get(str(verdict.labels["mode"]))
-        if before is None:
+        steady = same_case(results, "steady", verdict)
+        if "untuned" not in steady.values:
             continue
-        # A CPU has no CUDA graphs: all modes are held against the default there.
-        if results.environment.gpu is None or not verdict_of(results, verdict, before):
-            before = "default"
-        plain = verdict_of(results, verdict, before)
-        if plain is not None:
-            steps = [same_case(results, "steady", record)["compiled"] for record in (plain, verdict)]
-            speed = _ratio(*steps)
-            assert speed.low is not None
-            assert speed.high is not None
-            gain = steps[0].value - steps[1].value if speed.low > 1 or speed.high < 1 else 0.0
-            found.append(Autotuned(verdict, before, speed, gain, *_more(results, verdict, plain)))
+        speed, before = steady["speedup over untuned"], str(steady.data["untuned mode"])
+        seen = difference(speed, steady.values.get("control"))
+        gain = 0.0 if seen == "none" else steady["untuned"].value * (1 - 1 / speed.value)
+        found.append(Autotuned(verdict, before, speed, gain, *_more(results, verdict, before)))
     return found
 
 
-def _ratio(plain: Quantity, tuned: Quantity) -> Quantity:
-    """Of two steps from different processes: as a whole above or below 1 where their spreads are apart."""
-    assert plain.low is not None
-    assert plain.high is not None
-    assert tuned.low is not None
-    assert tuned.high is not None
-    return Quantity(plain.value / tuned.value, "×", plain.low / tuned.high, plain.high / tuned.low)
-
-
-def _more(results: Results, verdict: Record, plain: Record) -> tuple[float | None, bool]:
+def _more(results: Results, verdict: Record, before: str) -> tuple[float | None, bool]:
     """Seconds that autotuning adds to the first steps, and whether they are those of the mode that did it."""
-    if not _tuned(results, verdict):
-        return verdict["price"].value - plain["price"].value, False
-    tuner, without = (verdict_of(results, verdict, mode) for mode in ("max-autotune-no-cudagraphs", "default"))
-    if tuner is None or without is None:
+    borrowed = _tuned(results, verdict)
+    tuner = verdict_of(results, verdict, "max-autotune-no-cudagraphs") if borrowed else verdict
+    plain = verdict_of(results, verdict, "default" if borrowed else before)
+    if tuner is None or plain is None:
         return None, False
-    return tuner["price"].value - without["price"].value, True
+    return tuner["price"].value - plain["price"].value, borrowed
 
 
 def autotuning_context(results: Results) -> dict[str, Any]:
@@ -261,8 +243,7 @@ def autotuning_context(results: Results) -> dict[str, Any]:
         if each.more is not None:
             cost = f"{'+' if each.more >= 0 else '−'}{numbers.with_unit(abs(each.more), 's')}{MARK * each.borrowed}"
             after = f"{numbers.count(max(each.more, 0) / each.gain)} steps" if each.gain > 0 else "never"
-        step = f"{numbers.significant(each.speed.value)}×"
-        rows.append((case_title(each.verdict), each.before, step, cost, after))
+        rows.append((case_title(each.verdict), each.before, numbers.quantity(each.speed), cost, after))
     if not rows:
         return {}
     header = ["case", "held against", "step, times as fast", "first steps", "paid for after"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from benchkit.results import Quantity
 from compile_bench.results import FIRST_STEPS, Bench, FirstSteps, Steady
 
 Advice = Literal["compile", "don't", "inconclusive"]
@@ -105,17 +106,19 @@ def judge(bench: Bench) -> Verdict:
     )
 
 
-def difference(steady: Steady) -> Difference:
-    """Whether the compiled step is faster, slower, or not to be told from eager.
+def difference(speedup: Quantity, control: Quantity | None) -> Difference:
+    """Whether one of two steps is faster, slower, or not to be told from the other.
 
-    The interval of the speed-up has to lie beyond 1 by more than the control's: eager held against itself in the same
-    rounds shows what drift, caches and the order of calls do to a ratio here.
+    Args:
+        speedup: the other one over it, with its interval, which has to lie beyond 1 by more than the control's.
+        control: eager over itself in the same rounds: what drift, caches and the order of calls do to a ratio here.
     """
-    low, high = _interval(steady)
+    low, high = _ends(speedup)
     least, most = 1.0, 1.0
-    if steady.control is not None and steady.control.low is not None and steady.control.high is not None:
+    if control is not None:
         # A control on either side of 1 could as well have come out on the other: the names are interchangeable.
-        off = max(steady.control.high, 1 / steady.control.low, 1.0)
+        lowest, highest = _ends(control)
+        off = max(highest, 1 / lowest, 1.0)
         least, most = 1 / off, off
     if low > most:
         return "faster"
@@ -128,7 +131,7 @@ def _advice(bench: Bench) -> tuple[Advice, str]:
         return "don't", bench.accuracy.wrong or "the compiled results are further from float64 than the bound allows"
     if bench.case.device == "cpu" and pressure is not None and pressure > BUSY:
         return "inconclusive", f"the machine was busy: some task waited for a core in {pressure:.0f} % of the time"
-    seen = difference(bench.steady)
+    seen = difference(bench.steady.speedup, bench.steady.control)
     if seen == "slower":
         return "don't", "the whole interval of the speed-up is below 1 and below what eager shows against itself"
     if seen == "faster":
@@ -146,7 +149,7 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
 
     The gain of a step is eager · (1 − 1 / speed-up), at the median and at both ends of the speed-up's interval.
     """
-    low, high = _interval(steady)
+    low, high = _ends(steady.speedup)
     extra = price(compiled, eager)
 
     def steps(speedup: float) -> float | None:
@@ -186,7 +189,7 @@ def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | N
     def ratio(speedup: float) -> float:
         return eager / (firsts + later / speedup)
 
-    low, high = (ratio(speedup) for speedup in _interval(bench.steady))
+    low, high = (ratio(speedup) for speedup in _ends(bench.steady.speedup))
     advice, _ = _advice(bench)
     if advice == "compile" and not low > 1:
         advice = "don't" if high < 1 else "inconclusive"
@@ -204,7 +207,7 @@ def _starts(bench: Bench, restarts: int, cache: CacheState) -> float | None:
     return None if bench.mega is None else (restarts + 1) * bench.mega.total
 
 
-def _interval(steady: Steady) -> tuple[float, float]:
-    assert steady.speedup.low is not None
-    assert steady.speedup.high is not None
-    return steady.speedup.low, steady.speedup.high
+def _ends(ratio: Quantity) -> tuple[float, float]:
+    assert ratio.low is not None
+    assert ratio.high is not None
+    return ratio.low, ratio.high

@@ -26,9 +26,9 @@ from compile_bench.cli.options import (
 from compile_bench.cli.triaging import describe_triage
 from compile_bench.harness import DEFAULT_LIMIT, Harness, WorkerFailure
 from compile_bench.records import plural
-from compile_bench.results import Bench, Triage
+from compile_bench.results import Bench, Steady, Triage
 from compile_bench.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
-from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, judge, plan
+from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, difference, judge, plan
 
 
 def run(
@@ -179,6 +179,7 @@ def describe_bench(bench: Bench) -> str:
     rows += [
         ("step, eager", numbers.quantity(steady.eager)),
         ("step, compiled", numbers.quantity(steady.compiled)),
+        *_untuned_rows(steady),
         ("price, empty caches", numbers.with_unit(verdict.price, "s")),
         ("break-even, empty caches", _steps(verdict.cold.steps)),
     ]
@@ -194,6 +195,17 @@ def describe_bench(bench: Bench) -> str:
     table = markdown_table([title if bench.case.scope == "whole" else f"{title}, {bench.case.scope}", ""], rows, left=2)
     found = describe_triage(Triage(bench.case, bench.trace, len(bench.cold.steps)))
     return "\n\n".join([table, _plan_table(bench), found])
+
+
+def _untuned_rows(steady: Steady) -> list[tuple[str, str]]:
+    """What autotuning gives, where the mode does any."""
+    other = steady.untuned
+    if other is None:
+        return []
+    gain = f"a step {numbers.quantity(other.speedup)} as fast as in {other.mode}"
+    if difference(other.speedup, steady.control) == "none":
+        gain += ", within what eager shows against itself"
+    return [(f"step, {other.mode}", numbers.quantity(other.step)), ("autotuning", gain)]
 
 
 def _step_rows(bench: Bench) -> list[tuple[str, str]]:

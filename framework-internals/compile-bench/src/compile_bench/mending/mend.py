@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from benchkit import UserError
-from compile_bench.findings import OFF, Figures, Finding, Mark, Mend, Proposal, Survey, Trial, mark
+from compile_bench.findings import Figures, Finding, Mark, Mend, Proposal, Survey, Trial, mark
 from compile_bench.harness import Harness, WorkerFailure
 from compile_bench.mending.choosing import Choice, Place, choose
 from compile_bench.mending.overlay import Overlay
@@ -191,7 +191,7 @@ class Mender:
         self._harness.toolchain_seconds()
         try:
             trial = self._compiled(overlay, places)
-            if OFF in trial.verdict and self._calibrate():
+            if trial.off and self._calibrate():
                 trial = self._compiled(overlay, places)
         except WorkerFailure as error:
             return Trial(str(error))

@@ -1,7 +1,7 @@
 """Does a changed model compute what the unchanged one does? Outputs and gradients, on several inputs.
 
 The unchanged model's values are written down once (:func:`reference`), and every changed one is compared with them
-(:func:`holds`), the last one compiled with Inductor in a process of its own. Branches are only told apart by inputs
+(:func:`refusal`), the last one compiled with Inductor in a process of its own. Branches are only told apart by inputs
 that take either side, so every floating-point argument is also negated and scaled. The bound is that of
 :mod:`compile_bench.accuracy`. A model that draws random numbers is compared under the same seed, with Inductor drawing
 as eager does, and the bound is then calibrated by what compiling the unchanged model alone does to it.
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from benchkit.errors import first_line
 from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, vector, widened
-from compile_bench.findings import OFF
+from compile_bench.findings import Refusal
 from compile_bench.measuring import load_case
 from compile_bench.results import Case
 from compile_bench.target import Target, tensors_in
@@ -60,7 +60,7 @@ class Expected:
 
 
 def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
-    """Write what the unchanged model of a case gives, for :func:`holds`.
+    """Write what the unchanged model of a case gives, for :func:`refusal`.
 
     Args:
         case: whose target.
@@ -86,17 +86,17 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     return True
 
 
-def holds(case: Case, *, path: Path, with_inductor: bool) -> str:
+def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
     """Compare the model of a case as it now is, eager or compiled.
 
     Returns:
-        Empty if all outputs and gradients are within their bounds; else what is not, in one sentence.
+        None if all outputs and gradients are within their bounds.
     """
     target = load_case(case)
     with torch.serialization.safe_globals([Expected, Observation]):
         random, expected = cast(tuple[bool, list[Expected]], torch.load(path, weights_only=True))
     if not expected:
-        return "the unchanged model gave no finite output to compare with"
+        return Refusal("the unchanged model gave no finite output to compare with")
     model = own_model(target, case)
     call = compiled(model, case, random=random) if with_inductor else model
     for each in expected:
@@ -104,11 +104,12 @@ def holds(case: Case, *, path: Path, with_inductor: bool) -> str:
         try:
             found = observe(scaled(target, each.scale), call, model, case)
         except Exception as error:  # whatever the changed model or the compiler raises
-            return f"the changed model raised {first_line(error)[:160]}"
+            return Refusal(f"the changed model raised {first_line(error)[:160]}")
         difference = _difference(each, found)
-        if difference:
-            return difference + ("" if each.scale == 1 else f" (arguments × {each.scale:.3g})")
-    return ""
+        if difference is not None:
+            scale = "" if each.scale == 1 else f" (arguments × {each.scale:.3g})"
+            return replace(difference, why=difference.why + scale)
+    return None
 
 
 def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
@@ -185,20 +186,20 @@ def _distance(values: Tensor, reference: Tensor) -> float:
     return torch.linalg.vector_norm(values - reference).item() / size
 
 
-def _difference(expected: Expected, found: Observation) -> str:
+def _difference(expected: Expected, found: Observation) -> Refusal | None:
     if found.signature != expected.eager.signature:
-        return f"the output is {_described(found)} instead of {_described(expected.eager)}"
+        return Refusal(f"the output is {_described(found)} instead of {_described(expected.eager)}")
     missing = sorted(set(expected.eager.values) ^ set(found.values))
     if missing:
-        return f"{missing[0]} is there in one of the two only"
+        return Refusal(f"{missing[0]} is there in one of the two only")
     for name, value in found.values.items():
         eager, exact = expected.eager.values[name], expected.exact.values[name]
         if value.shape != exact.shape:
-            return f"{name} has {value.numel()} elements instead of {exact.numel()}"
+            return Refusal(f"{name} has {value.numel()} elements instead of {exact.numel()}")
         pair = error_pair(name, eager, value, exact, expected.allowance[name])
         if not pair.holds:
-            return f"{name} {OFF} {pair.compiled:.2g}; the bound is {pair.bound:.2g}"
-    return ""
+            return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", off=True)
+    return None
 
 
 def _described(observation: Observation) -> str:

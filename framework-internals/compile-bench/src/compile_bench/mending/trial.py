@@ -16,7 +16,7 @@ from benchkit import UserError
 from compile_bench.collector import folders, settings_restored
 from compile_bench.findings import Mark, Proposal, Trial, mark
 from compile_bench.mending.overlay import Overlay, forget_user_modules, overlaid
-from compile_bench.mending.proof import holds, reference
+from compile_bench.mending.proof import reference, refusal
 from compile_bench.mending.rewrites import CHANGED_SETTINGS
 from compile_bench.mending.source import line_before
 from compile_bench.results import Case
@@ -99,7 +99,8 @@ def _trial(
             return replace(seen, verdict=f"the changed model fails: {failures[0]}")
         forget_user_modules(whose)
         torch.compiler.reset()
-        return replace(seen, verdict=holds(case, path=path, with_inductor=compiled))
+        refused = refusal(case, path=path, with_inductor=compiled)
+        return seen if refused is None else replace(seen, verdict=refused.why, off=refused.off)
 
 
 def _mark_before(found: Break, overlay: Overlay) -> Mark:
