@@ -1,11 +1,14 @@
 """The float64-calibrated comparison: right results pass, planted errors do not, random models are left alone."""
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from compile_bench.accuracy import ATTEMPTS, compare_with_eager, vector
+from compile_bench.accuracy import ATTEMPTS, compare_with_eager, draws_random_numbers, vector
 from compile_bench.target import Target
 
 
@@ -39,6 +42,15 @@ class Detector(nn.Linear):
     def forward(self, x):
         scores = super().forward(x)
         return Detections(scores, [scores > 0, scores.argmax(-1)])
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return self.draw(x)
 
 
 class Labels(nn.Linear):
@@ -163,6 +175,28 @@ def test_a_model_with_dropout_is_not_compared_in_training():
     assert "random numbers" in compare_with_eager(made, model, model, train=True).skipped
     model.eval()
     assert not compare_with_eager(made, model, model, train=False).skipped
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x * (1 + 1e-4 * np.random.rand()),  # as a mask over one of a thousand positions
+        lambda x: x * (1 + 1e-4 * random.random()),
+        lambda x: x if torch.rand(()) > 0.15 else 0 * x,  # a layer that is left out now and then
+    ],
+)
+def test_small_and_rare_effects_of_random_numbers_are_seen(draw):
+    made = target()
+    made.model.append(Drawing(draw))
+    assert draws_random_numbers(made, train=True)
+
+
+def test_a_number_that_decides_nothing_is_no_randomness():
+    made = target()
+    made.model.append(Drawing(lambda x: x if torch.rand(()) + random.random() > -1 else 0 * x))
+    model = made.copied()
+    assert not draws_random_numbers(made, train=True)
+    assert not compare_with_eager(made, model, model, train=True).skipped
 
 
 def test_a_model_that_cannot_do_float64_says_so():

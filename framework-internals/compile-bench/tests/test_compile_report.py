@@ -13,12 +13,11 @@ from benchkit.results import Record, Results
 from compile_bench.agreement import Agreement
 from compile_bench.frames import Frame
 from compile_bench.lens import build_lens, configure
-from compile_bench.losses import attention_table, slower_table
+from compile_bench.losses import attention_table
 from compile_bench.reading import in_order
 from compile_bench.records import (
     agreement_record,
     bench_records,
-    case_labels,
     eager_record,
     neutral,
     shape_record,
@@ -153,20 +152,6 @@ def test_a_slower_step_shows_the_gpus_time_and_its_dearest_kernels():
     ) in text
     for other in (bench(), profiled(bench(0.8, 0.85, 0.9))):  # a faster one; a CPU's
         assert "Slower when compiled" not in render(results(*records_of(other)), REPORT)
-
-
-@pytest.mark.parametrize("alone", [True, False])
-def test_the_gpus_time_is_shown_only_where_nobody_else_was_on_it(alone):
-    on_gpu = StepProfile(0.9, 2, 5, 5, 0.0, 0.11, (KernelTime("triton_poi_fused_gelu", 4.5, 0.1),))
-    slower = replace(bench(0.8, 0.85, 0.9), eager_profile=on_gpu, compiled_profile=on_gpu)
-    of_the_sweep = [
-        Record("cell", case_labels(slower.case), data={"call": 1}),
-        Record("sweep call", {"call": 1}, data={"profiles": "alone"} if alone else {}),
-    ]
-    swept = replace(
-        results(*records_of(slower), *of_the_sweep), configuration={"sweep": {"groups": [[slower.case.target]]}}
-    )
-    assert ("triton_poi_fused_gelu" in slower_table(swept)) is alone
 
 
 def test_attention_that_is_fused_no_more_is_named_with_its_modes():

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from benchkit import UserError
 from benchkit.errors import first_line
+from compile_bench.randomness import changes_with_the_seed
 from compile_bench.results import Accuracy, ErrorPair
 from compile_bench.target import Target, tensors_in
 
@@ -231,16 +232,11 @@ def rounding_allowance(target: Target) -> float:
 
 
 def draws_random_numbers(target: Target, *, train: bool) -> bool:
-    """Whether a seed changes the output, or the output changes by itself (numbers drawn by NumPy or Python)."""
+    """Whether the output depends on random numbers."""
     model = target.copied().train(train)
 
-    def output(seed: int) -> Tensor:
-        torch.manual_seed(seed)
+    def output() -> Tensor:
         with torch.set_grad_enabled(train):  # a function may do a backward pass of its own
             return flat(target.forward(model, target.args))
 
-    first = output(0)
-    size = torch.linalg.vector_norm(first).item()
-    same, *others = (torch.linalg.vector_norm(output(seed) - first).item() for seed in (0, 1, 2, 3))
-    # Atomic additions and batch statistics move an output by roundings; a drawn mask moves it by far more.
-    return same > 1e-3 * size or max(others) > 10 * same + 1e-6 * size
+    return changes_with_the_seed(output)

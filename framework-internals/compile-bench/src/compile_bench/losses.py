@@ -8,7 +8,7 @@ from typing import Any
 from benchkit import numbers
 from benchkit.report import markdown_table
 from benchkit.results import Record, Results
-from compile_bench.reading import case_key, in_order, profiled_alone, same_case, value_of
+from compile_bench.reading import case_key, in_order, same_case, value_of
 from compile_bench.records import case_title
 
 # Kernels of either side that a row names.
@@ -22,7 +22,7 @@ _STILL_FUSED = 0.5
 def slower_table(results: Results) -> str:
     """A row for every model and kind with a step that is slower compiled, in the first such mode; empty without any.
 
-    Only where the GPU's own time was recorded, and with nobody else on it: on a CPU there is none.
+    Only where the GPU's own time was recorded: on a CPU there is none.
     """
     rows: dict[tuple[str, str], tuple[str, ...]] = {}
     for verdict in in_order(results, results.select("verdict")):
@@ -30,7 +30,7 @@ def slower_table(results: Results) -> str:
         profiles = results.select("profile", **verdict.labels)
         if steady["speedup"].value >= 1 or verdict.data["advice"] != "don't" or not profiles:
             continue
-        if "compiled busy" in profiles[0].values and profiled_alone(results, profiles[0]):
+        if "compiled busy" in profiles[0].values:
             rows.setdefault(case_key(verdict)[:2], _row(verdict, steady, profiles[0]))
     header = ["case", "step", "GPU at work", "dearest kernels, eager", "dearest kernels, compiled"]
     return markdown_table(header, list(rows.values())) if rows else ""

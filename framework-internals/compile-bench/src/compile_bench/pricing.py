@@ -20,9 +20,10 @@ from compile_bench.findings import Figures, Price, Priced
 from compile_bench.frames import RESUMED, plain_function
 from compile_bench.measuring import load_case
 from compile_bench.mending.overlay import Overlay, overlaid
+from compile_bench.randomness import seed_everything
 from compile_bench.results import FIRST_STEPS, Case
 from compile_bench.trace import Break, CompileTrace, merge_breaks
-from compile_bench.triage_worker import own_model, seed_everything
+from compile_bench.triage_worker import own_model
 from compile_bench.wording import RECOMPILE_LIMIT
 
 _STEPS = 40

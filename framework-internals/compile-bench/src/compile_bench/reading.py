@@ -71,17 +71,6 @@ def swept_cases(results: Results) -> set[CaseKey]:
     return {case_key(record) for record in results.select("cell")}
 
 
-def profiled_alone(results: Results, profile: Record) -> bool:
-    """Whether the GPU worked for nobody else during a profile, so that the kernels' times in it are a step's own."""
-    cells = results.select("cell", **profile.labels)
-    return all(sweep_call(results, cell).data.get("profiles") == "alone" for cell in cells)
-
-
-def sweep_call(results: Results, cell: Record) -> Record:
-    """The call of ``run.py --sweep`` that a cell is of."""
-    return results.one("sweep call", call=cell.data["call"])
-
-
 def unswept(results: Results, records: Sequence[Record]) -> list[Record]:
     """Those of ``records`` that are of the main job."""
     swept = swept_cases(results)

@@ -14,7 +14,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cu
 MODES: tuple[Mode, ...] = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 # A mode that autotunes, and the same without.
-UNTUNED: dict[Mode, Mode] = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
+_UNTUNED: dict[Mode, Mode] = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
 
 # The model as a whole; its repeated blocks one by one (``block.compile()``); or the whole with the blocks marked as one
 # region that is compiled once (``torch.compiler.nested_compile_region``).
@@ -53,7 +53,7 @@ class Case:
     @property
     def untuned(self) -> Case | None:
         """The same without autotuning; None where the mode does none."""
-        mode = UNTUNED.get(self.mode)
+        mode = _UNTUNED.get(self.mode)
         # A CPU has no CUDA graphs: reduce-overhead is the default there.
         return None if mode is None else replace(self, mode="default" if self.device == "cpu" else mode)
 

@@ -123,9 +123,7 @@ class _Sweep:
     def _begin(self) -> None:
         """Say of which commit and day the cells of this call are: those of several calls stand in one document."""
         found = capture(self.run.device, root=self.repository)
-        # In earlier calls both went on beside one another, and beside everything else.
-        data = {**found.source, "autotuning": "in turns", "profiles": "alone"}
-        self.run.record("sweep call", {"call": self.call}, data=data)
+        self.run.record("sweep call", {"call": self.call}, data=found.source)
 
     def _measure(self, work: Sequence[Unit], side_by_side: int) -> list[Case]:
         """Keep every cell as it comes; those that found no memory beside others are left, and returned."""

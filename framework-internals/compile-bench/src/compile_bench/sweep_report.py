@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +18,13 @@ from compile_bench.reading import (
     compiled_first,
     in_order,
     models,
-    profiled_alone,
     same_case,
     side_by_side,
-    sweep_call,
     swept_cases,
     verdict_of,
 )
 from compile_bench.records import case_title, plural
-from compile_bench.results import MODES, UNTUNED
+from compile_bench.results import MODES
 from compile_bench.sweep import missing
 from compile_bench.verdict import difference
 
@@ -69,10 +68,9 @@ def sweep_context(results: Results, verdicts: Sequence[Record]) -> dict[str, Any
         "models": len({target for target, _ in rows}),
         "kinds": " and ".join(sorted({kind for _, kind in rows}, reverse=True)),
         "calls": _calls(results),
-        "autotuned_in_turns": _autotuned_in_turns(results),
-        "profiled_alone": all(profiled_alone(results, profile) for profile in results.select("profile")),
         "cells": _cells(results, verdicts),
-        "failed": [(case_title(record), record.data["failed"]) for record in failed.values()],
+        "drift": _drift(results, verdicts),
+        "failed": [(case_title(record), record.data["failed"]) for record in in_order(results, [*failed.values()])],
         "missing": _missing(results),
     }
 
@@ -106,12 +104,6 @@ def _calls(results: Results) -> list[str]:
     return lines
 
 
-def _autotuned_in_turns(results: Results) -> bool:
-    """Whether no autotuning timed its candidates while another process of the sweep timed its own."""
-    tuned = [cell for cell in results.select("cell") if cell.labels["mode"] in UNTUNED]
-    return all(sweep_call(results, cell).data.get("autotuning") == "in turns" for cell in tuned)
-
-
 def _missing(results: Results) -> list[tuple[str, str]]:
     """Model and kind, and the modes that no call has come to."""
     if not results.select("sweep call"):
@@ -131,8 +123,8 @@ def _cells(results: Results, verdicts: Sequence[Record]) -> str:
     for verdict in in_order(results, own):
         first = compiled_first(results, verdict)[0]
         phases = sum(quantity.value for name, quantity in first.values.items() if name.startswith("phase "))
-        compilation, profile, memory = (
-            same_case(results, name, verdict) for name in ("compilation", "profile", "memory")
+        compilation, profile, memory, steady = (
+            same_case(results, name, verdict) for name in ("compilation", "profile", "memory", "steady")
         )
         started = [_arrow(profile, f" {what}", numbers.count) for what in ("kernels", "launches") if on_gpu]
         rows.append(
@@ -141,6 +133,7 @@ def _cells(results: Results, verdicts: Sequence[Record]) -> str:
                 verdict.labels["mode"],
                 numbers.with_unit(first["total"].value, "s") + (MARK if _tuned(results, verdict) else ""),
                 numbers.with_unit(phases, "s"),
+                _arrow(steady, "", lambda value: numbers.with_unit(value, "s")),
                 _arrow(memory, "", lambda value: numbers.with_unit(value, "B")),
                 *started,
                 numbers.count(compilation["graphs"].value),
@@ -154,6 +147,7 @@ def _cells(results: Results, verdicts: Sequence[Record]) -> str:
         "mode",
         "first steps",
         "compiling",
+        "step",
         "peak memory",
         *gpu_columns,
         "graphs",
@@ -161,6 +155,23 @@ def _cells(results: Results, verdicts: Sequence[Record]) -> str:
         "within bounds",
     ]
     return markdown_table(header, rows, left=2) if rows else ""
+
+
+def _drift(results: Results, verdicts: Sequence[Record]) -> dict[str, str]:
+    """How far eager's steps of one model lie apart, longest over shortest of its cells; empty without two of any."""
+    steps: dict[tuple[str, str], list[float]] = {}
+    swept = swept_cases(results)
+    for verdict in verdicts:
+        if case_key(verdict) in swept:
+            step = same_case(results, "steady", verdict)["eager"].value
+            steps.setdefault(case_key(verdict)[:2], []).append(step)
+    apart = {model: max(each) / min(each) for model, each in steps.items() if len(each) > 1}
+    if not apart:
+        return {}
+    most = max(apart, key=lambda model: apart[model])
+    middle = statistics.median(apart.values())
+    shown = (f"{numbers.significant(ratio)}×" for ratio in (middle, apart[most]))
+    return {"case": " ".join(most), **dict(zip(("middle", "most"), shown, strict=True))}
 
 
 def _arrow(record: Record, what: str, shown: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import re
 import time
 import traceback
@@ -13,7 +12,6 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +25,7 @@ from compile_bench.measuring import load_case
 from compile_bench.mending import holding
 from compile_bench.mending.holding import Held, Marked, overlays, rewind
 from compile_bench.mending.overlay import forget_user_modules, overlaid
+from compile_bench.randomness import seed_everything
 from compile_bench.results import Case, Triage
 from compile_bench.target import Target
 from compile_bench.trace import Break, CompileTrace, Recompile, broken_in_error, innermost_in, merge_breaks, with_lines
@@ -283,13 +282,6 @@ def read_lost_graphs(skips: CudaGraphSkips, whose: Folders) -> list[SilentEager]
         place = innermost_in(message, whose) or Frame("?", 0, "?")
         found.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are left out: {reason}"))
     return found
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch, Python and NumPy."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
 
 
 def unexplained(frames: Iterable[EagerFrame], trace: CompileTrace) -> list[SilentEager]:

@@ -22,9 +22,10 @@ from benchkit.errors import first_line
 from compile_bench.accuracy import FACTOR, draws_random_numbers, error_pair, flat, rounding_allowance, vector, widened
 from compile_bench.findings import Refusal
 from compile_bench.measuring import load_case
+from compile_bench.randomness import seed_everything
 from compile_bench.results import Case
 from compile_bench.target import Target, tensors_in
-from compile_bench.triage_worker import own_model, seed_everything
+from compile_bench.triage_worker import own_model
 
 _SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
 
