@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchkit import Quantity, UserError, numbers
-from compile_bench import Case, Harness, WorkerFailure, judge
+from compile_bench import Case, Harness, WorkerFailure, judge, measuring
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
 from compile_bench.cli.measuring import describe_bench
-from compile_bench.measuring import sample, self_comparison
+from compile_bench.measuring import load_case, sample, self_comparison
 from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
 from compile_bench.trace import Break, CompileTrace, Recompile
 
@@ -220,6 +221,25 @@ def test_what_autotuning_gives_is_sampled_in_the_same_rounds(toolchain, file):
     text = describe_bench(bench)
     assert f"| step, default | {numbers.quantity(other.step)} |" in text
     assert f"| autotuning | a step {numbers.quantity(other.speedup)} as fast as in default" in text
+
+
+def test_a_comparison_that_was_not_made_says_why():
+    tuned = replace(made_up(1.9, 2.1), case=Case("x", mode="max-autotune"))
+    assert "| autotuning | not held against default: a third model does not fit in the memory |" in describe_bench(
+        tuned
+    )
+    nested = replace(tuned, case=replace(tuned.case, scope="nested"))
+    assert "| autotuning | not held against default: blocks are marked once |" in describe_bench(nested)
+    assert "autotuning" not in describe_bench(made_up(1.9, 2.1))
+
+
+def test_without_room_for_a_third_model_the_rest_is_measured(monkeypatch):
+    def full(model, case):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(measuring, "compile_case", full)
+    target = load_case(Case("mlp"))
+    assert measuring._untuned(target, Case("mlp", mode="max-autotune")) is None
 
 
 @pytest.mark.slow

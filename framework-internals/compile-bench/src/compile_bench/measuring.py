@@ -120,15 +120,18 @@ def compiled(
 def _untuned(target: Target, case: Case) -> Step | None:
     """The step of a mode that autotunes, compiled without and warmed up.
 
-    Between two processes a step drifts by more than autotuning changes it, so both have to be in one. Nested regions
-    are left out: they mark the class of the blocks, and that cannot be done twice.
+    Between two processes a step drifts by more than autotuning changes it, so both have to be in one. None for nested
+    regions too, which mark the class of the blocks: that cannot be done twice; and where a third model has no room.
     """
     plain = case.untuned
     if plain is None or case.scope == "nested":
         return None
-    step = _marked(target.step(compile_case(target.copied(), plain), train=case.train), plain)
-    for _ in range(FIRST_STEPS):
-        step()
+    try:
+        step = _marked(target.step(compile_case(target.copied(), plain), train=case.train), plain)
+        for _ in range(FIRST_STEPS):
+            step()
+    except torch.OutOfMemoryError:
+        return None
     return step
 
 

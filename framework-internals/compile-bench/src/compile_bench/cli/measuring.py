@@ -26,7 +26,7 @@ from compile_bench.cli.options import (
 from compile_bench.cli.triaging import describe_triage
 from compile_bench.harness import DEFAULT_LIMIT, Harness, WorkerFailure
 from compile_bench.records import plural
-from compile_bench.results import Bench, Steady, Triage
+from compile_bench.results import Bench, Triage
 from compile_bench.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
 from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, difference, judge, plan
 
@@ -179,7 +179,7 @@ def describe_bench(bench: Bench) -> str:
     rows += [
         ("step, eager", numbers.quantity(steady.eager)),
         ("step, compiled", numbers.quantity(steady.compiled)),
-        *_untuned_rows(steady),
+        *_untuned_rows(bench),
         ("price, empty caches", numbers.with_unit(verdict.price, "s")),
         ("break-even, empty caches", _steps(verdict.cold.steps)),
     ]
@@ -197,13 +197,16 @@ def describe_bench(bench: Bench) -> str:
     return "\n\n".join([table, _plan_table(bench), found])
 
 
-def _untuned_rows(steady: Steady) -> list[tuple[str, str]]:
+def _untuned_rows(bench: Bench) -> list[tuple[str, str]]:
     """What autotuning gives, where the mode does any."""
-    other = steady.untuned
-    if other is None:
+    plain, other = bench.case.untuned, bench.steady.untuned
+    if plain is None:
         return []
+    if other is None:
+        why = "blocks are marked once" if bench.case.scope == "nested" else "a third model does not fit in the memory"
+        return [("autotuning", f"not held against {plain.mode}: {why}")]
     gain = f"a step {numbers.quantity(other.speedup)} as fast as in {other.mode}"
-    if difference(other.speedup, steady.control) == "none":
+    if difference(other.speedup, bench.steady.control) == "none":
         gain += ", within what eager shows against itself"
     return [(f"step, {other.mode}", numbers.quantity(other.step)), ("autotuning", gain)]
 
