@@ -114,7 +114,8 @@ def folder(tmp_path, monkeypatch):
 def test_a_guess_of_pytorchs_that_the_code_is_wrong_is_no_advice():
     guess = "Your code may result in an error when running in eager. Please double check that your code …"
     assert billing._hint((guess, "Avoid calling it.")) == "Avoid calling it."
-    assert billing._hint((guess,)) == billing._hint(()) == ""
+    rules = "It may be possible to write Dynamo tracing rules for this code. Please report an issue to PyTorch."
+    assert billing._hint((guess,)) == billing._hint((rules,)) == billing._hint(()) == ""
 
 
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):

@@ -21,7 +21,11 @@ from compile_bench.wording import RECOMPILE_LIMIT
 
 Result = TypeVar("Result")
 
-_FAILS_EAGERLY = "Your code may result in an error when running in eager"
+# What PyTorch says for itself: what fails eagerly is no target, and Dynamo's rules are not the user's to write.
+_NO_ADVICE = (
+    "Your code may result in an error when running in eager",
+    "It may be possible to write Dynamo tracing rules",
+)
 
 
 def draw_up(
@@ -175,8 +179,8 @@ def _cause(each: Break, line: str, consequence: str) -> Cause | None:
 
 
 def _hint(hints: Sequence[str]) -> str:
-    """PyTorch's first, without its guess that the code fails eagerly too: what fails eagerly is no target."""
-    return next((each for each in hints if not each.startswith(_FAILS_EAGERLY)), "")
+    """PyTorch's first that says what to do; empty if none does."""
+    return next((each for each in hints if not each.startswith(_NO_ADVICE)), "")
 
 
 def _kind(each: Break) -> Kind:

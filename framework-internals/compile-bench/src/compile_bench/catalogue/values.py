@@ -180,7 +180,8 @@ def _loop() -> Repro:
     pattern=BRANCH,
     code=r"\bassert\b|\bif\b.*(\braise\b|\bwarn(ing|ings)?\b|(?<!\.)\blog(ger|ging)?\.)",
     why="The check is a branch, although it hardly ever goes the other way.",
-    advice="torch._assert_async while compiling, which checks on the device; or check outside, every so many steps.",
+    advice="torch._assert_async while compiling, which checks on the device; or check outside, every so many steps. "
+    "Where the error is caught, compute both ways and take torch.where(): nothing catches an error of the device.",
 )
 def _raise() -> Repro:
     def broken(x: Tensor) -> Tensor:
