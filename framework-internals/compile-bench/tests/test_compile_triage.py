@@ -918,6 +918,35 @@ def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder,
     assert refusal(case, path=path, with_inductor=True).off
 
 
+KEEPING = """
+import torch
+from torch import nn
+
+class Tracker(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.history = []
+
+    def forward(self, x):
+        x = self.embed(x)
+        self.history.append(x.detach())
+        return x @ self.history[0].t()
+
+def target():
+    torch.manual_seed(0)
+    return Tracker(), (torch.randn(3, 4),)
+"""
+
+
+def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder):
+    path = folder / "triage_model.py"
+    path.write_text(KEEPING)
+    case = Case(f"{path}:target", "cpu", train=False)
+    reference(case, path=folder / "reference.pt")
+    assert refusal(case, path=folder / "reference.pt", with_inductor=False) is None
+
+
 def test_the_rest_of_a_function_that_was_given_up_is_no_finding():
     given_up = Break("/user/model.py", 9, "forward", "if x.sum() > 0:", "", "", (), "", whole_frame=True)
     rest = EagerFrame(Frame("/user/model.py", 5, f"{RESUMED}forward_at_5"), ())

@@ -98,10 +98,9 @@ def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
         random, expected = cast(tuple[bool, list[Expected]], torch.load(path, weights_only=True))
     if not expected:
         return Refusal("the unchanged model gave no finite output to compare with")
-    model = own_model(target, case)
-    call = compiled(model, case, random=random) if with_inductor else model
     for each in expected:
-        load_state(model, target.model)
+        model = own_model(target, case)  # a new one, as the reference's: some keep things that are no buffers
+        call = compiled(model, case, random=random) if with_inductor else model
         try:
             found = observe(scaled(target, each.scale), call, model, case)
         except Exception as error:  # whatever the changed model or the compiler raises
