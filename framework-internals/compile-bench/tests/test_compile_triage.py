@@ -939,12 +939,18 @@ def target():
 """
 
 
-def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder):
-    path = folder / "triage_model.py"
+def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder, monkeypatch):
+    path, written = folder / "triage_model.py", folder / "reference.pt"
     path.write_text(KEEPING)
     case = Case(f"{path}:target", "cpu", train=False)
-    reference(case, path=folder / "reference.pt")
-    assert refusal(case, path=folder / "reference.pt", with_inductor=False) is None
+    reference(case, path=written)
+    assert refusal(case, path=written, with_inductor=False) is None
+    # Nor is it what compiling does: that would allow a change for anything.
+    monkeypatch.setattr(proof, "compiled", lambda model, case, *, random: model)
+    reference(case, path=written, calibrated=True)
+    with torch.serialization.safe_globals([proof.Expected, proof.Observation]):
+        _, expected = torch.load(written, weights_only=True)
+    assert [each.allowance["output"] < 1e-6 for each in expected] == [True] * 4
 
 
 def test_the_rest_of_a_function_that_was_given_up_is_no_finding():

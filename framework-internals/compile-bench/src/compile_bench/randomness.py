@@ -27,8 +27,8 @@ def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
     A generator that has moved on is not enough: some models draw a number to decide about what they never do.
 
     Args:
-        compute: gives the result, as one vector of float64; called three times where it draws nothing, else up to
-            eighteen times.
+        compute: gives the result, as one vector of float64; called twice where it draws nothing, else up to
+            nineteen times.
     """
 
     def distance(seed: int) -> float:

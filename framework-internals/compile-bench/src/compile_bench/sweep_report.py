@@ -170,8 +170,11 @@ def _drift(results: Results, verdicts: Sequence[Record]) -> dict[str, str]:
         return {}
     most = max(apart, key=lambda model: apart[model])
     middle = statistics.median(apart.values())
-    shown = (f"{numbers.significant(ratio)}×" for ratio in (middle, apart[most]))
-    return {"case": " ".join(most), **dict(zip(("middle", "most"), shown, strict=True))}
+    return {
+        "case": " ".join(most),
+        "middle": numbers.with_unit(middle, "×"),
+        "most": numbers.with_unit(apart[most], "×"),
+    }
 
 
 def _arrow(record: Record, what: str, shown: Any) -> str:

@@ -77,13 +77,10 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
     random = target.is_step or draws_random_numbers(target, train=case.train)
     if random and calibrated:
         return False
-    calibration = compiled(own_model(target, case), case, random=random) if random or calibrated else None
     # A step has no arguments to vary, and may change its own state from call to call.
     scales = _SCALES[:1] if target.is_step else _SCALES
-    expected = [
-        each for scale in scales if (each := _expected(target, case, scale, calibration, exact=not random)) is not None
-    ]
-    torch.save((random, expected), path)
+    found = (_expected(target, case, scale, random=random, calibrated=random or calibrated) for scale in scales)
+    torch.save((random, [each for each in found if each is not None]), path)
     return True
 
 
@@ -118,11 +115,6 @@ def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any
     return torch.compile(model, dynamic=case.dynamic, options=options)
 
 
-def load_state(model: nn.Module, source: nn.Module) -> None:
-    """Give a model another's weights and buffers."""
-    model.load_state_dict(source.state_dict())
-
-
 def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case) -> Observation:
     """Outputs, gradients and buffers of one call."""
     model.zero_grad(set_to_none=True)
@@ -150,10 +142,8 @@ def scaled(target: Target, scale: float) -> Target:
     return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
 
 
-def _expected(
-    target: Target, case: Case, scale: float, calibration: Callable[..., Any] | None, *, exact: bool
-) -> Expected | None:
-    """None where the model does not take arguments of that scale; in float64 too if ``exact``."""
+def _expected(target: Target, case: Case, scale: float, *, random: bool, calibrated: bool) -> Expected | None:
+    """None where the model does not take arguments of that scale; in float64 too unless it draws random numbers."""
     variant = scaled(target, scale)
     try:
         model = own_model(target, case)
@@ -165,13 +155,12 @@ def _expected(
     if not all(bool(value.isfinite().all()) for value in eager.values.values()):
         return None
     allowance = dict.fromkeys(eager.values, rounding_allowance(variant))
-    if calibration is not None:
-        module = cast(Any, calibration)._orig_mod
-        load_state(module, target.model)
-        distances = observe(variant, calibration, module, case).values
+    if calibrated:
+        model = own_model(target, case)
+        found = observe(variant, compiled(model, case, random=random), model, case).values
         for name, value in eager.values.items():
-            allowance[name] += FACTOR * _distance(distances[name], value)
-    if not exact:
+            allowance[name] += FACTOR * _distance(found[name], value)
+    if random:
         return Expected(scale, eager, eager, allowance)
     try:
         wide = widened(variant)
