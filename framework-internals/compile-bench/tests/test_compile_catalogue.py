@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from compile_bench.catalogue import CAUSES, match, match_limit
+from compile_bench.catalogue import CAUSES, match, match_limit, match_recompile
 from compile_bench.catalogue.examine import examine
 from compile_bench.catalogue.page import describe, html, markdown, program
 from compile_bench.catalogue.versions import recorded, standing, this_torch
@@ -75,6 +75,7 @@ def test_patterns_are_expressions():
         ("Data-dependent branching", "if keep.any(): keep[0] = True", "branch-on-value"),
         ("Unsupported Tensor.item() call", "if 3 in x:", "any-of-values"),
         ("Unsupported Tensor.item() call", "if x.item() in known:", "item"),
+        ("setattr() on unsupported type", "wrapper.calls += 1", "function-attribute"),
         ("Attempted to call function marked as skipped", "y = frobnicate(x)", None),
     ],
 )
@@ -86,6 +87,53 @@ def test_a_break_is_recognised(reason, source, name):
 def test_a_function_past_the_limit_has_the_cause_of_the_line_whose_guard_failed():
     assert match_limit("self.calls += 1").name == "counter"
     assert match_limit("x = x * self.scale").name == "given-up-after-limit"
+
+
+# The line decides between causes with guards alike; one that an option of torch.compile tells apart is as another.
+GUARDED_BY = {"growing-sequence": "return torch.cat([cache, x]).sum(0)", "counter": "self.calls += 1"}
+ALIKE = {"static-shapes": "last-batch"}
+
+
+@pytest.mark.parametrize("version", recorded())
+@pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.kind == "recompile"])
+def test_a_recompilation_is_recognised_by_its_guard(name, version):
+    outcome = recorded()[version][name]
+    assert outcome["happens"]
+    found = [match_recompile(guard, GUARDED_BY.get(name, "")) for guard in outcome["seen"]]
+    assert ALIKE.get(name, name) in [cause.name for cause in found if cause is not None], outcome["seen"]
+
+
+@pytest.mark.parametrize(
+    ("guard", "name"),
+    [
+        ("2 <= x.size()[0]", "batch-of-one"),
+        ("tensor 'inputs[0]' size mismatch at index 2. expected 16, actual 17", "sequence-length"),
+        ("tensor 'x' size mismatch at index 1. expected 16, actual 1", "batch-of-one"),
+        ("args[1] == 3", "integer-argument"),
+        ("rate == 1e-05", "float-argument"),
+        ("mode == True", "text-argument"),
+        ("___check_obj_id(mode, 140297705885840), type=<class 'model.Mode'>", "text-argument"),
+        ("CodeGuardAccessor: Not a function on f.__code__", "another-function"),
+        ("kwargs['mode'] == 'sin'", "configuration-object"),
+        ("self.mode == 'sin'", "configuration-object"),
+        ("self.started == False", "filled-by-first-call"),
+        ("self._modules['block'].epoch == 3", "annealed-attribute"),
+        ("object.__getattribute__(self._modules['model'].config, 'problem_type') is None", "filled-by-first-call"),
+        ("not hasattr(self, 'mask')", "filled-by-first-call"),
+        ("self._buffers['positions'] is None", "filled-by-first-call"),
+        ("not ___dict_contains(4, self.cache)", "filled-by-first-call"),
+        ("not ___dict_contains('mask', batch)", "dictionary-keys"),
+        ("expected type of 'm' to be a tensor type, ' but found <class 'NoneType'>", "optional-argument"),
+        ("expected type of 's' to be a tensor type, ' but found <class 'int'>", "parameter-or-tensor"),
+        ("GLOBAL_STATE changed: num_threads", "torch-setting"),
+        ("___check_torch_function_mode_stack()", "torch-setting"),
+        ("___tuple_iterator_len(it) == 3", "growing-list"),
+        ("something new", None),
+    ],
+)
+def test_a_guard_is_recognised(guard, name):
+    cause = match_recompile(guard)
+    assert (cause and cause.name) == name
 
 
 def test_what_broke_in_the_line_decides_between_causes():

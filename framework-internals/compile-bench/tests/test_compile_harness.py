@@ -123,7 +123,7 @@ def test_check_keeps_a_clean_target(file):
 
 def test_check_names_what_is_over_budget(monkeypatch):
     trouble = Break("model.py", 12, "forward", "if x > 0:", "Data-dependent branching", "", (), "branch", False)
-    again = Recompile("0/1", "forward", "model.py", 10, "self.calls == 0", "Python value")
+    again = Recompile("0/1", "forward", "model.py", 10, "self.calls == 0")
     found = Triage(Case("x"), CompileTrace(breaks=(trouble,), recompiles=(again, again)), 2)
     monkeypatch.setattr(Harness, "triage", lambda self, case: found)
     result = command("check", "x", "--device", "cpu")

@@ -56,7 +56,7 @@ TROUBLE = CompileTrace(
             str(ROOT / "a/model.py"), 12, "forward", "if x > 0:", "Data-dependent branching", "", (), "branch", False
         ),
     ),
-    recompiles=(Recompile("0/1", "forward", "/elsewhere/model.py", 10, "self.calls == 0", "Python value"),),
+    recompiles=(Recompile("0/1", "forward", "/elsewhere/model.py", 10, "self.calls == 0"),),
 )
 
 

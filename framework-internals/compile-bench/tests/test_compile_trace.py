@@ -147,6 +147,13 @@ def test_what_broke_in_a_line_is_read_from_its_marks(marks, columns):
     [
         ("0/0: ___stack0 == 0.5  # if not self.training:  # model.py:9 in forward", "Python value"),
         ("0/0: self.training  # x = self.drop(x)  # model.py:9 in forward", "train / eval mode"),
+        ("0/0: not hasattr(self, 'mask')", "None or absent"),
+        ("0/0: not ___dict_contains(4, self.cache)", "container keys"),
+        ("0/0: not self.kept", "container length"),
+        ("0/0: (x.size()[0] % 8) == 0", "symbolic shape"),
+        ("0/0: 2 <= x.size()[0]", "symbolic shape"),
+        ("0/0: expected type of 'm' to be a tensor type, ' but found <class 'NoneType'>", "None or absent"),
+        ("0/0: something new", "other"),
     ],
 )
 def test_the_cause_of_a_recompilation_is_its_guards_and_not_its_lines(text, cause):

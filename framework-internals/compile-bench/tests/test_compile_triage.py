@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from compile_bench import Case, Harness, pricing
 from compile_bench import bill as billing
 from compile_bench.bill import draw_up
+from compile_bench.catalogue import CAUSES
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
 from compile_bench.collector import Collector, CudaGraphSkips, folders
@@ -33,7 +34,7 @@ from compile_bench.mending.proof import reference, refusal
 from compile_bench.mending.source import Edit
 from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
-from compile_bench.trace import Break, CompileTrace
+from compile_bench.trace import Break, CompileTrace, Recompile
 from compile_bench.triage_records import bill_records
 from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey, unexplained
 
@@ -116,6 +117,16 @@ def test_a_guess_of_pytorchs_that_the_code_is_wrong_is_no_advice():
     assert billing._hint((guess, "Avoid calling it.")) == "Avoid calling it."
     rules = "It may be possible to write Dynamo tracing rules for this code. Please report an issue to PyTorch."
     assert billing._hint((guess,)) == billing._hint((rules,)) == billing._hint(()) == ""
+
+
+def test_a_recompilation_is_told_with_what_to_do():
+    known = Recompile("1/1", "forward", "/elsewhere/model.py", 9, "self.calls == 1", "self.calls += 1")
+    new = Recompile("2/1", "forward", "/elsewhere/model.py", 12, "something new")
+    printed = describe_bill(Bill("m", (), (known, replace(known, guard="self.calls == 2"), new), ()), {})
+    assert printed.count("(catalogue: counter)") == 1
+    assert f"/elsewhere/model.py:9: {CAUSES['counter'].advice} (catalogue: counter)" in printed
+    assert "| /elsewhere/model.py:12 | other | something new | forward |" in printed
+    assert "/elsewhere/model.py:12:" not in printed
 
 
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):

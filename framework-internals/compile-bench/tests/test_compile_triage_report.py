@@ -7,6 +7,7 @@ from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Results
+from compile_bench.catalogue import CAUSES
 from compile_bench.findings import Bill, Figures, Finding, Mend, Price, Survey
 from compile_bench.report import REPORT
 from compile_bench.results import Case
@@ -50,7 +51,7 @@ def bill():
     sides = Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
     together = Mend("branch-on-value", "mends that hold together", "", PATCH, ("a",), True, "", *sides)
     findings = (finding(12, 3e-4, mended), finding(20, 1e-4, refused, share=2), finding(30, 0, alone))
-    again = Recompile("0/1", "forward", str(ROOT / "a/model.py"), 9, "self.calls == 1", "Python value")
+    again = Recompile("0/1", "forward", str(ROOT / "a/model.py"), 9, "self.calls == 1", "self.calls += 1")
     return Bill("planted", findings, (again,), (survey,), together, ("prices: a process was ended",))
 
 
@@ -65,7 +66,8 @@ def test_the_bill_is_shown_dearest_first():
     assert "| `model.py:30` | `if x.sum() > 0:` | data-dependent control flow | both | – | 4.00 KiB |" in section
     assert "No gap is given for `model.py:30`: forward is given up." in section
     assert "It is compiled again for 1 cause:" in section
-    assert "| `model.py:9` | Python value | `self.calls == 1` |" in section
+    advice = f"{CAUSES['counter'].advice} (`counter`)"
+    assert f"| `model.py:9` | Python value | `self.calls == 1` | {advice} |" in section
     assert "Breaks between the same two graphs share one gap" in section
     assert f"```diff\n{PATCH}```" in section
     assert "choose: 2 breaks before, 1 after; outputs and gradients within their float64 bounds. Note: both" in section

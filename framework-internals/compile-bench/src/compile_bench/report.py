@@ -27,6 +27,7 @@ from compile_bench.shapes import STRATEGIES
 from compile_bench.sweep_report import autotuning_context, sweep_context
 from compile_bench.triage_report import triage_context
 from compile_bench.verdict import BUSY, CACHE_STATES
+from compile_bench.wording import cause_of
 
 
 def finding(results: Results) -> str:
@@ -360,7 +361,7 @@ def _shapes(record: Record) -> dict[str, Any]:
         )
     header = ["strategy", "first pass", "later pass (p20–p80)", "graphs", *(_passes(count) for count in counts)]
     again = [
-        (entry["strategy"], f"`{_tidy(item['file'])}:{item['line']}`", item["cause"], f"`{item['guard']}`")
+        (entry["strategy"], f"`{_tidy(item['file'])}:{item['line']}`", cause_of(item["guard"]), f"`{item['guard']}`")
         for entry in record.data["strategies"]
         for item in entry["recompiles"]
     ]

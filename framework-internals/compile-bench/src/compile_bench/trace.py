@@ -113,7 +113,7 @@ class Recompile:
         file: where it is.
         line: its first line, or the line that made the guard where PyTorch says so.
         guard: the condition that no longer held, against the newest earlier code.
-        cause: the family of the condition: tensor size, Python value, ….
+        source: the line's text; empty where PyTorch does not say it.
         called_from: the user's line, ``file.py:LINE``, that called it; empty where ``file`` is the user's.
     """
 
@@ -122,8 +122,13 @@ class Recompile:
     file: str
     line: int
     guard: str
-    cause: str
+    source: str = ""
     called_from: str = ""
+
+    @property
+    def cause(self) -> str:
+        """The family of the condition: tensor size, Python value, …."""
+        return cause_of(self.guard)
 
     @property
     def place(self) -> str:
@@ -544,7 +549,8 @@ def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame]
     made_at = next(iter(frames_in(newest)), None)
     noted = _GUARD_MADE_AT.search(first_line)
     if made_at is None and noted and frame.file.endswith(f"/{noted['file']}"):
-        made_at = Frame(frame.file, int(noted["line"]), frame.function)
+        said = first_line[: noted.start()].split("  # ", 1)[1:]
+        made_at = Frame(frame.file, int(noted["line"]), frame.function, "".join(said).strip())
     place = made_at or frame
     caller = None if folders.of_user(place.file) else folders.innermost(stack)
     return Recompile(
@@ -553,6 +559,6 @@ def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame]
         place.file,
         place.line,
         guard,
-        cause_of(guard),
+        place.source,
         caller.place if caller is not None and folders.of_user(caller.file) else "",
     )

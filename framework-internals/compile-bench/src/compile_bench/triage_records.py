@@ -31,8 +31,8 @@ def bill_records(bill: Bill, root: Path) -> list[Record]:
             {
                 "file": shorten(each.file, root),
                 "line": each.line,
-                "cause": neutral(each.cause, root),
                 "guard": neutral(each.guard, root),
+                "source": neutral(each.source, root),
                 "called from": neutral(each.called_from, root),
             }
             for each in bill.recompiles

@@ -12,6 +12,7 @@ from benchkit.results import Quantity, Record, Results
 from compile_bench.reading import in_order
 from compile_bench.records import case_title, plural
 from compile_bench.results import FIRST_STEPS, MODES
+from compile_bench.wording import cause_of
 
 
 def triage_context(results: Results) -> dict[str, Any]:
@@ -99,8 +100,17 @@ def _without_gap(findings: Sequence[Record]) -> list[str]:
 
 
 def _recompile_table(recompiles: Sequence[dict[str, Any]]) -> str:
-    rows = [(_again(each), each["cause"], f"`{each['guard']}`") for each in recompiles]
-    return markdown_table(["compiled again at", "cause", "guard that failed"], rows, left=3) if rows else ""
+    rows = [(_again(each), cause_of(each["guard"]), f"`{each['guard']}`", _what_to_do(each)) for each in recompiles]
+    header = ["compiled again at", "cause", "guard that failed", "what to do"]
+    return markdown_table(header, rows, left=4) if rows else ""
+
+
+def _what_to_do(recompile: Mapping[str, Any]) -> str:
+    """The catalogue's advice, and the entry's name; a dash where nothing in it has such a guard."""
+    from compile_bench.catalogue import match_recompile  # imports torch, which a report without these does not need
+
+    cause = match_recompile(recompile["guard"], recompile.get("source", ""))
+    return "–" if cause is None else f"{cause.advice} (`{cause.name}`)"
 
 
 def _again(recompile: dict[str, Any]) -> str:
@@ -183,7 +193,13 @@ def _triage(record: Record) -> dict[str, Any]:
         for entry in record.data["breaks"]
     ]
     recompiles = [
-        (f"`{_short(_place(entry))}`", f"`{entry['function']}`", entry["cause"], f"`{entry['guard']}`")
+        (
+            f"`{_short(_place(entry))}`",
+            f"`{entry['function']}`",
+            cause_of(entry["guard"]),
+            f"`{entry['guard']}`",
+            _what_to_do(entry),
+        )
         for entry in record.data["recompiles"]
     ]
     return {
@@ -195,7 +211,7 @@ def _triage(record: Record) -> dict[str, Any]:
         "calls": numbers.count(record.values.get("calls", Quantity(FIRST_STEPS, "")).value),
         "break_table": markdown_table(_BREAKS, breaks, left=4) if breaks else "",
         "recompile_table": (
-            markdown_table(["place", "compiled again", "cause", "guard that failed"], recompiles, left=4)
+            markdown_table(["place", "compiled again", "cause", "guard that failed", "what to do"], recompiles, left=5)
             if recompiles
             else ""
         ),

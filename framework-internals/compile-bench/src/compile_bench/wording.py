@@ -43,24 +43,29 @@ _CATEGORIES = tuple(
     )
 )
 
-_RECOMPILE_CAUSES = (
-    ("size mismatch", "tensor size"),
-    ("stride mismatch", "tensor layout"),
-    ("rank mismatch", "tensor rank"),
-    ("dtype mismatch", "dtype"),
-    ("device mismatch", "device"),
-    ("requires_grad mismatch", "requires_grad"),
-    ("dispatch key set mismatch", "dispatch keys"),
-    ("GLOBAL_STATE", "global state (grad mode, autocast, …)"),
-    ("grad_mode", "global state (grad mode, autocast, …)"),
-    ("___check_obj_id", "another object"),
-    ("___check_type_id", "another type"),
-    ("len(", "container length"),
-    (".training", "train / eval mode"),
-    ("Eq(", "symbolic shape"),
-    ("Ne(", "symbolic shape"),
-    (" == ", "Python value"),
-    (" <= ", "symbolic shape"),
+# Guard -> cause, first match.
+_RECOMPILE_CAUSES = tuple(
+    (re.compile(pattern), cause)
+    for pattern, cause in (
+        ("size mismatch", "tensor size"),
+        ("stride mismatch", "tensor layout"),
+        ("rank mismatch", "tensor rank"),
+        ("dtype mismatch", "dtype"),
+        ("device mismatch", "device"),
+        ("requires_grad mismatch", "requires_grad"),
+        ("dispatch key set mismatch", "dispatch keys"),
+        ("GLOBAL_STATE|grad_mode|torch_function_mode_stack|functorch", "global state (grad mode, autocast, …)"),
+        ("Duplicate tensors", "the same tensor twice"),
+        (r"NoneType|hasattr\(| is (not )?None\b", "None or absent"),
+        (r"_contains(__)?\(|\bdict\.keys\(|\.keys\(\)", "container keys"),
+        ("___check_obj_id|Not a function", "another object"),
+        ("___check_type_id|expected type of", "another type"),
+        (r"\blen\(|_iterator_len\(|^not ", "container length"),
+        (r"\.training\b", "train / eval mode"),
+        (r"\.(size|stride)\(\)\[|\b(Eq|Ne|Mod)\(", "symbolic shape"),
+        (" == ", "Python value"),
+        (" <=? | >=? | != ", "symbolic shape"),
+    )
 )
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 
@@ -102,4 +107,4 @@ def registry_number(text: str) -> str:
 
 def cause_of(guard: str) -> str:
     """The family of a guard that failed; ``"other"`` for wording that is not known."""
-    return next((cause for marker, cause in _RECOMPILE_CAUSES if marker in guard), "other")
+    return next((cause for pattern, cause in _RECOMPILE_CAUSES if pattern.search(guard)), "other")

@@ -7,7 +7,7 @@ The modules here hold the causes by family; importing this package registers the
 from __future__ import annotations
 
 from compile_bench.catalogue import constructs, library, output, recompiles, silent, tensors, value_shapes, values
-from compile_bench.catalogue.cause import CAUSES, Cause, Repro, match, match_limit
+from compile_bench.catalogue.cause import CAUSES, Cause, Repro, match, match_limit, match_recompile
 
 __all__ = [
     "CAUSES",
@@ -17,6 +17,7 @@ __all__ = [
     "library",
     "match",
     "match_limit",
+    "match_recompile",
     "output",
     "recompiles",
     "silent",

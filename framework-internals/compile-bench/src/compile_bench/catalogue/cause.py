@@ -41,7 +41,7 @@ class Cause:
         title: what the code does, in a phrase.
         theme: the family that it is listed in.
         kind: what comes of it.
-        pattern: regular expression that PyTorch's reason (for a recompilation: its guard or cause) matches.
+        pattern: regular expression that PyTorch's reason matches, and of a recompilation the guard that failed.
         why: one or two sentences.
         advice: what to do instead.
         make: makes the programs, fresh with every call.
@@ -86,6 +86,18 @@ def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> C
         return CAUSES[max(found, key=lambda each: each[1][1] - each[1][0])[0]]
     # A reason that many causes share says nothing without the line.
     return next((each for each in fitting if each.name in _TOLD_BY_REASON), None)
+
+
+def match_recompile(guard: str, source: str = "") -> Cause | None:
+    """The cause of a recompilation; None if nothing in the catalogue has such a guard.
+
+    Args:
+        guard: the condition that no longer held, in PyTorch's words.
+        source: text of the line that made it; empty if it is not known.
+    """
+    fitting = [each for each in CAUSES.values() if each.kind == "recompile" and re.search(each.pattern, guard)]
+    of_line = (each for each in fitting if each.code and re.search(each.code, source))
+    return next(of_line, next((each for each in fitting if not each.code), None))
 
 
 def match_limit(source: str) -> Cause:

@@ -77,7 +77,7 @@ def _broken(cause: Cause, repro: Repro) -> tuple[tuple[str, ...], tuple[str, ...
     if cause.kind == "break":
         return tuple(dict.fromkeys(each.reason for each in trace.breaks)), registry
     if cause.kind == "recompile":
-        return tuple(dict.fromkeys(f"{each.cause}: {each.guard}" for each in trace.recompiles)), registry
+        return tuple(dict.fromkeys(each.guard for each in trace.recompiles)), registry
     return _silent(repro, function, trace), registry
 
 

@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -301,3 +302,21 @@ def _process() -> Repro:
         return x * (own > 0)
 
     return Repro(broken, mended, [(torch.ones(8),)])
+
+
+@theme.cause(
+    "function-attribute",
+    "an attribute of a function, such as a decorator's counter",
+    pattern=r"setattr\(\) on unsupported type|Failed to trace builtin operator",  # the second in 2.10 and 2.11
+    code=r"^(?!self\b)[\w.]+\.\w+ [-+*/|]?= ",
+    why="A function is no object whose attributes Dynamo follows; the count is compiled in as well.",
+    advice="Count outside of the model, or in a buffer of it.",
+)
+def _function_attribute() -> Repro:
+    def counted(x: Tensor) -> Tensor:
+        of_function.calls += 1
+        return x.sin().cos()
+
+    of_function: Any = counted
+    of_function.calls = 0
+    return Repro(counted, _sine_and_cosine, [(torch.ones(8),)])

@@ -14,6 +14,11 @@ shapes = Theme("Recompiled: another tensor", "recompile")
 values = Theme("Recompiled: another value", "recompile")
 limits = Theme("Recompiled until the limit, then eager", "recompile")
 _VECTOR = (torch.ones(4),)
+# Sizes 0 and 1 are a cause of their own.
+_BOTH_LARGE = r"expected (?![01]\b)\d+, actual (?![01]\b)"
+# Dynamo names attributes of classes with accessors of their own the long way.
+_OF_MODEL = r"^(object\.__getattribute__\()?self\b"
+_scale = 1  # of the cause "global-changed"
 
 
 def _doubled_sine(x: Tensor) -> Tensor:
@@ -30,7 +35,7 @@ def _marked(*sizes: int) -> list[tuple[Tensor]]:
 @shapes.cause(
     "last-batch",
     "a last, smaller batch",
-    pattern="tensor size",
+    pattern=rf"size mismatch at index 0\. {_BOTH_LARGE}",
     why="The first size is compiled in; a second one compiles again, with the size as a symbol from then on.",
     advice="mark_dynamic(x, 0) before the first call, drop the last batch, or pad it.",
 )
@@ -41,7 +46,8 @@ def _batch() -> Repro:
 @shapes.cause(
     "growing-sequence",
     "a sequence that grows",
-    pattern="tensor size",
+    pattern="size mismatch",
+    code=r"\b(cat|concat|concatenate|hstack|vstack)\(",
     equal=False,
     why="Appending with torch.cat gives another size with every step.",
     advice="A preallocated cache with a mask or a position, as static KV caches are.",
@@ -59,9 +65,26 @@ def _growing() -> Repro:
 
 
 @shapes.cause(
+    "sequence-length",
+    "another sequence length or image size",
+    pattern=rf"size mismatch at index [1-9]\d*\. {_BOTH_LARGE}",
+    why="As with the batch: the first length is compiled in, a second one compiles again, with the length as a symbol.",
+    advice="mark_dynamic(x, 1) before the first call, or pad to a few lengths; compile-bench run measures which costs "
+    "less for a schedule of shapes.",
+)
+def _length() -> Repro:
+    def marked() -> list[tuple[Tensor]]:
+        batches = [(torch.ones(4, length),) for length in (8, 16, 24)]
+        torch._dynamo.mark_dynamic(batches[0][0], 1)
+        return batches
+
+    return Repro(_doubled_sine, _doubled_sine, [(torch.ones(4, length),) for length in (8, 16, 24)], marked())
+
+
+@shapes.cause(
     "batch-of-one",
     "a batch of one",
-    pattern="tensor size|symbolic shape",
+    pattern=r"size mismatch at index \d+\. (expected [01],|expected \d+, actual [01]\b)|^2 <= ",
     why="Sizes 0 and 1 are never symbols: broadcasting and contiguity differ there.",
     advice="Pad to two, or accept the one compilation more.",
 )
@@ -76,7 +99,7 @@ def _one() -> Repro:
 @shapes.cause(
     "shape-tested",
     "a branch on a size",
-    pattern="symbolic shape|tensor size|Python value",
+    pattern=r"\.(size|stride)\(\)\[|\b(Eq|Ne|Mod)\(",
     equal=False,
     why="The branch becomes a condition on the symbol: sizes on the other side compile again.",
     advice="Pad to a size on one side of it.",
@@ -94,7 +117,7 @@ def _tested() -> Repro:
 @shapes.cause(
     "dtype",
     "another dtype",
-    pattern="dtype",
+    pattern="dtype mismatch",
     equal=False,
     why="Code is generated for a dtype.",
     advice="Cast before the call.",
@@ -107,7 +130,7 @@ def _dtype() -> Repro:
 @shapes.cause(
     "layout",
     "another memory layout",
-    pattern="tensor layout",
+    pattern="stride mismatch",
     why="Strides are compiled in.",
     advice=".contiguous() before the call, or channels_last everywhere.",
 )
@@ -119,7 +142,7 @@ def _layout() -> Repro:
 @shapes.cause(
     "rank",
     "another number of dimensions",
-    pattern="tensor rank|tensor size",
+    pattern="rank mismatch",
     why="The number of loops is compiled in.",
     advice="Give every call the same number of dimensions.",
 )
@@ -133,7 +156,7 @@ def _rank() -> Repro:
 @shapes.cause(
     "requires-grad",
     "requires_grad of an input changes",
-    pattern="requires_grad",
+    pattern="requires_grad mismatch",
     equal=False,
     why="With it there is a backward graph too.",
     advice="Be consistent: detach, or always track.",
@@ -146,7 +169,7 @@ def _requires_grad() -> Repro:
 @shapes.cause(
     "aliased",
     "the same tensor passed twice",
-    pattern=".",
+    pattern=r"Duplicate tensors|\bis (?!not\b|None\b|True\b|False\b)",
     why="Inputs that are one tensor make other code than inputs that are two.",
     advice="Clone one, or always pass two.",
 )
@@ -160,10 +183,10 @@ def _aliased() -> Repro:
 
 @shapes.cause(
     "parameter-or-tensor",
-    "a Parameter here, a tensor there",
-    pattern=".",
+    "a tensor here, a Parameter or a number there",
+    pattern=r"expected type of(?!.*NoneType)|___check_type_id",
     equal=False,
-    why="Type and requires_grad are guarded.",
+    why="The type of an argument is compiled in, and of a tensor requires_grad with it.",
     advice="Pass the same kind with every call.",
 )
 def _parameter() -> Repro:
@@ -172,9 +195,22 @@ def _parameter() -> Repro:
 
 
 @shapes.cause(
+    "device",
+    "another device",
+    pattern=r"device mismatch|dispatch key set mismatch.*\((\w+),.*actual DispatchKeySet\((?!\1\b)",
+    equal=False,
+    why="Code is generated for a device.",
+    advice="Move inputs before the call.",
+)
+def _device() -> Repro:
+    calls = [(torch.ones(8, device=device),) for device in ("cpu", "meta")]
+    return Repro(_doubled_sine, _doubled_sine, calls, [calls[0]] * 2)
+
+
+@shapes.cause(
     "inference-mode",
     "inference_mode() here, no_grad() there",
-    pattern=r"dispatch keys|GLOBAL_STATE|global state|grad",
+    pattern="dispatch key set mismatch",
     why="Tensors of inference mode have other dispatch keys.",
     advice="One mode everywhere.",
 )
@@ -190,7 +226,7 @@ def _inference() -> Repro:
 @values.cause(
     "grad-mode",
     "with and without gradients",
-    pattern="global state",
+    pattern="GLOBAL_STATE changed:.*grad_mode",
     why="Two compilations, one for training and one for evaluation: expected, once.",
     advice="Warm both up.",
 )
@@ -202,7 +238,7 @@ def _grad_mode() -> Repro:
 @values.cause(
     "autocast",
     "autocast on and off",
-    pattern="global state",
+    pattern="GLOBAL_STATE changed:.*autocast",
     equal=False,
     why="Autocast is state that is compiled in.",
     advice="One autocast state for every call.",
@@ -219,7 +255,7 @@ def _autocast() -> Repro:
 @values.cause(
     "train-and-eval",
     "model.train() and model.eval()",
-    pattern=r"train / eval|Python value",
+    pattern=r"\.training\b",
     equal=False,
     why="Dropout and batch norm read .training: one compilation more, expected once.",
     advice="Warm both up.",
@@ -232,7 +268,7 @@ def _training() -> Repro:
 @values.cause(
     "deterministic-flag",
     "use_deterministic_algorithms() switched",
-    pattern="global state",
+    pattern="GLOBAL_STATE changed:.*deterministic",
     why="A global flag that is compiled in.",
     advice="Set it once.",
 )
@@ -247,9 +283,27 @@ def _deterministic() -> Repro:
 
 
 @values.cause(
+    "torch-setting",
+    "a setting of torch's that changes: threads, default dtype, default device",
+    pattern=r"GLOBAL_STATE changed:.*(num_threads|default_dtype|allow_)|torch_function_mode_stack|CURRENT_DEVICE",
+    equal=False,
+    why="What torch is set to is compiled in, for every combination anew.",
+    advice="Set it once, before the first call.",
+)
+def _setting() -> Repro:
+    @contextlib.contextmanager
+    def changed(index: int) -> Any:
+        torch.set_default_dtype(torch.float64 if index % 2 else torch.float32)
+        yield
+        torch.set_default_dtype(torch.float32)
+
+    return Repro(_doubled_sine, _doubled_sine, [_VECTOR] * 2, around=changed)
+
+
+@values.cause(
     "integer-argument",
     "an int argument that counts up",
-    pattern="Python value",
+    pattern=r"^(?!___stack)\w+(\[\d+\])* == -?\d+$",
     why="The first value is compiled in, the second makes it a symbol; values 0 and 1 stay constants.",
     advice="Pass it as a tensor.",
 )
@@ -266,7 +320,7 @@ def _integer() -> Repro:
 @values.cause(
     "float-argument",
     "a float argument that changes, such as a learning rate",
-    pattern="Python value",
+    pattern=r"^(?!___stack)\w+(\[\d+\])* == -?(\d*\.\d|\d+e|inf)",
     why="As for integers; a float becomes a symbol with the second value.",
     advice="Pass it as a tensor without dimensions.",
 )
@@ -280,8 +334,8 @@ def _float() -> Repro:
 
 @values.cause(
     "text-argument",
-    "a string or an enumeration as a mode",
-    pattern="Python value",
+    "a string, a flag or an enumeration as a mode",
+    pattern=r"^\w+ == (['\"]|True|False|torch\.)|___check_obj_id\(\w+, ",
     why="Each value is compiled for itself: specialisation, wanted or not.",
     advice="One compiled function a mode, so that each keeps its own budget of recompilations.",
 )
@@ -301,9 +355,53 @@ def _text() -> Repro:
 
 
 @values.cause(
+    "another-function",
+    "a function as an argument, another one with each call",
+    pattern=r"___check_obj_id\(.*\.__(code|func)__|Not a function",
+    equal=False,
+    why="What a function does is compiled in, so each compiles for itself; a lambda made "
+    "anew in the same place does not.",
+    advice="Keep them few and compile one function for each, or choose between them by a mask.",
+)
+def _function() -> Repro:
+    def applied(x: Tensor, function: Any) -> Tensor:
+        return function(x) + 1
+
+    def sine(x: Tensor) -> Tensor:
+        return x.sin()
+
+    def cosine(x: Tensor) -> Tensor:
+        return x.cos()
+
+    return Repro(applied, applied, [(*_VECTOR, sine), (*_VECTOR, cosine)], [(*_VECTOR, sine)] * 2)
+
+
+@values.cause(
+    "filled-by-first-call",
+    "an attribute, a flag or a cache that the first call sets",
+    pattern=rf"[\])'.]\w* is None$|hasattr\(|___dict_contains\(.*[,( ](self|fn)\b|{_OF_MODEL}.* == False$",
+    why="The first call's code holds that it is not there yet; from the second on it is: compiled twice, and for each "
+    "further entry of a cache again.",
+    advice="Set it before the first compiled call: in __init__, as a buffer, or by one eager call.",
+)
+def _filled() -> Repro:
+    class Filling(nn.Module):
+        def __init__(self, positions: Tensor | None) -> None:
+            super().__init__()
+            self.positions = positions
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.positions is None:
+                self.positions = torch.arange(4.0)
+            return x * self.positions
+
+    return Repro(Filling(None), Filling(torch.arange(4.0)), [_VECTOR] * 3)
+
+
+@values.cause(
     "optional-argument",
     "an argument that is sometimes None",
-    pattern=".",
+    pattern=r"^\w+ is (not )?None$|NoneType",
     why="None is a type of its own.",
     advice="Pass a neutral value: a mask of ones.",
 )
@@ -317,9 +415,9 @@ def _optional() -> Repro:
 
 @values.cause(
     "configuration-object",
-    "a configuration object with a changing field",
-    pattern="Python value",
-    why="Attributes that are read are guarded by value.",
+    "a configuration object or a dict with a changing field",
+    pattern=rf"^(?!G\[)(?!{_OF_MODEL}.* == -?[\d.]+(e-?\d+)?$)\w+[.\[].* == ",
+    why="Fields that are read are guarded by value.",
     advice="Keep what changes in tensors.",
 )
 def _configuration() -> Repro:
@@ -342,31 +440,48 @@ def _configuration() -> Repro:
 @values.cause(
     "global-changed",
     "a global that changes between calls",
-    pattern="Python value",
+    pattern=r"^G\[.* == ",
     why="Globals that are read are guarded by value.",
     advice="Pass it as a tensor argument.",
 )
 def _global() -> Repro:
-    settings = {"scale": 1}
-
     def broken(x: Tensor) -> Tensor:
-        return x * settings["scale"]
+        return x * _scale
 
     def mended(x: Tensor, scale: Tensor) -> Tensor:
         return x * scale
 
     @contextlib.contextmanager
     def changed(index: int) -> Any:
-        settings["scale"] = index + 2
+        global _scale
+        _scale = index + 2
         yield
 
     return Repro(broken, mended, [_VECTOR] * 3, [(*_VECTOR, torch.tensor(n)) for n in (2, 3, 4)], around=changed)
 
 
 @values.cause(
+    "value-across-break",
+    "a number that a graph break hands on",
+    pattern=r"^___stack\d+ == ",
+    why="What follows a break is a function of its own, and a number read before it an argument: compiled in like any "
+    "other.",
+    advice="Mend the break in front of it.",
+)
+def _across() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        return x * round(x.sum().item())
+
+    def mended(x: Tensor) -> Tensor:
+        return x * x.sum().round()
+
+    return Repro(broken, mended, [(torch.full((4,), float(n)),) for n in (2, 3, 4)])
+
+
+@values.cause(
     "dictionary-keys",
     "a dict argument with other keys",
-    pattern="container length|another",
+    pattern=r"_contains(__)?\(|dict\.keys\(|\.keys\(\)|^len\((?!self)[^()]*\) != ",
     why="The keys are part of the code.",
     advice="The same keys with every call, or one stacked tensor.",
 )
@@ -386,7 +501,7 @@ def _keys() -> Repro:
 @limits.cause(
     "counter",
     "self.calls += 1, and the count is used",
-    pattern="Python value",
+    pattern=r"^\S*\.\S.* == -?\d+$",
     code=r"\.\w+ \+= ",
     why="An int attribute is compiled in, for every value anew; after 8 the function runs eagerly for good, and only "
     "a warning says so.",
@@ -417,10 +532,10 @@ def _counter() -> Repro:
 
 @limits.cause(
     "annealed-attribute",
-    "a float attribute that is annealed",
-    pattern="Python value",
+    "a number of the model that changes: annealed, or set from outside",
+    pattern=rf"{_OF_MODEL}.* == -?[\d.]+(e-?\d+)?$",
     why="As for a counter, until Dynamo makes it a symbol with the second value.",
-    advice="A buffer.",
+    advice="A buffer, changed in place: register_buffer, then .mul_() or .fill_().",
 )
 def _annealed() -> Repro:
     class Annealed(nn.Module):
@@ -438,7 +553,7 @@ def _annealed() -> Repro:
 @limits.cause(
     "static-shapes",
     "dynamic=False and shapes that change",
-    pattern="tensor size",
+    pattern="size mismatch",
     options={"dynamic": False},
     why="Every size compiles; after 8 the function runs eagerly.",
     advice="Leave dynamic unset, mark what changes, or pad to a few sizes.",
@@ -451,7 +566,7 @@ def _static() -> Repro:
 @limits.cause(
     "growing-list",
     "a list of tensors that grows",
-    pattern="container length",
+    pattern=r"^len\((?!self\b)[^()]*\) == |^not \w+$|_iterator_len\(",
     equal=False,
     why="The length of a list is compiled in.",
     advice="One preallocated tensor.",
@@ -469,10 +584,11 @@ def _list() -> Repro:
 
 @limits.cause(
     "kept-activations",
-    "activations appended to a list of the model",
-    pattern=r"container length|.",
-    why="The list is an input of the graph, longer with every call; it also keeps every tensor alive.",
-    advice="Return the activations.",
+    "a list or dict of the model that grows",
+    pattern=r"^len\(self\b.*\) == |^not self\b",
+    why="The list is an input of the graph, longer with every call, and its length is compiled in; it also keeps "
+    "every tensor alive.",
+    advice="Return what is kept, or write it into one preallocated buffer.",
 )
 def _kept() -> Repro:
     class Keeping(nn.Module):

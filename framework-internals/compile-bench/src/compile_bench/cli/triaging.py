@@ -24,6 +24,7 @@ from compile_bench.results import Triage
 
 if TYPE_CHECKING:
     from compile_bench.catalogue import Cause
+    from compile_bench.trace import Recompile
 
 Kinds = Annotated[
     bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; both else.")
@@ -95,12 +96,22 @@ def describe_bill(bill: Bill, patches: dict[str, Path]) -> str:
     for finding in bill.findings:
         lines += ["", *_details(finding, patches)]
     if bill.recompiles:
-        rows = [(recompiled(e), e.cause, e.guard, e.function) for e in bill.recompiles]
-        lines += ["", markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
+        lines += ["", *_recompilations(bill.recompiles)]
     if bill.together is not None:
         lines += ["", *_together(bill.together, patches)]
     lines += [f"not done: {each}" for each in bill.absent]
     return "\n".join(lines)
+
+
+def _recompilations(recompiles: Sequence[Recompile]) -> list[str]:
+    """A table of them, and what to do about those that the catalogue knows."""
+    from compile_bench.catalogue import match_recompile
+
+    rows = [(recompiled(e), e.cause, e.guard, e.function) for e in recompiles]
+    lines = [markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
+    causes = [(each, match_recompile(each.guard, each.source)) for each in recompiles]
+    advice = [f"{place(e.file, e.line)}: {c.advice} (catalogue: {c.name})" for e, c in causes if c is not None]
+    return [*lines, "", *dict.fromkeys(advice)] if advice else lines
 
 
 def _headline(bill: Bill) -> str:
@@ -190,8 +201,7 @@ def describe_triage(found: Triage) -> str:
         ]
         lines += ["", markdown_table(["break", "category", "reason", "code"], rows, left=4)]
     if trace.recompiles:
-        rows = [(recompiled(e), e.cause, e.guard, e.function) for e in trace.recompiles]
-        lines += ["", markdown_table(["recompiled", "cause", "guard that failed", "function"], rows, left=4)]
+        lines += ["", *_recompilations(trace.recompiles)]
     return "\n".join(lines)
 
 
