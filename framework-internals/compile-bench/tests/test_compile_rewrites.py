@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from compile_bench.mending.rewrites import candidates
+from compile_bench.mending.rewrites import candidates, with_torch
 from compile_bench.mending.source import Edit, Source, line_before, unified_diff
 from compile_bench.trace import Break
 from compile_bench.wording import categorise
@@ -66,9 +66,25 @@ def test_lines_of_a_string_stay_where_they_are():
     assert text.endswith('        print("""a\n  b""")  # here\n')
 
 
+def test_a_clock_that_was_imported_by_its_name_is_read_only_while_not_compiling():
+    body = (
+        "from time import perf_counter as now\n\n\ndef f(x):\n    start = now()  # here\n    return x, now() - start\n"
+    )
+    case, text = first(body, "Attempted to call function marked as skipped")
+    assert case == "clock"
+    assert "start = (0.0 if torch.compiler.is_compiling() else now())  # here" in text
+    assert "def now" not in text
+
+
+def test_torch_is_imported_behind_a_last_line_without_an_end():
+    body = "def f(x):\n    print(x)  # here\n    return x\n\n\nfrom os import path  # noqa"
+    source = Source(Path("model.py"), body.encode())
+    assert source.apply(with_torch(source)).decode() == f"{body}\nimport torch\n"
+
+
 def test_a_check_that_only_reports_is_made_while_not_compiling():
     case, text = first("def f(x):\n    if x.isnan().any():  # here\n        log.warning('nan')\n    return x\n", BRANCH)
-    assert case == "print"
+    assert case == "warn-on-value"
     assert "    if not torch.compiler.is_compiling() and x.isnan().any():  # here\n        log.warning('nan')\n" in text
     _, text = first("def f(x):\n    if x.max() > 9 or x.min() < -9:  # here\n        print(x)\n", BRANCH)
     assert "if not torch.compiler.is_compiling() and (x.max() > 9 or x.min() < -9):  # here" in text

@@ -1,9 +1,13 @@
 """Targets: what may be named, and the one line for each that may not."""
 
+import threading
+
 import pytest
 import torch
+from torch import nn
 
 from benchkit import UserError
+from compile_bench.accuracy import widened
 from compile_bench.loading import load_target
 from compile_bench.target import Target
 
@@ -196,6 +200,20 @@ def test_a_function_that_returns_a_tensor_is_the_step_itself(file):
 def test_no_backward_pass_where_nothing_asks_for_a_gradient(file):
     target = load_target(f"{file}:function", "cpu")
     assert target.step(target.copied(), train=True)().item() == 9
+
+
+def test_a_model_that_holds_a_lock_is_copied_all_the_same():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].lock = threading.Lock()
+    model[1].seen = [1]
+    target = Target(model, (torch.ones(2),))
+    copied = target.copied()
+    assert copied[1].lock is model[1].lock
+    assert copied[1].seen is not model[1].seen
+    assert copied[1].weight is not model[1].weight
+    torch.testing.assert_close(target.forward(copied, target.args), target.forward(model, target.args))
+    assert widened(target).model[1].weight.dtype == torch.float64
+    assert model[1].weight.dtype == torch.float32
 
 
 def test_an_entry_of_the_schedule_is_a_tuple_a_mapping_or_a_tensor():

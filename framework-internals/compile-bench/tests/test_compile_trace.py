@@ -8,7 +8,7 @@ import pytest
 from compile_bench.frames import Folders
 from compile_bench.phases import phase_seconds
 from compile_bench.trace import Event, read_events
-from compile_bench.wording import categorise
+from compile_bench.wording import categorise, parse_message
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})
@@ -81,6 +81,49 @@ def test_the_recompile_limit_is_found_in_the_metrics(version):
     assert (found.category, found.function, found.whole_frame) == ("recompile limit", "grow", True)
     assert found.file == "/user/program.py"
     assert [entry.compile_id for entry in trace.recompiles] == ["0/1", "0/2"]
+
+
+def test_two_places_of_a_library_that_one_line_calls_are_two_breaks():
+    stack = '  File "/user/model.py", line 5, in forward\n    return chosen(x)\n'
+    texts = [
+        f"Graph Break Reason: Dynamic shape operator\n\nUser code traceback:\n{stack}"
+        f'  File "/library/heads/{name}.py", line 9, in chosen\n    return x.nonzero()\n'
+        for name in ("boxes", "masks", "boxes")
+    ]
+    events = [Event("dynamo_graph_break_reason", f"{n}/0", {}, text) for n, text in enumerate(texts)]
+    breaks = read_events(events, folders=Folders(library=["/library"])).breaks
+    assert [(each.place, each.library, each.times) for each in breaks] == [
+        ("/user/model.py:5", "/library/heads/boxes.py:9", 2),
+        ("/user/model.py:5", "/library/heads/masks.py:9", 1),
+    ]
+
+
+def test_a_library_that_is_compiled_by_itself_breaks_at_the_users_line():
+    stack = [
+        {"filename": "/user/model.py", "line": 5, "name": "forward", "loc": "return chosen(x)"},
+        {"filename": "/library/heads/loss.py", "line": 7, "name": "chosen", "loc": "def chosen(x):"},
+    ]
+    text = "Graph Break Reason: No package was found for xla\n\nUser code traceback:\n"
+    text += '  File "/library/heads/loss.py", line 9, in chosen\n    return version("xla")\n'
+    events = [
+        Event("dynamo_start", "3/0", {"stack": stack}, ""),
+        Event("dynamo_graph_break_reason", "3/0", {}, text),
+    ]
+    (found,) = read_events(events, folders=Folders(library=["/library"])).breaks
+    assert (found.place, found.function, found.source) == ("/user/model.py:5", "forward", "return chosen(x)")
+    assert found.library == "/library/heads/loss.py:9"
+
+
+@pytest.mark.parametrize(
+    "introduction",
+    [
+        "Encountered graph break when attempting to trace CALL: a function call, e.g. f(x, y):",
+        "Encountered graph break that we cannot resume from. Graph break encountered:",
+    ],
+)
+def test_a_reason_is_what_stands_behind_its_introduction(introduction):
+    assert parse_message(f"{introduction}\n\nCould not guard on u0 > 3\n")[0] == "Could not guard on u0 > 3"
+    assert parse_message(introduction)[0] == introduction
 
 
 LIBRARY_BREAK = """Graph break in user code at /library/heads/loss.py:9

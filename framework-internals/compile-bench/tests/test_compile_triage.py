@@ -320,6 +320,64 @@ def test_what_a_held_call_does_not_change_is_not_looked_at(tmp_path):
     assert replayed["use"](None) == 2
 
 
+HANDLED = """\
+import copy
+import threading
+
+import torch
+
+LOCK = threading.Lock()
+HISTORY = []
+
+
+def scale(x):
+    scale = 1.0
+    for bound in (0.5, 1e9):
+        try:
+            scale = scale / float((x > bound).sum())
+        except (KeyError, ZeroDivisionError):
+            scale = scale * 2.0
+    x = x * scale
+    print("mean", end="")
+    return x
+
+
+def model(x):
+    with LOCK:
+        x = scale(x)
+    stats = {name: each.item() for name, each in {"mean": x.mean(), "std": x.std()}.items()}
+    HISTORY.append(copy.deepcopy(stats))
+    return x
+
+
+def target():
+    return model, (torch.ones(3),)
+"""
+
+
+def test_what_is_held_raises_again_what_is_handled_around_it(tmp_path):
+    path = tmp_path / "raising.py"
+    path.write_text(
+        "def inverse(x):\n    try:\n        return 1 / x\n"
+        "    except (KeyError, ZeroDivisionError):\n        return -1\n"
+    )
+    recorded, replayed = both_run(path, {(str(path), 3): Held("value")})
+    assert [recorded["inverse"](x) for x in (2, 0, 4)] == [0.5, -1, 0.25]
+    for _ in range(2):
+        rewind()
+        assert [replayed["inverse"](None) for _ in range(3)] == [0.5, -1, 0.25]
+
+
+def test_what_lies_behind_an_error_that_is_handled_is_found(folder, capsys):
+    (folder / "triage_model.py").write_text(HANDLED)
+    found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
+    places = {(each.file, each.line) for each in found.breaks}
+    # Copying a value that is held is no break of the model's own.
+    assert {line for file, line in places if file == str(folder / "triage_model.py")} == {14, 18, 23, 25}
+    assert len(places) == 4
+    assert found.notes == ()
+
+
 HEAP = """\
 import heapq
 

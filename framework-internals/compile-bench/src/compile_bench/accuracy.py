@@ -18,7 +18,6 @@ about a percent: a wrong computation stays wrong there, and another input is clo
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -212,7 +211,7 @@ def widened(target: Target) -> Target:
 
     return replace(
         target,
-        model=copy.deepcopy(target.model).double(),
+        model=target.copied().double(),
         args=widen(target.args),
         kwargs=widen(dict(target.kwargs)),
         autocast=None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -21,10 +22,11 @@ from compile_bench.wording import RECOMPILE_LIMIT
 
 Result = TypeVar("Result")
 
-# What PyTorch says for itself: what fails eagerly is no target, and Dynamo's rules are not the user's to write.
-_NO_ADVICE = (
-    "Your code may result in an error when running in eager",
-    "It may be possible to write Dynamo tracing rules",
+# What PyTorch says for itself: what fails eagerly is no target, its rules and issues are not the user's to write, and
+# the value that Dynamo cannot make anew is seldom one that is returned.
+_NO_ADVICE = re.compile(
+    "Your code may result in an error when running in eager|It may be possible to write Dynamo tracing rules"
+    "|[Rr]eport an issue|file an issue|If Dynamo is attempting to trace a return statement"
 )
 
 
@@ -122,7 +124,7 @@ def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Re
 
 def _findings(surveys: Sequence[Survey]) -> list[Finding]:
     """One finding for every place and reason, over training and inference."""
-    found: dict[tuple[str, int, str], Finding] = {}
+    found: dict[tuple[str, int, str, str], Finding] = {}
     for survey in surveys:
         for each, seeds in zip(survey.breaks, survey.seeds, strict=True):
             _add(found, _of_break(each, seeds, survey))
@@ -138,8 +140,8 @@ def _with_limits(findings: Sequence[Finding], limits: Sequence[Break], survey: S
     return [*findings, *(_of_break(each, (), survey) for each in new)]
 
 
-def _add(found: dict[tuple[str, int, str], Finding], new: Finding) -> None:
-    key = (new.file, new.line, new.reason)
+def _add(found: dict[tuple[str, int, str, str], Finding], new: Finding) -> None:
+    key = (new.file, new.line, new.reason, new.library)
     before = found.get(key)
     if before is None:
         found[key] = new
@@ -151,6 +153,10 @@ def _add(found: dict[tuple[str, int, str], Finding], new: Finding) -> None:
 def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
     source, end, consequence = _statement(each.file, each.line)
     cause = _cause(each, source or each.source, consequence)
+    if each.library:
+        inner = each.stack[-1]
+        there, _, of_it = _statement(inner.file, inner.line)
+        cause = _cause(replace(each, columns=None), there or inner.source, of_it)
     return Finding(
         kind=_kind(each),
         file=each.file,
@@ -180,7 +186,7 @@ def _cause(each: Break, line: str, consequence: str) -> Cause | None:
 
 def _hint(hints: Sequence[str]) -> str:
     """PyTorch's first that says what to do; empty if none does."""
-    return next((each for each in hints if not each.startswith(_NO_ADVICE)), "")
+    return next((each for each in hints if not _NO_ADVICE.search(each)), "")
 
 
 def _kind(each: Break) -> Kind:

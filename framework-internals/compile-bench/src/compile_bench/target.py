@@ -94,8 +94,15 @@ class Target:
         )
 
     def copied(self) -> nn.Module:
-        """A model of its own with the same weights, so that steps of two variants do not disturb each other."""
-        return copy.deepcopy(self.model)
+        """A model of its own with the same weights, so that steps of two variants do not disturb each other.
+
+        What cannot be copied, such as a lock or an open file that a module holds, both have.
+        """
+        try:
+            return copy.deepcopy(self.model)
+        except Exception:  # whatever deepcopy raises for what the model holds
+            held = (value for module in self.model.modules() for value in _plain_attributes(module))
+            return copy.deepcopy(self.model, {id(value): value for value in held if not _can_be_copied(value)})
 
     def forward(self, model: nn.Module, args: tuple[Any, ...]) -> Any:
         """Call ``model`` as this target says."""
@@ -162,6 +169,19 @@ class Target:
                 return self.forward(model, args)
 
         return training_step if train else inference_step
+
+
+def _plain_attributes(module: nn.Module) -> list[Any]:
+    """What a module holds besides parameters, buffers and other modules."""
+    return [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
+
+
+def _can_be_copied(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except Exception:  # whatever deepcopy raises for it
+        return False
+    return True
 
 
 def tensors_in(output: Any) -> list[Tensor]:

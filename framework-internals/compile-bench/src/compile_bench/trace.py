@@ -97,6 +97,11 @@ class Break:
         return f"{self.file}:{self.line}"
 
     @property
+    def identity(self) -> tuple[str, int, str, str]:
+        """What tells breaks apart: line, reason, and where in a library that the line calls."""
+        return self.file, self.line, self.reason, self.library
+
+    @property
     def library(self) -> str:
         """The library line that the user's line led to; empty if the break is in the user's line itself."""
         last = self.stack[-1] if self.stack else None
@@ -336,9 +341,10 @@ def _breaks(
         for compile_id, entry in metrics.items()
         if entry.get("fail_type") and compile_id not in told
     ]
-    # Of every function, by its number, its latest compilation.
-    stacks = {compile_id.split("/")[0]: stack for compile_id, stack in _stacks(events).items()}
-    return merge_breaks((*found, *(_called_by_user(each, stacks, folders) for each in failures)))
+    stacks = _stacks(events)
+    # Of every function, by its number, also its latest compilation.
+    stacks |= {compile_id.split("/")[0]: stack for compile_id, stack in stacks.items()}
+    return merge_breaks(_called_by_user(each, stacks, folders) for each in (*found, *failures))
 
 
 def _stacks(events: Sequence[Event]) -> dict[str, tuple[Frame, ...]]:
@@ -355,10 +361,11 @@ def _stacks(events: Sequence[Event]) -> dict[str, tuple[Frame, ...]]:
 
 
 def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], folders: Folders) -> Break:
-    """A library's function that hit the recompile limit, at the user's line that called it where that is known."""
-    if found.category != RECOMPILE_LIMIT or folders.of_user(found.file):
+    """A break in a library's function that was compiled by itself, at the user's line that called it."""
+    if folders.of_user(found.file) or not found.compile_ids:
         return found
-    own = folders.inside(stacks.get(found.compile_ids[0].split("/")[0], ()))
+    met = found.compile_ids[0]
+    own = folders.inside(stacks.get(met) or stacks.get(met.split("/")[0], ()))
     caller = folders.innermost(own)
     if caller is None or not folders.of_user(caller.file):
         return found
@@ -369,7 +376,7 @@ def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], folde
         line=caller.line,
         function=plain_function(caller.function),
         source=caller.source,
-        stack=(*own[:-1], there),
+        stack=(*own[:-1], *(found.stack or (there,))),
         columns=None,
     )
 
@@ -391,17 +398,20 @@ def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
     return attributed
 
 
-def with_lines(trace: CompileTrace, lines: Mapping[str, Frame]) -> CompileTrace:
+def with_lines(trace: CompileTrace, lines: Mapping[str, Frame], folders: Folders) -> CompileTrace:
     """A trace whose errors of a backend stand at the lines that they are about.
 
     Args:
         trace: what was seen.
         lines: of the operator that failed, by compilation.
+        folders: whose code a file is.
     """
     breaks = []
     for each in trace.breaks:
         line = next((lines[compile_id] for compile_id in each.compile_ids if compile_id in lines), None)
-        if line is not None and each.category == BACKEND_FAILED:
+        if line is not None and each.category == BACKEND_FAILED and each.library and not folders.of_user(line.file):
+            each = replace(each, stack=(*each.stack, line))  # in a library, which the user's line called
+        elif line is not None and each.category == BACKEND_FAILED:
             each = replace(
                 each,
                 file=line.file,
@@ -417,15 +427,14 @@ def with_lines(trace: CompileTrace, lines: Mapping[str, Frame]) -> CompileTrace:
 
 def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
     """One entry for every place and reason; how often it was met is added up."""
-    merged: dict[tuple[str, int, str], Break] = {}
+    merged: dict[tuple[str, int, str, str], Break] = {}
     for each in breaks:
-        key = (each.file, each.line, each.reason)
-        before = merged.get(key)
+        before = merged.get(each.identity)
         if before is None:
-            merged[key] = each
+            merged[each.identity] = each
             continue
         compile_ids = tuple(dict.fromkeys(before.compile_ids + each.compile_ids))
-        merged[key] = replace(
+        merged[each.identity] = replace(
             before,
             times=before.times + each.times,
             compile_ids=compile_ids,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import time
@@ -115,7 +116,7 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders, *, b
                     each()
             except Exception as raised:  # whatever the model or the compiler raises
                 error = raised
-        trace = with_lines(collector.trace(), backend.lines)
+        trace = with_lines(collector.trace(), backend.lines, whose)
         look.traces.append(trace)
         look.breaks += [(seed, each) for each in trace.breaks]
         if error is not None:
@@ -181,6 +182,11 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
         ]
     if held:
         forget_user_modules(whose)  # they hold recorded values
+    look.notes += [
+        f"behind {Path(each.file).name}:{each.line} nothing was looked for: its file is an installed package's"
+        for each in merge_breaks(each for _, each in look.breaks + found)
+        if each.whole_frame and each.category != RECOMPILE_LIMIT and not whose.of_user(each.file)
+    ]
     return found
 
 
@@ -250,7 +256,7 @@ def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
 
 def _made_by_holding(each: Break) -> bool:
     """Whether a held value, of a kind that the code would not have had there, may be the only cause."""
-    if each.file == holding.__file__:
+    if each.file == holding.__file__ or holding.PREFIX in each.reason:
         return True
     return each.category in ("compile error", BACKEND_FAILED) or each.reason == "Observed exception"
 
@@ -258,7 +264,7 @@ def _made_by_holding(each: Break) -> bool:
 def own_model(target: Target, case: Case) -> nn.Module:
     """A model with the target's weights that no other step disturbs; made anew where it cannot be copied."""
     try:
-        return target.copied()
+        return copy.deepcopy(target.model)
     except Exception:  # a lock, an open file, whatever deepcopy raises for what the model holds
         return load_case(case).model
 
@@ -329,8 +335,7 @@ def _silent_kind(each: EagerFrame, empty: bool) -> SilentEager:
 
 
 def _seeds_of(each: Break, breaks: Sequence[tuple[int, Break]]) -> tuple[int, ...]:
-    key = (each.file, each.line, each.reason)
-    return tuple(dict.fromkeys(seed for seed, other in breaks if (other.file, other.line, other.reason) == key))
+    return tuple(dict.fromkeys(seed for seed, other in breaks if other.identity == each.identity))
 
 
 def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:

@@ -67,12 +67,15 @@ _RECOMPILE_CAUSES = tuple(
         (" <=? | >=? | != ", "symbolic shape"),
     )
 )
+# Lines that only say that a message follows.
+_INTRODUCTION = re.compile(r"^Encountered graph break when attempting to trace .*:$|Graph break encountered:$")
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 
 
 def parse_message(text: str) -> tuple[str, str, tuple[str, ...]]:
     """Reason, explanation and hints of a formatted graph-break message."""
-    head = [line.strip() for line in text.split("\n  Explanation:")[0].splitlines() if line.strip()]
+    lines = [line.strip() for line in text.split("\n  Explanation:")[0].splitlines() if line.strip()]
+    head = [line for line in lines if not _INTRODUCTION.search(line)] or lines
     explanation = re.search(r"^  Explanation: (.*?)(?=^  Hint: |^  Developer debug context:|\Z)", text, re.S | re.M)
     hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
     said = explanation[1] if explanation else ""

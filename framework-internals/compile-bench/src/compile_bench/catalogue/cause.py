@@ -106,7 +106,7 @@ def match_limit(source: str) -> Cause:
     return counter if re.search(counter.code, source) else CAUSES["given-up-after-limit"]
 
 
-_TOLD_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "rnn-allowed"))
+_TOLD_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "parameter-made-inside", "rnn-allowed"))
 
 
 class Theme:

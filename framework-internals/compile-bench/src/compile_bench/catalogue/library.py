@@ -143,7 +143,7 @@ def _context_variable() -> Repro:
     "lock",
     "a lock is taken",
     pattern="Unsupported context manager",
-    code=r"\bwith\b.*lock",
+    code=r"(?i)\bwith\b.*(lock|mutex|semaphore|condition)",
     why="Dynamo does not enter context managers of C; the whole function is given up.",
     advice="Take the lock around the call of the model.",
 )

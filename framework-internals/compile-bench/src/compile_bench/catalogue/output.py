@@ -118,7 +118,7 @@ def _write() -> Repro:
     "clock",
     "the clock is read",
     pattern=rf"{SKIPPED}|time function",
-    code=r"\btime\.(time|perf_counter|monotonic|process_time)(_ns)?\(",
+    code=r"\b(time\.time|(time\.)?(perf_counter|monotonic|process_time|thread_time))(_ns)?\(",
     why="Time is not a function of the inputs. What runs between two readings is queued, fused or moved anyway.",
     advice="Time around the call, with CUDA events or torch.profiler; inside, read the clock only while not compiling.",
 )

@@ -81,7 +81,7 @@ def _requires_grad() -> Repro:
 @gradients.cause(
     "parameter-made-inside",
     "nn.Parameter or a module made in forward",
-    pattern=r"torch\.nn\.Parameter\(\)",
+    pattern=r"torch\.nn\.Parameter\(\)|Uninitialized nn\.Module",
     code=r"Parameter\(|nn\.\w+\(",
     equal=False,
     why="A new parameter with every call has no place among the graph's inputs.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import numpy as np
 import torch
@@ -83,7 +84,8 @@ def _choice() -> Repro:
     pattern=rf"{BRANCH}|Data dependent operator",
     code=r"\b(and|or|not)\b",
     why="These operators ask a tensor whether it is true, which is a branch.",
-    advice="torch.logical_and, torch.logical_or, torch.logical_not, or &, | and ~ on boolean tensors.",
+    advice="torch.logical_and, torch.logical_or, torch.logical_not, or &, | and ~ on boolean tensors; what is no "
+    "tensor, such as a flag, in an if of its own around it.",
 )
 def _and() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -102,7 +104,8 @@ def _and() -> Repro:
     pattern=rf"{BRANCH}|{ITEM}",
     code=r"(?<!\.)\b(any|all)\(|\b(if|elif|while|assert|and|or|not) [\w.\[\]]+ (not )?in\b",
     why="Python's any() asks element after element; `value in tensor` asks for the answer.",
-    advice="The tensor's own .any() and .all(); (tensor == value).any() for `value in tensor`.",
+    advice="The tensor's own .any() and .all(), or (tensor == value).any() for `value in tensor`, which "
+    "torch.where takes: an `if` on it is a branch still.",
 )
 def _any() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -177,8 +180,8 @@ def _loop() -> Repro:
 @theme.cause(
     "raise-on-value",
     "an error raised for a value",
-    pattern=BRANCH,
-    code=r"\bassert\b|\bif\b.*(\braise\b|\bwarn(ing|ings)?\b|(?<!\.)\blog(ger|ging)?\.)",
+    pattern=rf"{BRANCH}|{ITEM}",
+    code=r"\bassert\b|\bif\b.*\braise\b",
     why="The check is a branch, although it hardly ever goes the other way.",
     advice="torch._assert_async while compiling, which checks on the device; or check outside, every so many steps. "
     "Where the error is caught, compute both ways and take torch.where(): nothing catches an error of the device.",
@@ -191,6 +194,50 @@ def _raise() -> Repro:
 
     def mended(x: Tensor) -> Tensor:
         torch._assert_async(~torch.isnan(x).any(), "not a number")
+        return x.cos()
+
+    return Repro(broken, mended, [_VECTOR])
+
+
+@theme.cause(
+    "warn-on-value",
+    "a warning or a line of a log for a value",
+    pattern=rf"{BRANCH}|{ITEM}",
+    code=r"\bif\b.*(\bwarn(ing|ings)?\b|(?<!\.)\blog(ger|ging)?\.|\bprint\()",
+    why="The check is a branch, and what it guards is said by Python.",
+    advice="Leave the check out while compiling: `if not torch.compiler.is_compiling() and …`; or return what it "
+    "looks at.",
+)
+def _warn() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        if x.abs().max() > 10:
+            warnings.warn("large", stacklevel=2)
+        return x.cos()
+
+    def mended(x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and x.abs().max() > 10:
+            warnings.warn("large", stacklevel=2)
+        return x.cos()
+
+    return Repro(broken, mended, [_VECTOR])
+
+
+@theme.cause(
+    "branch-on-item",
+    "`if` on .item(), float() or bool() of a tensor",
+    pattern=ITEM,
+    code=r"\b(if|elif|while)\b.*(\.item\(\)|\b(float|int|bool)\([^()]*\))",
+    why="The value is read to branch on it; without .item() the branch on the tensor is what breaks.",
+    advice="Leave .item() out, compute both sides and choose with torch.where.",
+)
+def _branch_on_item() -> Repro:
+    def broken(x: Tensor) -> Tensor:
+        if x.max().item() > 0.5:
+            x = x * 0.5
+        return x.cos()
+
+    def mended(x: Tensor) -> Tensor:
+        x = torch.where(x.max() > 0.5, x * 0.5, x)
         return x.cos()
 
     return Repro(broken, mended, [_VECTOR])
@@ -288,9 +335,9 @@ def _str() -> Repro:
     "key-from-value",
     "a dict looked up by a tensor's value",
     pattern=ITEM,
-    code=r"\[(float|int)\(",
+    code=r"\[(float|int)\([^\]]*\]|\.(get|setdefault|pop)\((float|int)\([^)]*\)|\[[^\]]*\.item\(\)\]",
     why="Which entry is meant is a value.",
-    advice="Put the entries into one tensor and index that.",
+    advice="Put the entries into one tensor and index that; to count, index_add_ into a tensor of counts.",
 )
 def _key() -> Repro:
     scales = {0: 1.0, 1: 2.0}
@@ -425,10 +472,10 @@ def _tolist() -> Repro:
 @theme.cause(
     "sizes-from-tensor",
     "split sizes from a tensor",
-    pattern=r"tolist|Data dependent operator",
-    code=r"\.tolist\(",
+    pattern=r"tolist|Data dependent operator|Tensor\.item\(\)",
+    code=r"\.tolist\(|\b(arange|zeros|ones|full|empty|linspace|rand|randn)\(.*\.item\(\)",
     why="Sizes decide shapes, and shapes decide code.",
-    advice="Pass the sizes as Python ints.",
+    advice="Pass the sizes as Python ints, or make it as large as it may become and mask the rest.",
 )
 def _sizes() -> Repro:
     def broken(x: Tensor, sizes: Tensor) -> Tensor:

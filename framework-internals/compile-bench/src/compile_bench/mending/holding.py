@@ -11,7 +11,7 @@ import ast
 import builtins
 import io
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -56,12 +56,26 @@ class Held:
     marked: frozenset[Marked] = frozenset()
 
 
+# Of every name that is put into a source; no name of a user is like it.
+PREFIX = "__compile_bench_"
+
 # Methods that change a list.
 _CHANGING = frozenset(("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"))
 
 
 class _Followed(list[Any]):
     """What was taken from an iterator."""
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """That an expression raised, for a handler around it.
+
+    Attributes:
+        error: which of the handlers' classes it was.
+    """
+
+    error: int
 
 
 class _Recording:
@@ -122,6 +136,14 @@ class _Recording:
             self.parts = []
         return len(self.parts)
 
+    def raises(self, key: str) -> int:
+        """Which of the handlers' classes is raised next, after which it is passed over; -1 if a value is next."""
+        value = self._coming(key)
+        if not isinstance(value, _Raised):
+            return -1
+        self.take(key)
+        return value.error
+
     def iterates(self, key: str) -> bool:
         """Whether the next value is an iterator."""
         return isinstance(self._coming(key), _Followed)
@@ -160,7 +182,7 @@ def rewind() -> None:
     _recording.rewind()
 
 
-class __compile_bench_no_context__:  # no name of a user is like it
+class __compile_bench_no_context__:
     def __init__(self, value: object) -> None:
         self.value = value
 
@@ -194,6 +216,29 @@ def __compile_bench_hold__(key: str, value: Any) -> Any:
         return _followed(value, taken)  # it can be gone through once: by the model
     _recording.keep(key, pytree.tree_map_only(Tensor, _apart, value))
     return value
+
+
+def __compile_bench_try__(key: str, compute: Callable[[], Any], *errors: type[BaseException]) -> Any:
+    """Hold what ``compute`` gives, or that it raised one of the errors that are handled around it."""
+    try:
+        value = compute()
+    except errors as error:
+        which = next(index for index, each in enumerate(errors) if isinstance(error, each))
+        _recording.keep(key, _Raised(which))
+        raise
+    return __compile_bench_hold__(key, value)
+
+
+@torch.compiler.assume_constant_result
+def __compile_bench_raised__(key: str) -> int:
+    return _recording.raises(key)
+
+
+def __compile_bench_retry__(key: str, *errors: type[BaseException]) -> Any:
+    which = __compile_bench_raised__(key)
+    if which >= 0:
+        raise errors[which]
+    return __compile_bench_replay__(key)
 
 
 def __compile_bench_snapshot__(key: str, *given: Any) -> None:
@@ -288,13 +333,18 @@ _BUILTINS = (
     __compile_bench_hold_lists__,
     __compile_bench_changed__,
     __compile_bench_refill__,
+    __compile_bench_try__,
+    __compile_bench_retry__,
+    __compile_bench_raised__,
     __compile_bench_held__,
     __compile_bench_held_part__,
     __compile_bench_parts__,
     __compile_bench_iterates__,
     __compile_bench_value__,
 )
-_HOLD, _REPLAY, _NO_CONTEXT, _SNAPSHOT, _HOLD_LISTS, _CHANGED, _REFILL = (each.__name__ for each in _BUILTINS[:7])
+_HOLD, _REPLAY, _NO_CONTEXT, _SNAPSHOT, _HOLD_LISTS, _CHANGED, _REFILL, _TRY, _RETRY = (
+    each.__name__ for each in _BUILTINS[:9]
+)
 
 
 def overlays(places: Mapping[tuple[str, int], Held]) -> tuple[Overlay, Overlay]:
@@ -453,6 +503,12 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = 
     replaying = f"{_REPLAY}({key!r}{lines})"
     replaying = f"{wrapper}({replaying})" if wrapper else replaying
     names = _named(expression)
+    errors = "" if names else _handled(source, expression)
+    if errors:
+        # As a function: what it raises is held too, and raised again for the handlers.
+        recording = f"{_TRY}({key!r}, lambda: {reads}({text}), {errors})"
+        replaying = f"{_RETRY}({key!r}, {errors}{lines})"
+        replaying = f"{wrapper}({replaying})" if wrapper else replaying
     given = [] if names else _given(source, expression)
     if given:
         # Before the call, the call, behind it: the held value is the second of them.
@@ -470,6 +526,24 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = 
             f"({', '.join([first, *rest])})[0]" for first, rest in ((recording, kept), (replaying, bound))
         )
     return source.replace(expression, recording), source.replace(expression, replaying)
+
+
+def _handled(source: Source, expression: ast.expr) -> str:
+    """The classes that handlers around an expression in its function name, as arguments; empty without any."""
+    function = source.function(expression)
+    inside: ast.AST = expression
+    found: dict[str, None] = {}
+    for node in source.above(expression):
+        if node is function:
+            break
+        if isinstance(node, ast.Try) and inside in node.body:
+            for handler in node.handlers:
+                classes = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+                found |= {source.text(each) if each is not None else "Exception": None for each in classes}
+        inside = node
+    called = {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+    # `super()` and `locals()` mean something else in a function of their own.
+    return "" if function is None or called & {"super", "locals", "__class__"} else ", ".join(found)
 
 
 def _given(source: Source, expression: ast.expr) -> list[str]:

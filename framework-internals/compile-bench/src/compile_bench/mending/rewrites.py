@@ -151,22 +151,30 @@ def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
     """All clocks of the function: with one of two left as it is, their difference would be the time since 1970."""
-    if not any(map(_reads_clock, _expressions(statement))):
+    bare = _imported_clocks(source)
+    if not any(_reads_clock(node, bare) for node in _expressions(statement)):
         return []
     function = source.function(statement)
     edits = [
         source.replace(node, f"({_zero_of(source.text(node.func))} if {_COMPILING} else {source.text(node)})")
         for node in ast.walk(function or statement)
-        if _reads_clock(node) and source.function(node) in (function, None)
+        if _reads_clock(node, bare) and source.function(node) in (function, None)
     ]
     return [*edits, *with_torch(source)]
 
 
-def _reads_clock(node: ast.AST) -> TypeGuard[ast.Call]:
+def _imported_clocks(source: Source) -> frozenset[str]:
+    """The names that ``from time import …`` gives clocks in a module."""
+    imports = (node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.module == "time")
+    names = (alias for node in imports for alias in node.names if alias.name.removesuffix("_ns") in _CLOCKS)
+    return frozenset(alias.asname or alias.name for alias in names)
+
+
+def _reads_clock(node: ast.AST, bare: frozenset[str]) -> TypeGuard[ast.Call]:
     if not isinstance(node, ast.Call) or node.args or node.keywords:
         return False
     owner, _, name = _dotted(node.func).rpartition(".")
-    return owner == "time" and name.removesuffix("_ns") in _CLOCKS
+    return owner == "time" and name.removesuffix("_ns") in _CLOCKS if owner else name in bare
 
 
 def _zero_of(clock: str) -> str:
@@ -491,7 +499,10 @@ REWRITES = (
     Rewrite("graph-break-call", "remove the call of graph_break()", "", _drop_graph_break),
     Rewrite("print", "write only while not compiling", "a compiled model no longer writes this", _guard_output),
     Rewrite(
-        "print", "check only while not compiling", "a compiled model neither checks this nor writes it", _guard_report
+        "warn-on-value",
+        "check only while not compiling",
+        "a compiled model neither checks this nor writes it",
+        _guard_report,
     ),
     Rewrite("upkeep", "do it only while not compiling", "a compiled model no longer does this", _guard_upkeep),
     Rewrite("clock", "read the clock only while not compiling", "times read 0 in a compiled model", _read_no_clock),
@@ -533,7 +544,10 @@ def with_torch(source: Source, line: str = "") -> list[Edit]:
     has_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     last = imports[-1] if imports else (first if has_docstring else None)
     offset = 0 if last is None else source.line_start((last.end_lineno or last.lineno) + 1)
-    return [Edit(offset, offset, "".join(f"{each}{source.newline}" for each in lines))]
+    text = "".join(f"{each}{source.newline}" for each in lines)
+    if offset and not source.content[:offset].endswith(b"\n"):  # the last line of a file may have no end
+        text = source.newline + text
+    return [Edit(offset, offset, text)]
 
 
 def _called(statement: ast.stmt) -> ast.Call | None:
