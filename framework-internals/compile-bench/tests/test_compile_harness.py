@@ -192,7 +192,13 @@ def test_a_line_that_breaks_for_two_reasons_is_one_break():
     assert budget_exceeded(Triage(Case("x"), CompileTrace(breaks=(first, other)), 2), None, 1, 1, None) == []
     further = replace(first, line=10)
     lines = budget_exceeded(Triage(Case("x"), CompileTrace(breaks=(first, other, further)), 2), None, 1, 1, None)
-    assert lines[0] == "2 graph breaks, 1 allowed"
+    assert lines[0] == "3 graph breaks in 2 lines, 1 allowed"
+
+
+def test_a_model_that_cannot_be_compiled_is_within_no_budget():
+    found = Triage(Case("x"), CompileTrace(), 2, ("RuntimeError: no double backward",))
+    (line,) = budget_exceeded(found, None, 9, 9, None)
+    assert line == "raises where it is compiled, and not by itself: RuntimeError: no double backward"
 
 
 def test_a_step_is_compared_with_itself():

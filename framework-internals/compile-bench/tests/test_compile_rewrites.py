@@ -2,10 +2,12 @@
 
 import subprocess
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from compile_bench.frames import Frame
 from compile_bench.mending.rewrites import candidates, with_torch
 from compile_bench.mending.source import Edit, Source, line_before, unified_diff
 from compile_bench.trace import Break
@@ -74,6 +76,35 @@ def test_a_clock_that_was_imported_by_its_name_is_read_only_while_not_compiling(
     assert case == "clock"
     assert "start = (0.0 if torch.compiler.is_compiling() else now())  # here" in text
     assert "def now" not in text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    if time.monotonic() > self.deadline:  # here\n        raise TimeoutError\n    return x\n",
+        "    start = time.time()  # here\n    took = time.time() - start\n    return x.sin() if took < 1 else x\n",
+        "    now = time.time()  # here\n    self.last = now\n    return x\n\n\ndef g(s):\n    return self.last > 3\n",
+    ],
+)
+def test_a_clock_that_decides_something_is_left_alone(body):
+    assert "clock" not in proposals(source_of("def f(self, x):\n" + body), SKIPPED)
+
+
+def test_a_check_whose_error_the_caller_handles_is_left_alone(tmp_path):
+    body = "def f(x):\n    if x.sum() > 0:  # here\n        raise ValueError\n    return x\n"
+    assert "raise-on-value" in proposals(source_of(body), BRANCH)
+    handled = "\n\ndef g(x):\n    try:\n        return f(x)\n    except ValueError:\n        return -x\n"
+    assert "raise-on-value" not in proposals(source_of(body + handled), BRANCH)
+    caller = tmp_path / "caller.py"
+    caller.write_text(
+        "def h(block, x):\n    try:\n        return block(x)\n    except ValueError:\n        return -x\n"
+    )
+    found = Break(
+        "model.py", 8, "f", "", BRANCH, "", (), categorise(BRANCH), False, stack=(Frame(str(caller), 3, "h"),)
+    )
+    source = source_of(body)
+    assert "raise-on-value" not in {each.rewrite.case for each in candidates(source, found)}
+    assert "raise-on-value" in {each.rewrite.case for each in candidates(source, replace(found, stack=()))}
 
 
 def test_torch_is_imported_behind_a_last_line_without_an_end():

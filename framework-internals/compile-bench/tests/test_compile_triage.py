@@ -36,7 +36,7 @@ from compile_bench.mending.trial import trials
 from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
 from compile_bench.trace import Break, CompileTrace, Recompile
 from compile_bench.triage_records import bill_records
-from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey, unexplained
+from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey, triage, unexplained
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -124,9 +124,9 @@ def test_a_recompilation_is_told_with_what_to_do():
     new = Recompile("2/1", "forward", "/elsewhere/model.py", 12, "something new")
     printed = describe_bill(Bill("m", (), (known, replace(known, guard="self.calls == 2"), new), ()), {})
     assert printed.count("(catalogue: counter)") == 1
-    assert f"/elsewhere/model.py:9: {CAUSES['counter'].advice} (catalogue: counter)" in printed
-    assert "| /elsewhere/model.py:12 | other | something new | forward |" in printed
-    assert "/elsewhere/model.py:12:" not in printed
+    assert f"model.py:9: {CAUSES['counter'].advice} (catalogue: counter)" in printed
+    assert "| model.py:12 | other | something new | forward |" in printed
+    assert "model.py:12:" not in printed
 
 
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):
@@ -355,6 +355,26 @@ def target():
 """
 
 
+def test_what_the_model_does_to_a_held_list_is_forgotten_with_the_step(tmp_path):
+    path = tmp_path / "growing.py"
+    path.write_text("def tags(x):\n    tags = [x.item()]\n    tags.append(3)\n    return tags\n")
+    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
+    assert recorded["tags"](torch.tensor(2)) == [2, 3]
+    for _ in range(3):
+        rewind()
+        assert replayed["tags"](None) == [2, 3]
+
+
+def test_a_model_that_raises_only_where_it_is_compiled_is_told_first(folder):
+    (folder / "triage_model.py").write_text(DOUBLE_BACKWARD)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu")
+    found = triage(case)
+    (failure,) = found.failures
+    assert "double backward" in failure
+    bill = Bill("m", (), (), (survey(case, seeds=(0,)),))
+    assert describe_bill(bill, {}).splitlines()[1].startswith("training raises where it is compiled, which ended its")
+
+
 def test_what_is_held_raises_again_what_is_handled_around_it(tmp_path):
     path = tmp_path / "raising.py"
     path.write_text(
@@ -376,6 +396,25 @@ def test_what_lies_behind_an_error_that_is_handled_is_found(folder, capsys):
     assert {line for file, line in places if file == str(folder / "triage_model.py")} == {14, 18, 23, 25}
     assert len(places) == 4
     assert found.notes == ()
+
+
+DOUBLE_BACKWARD = """\
+import torch
+from torch import nn
+
+from compile_bench.target import Target
+
+
+def target():
+    torch.manual_seed(0)
+    x = torch.randn(8, 4, requires_grad=True)
+
+    def loss(out):
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.mean() + (slope.norm(dim=1) - 1).pow(2).mean()
+
+    return Target(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), (x,), loss=loss)
+"""
 
 
 HEAP = """\

@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import re
+import sys
 import sysconfig
 import time
 import warnings
@@ -157,9 +158,12 @@ def folders(*, launcher: bool = True, libraries: bool = True) -> Folders:
         libraries: whether installed packages are told from the user's code, which PyTorch's own messages do not do.
     """
     paths = sysconfig.get_paths()
+    installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    # And wherever else pip has put packages: a user's own folder, a --target on PYTHONPATH.
+    installed += [folder for folder in sys.path if folder and next(Path(folder).glob("*.dist-info"), None)]
     return Folders(
         torch=str(Path(torch.__file__).parent),
-        library=[paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")] if libraries else [],
+        library=list(dict.fromkeys(installed)) if libraries else [],
         launcher=str(Path(__file__).parent) if launcher else "",
         launched=("zoo.py", "zoo_transformers.py", "resnet.py"),
     )

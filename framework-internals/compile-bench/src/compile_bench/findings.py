@@ -272,3 +272,12 @@ class Bill:
     surveys: tuple[Survey, ...]
     together: Mend | None = None
     absent: tuple[str, ...] = ()
+
+    @property
+    def raised(self) -> tuple[str, ...]:
+        """A sentence for every error with which tracing ended, and which the model by itself does not raise."""
+        return tuple(
+            f"{survey.case.kind} raises where it is compiled, which ended its tracing: {failure}"
+            for survey in self.surveys
+            for failure in survey.failures
+        )

@@ -62,11 +62,11 @@ class Folders:
     def of_user(self, file: str) -> bool:
         """Whether the file is neither PyTorch's nor Python's nor an installed package's."""
         generated = file.startswith("<")
-        return not (generated or self.of_torch(file) or file.startswith(self._library) or self._launches(file))
+        return not (generated or self.of_torch(file) or file.startswith(self._library) or self.launches(file))
 
     def inside(self, stack: Sequence[Frame]) -> tuple[Frame, ...]:
         """The frames of the model: without what calls it, and without PyTorch's."""
-        last = max((index for index, frame in enumerate(stack) if self._launches(frame.file)), default=-1)
+        last = max((index for index, frame in enumerate(stack) if self.launches(frame.file)), default=-1)
         return tuple(frame for frame in stack[last + 1 :] if not self.of_torch(frame.file))
 
     def innermost(self, stack: Sequence[Frame]) -> Frame | None:
@@ -74,7 +74,8 @@ class Folders:
         own = self.inside(stack)
         return next((frame for frame in reversed(own) if self.of_user(frame.file)), own[-1] if own else None)
 
-    def _launches(self, file: str) -> bool:
+    def launches(self, file: str) -> bool:
+        """Whether the file is of what calls the model."""
         # The separator at the end of the folder keeps "…/launcher_models/" out.
         named = file.rpartition("/")[2]
         return bool(self._launcher) and file.startswith(self._launcher) and named not in self._launched

@@ -309,8 +309,10 @@ class Triage:
         case: what was traced.
         trace: what was seen.
         calls: how many steps were made over the schedule.
+        failures: what compiling raised, or the compiled steps did and the model by itself does not.
     """
 
     case: Case
     trace: CompileTrace
     calls: int
+    failures: tuple[str, ...] = ()

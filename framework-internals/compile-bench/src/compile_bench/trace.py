@@ -367,8 +367,8 @@ def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], folde
     met = found.compile_ids[0]
     own = folders.inside(stacks.get(met) or stacks.get(met.split("/")[0], ()))
     caller = folders.innermost(own)
-    if caller is None or not folders.of_user(caller.file):
-        return found
+    if caller is None or not folders.of_user(caller.file) or caller is own[-1]:
+        return found  # of the function that was compiled only its first line is known
     there = Frame(found.file, found.line, found.function, found.source)
     return replace(
         found,

@@ -37,7 +37,7 @@ def bill_records(bill: Bill, root: Path) -> list[Record]:
             }
             for each in bill.recompiles
         ],
-        "absent": list(bill.absent),
+        "absent": [*bill.raised, *bill.absent],
     }
     records = [Record("bill", labels, values, data)]
     records += [_finding(each, index, bill.target, root) for index, each in enumerate(bill.findings, 1)]

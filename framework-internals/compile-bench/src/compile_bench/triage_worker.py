@@ -50,7 +50,7 @@ _READS = frozenset(("data-dependent control flow", "tensor value read by Python"
 def triage(case: Case) -> Triage:
     """Count graph breaks and recompilations over a case's schedule."""
     found = survey(case, seeds=(0,))
-    return Triage(case, replace(found.trace, breaks=found.breaks), found.calls)
+    return Triage(case, replace(found.trace, breaks=found.breaks), found.calls, found.failures)
 
 
 def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> Survey:
@@ -123,7 +123,10 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders, *, b
             _refuse_if_eager_fails(target, case)
             look.failures[_one_line(error)] = None
             found = broken_in_error(str(error), type(error).__name__, whose, _raised_at(error))
-            look.breaks += [(seed, found)] if found is not None else []
+            if found is not None:
+                # Dynamo tells the same of the library's line alone.
+                look.breaks = [each for each in look.breaks if each[1].place != found.library or not found.library]
+                look.breaks.append((seed, found))
             continue
         for silent in unexplained(EagerWatch(model.modules(), whose).run(step), trace):
             look.eager.setdefault(silent.frame, silent)
@@ -174,11 +177,11 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
             at_once = False
             continue
         held |= new
-        known = {(each.file, each.line) for _, each in look.breaks + found}
+        # A library's line that a user's leads to is known too: behind what is held PyTorch may name it alone.
+        known = {each.place for _, each in look.breaks + found} | {each.library for _, each in look.breaks + found}
+        known |= {f"{file}:{line}" for file, line in held}
         found += [
-            (seed, each)
-            for seed, each in latest
-            if (each.file, each.line) not in known | set(held) and not _made_by_holding(each)
+            (seed, each) for seed, each in latest if each.place not in known and not _made_by_holding(each, whose)
         ]
     if held:
         forget_user_modules(whose)  # they hold recorded values
@@ -254,9 +257,9 @@ def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
     return Held("value")
 
 
-def _made_by_holding(each: Break) -> bool:
+def _made_by_holding(each: Break, whose: Folders) -> bool:
     """Whether a held value, of a kind that the code would not have had there, may be the only cause."""
-    if each.file == holding.__file__ or holding.PREFIX in each.reason:
+    if whose.launches(each.file) or holding.PREFIX in each.reason:
         return True
     return each.category in ("compile error", BACKEND_FAILED) or each.reason == "Observed exception"
 

@@ -82,7 +82,7 @@ def _choice() -> Repro:
     "and-of-values",
     "`and`, `or`, `not` between tensors",
     pattern=rf"{BRANCH}|Data dependent operator",
-    code=r"\b(and|or|not)\b",
+    code=r"\b(and|or)\b|(=|\breturn|\() ?not\b",
     why="These operators ask a tensor whether it is true, which is a branch.",
     advice="torch.logical_and, torch.logical_or, torch.logical_not, or &, | and ~ on boolean tensors; what is no "
     "tensor, such as a flag, in an if of its own around it.",

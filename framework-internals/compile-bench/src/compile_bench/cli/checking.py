@@ -114,11 +114,15 @@ def _inventory(harness: Harness, case: Case) -> Inventory:
 def budget_exceeded(
     found: Triage, bench: Bench | None, max_breaks: int, max_recompiles: int, min_speedup: float | None
 ) -> list[str]:
-    """One line for every part of a budget that is exceeded; the breaks and recompilations themselves follow theirs."""
-    lines = []
+    """One line for every part of a budget that is exceeded; the breaks and recompilations themselves follow theirs.
+
+    A model that raises where it is compiled is within no budget.
+    """
+    lines = [f"raises where it is compiled, and not by itself: {each}" for each in found.failures]
     trace = found.trace
     if trace.broken_lines > max_breaks:
-        lines.append(f"{plural(trace.broken_lines, 'graph break')}, {max_breaks} allowed")
+        several = f" in {plural(trace.broken_lines, 'line')}" if len(trace.breaks) > trace.broken_lines else ""
+        lines.append(f"{plural(len(trace.breaks), 'graph break')}{several}, {max_breaks} allowed")
         lines += [f"  {place(entry.file, entry.line)}: {entry.reason}" for entry in trace.breaks]
     if len(trace.recompiles) > max_recompiles:
         lines.append(f"{plural(len(trace.recompiles), 'recompilation')}, {max_recompiles} allowed")

@@ -88,7 +88,7 @@ def write_patches(bill: Bill, folder: Path) -> dict[str, Path]:
 
 def describe_bill(bill: Bill, patches: dict[str, Path]) -> str:
     """The bill as Markdown: what was found, dearest first, then line by line what to do."""
-    lines = [_headline(bill)]
+    lines = [_headline(bill), *bill.raised]
     if bill.findings:
         rows = [_row(finding) for finding in bill.findings]
         header = ["line", "what", "category", "in", "gap a step", "bytes across", "compiling", "mend"]

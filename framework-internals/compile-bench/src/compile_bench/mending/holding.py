@@ -124,7 +124,8 @@ class _Recording:
         if isinstance(value, io.IOBase) and value.closed:  # the model closed it, and will read it again
             self._opened.append(_opened_again(value))
             return self._opened[-1]
-        return value
+        # Lists and dicts anew: the model may go on to change what it was given.
+        return set(value) if type(value) is set else pytree.tree_map(lambda leaf: leaf, value)
 
     def split(self, key: str) -> int:
         """The number of tensors that the next value is: 1 of a tensor, 0 where it is not made of tensors alone."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeGuard
 
 from compile_bench.mending.pure import is_elementwise, is_exact_in_float32, is_quiet
@@ -155,12 +156,38 @@ def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
     if not any(_reads_clock(node, bare) for node in _expressions(statement)):
         return []
     function = source.function(statement)
+    if _decides(source, function or statement, bare):
+        return []
     edits = [
         source.replace(node, f"({_zero_of(source.text(node.func))} if {_COMPILING} else {source.text(node)})")
         for node in ast.walk(function or statement)
         if _reads_clock(node, bare) and source.function(node) in (function, None)
     ]
     return [*edits, *with_torch(source)]
+
+
+def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
+    """Whether a time that is read in a function decides anything, as one that is compared with a deadline does."""
+    timed: set[str] = set()
+
+    def of_time(node: ast.AST) -> bool:
+        return any(
+            _reads_clock(each, bare) or (isinstance(each, ast.expr) and _dotted(each) in timed)
+            for each in ast.walk(node)
+        )
+
+    assignments = [each for each in ast.walk(scope) if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
+    for _ in assignments:  # a time may go through as many names as there are
+        for each in assignments:
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            if each.value is not None and of_time(each.value):
+                timed |= {_dotted(target) for target in targets} - {""}
+    kept = {name for name in timed if "." in name}
+    compared = [each for each in ast.walk(scope) if isinstance(each, ast.Compare)]
+    elsewhere = (each for each in ast.walk(source.tree) if isinstance(each, ast.Compare))
+    return any(map(of_time, compared)) or any(
+        _dotted(part) in kept for each in elsewhere for part in ast.walk(each) if isinstance(part, ast.Attribute)
+    )
 
 
 def _imported_clocks(source: Source) -> frozenset[str]:
@@ -345,7 +372,7 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
         return []
     if len(statement.body) != 1 or statement.orelse or not isinstance(statement.body[0], ast.Raise):
         return []
-    if _is_caught(source, statement):
+    if _is_caught(source, statement, found):
         return []
     condition = _condition(source, statement.test)
     if condition is None or source.line(statement.lineno).lstrip()[:3] != "if ":
@@ -362,16 +389,31 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
     return [Edit(start, start + 2, head), *with_torch(source)]
 
 
-def _is_caught(source: Source, statement: ast.stmt) -> bool:
-    """Whether an error is dealt with in the function that raises it: one of the device would not be."""
+def _is_caught(source: Source, statement: ast.stmt, found: Break) -> bool:
+    """Whether an error is dealt with where it is raised, or where that is called: one of the device would not be."""
     function = source.function(statement)
-    for node in source.above(statement):
-        if node is function:
+    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+    called = [call for call in calls if function and _dotted(call.func).rpartition(".")[2] == function.name]
+    around = [(source, node) for node in (statement, *called)]
+    for frame in found.stack:
+        try:
+            other = Source.read(Path(frame.file))
+        except (OSError, SyntaxError):
+            continue
+        around += [(other, node) for node in other.statements(frame.line)]
+    return any(_is_handled(each, node) for each, node in around)
+
+
+def _is_handled(source: Source, node: ast.AST) -> bool:
+    """Whether the function that a node is in handles errors around it."""
+    function = source.function(node)
+    for around in source.above(node):
+        if around is function:
             return False
-        if isinstance(node, ast.Try) and node.handlers:
+        if isinstance(around, ast.Try) and around.handlers:
             return True
-        if isinstance(node, ast.With):
-            calls = [item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call)]
+        if isinstance(around, ast.With):
+            calls = [item.context_expr for item in around.items if isinstance(item.context_expr, ast.Call)]
             if any(_dotted(call.func).rpartition(".")[2] == "suppress" for call in calls):
                 return True
     return False
