@@ -226,7 +226,7 @@ def _warn() -> Repro:
     "branch-on-item",
     "`if` on .item(), float() or bool() of a tensor",
     pattern=ITEM,
-    code=r"\b(if|elif|while)\b.*(\.item\(\)|\b(float|int|bool)\([^()]*\))",
+    code=r"\b(if|elif|while)\b(?!.*\bin\b).*(\.item\(\)|\b(float|int|bool)\([^()]*\))",
     why="The value is read to branch on it; without .item() the branch on the tensor is what breaks.",
     advice="Leave .item() out, compute both sides and choose with torch.where.",
 )
@@ -335,7 +335,7 @@ def _str() -> Repro:
     "key-from-value",
     "a dict looked up by a tensor's value",
     pattern=ITEM,
-    code=r"\[(float|int)\([^\]]*\]|\.(get|setdefault|pop)\((float|int)\([^)]*\)|\[[^\]]*\.item\(\)\]",
+    code=r"\[(float|int)\([^\]]*\]|\.(get|setdefault|pop)\((float|int)\([^)]*\)|\w\[[^\]]*\.item\(\)\]",
     why="Which entry is meant is a value.",
     advice="Put the entries into one tensor and index that; to count, index_add_ into a tensor of counts.",
 )
