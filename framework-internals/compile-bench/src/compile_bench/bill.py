@@ -152,11 +152,12 @@ def _add(found: dict[tuple[str, int, str, str], Finding], new: Finding) -> None:
 
 def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
     source, end, consequence = _statement(each.file, each.line)
-    cause = _cause(each, source or each.source, consequence)
-    if each.library:
+    if each.library:  # advice is about the line that breaks
         inner = each.stack[-1]
-        there, _, of_it = _statement(inner.file, inner.line)
-        cause = _cause(replace(each, columns=None), there or inner.source, of_it)
+        there, _, consequence = _statement(inner.file, inner.line)
+        cause = _cause(replace(each, columns=None), there or inner.source, consequence)
+    else:
+        cause = _cause(each, source or each.source, consequence)
     return Finding(
         kind=_kind(each),
         file=each.file,

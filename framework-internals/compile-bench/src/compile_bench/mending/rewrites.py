@@ -177,7 +177,9 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
         )
 
     assignments = [each for each in ast.walk(scope) if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
-    for _ in assignments:  # a time may go through as many names as there are
+    before = None
+    while before != timed:  # a time may go through as many names as there are
+        before = set(timed)
         for each in assignments:
             targets = each.targets if isinstance(each, ast.Assign) else [each.target]
             if each.value is not None and of_time(each.value):
