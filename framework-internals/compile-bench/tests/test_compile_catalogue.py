@@ -49,6 +49,16 @@ def test_every_version_has_an_outcome_of_every_cause():
         assert set(outcomes) == set(CAUSES)
 
 
+def test_a_recorded_guard_names_no_machine():
+    guards = [each for name, cause in CAUSES.items() if cause.kind == "recompile" for each in seen_on_all(name)]
+    assert guards
+    assert not [each for each in guards if re.search(r"\.py\b|0x[0-9a-f]+|\d{9}", each)]
+
+
+def seen_on_all(name):
+    return [each for outcomes in recorded().values() for each in outcomes[name]["seen"]]
+
+
 def test_every_rewrite_is_of_a_cause():
     assert {rewrite.case for rewrite in REWRITES} <= set(CAUSES)
 

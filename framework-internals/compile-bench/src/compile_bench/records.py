@@ -184,11 +184,11 @@ def case_title(record: Record, *, mode: bool = True) -> str:
 
 def shorten(file: str, root: Path) -> str:
     """A file's name for a reader: relative to ``root``, within its package, or its last part."""
-    path = Path(file)
-    if path.is_relative_to(root) and "site-packages" not in path.parts:
-        return str(path.relative_to(root))
     _, installed, within = file.rpartition("/site-packages/")
-    return within if installed else path.name
+    if installed:
+        return within
+    path = Path(file)
+    return str(path.relative_to(root)) if path.is_relative_to(root) else path.name
 
 
 def neutral(value: Any, root: Path) -> Any:

@@ -77,8 +77,13 @@ def _broken(cause: Cause, repro: Repro) -> tuple[tuple[str, ...], tuple[str, ...
     if cause.kind == "break":
         return tuple(dict.fromkeys(each.reason for each in trace.breaks)), registry
     if cause.kind == "recompile":
-        return tuple(dict.fromkeys(each.guard for each in trace.recompiles)), registry
+        return tuple(dict.fromkeys(_anywhere(each.guard) for each in trace.recompiles)), registry
     return _silent(repro, function, trace), registry
+
+
+def _anywhere(guard: str) -> str:
+    """A guard without what is this process's or this machine's: objects' numbers, addresses and files of code."""
+    return re.sub(r"\b\d{9,}\b", "N", re.sub(r"(<code object \w+) at [^>]*>", r"\1>", guard))
 
 
 # Here the catalogue's own files are the user's.

@@ -500,16 +500,16 @@ def _edit(source: Source, expression: ast.expr, wrapper: str = "", reads: str = 
     lines = "\n" * text.count("\n")
     # In parentheses: `return scores, boxes` holds one tuple. A condition is held as what it was taken for: a tensor
     # in its place would be branched on like the one before.
-    recording = f"{_HOLD}({key!r}, {reads}({text}))"
-    replaying = f"{_REPLAY}({key!r}{lines})"
-    replaying = f"{wrapper}({replaying})" if wrapper else replaying
     names = _named(expression)
     errors = "" if names else _handled(source, expression)
     if errors:
         # As a function: what it raises is held too, and raised again for the handlers.
         recording = f"{_TRY}({key!r}, lambda: {reads}({text}), {errors})"
         replaying = f"{_RETRY}({key!r}, {errors}{lines})"
-        replaying = f"{wrapper}({replaying})" if wrapper else replaying
+    else:
+        recording = f"{_HOLD}({key!r}, {reads}({text}))"
+        replaying = f"{_REPLAY}({key!r}{lines})"
+    replaying = f"{wrapper}({replaying})" if wrapper else replaying
     given = [] if names else _given(source, expression)
     if given:
         # Before the call, the call, behind it: the held value is the second of them.
