@@ -29,7 +29,8 @@ from benchkit.results import Absence, load
 from compile_bench.catalogue import page as catalogue
 from compile_bench.catalogue.cause import CAUSES
 from compile_bench.mending.source import unified_diff
-from dispatcher_trace import viewer
+from dispatcher_trace.capture.types import SCHEMA_VERSION
+from dispatcher_trace.render import viewer
 from jax_baseline import explanation
 from jax_baseline.hlo import lock
 
@@ -257,7 +258,7 @@ WALKS = ['"calls": [{}]', '"calls": 3', '"calls": [[1]]', '"calls": null', '"cal
 
 @pytest.mark.parametrize(
     "text",
-    [*DAMAGED, *(f'{{"schema_version": {dispatcher_trace.compare.SCHEMA_VERSION}, {calls}}}' for calls in WALKS)],
+    [*DAMAGED, *(f'{{"schema_version": {SCHEMA_VERSION}, {calls}}}' for calls in WALKS)],
 )
 def test_a_damaged_walk_is_one_line(text, folder):
     (folder / "walk.json").write_text(text, encoding="latin-1")

@@ -54,7 +54,7 @@ class DissectedEngine:
                 return {}
             times = self._engine.kernel_times(_PROFILED_STEPS)
             return {"kernels": sum(k.calls for k in times), "kernel_seconds": sum(k.seconds for k in times)}
-        from dispatcher_trace import profile
+        from dispatcher_trace.capture import profile
 
         with profile.profiled() as profiled:
             start = time.perf_counter()
@@ -126,6 +126,6 @@ def dispatch_seconds(hops: Mapping[str, int], costs: Mapping[str, float]) -> flo
 
     Args:
         hops: of a step, by the measured hop that stands for them.
-        costs: seconds of each, from ``dispatcher_trace.cost.hop_costs``.
+        costs: seconds of each, from ``dispatcher_trace.report.hop_cost.hop_costs``.
     """
     return sum(count * max(costs[kind], 0.0) for kind, count in hops.items())

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dispatcher_trace import Shims, agreement, installed, record
-from dispatcher_trace.catalogue import CATALOGUE
+from dispatcher_trace import Shims, installed, record
+from dispatcher_trace.report import agreement
+from dispatcher_trace.report.catalogue import CATALOGUE
 
 # What issue trackers and code reviews name when they say "an operator": one of each at least.
 FAMILIES = {
@@ -16,12 +17,12 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def impossible() -> dict[tuple[str, str], str]:
-    return agreement.impossible("cpu")
+def refused() -> dict[tuple[str, str], str]:
+    return agreement.refused("cpu")
 
 
 @pytest.fixture(scope="module")
-def shims(impossible: dict[tuple[str, str], str]) -> Iterator[Shims]:
+def shims(refused: dict[tuple[str, str], str]) -> Iterator[Shims]:
     with installed("all") as shims:
         yield shims
 
@@ -31,8 +32,8 @@ def test_the_catalogue_is_wide() -> None:
     assert {entry.family for entry in CATALOGUE} == FAMILIES
 
 
-def test_every_callable_under_every_mode(impossible: dict[tuple[str, str], str], shims: Shims) -> None:
-    measured = list(agreement.measure(shims, "cpu", impossible))
+def test_every_callable_under_every_mode(refused: dict[tuple[str, str], str], shims: Shims) -> None:
+    measured = list(agreement.measure(shims, "cpu", refused))
     assert len(measured) >= 200
     assert len({item.entry for item in measured}) == len(CATALOGUE)
     assert [(item.mode, item.entry, item.error) for item in measured if item.error] == []
@@ -43,11 +44,11 @@ def test_every_callable_under_every_mode(impossible: dict[tuple[str, str], str],
     assert unexplained == []
 
 
-def test_what_torch_itself_refuses_is_left_out(impossible: dict[tuple[str, str], str]) -> None:
-    assert ("vmap", "torch.masked_select") in impossible  # its size depends on data
-    assert ("requires_grad", "torch.argmax") in impossible
-    assert not [key for key in impossible if key[0] in ("plain", "no_grad", "inference_mode", "autocast")]
-    assert len(impossible) < 0.1 * len(CATALOGUE) * len(agreement.MODES)
+def test_what_torch_itself_refuses_is_left_out(refused: dict[tuple[str, str], str]) -> None:
+    assert ("vmap", "torch.masked_select") in refused  # its size depends on data
+    assert ("requires_grad", "torch.argmax") in refused
+    assert not [key for key in refused if key[0] in ("plain", "no_grad", "inference_mode", "autocast")]
+    assert len(refused) < 0.1 * len(CATALOGUE) * len(agreement.MODES)
 
 
 def test_known_causes_are_no_findings(shims: Shims) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dispatcher_trace import Shims, Trace, differences, installed, record
-from dispatcher_trace.compare import load_calls
+from dispatcher_trace.render.compare import load_calls
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dispatcher_trace import dispatcher
+from dispatcher_trace.capture import dispatcher
 
 
 def test_every_private_api_is_there() -> None:

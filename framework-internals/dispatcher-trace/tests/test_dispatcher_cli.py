@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from dispatcher_trace import native_step
+from dispatcher_trace.capture import native_step
 from dispatcher_trace.cli import app
 from native_build.toolchain import missing_cxx
 

@@ -8,7 +8,7 @@ import torch
 import typing_extensions
 
 from dispatcher_trace import Finding, Shims, Trace, installed, record
-from dispatcher_trace.records import Argument, Call
+from dispatcher_trace.capture.types import Argument, Call
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from dispatcher_trace import installed, profile, record
+from dispatcher_trace import installed, record
+from dispatcher_trace.capture import profile
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from dispatcher_trace import Shims, Trace, agreement, assert_dispatch, cost, installed, record
-from dispatcher_trace.programs import PROGRAMS
+from dispatcher_trace import Shims, Trace, assert_dispatch, installed, record
+from dispatcher_trace.capture.profile import profiled
+from dispatcher_trace.explain.operator_cost import operator_costs
+from dispatcher_trace.report import agreement
+from dispatcher_trace.report.programs import PROGRAMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,12 +27,12 @@ def expected() -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def impossible() -> dict[tuple[str, str], str]:
-    return agreement.impossible("cuda")
+def refused() -> dict[tuple[str, str], str]:
+    return agreement.refused("cuda")
 
 
 @pytest.fixture(scope="module")
-def shims(expected: dict[str, list[torch.Tensor]], impossible: dict[tuple[str, str], str]) -> Iterator[Shims]:
+def shims(expected: dict[str, list[torch.Tensor]], refused: dict[tuple[str, str], str]) -> Iterator[Shims]:
     with installed("all") as shims:
         yield shims
 
@@ -155,8 +158,8 @@ def test_training_steps_are_bit_equal(name: str, expected: dict[str, list[torch.
     assert any(hop.key == "AutocastCUDA" for hop in t.hops) == (name == "GPT step")
 
 
-def test_the_catalogue_on_cuda(impossible: dict[tuple[str, str], str], shims: Shims) -> None:
-    measured = list(agreement.measure(shims, "cuda", impossible))
+def test_the_catalogue_on_cuda(refused: dict[tuple[str, str], str], shims: Shims) -> None:
+    measured = list(agreement.measure(shims, "cuda", refused))
     assert [(item.mode, item.entry, item.error) for item in measured if item.error] == []
     shares = agreement.shares(measured)
     assert min(shares[mode] for mode in agreement.MODES if mode not in agreement.INSIDE_FUNCTORCH) >= 0.98
@@ -171,10 +174,11 @@ def test_costs_are_device_time(shims: Shims) -> None:
         return a @ a
 
     program()
-    profiled = cost.profile_of(program)
+    with profiled() as untraced:
+        program()
     with record(shims) as walk:
         program()
-    (first, *_) = cost.operator_costs(profiled, walk)
+    (first, *_) = operator_costs(untraced, walk.all_calls)
     assert first.operator == "aten::mm"
     assert first.share > 0.5
 

@@ -62,7 +62,7 @@ def test_autocast_comes_before_autograd(shims: Shims) -> None:
     a, b = _inputs(torch.float32, requires_grad=True)
     with record(shims) as t, torch.autocast("cuda", torch.bfloat16):
         a @ b
-    assert [hop.key for hop in t.calls[0].spine()] == ["AutocastCUDA", "AutogradCUDA", "AutogradCUDA", "CUDA"]
+    assert [hop.key for hop in t.calls[0].main_path()] == ["AutocastCUDA", "AutogradCUDA", "AutogradCUDA", "CUDA"]
 
 
 def test_prediction_holds(shims: Shims) -> None:

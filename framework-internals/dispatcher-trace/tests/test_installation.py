@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 
-from dispatcher_trace import dispatcher, installed, trace
+from dispatcher_trace import installed, trace
+from dispatcher_trace.capture import dispatcher
 
 
 def _tables() -> dict[str, str]:

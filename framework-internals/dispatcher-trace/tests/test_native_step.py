@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dispatcher_trace import Call, NativeStep, Shims, installed, native_step, record
-from dispatcher_trace.native_step import stepper, symbols
+from dispatcher_trace import Call, NativeStep, Shims, installed, record
+from dispatcher_trace.capture import native_step
+from dispatcher_trace.capture.native_step import stepper, symbols
 
 pytestmark = pytest.mark.skipif(bool(native_step.unavailable()), reason=native_step.unavailable() or "available")
 

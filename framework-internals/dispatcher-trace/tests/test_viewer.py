@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dispatcher_trace import Shims, Trace, installed, record
-from dispatcher_trace.records import Kernel
+from dispatcher_trace.capture.types import Kernel
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell", "chrome-headless-shell")
 _LOGIC = re.compile(r'<script>\n("use strict";\nasync function unpack.*?)</script>', re.DOTALL)

@@ -18,9 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dispatcher_trace import Call, Shims, installed, profile, record
-from dispatcher_trace.programs import gpt_step
-from dispatcher_trace.records import calls_from_json
+from dispatcher_trace import Call, Shims, installed, record
+from dispatcher_trace.capture import profile
+from dispatcher_trace.capture.types import calls_from_json
+from dispatcher_trace.report.programs import gpt_step
 
 
 # Defined before the shims are installed, as whatever is to be walked must be.
@@ -363,7 +364,7 @@ def test_a_size_that_is_not_known_yet_is_a_number(symbolic: str, shims: Shims) -
     assert any(re.search(r", s\d+: i64\[\]\)$", title) for title in titles)
     # Which kernel it was is the choice of torch's dispatcher in Python: no wrong prediction, and said.
     assert not [finding for finding in t.findings if finding.kind == "prediction"]
-    assert any(note.startswith("Torch's dispatcher in Python, which compiles") for note in t.notes)
+    assert any(note.startswith("Torch's Python dispatcher, which torch.compile") for note in t.notes)
     with (
         pytest.raises(RuntimeError, match=r"cannot follow aten::mul.Tensor with the number s\d+ under torch.func"),
         record(shims, kernels=False),
@@ -399,6 +400,6 @@ def test_a_python_kernel_of_torchs_own_is_passed_and_said(shims: Shims) -> None:
     assert (product.path, product.missed) == (("AutogradMeta",), ())
     assert not [finding for finding in t.findings if finding.kind == "prediction"]
     assert t.notes[1:] == [
-        "dispatcher_trace_tests::increment at ADInplaceOrView, a Python kernel of torch's own, is not watched; once.",
+        "dispatcher_trace_tests::increment at ADInplaceOrView, one of torch's own Python kernels, is not watched; it ran once.",
         "aten::mm at Meta, a Python kernel of torch's own, is not watched; once.",
     ]

@@ -10,10 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from dispatcher_trace.keys import Scope
-from dispatcher_trace.records import Call
-from dispatcher_trace.shim import Shims, installed
-from dispatcher_trace.trace import Trace, record
+from dispatcher_trace.capture.scope import Scope
+from dispatcher_trace.capture.shims import Shims, installed
+from dispatcher_trace.capture.types import Call
+from dispatcher_trace.capture.user_stack import calls_user_code
+from dispatcher_trace.recording import record
+from dispatcher_trace.trace import Trace
+
+calls_user_code(__file__)
 
 _T = TypeVar("_T")
 

@@ -1,0 +1,194 @@
+"""From what the shims captured to calls and hops: grouping, prediction, native names, sentences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from dispatcher_trace.capture import dispatcher
+from dispatcher_trace.capture.recorder import RawHop, Recorder, facts_in
+from dispatcher_trace.capture.types import Argument, Call, Hop, TensorFact
+from dispatcher_trace.explain.native_functions import native_function
+from dispatcher_trace.explain.predict import Step, choose, handed_on, predict
+from dispatcher_trace.explain.why import explain
+
+
+def calls_of(
+    recorder: Recorder, tables: Mapping[str, dispatcher.Table]
+) -> tuple[list[Call], list[RawHop], dict[str, int]]:
+    """Everything a recorder holds, as calls.
+
+    Args:
+        recorder: after the traced code has ended.
+        tables: dispatch tables as they were without shims.
+
+    Returns:
+        The calls made by the traced code itself, the raw first hop of every call (nested ones too) in the order of
+        their numbers, which a profile is matched against, and how often calls went through kernels that have no shim,
+        by operator and key.
+    """
+    assembler = _Assembler(recorder, tables)
+    calls = [assembler.call(raw) for raw in recorder.top]
+    _link_backward(calls)
+    return calls, sorted(assembler.first_hops, key=lambda raw: raw.number), dict(assembler.unshimmed)
+
+
+def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
+    """Whether the hop's parent handed on to it, rather than calling the operator anew.
+
+    The dispatcher does not say. A hop counts as handed on when its parent is of the same operator, is of a kind that
+    hands on, and the set that it would hand on leads to this very key and set, past kernels that have no shim.
+    """
+    parent = raw.parent
+    if parent is None or parent.operator != raw.operator or parent.key not in table:
+        return False
+    left = handed_on(parent.key, table[parent.key].kind, parent.keys, raw.backend)
+    if left is None:
+        return False
+    if parent.key == "BackendSelect":
+        return True  # the backend may come from a layout or a default device: any other key will do
+    step = choose(table, left)
+    while step.key in table and table[step.key].torch_python:
+        left = handed_on(step.key, table[step.key].kind, step.keys, raw.backend)
+        if left is None:
+            return False
+        step = choose(table, left)
+    return step.key == raw.key
+
+
+class _Assembler:
+    def __init__(self, recorder: Recorder, tables: Mapping[str, dispatcher.Table]) -> None:
+        self.recorder = recorder
+        self.tables = tables
+        self.first_hops: list[RawHop] = []
+        self.unshimmed: Counter[str] = Counter()
+        self._threads: dict[int, str] = {recorder.thread: "main"}
+
+    def call(self, first: RawHop) -> Call:
+        """The call that begins with this hop."""
+        self.first_hops.append(first)
+        table = self.tables[first.operator]
+        steps = self._shimmed(first, table)
+        chain: list[RawHop] = []
+        following: RawHop | None = first
+        while following is not None:
+            chain.append(following)
+            following = next((child for child in chain[-1].children if is_redispatch(child, table)), None)
+        hops: list[Hop] = []
+        for position, raw in enumerate(chain):
+            predicted = steps[position].key if position < len(steps) else ""
+            hop = self._hop(raw, table, predicted, redispatched=position > 0)
+            successor = chain[position + 1] if position + 1 < len(chain) else None
+            hop.calls = [self.call(child) for child in raw.children if child is not successor]
+            hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
+            hops.append(hop)
+        missed = tuple(step.key for step in steps[len(chain) :])
+        return Call(first.operator, hops, missed=missed, stack=first.stack)
+
+    def _shimmed(self, first: RawHop, table: dispatcher.Table) -> list[Step]:
+        """The predicted steps of a call but those at torch's own Python kernels, which are counted instead.
+
+        A step behind the first at Undefined is at a backend that Python has no name for (MKL-DNN's), and not watched.
+        """
+        steps = predict(table, first.carried, first.included, first.excluded, first.backend)
+        steps = [step for step in steps if step is steps[0] or step.key != "Undefined"]
+        without = [step for step in steps if step.key in table and table[step.key].torch_python]
+        self.unshimmed.update(f"{first.operator} at {step.key}" for step in without)
+        return [step for step in steps if step not in without]
+
+    def _hop(self, raw: RawHop, table: dispatcher.Table, predicted: str, *, redispatched: bool) -> Hop:
+        registration = table[raw.key]
+        return Hop(
+            number=raw.number,
+            operator=raw.operator,
+            key=raw.key,
+            keys=dispatcher.key_names(raw.keys),
+            how="redispatch" if redispatched else "call",
+            skipped=_skipped(raw, table, redispatched=redispatched),
+            included=dispatcher.key_names(raw.included),
+            excluded=dispatcher.key_names(raw.excluded),
+            removed=() if redispatched else _removed(raw),
+            kind=registration.kind,
+            where=_where(raw, registration),
+            native=native_function(raw.operator, raw.key, registration.kind),
+            predicted=predicted,
+            arguments=tuple(_argument(name, value) for name, value in raw.arguments),
+            results=tuple(_argument("", value) for value in raw.results),
+            thread=self._thread(raw),
+            node=raw.node,
+            made_node=raw.made_node,
+            start_ns=raw.start_ns,
+            stop_ns=raw.stop_ns,
+            error=raw.error,
+            effects=_own_effects(raw),
+            native_step=raw.native_step,
+        )
+
+    def _thread(self, raw: RawHop) -> str:
+        kind = "autograd worker" if raw.node else "thread"
+        return self._threads.setdefault(raw.thread, f"{kind} {len(self._threads)}")
+
+
+def _where(raw: RawHop, registration: dispatcher.Registration) -> str:
+    """The registration's line; of a custom operator's own kernel the line of its function."""
+    custom = "" if raw.key.startswith("Autograd") else dispatcher.custom_kernel_at(raw.operator)
+    return custom if custom and registration.file.endswith("custom_ops.py") else registration.where
+
+
+def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:
+    if not redispatched:
+        return choose(table, dispatcher.computed(raw.carried, raw.included, raw.excluded)).skipped
+    assert raw.parent is not None
+    left = handed_on(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.backend)
+    return () if left is None else choose(table, left).skipped
+
+
+def _removed(raw: RawHop) -> tuple[str, ...]:
+    left = set(dispatcher.key_names(dispatcher.computed(raw.carried, raw.included, raw.excluded)))
+    return tuple(key for key in dispatcher.key_names(raw.carried) if key not in left)
+
+
+def _link_backward(calls: list[Call]) -> None:
+    """Tell each call of a backward which forward hop made the node that is running."""
+    every = [call for top in calls for call in top.walk()]
+    made: dict[str, tuple[int, str]] = {}
+    for call in every:
+        for hop in call.hops:
+            if hop.made_node:
+                made[hop.made_node] = (hop.number, call.source)  # the innermost that returned it, seen last, made it
+    for call in every:
+        if call.hops[0].node in made:
+            call.forward, call.forward_source = made[call.hops[0].node]
+
+
+def _own_effects(raw: RawHop) -> tuple[str, ...]:
+    """The effects of a hop that none of the hops inside it had already."""
+    inside = {effect for child in raw.children for effect in _effects(child)}
+    return tuple(effect for effect in _effects(raw) if effect not in inside)
+
+
+def _effects(raw: RawHop) -> tuple[str, ...]:
+    """Who was made on whose memory, whose version went up."""
+    given = [fact for _, value in raw.arguments for fact in facts_in(value)]
+    labels = {fact.label for fact in given}
+    memory: dict[str, str] = {}
+    for fact in given:
+        if fact.storage:
+            memory.setdefault(fact.storage, fact.label)
+    made = [fact for value in raw.results for fact in facts_in(value) if fact.label not in labels]
+    on_memory = (
+        f"{fact.label} was made on the memory of {memory[fact.storage]} ({fact.storage})"
+        for fact in made
+        if fact.storage in memory
+    )
+    return (*on_memory, *(f"the version of {label} went up" for label in raw.bumped))
+
+
+def _argument(name: str, value: Any) -> Argument:
+    if isinstance(value, TensorFact):
+        return Argument(name, str(value), (value,))
+    if isinstance(value, list):
+        tensors = tuple(item for item in value if isinstance(item, TensorFact))
+        return Argument(name, f"[{', '.join(map(str, value))}]", tensors)
+    return Argument(name, f"{name}={value}" if name else value)

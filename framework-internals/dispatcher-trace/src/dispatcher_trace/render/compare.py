@@ -1,0 +1,118 @@
+"""Two walks side by side: which calls only one of them has, and which of the others took another way."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dispatcher_trace.capture.types import SCHEMA_VERSION, Call, calls_from_json
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference between two walks.
+
+    Attributes:
+        kind: ``only in A``, ``only in B``, ``keys`` (other keys visited), ``tensors`` (other dtypes, shapes or devices
+            came in), ``kernel`` (the same keys, another kernel).
+        number_a: of the call's first hop in A; 0 where A has none.
+        number_b: likewise in B.
+        operator: that was called.
+        detail: what differs.
+    """
+
+    kind: str
+    number_a: int
+    number_b: int
+    operator: str
+    detail: str
+
+    def __str__(self) -> str:
+        hops = " / ".join(
+            f"{side} hop {number}" for side, number in (("A", self.number_a), ("B", self.number_b)) if number
+        )
+        return f"{self.kind}: {self.operator} ({hops}): {self.detail}"
+
+
+def load_calls(document: Mapping[str, Any]) -> list[Call]:
+    """The calls of a walk that :meth:`dispatcher_trace.Trace.to_json` wrote.
+
+    Raises:
+        ValueError: for another document, or one of another version.
+    """
+    if not isinstance(document, Mapping) or "schema_version" not in document or "calls" not in document:
+        raise ValueError("not a walk: expected what --format json writes")
+    if document["schema_version"] != SCHEMA_VERSION:
+        raise ValueError(f"schema version {document['schema_version']}, expected {SCHEMA_VERSION}; record it anew")
+    try:
+        return calls_from_json(document["calls"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a whole walk ({type(error).__name__}: {error}); record it anew") from error
+
+
+def differences(a: Sequence[Call], b: Sequence[Call]) -> list[Difference]:
+    """What differs, in order.
+
+    Calls are paired by operator and depth of nesting, in order; a call without a partner is reported once, without what
+    it called.
+    """
+    ours, theirs = _flat(a), _flat(b)
+    matcher = difflib.SequenceMatcher(None, [key for key, _ in ours], [key for key, _ in theirs], autojunk=False)
+    found: list[Difference] = []
+    for tag, a_from, a_to, b_from, b_to in matcher.get_opcodes():
+        if tag == "equal":
+            pairs = zip(ours[a_from:a_to], theirs[b_from:b_to], strict=True)
+            found += [difference for (_, mine), (_, other) in pairs for difference in _pair(mine, other)]
+            continue
+        found += [_only("only in A", call) for call in _outermost(ours[a_from:a_to])]
+        found += [_only("only in B", call) for call in _outermost(theirs[b_from:b_to])]
+    return found
+
+
+_Flat = list[tuple[tuple[int, str], Call]]
+
+
+def _flat(calls: Sequence[Call], depth: int = 0) -> _Flat:
+    flat: _Flat = []
+    for call in calls:
+        flat.append(((depth, call.operator), call))
+        for hop in call.hops:
+            flat += _flat(hop.calls, depth + 1)
+    return flat
+
+
+def _outermost(flat: _Flat) -> list[Call]:
+    inside: set[int] = set()
+    outermost = []
+    for _, call in flat:
+        if id(call) not in inside:
+            outermost.append(call)
+            inside |= {id(inner) for inner in call.walk()}
+    return outermost
+
+
+def _only(kind: str, call: Call) -> Difference:
+    number = call.hops[0].number
+    numbers = (number, 0) if kind.endswith("A") else (0, number)
+    return Difference(kind, *numbers, call.operator, f"{' → '.join(call.path)}  {call.title}")
+
+
+def _pair(a: Call, b: Call) -> list[Difference]:
+    numbers = a.hops[0].number, b.hops[0].number
+    if a.path != b.path:
+        return [Difference("keys", *numbers, a.operator, f"{' → '.join(a.path)} | {' → '.join(b.path)}")]
+    ours, theirs = _signature(a), _signature(b)
+    if ours != theirs:
+        return [Difference("tensors", *numbers, a.operator, f"{ours} | {theirs}")]
+    kernels = [
+        f"{mine.native or mine.kind} | {other.native or other.kind} at {mine.key}"
+        for mine, other in zip(a.hops, b.hops, strict=True)
+        if (mine.native, mine.kind) != (other.native, other.kind)
+    ]
+    return [Difference("kernel", *numbers, a.operator, "; ".join(kernels))] if kernels else []
+
+
+def _signature(call: Call) -> str:
+    return ", ".join(str(tensor).partition(": ")[2] for tensor in call.hops[0].tensors)

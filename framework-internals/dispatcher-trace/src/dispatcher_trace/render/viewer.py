@@ -1,0 +1,107 @@
+"""A walk as one HTML page without a server, a network or a library: ``templates/viewer.html`` with the walk in it.
+
+The state of the page (what is searched, what is open) lives in the address behind ``#``, so that a view can be linked
+to: ``walk.html#q=softmax``, ``walk.html#open=all``.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from typing import Any
+
+import torch
+
+from dispatcher_trace.capture.types import EVIDENCE, Call, Hop
+from dispatcher_trace.explain.findings import findings
+from dispatcher_trace.render import text
+
+
+def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str:
+    """The page.
+
+    Args:
+        calls: top-level calls.
+        title: its heading.
+        notes: what the walk does not show.
+    """
+    strings = _Strings()
+    rows = [row for call in calls for row in _call_rows(call, 0, strings)]
+    payload = {
+        "torch": torch.__version__,
+        "rows": rows,
+        "strings": strings.all,
+        "findings": [{"hop": finding.number, "text": str(finding)} for finding in findings(calls)],
+        "notes": list(notes),
+        "evidence": EVIDENCE,
+    }
+    # A tenth of the size; and base64 has no character that could end the script element.
+    packed = zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)
+    text = base64.b64encode(packed).decode()
+    template = resources.files("dispatcher_trace").joinpath("templates/viewer.html").read_text(encoding="utf-8")
+    parts = {"{{title}}": html.escape(title), "{{payload}}": text}
+    return re.sub(r"\{\{\w+\}\}", lambda place: parts[place[0]], template)
+
+
+class _Strings:
+    """Each text once, by number: a walk says the same things thousands of times."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = []
+        self._index: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        if text not in self._index:
+            self._index[text] = len(self.all)
+            self.all.append(text)
+        return self._index[text]
+
+
+def _call_rows(call: Call, depth: int, strings: _Strings) -> Iterator[list[Any]]:
+    """Rows in order: depth, 0 for a call or 1 for a hop, number, and what ``readWalk`` of the viewer unpacks."""
+    first = call.hops[0]
+    kernels = [strings(text.device_kernel(kernel)) for kernel in call.kernels]
+    came_from = call.forward_source or call.source
+    texts = (call.operator, call.title, came_from, first.node, ", ".join(call.missed))
+    yield [depth, 0, first.number, *map(strings, texts), call.forward, int(call.agrees), kernels]
+    for hop in call.hops:
+        yield _hop_row(hop, depth + 1, strings)
+        for inner in hop.calls:
+            yield from _call_rows(inner, depth + 2, strings)
+
+
+def _hop_row(hop: Hop, depth: int, strings: _Strings) -> list[Any]:
+    below = "" if hop.native_step is None else "\n".join(text.native_lines(hop.native_step))
+    texts = (
+        hop.operator,
+        hop.key,
+        f"{hop.kind}, {hop.where}",
+        hop.native,
+        hop.why,
+        text.key_line(hop).strip(),
+        _tensors(hop),
+        below,
+        hop.thread,
+    )
+    took = round((hop.stop_ns - hop.start_ns) / 1e3, 1)
+    return [depth, 1, hop.number, *map(strings, texts), int(hop.predicted == hop.key), hop.how == "call", took]
+
+
+def _tensors(hop: Hop) -> str:
+    lines = []
+    for role, arguments in (("in", hop.arguments), ("out", hop.results)):
+        for argument in arguments:
+            for tensor in argument.tensors:
+                version = "" if tensor.version is None else f", version {tensor.version}"
+                strides = ", ".join(map(str, tensor.strides))
+                name = f" {argument.name}" if argument.name else ""
+                lines.append(
+                    f"{role}{name} {tensor}, strides ({strides}), storage {tensor.storage or 'none'}{version}, "
+                    f"keys {{{', '.join(tensor.keys)}}}"
+                )
+    return "\n".join(lines)
