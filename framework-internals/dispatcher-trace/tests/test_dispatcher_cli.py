@@ -24,7 +24,7 @@ def test_expr_prints_tree_and_reasons() -> None:
     assert result.exit_code == 0, result.stderr
     assert "$2: f32[2, 3] = aten::add.Tensor($0: f32[2, 3], $1: f32[3])" in result.stdout
     assert re.search(r"1 AutogradCPU +autograd kernel", result.stdout)
-    assert "\n2. `aten::add.Tensor` at CPU: AutogradCPU handed on" in result.stdout
+    assert "\n2. `aten::add.Tensor` at CPU: AutogradCPU redispatched" in result.stdout
     assert "Python, PythonTLSSnapshot" in result.stdout  # what core does not watch
 
 
@@ -229,8 +229,8 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("def step():\n    yield 1\n", "the traced code returned a generator, of which nothing ran; trace a function"),
-        ("async def step():\n    return 1\n", "the traced code returned a coroutine, of which nothing ran"),
+        ("def step():\n    yield 1\n", "the traced code returned a generator, which has not run; trace a function"),
+        ("async def step():\n    return 1\n", "the traced code returned a coroutine, which has not run"),
         ("async def step():\n    yield 1\n", "the traced code returned an asynchronous generator"),
         ("def step():\n    raise SystemExit(0)\n", "the traced code raised SystemExit: 0\n"),
     ],

@@ -30,7 +30,7 @@ def _effects(t: Trace) -> list[tuple[str, str, tuple[str, ...]]]:
 def test_a_view_shares_its_storage_and_the_hop_that_made_it_says_so(shims: Shims) -> None:
     x = torch.ones(3, 4)
     t = _walk(shims, lambda: x.t())
-    assert _effects(t) == [("aten::as_strided", "CPU", ("$1 was made on the memory of $0 (s0)",))]
+    assert _effects(t) == [("aten::as_strided", "CPU", ("$1 aliases the memory of $0 (s0)",))]
     (call,) = t.calls
     (given,), (made,) = call.hops[0].arguments[0].tensors, call.hops[0].results[0].tensors
     assert given.storage == made.storage == "s0"

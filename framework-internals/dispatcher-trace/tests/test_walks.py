@@ -400,6 +400,6 @@ def test_a_python_kernel_of_torchs_own_is_passed_and_said(shims: Shims) -> None:
     assert (product.path, product.missed) == (("AutogradMeta",), ())
     assert not [finding for finding in t.findings if finding.kind == "prediction"]
     assert t.notes[1:] == [
-        "dispatcher_trace_tests::increment at ADInplaceOrView, one of torch's own Python kernels, is not watched; it ran once.",
-        "aten::mm at Meta, a Python kernel of torch's own, is not watched; once.",
+        "dispatcher_trace_tests::increment at ADInplaceOrView, one of torch's Python kernels, is not watched; it ran once.",
+        "aten::mm at Meta, one of torch's Python kernels, is not watched; it ran once.",
     ]

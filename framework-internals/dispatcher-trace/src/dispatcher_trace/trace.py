@@ -60,7 +60,7 @@ class Trace:
         for operator, count in self.unrecorded.items():
             notes.append(f"{operator} ran {_times(count)} inside a tensor subclass's constructor, unrecorded.")
         for place, count in self.unshimmed.items():
-            notes.append(f"{place}, one of torch's own Python kernels, is not watched; it ran {_times(count)}.")
+            notes.append(f"{place}, one of torch's Python kernels, is not watched; it ran {_times(count)}.")
         if by_python := sum(by_python_dispatcher(call) for call in self.all_calls):
             notes.append(
                 f"Torch's Python dispatcher, which torch.compile and torch.export use, chose the kernels of {by_python}"

@@ -1,8 +1,8 @@
-"""Below the backend key: device kernels from ``torch.profiler``, tied to the calls of a walk.
+"""Device kernels from ``torch.profiler``, matched with the calls of a trace.
 
-The profiler sees every operator call (not redispatches) and, on a GPU, every kernel with the call that launched it. The
-shims see the same calls. Both in order, thread by thread: the n-th operator that the profiler saw on a thread is the
-n-th call of the walk there, and where the two lists differ they are aligned and the difference is counted.
+The profiler sees every operator call (but no redispatch) and, on a GPU, every kernel with the call that launched it. The
+shims see the same calls. Both lists are in order on each thread, so the n-th operator of the profile is the n-th call of
+the trace. Where the lists differ, they are aligned and the difference is counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Profile:
     """What the profiler saw.
 
     Attributes:
-        events: of its Chrome trace; empty until the block has ended.
+        events: Events of its Chrome trace; empty until the block has ended.
     """
 
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -41,14 +41,14 @@ class Profile:
 
 @dataclass(frozen=True)
 class Match:
-    """How the profiler's view and the walk fit.
+    """How a profile and a trace of the same run match.
 
     Attributes:
-        operators: operator calls that the profiler saw, without the tracer's own.
-        calls: calls in the walk.
-        tied: calls with an operator of the profiler.
-        kernels: device kernels, copies and fills that the profiler saw.
-        untied_kernels: those of them under no call of the walk.
+        operators: Number of operator calls in the profile, without the tracer's own.
+        calls: Number of calls in the trace.
+        tied: Number of calls that are matched with an operator of the profile.
+        kernels: Number of device kernels, copies and fills in the profile.
+        untied_kernels: Number of those that no call of the trace launched.
     """
 
     operators: int
@@ -60,10 +60,10 @@ class Match:
 
 @contextmanager
 def profiled() -> Iterator[Profile]:
-    """Profile the block, and the GPU where there is one.
+    """Profile the block, on the CPU and on the GPU if there is one.
 
     Raises:
-        RuntimeError: when another profiler is running: there is one in a process.
+        RuntimeError: If another profiler is running: a process can have only one.
     """
     if dispatcher.profiler_enabled():
         raise RuntimeError("torch.profiler is running already; end it, or trace without kernels (kernels=False)")
@@ -92,9 +92,9 @@ def tie(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequenc
     """Put each device kernel under the call that launched it.
 
     Args:
-        events: of the profile.
-        raws: the raw first hop of every call, by number.
-        calls: the top-level calls, whose ``kernels`` are filled in.
+        events: Events of the profile.
+        raws: The captured first hop of every call, in order of their numbers.
+        calls: The top-level calls; their ``kernels`` and those of the calls inside are filled in.
     """
     operators = _operator_events(events)
     by_number = {call.hops[0].number: call for top in calls for call in top.walk()}
@@ -124,7 +124,7 @@ def tie(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequenc
 
 
 def operator_names(events: Sequence[dict[str, Any]]) -> list[str]:
-    """The operators that a profile saw, in order, without overloads."""
+    """Names of the operator calls of a profile, in order, without overloads."""
     return [event["name"] for event in _operator_events(events)]
 
 
@@ -133,8 +133,8 @@ class Span:
     """One operator call of a profile.
 
     Attributes:
-        name: of the operator, without overload.
-        seconds: its own time, without operators called inside it: of its device kernels, where the profile has any.
+        name: Name of the operator, without overload.
+        seconds: Time of the call without the operators inside it. If the profile has device kernels, their time.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Span:
 
 
 def operator_spans(events: Sequence[dict[str, Any]]) -> list[Span]:
-    """The operator calls of a profile, thread by thread in order of their first call."""
+    """The operator calls of a profile, in order on each thread; threads in order of their first call."""
     operators = _operator_events(events)
     threads = dict.fromkeys(event["tid"] for event in operators)
     ordered = [event for thread in threads for event in operators if event["tid"] == thread]
@@ -153,7 +153,7 @@ def operator_spans(events: Sequence[dict[str, Any]]) -> list[Span]:
 
 
 def _own_seconds(ordered: Sequence[dict[str, Any]]) -> list[float]:
-    """Each event's duration less that of the events directly inside it; events of one thread come in order."""
+    """Duration of each event minus the events directly inside it. The events of a thread must be in order."""
     own = [event["dur"] * 1e-6 for event in ordered]
     open_spans: list[int] = []
     for index, event in enumerate(ordered):
@@ -170,7 +170,7 @@ def _encloses(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
 
 
 def _device_seconds(events: Sequence[dict[str, Any]]) -> dict[int | None, float]:
-    """Device time by the identity of the operator that launched it; empty on a machine without a GPU."""
+    """Device time by the identifier of the operator that launched it; empty without a GPU."""
     launches = _launches(events)
     times: dict[int | None, float] = {}
     for event in events:
@@ -182,11 +182,14 @@ def _device_seconds(events: Sequence[dict[str, Any]]) -> dict[int | None, float]
 
 
 def pair(calls: Sequence[Call], names: Sequence[str]) -> dict[int, Call]:
-    """Calls of a walk for the operators of a profile, by the operators' index.
+    """Match the operators of a profile with the calls of a trace.
 
     Args:
-        calls: of the walk, in order.
-        names: of the profile's operators, thread by thread.
+        calls: All calls of the trace, in order.
+        names: Names of the profile's operators, thread by thread.
+
+    Returns:
+        The call of each matched operator, by the operator's index in ``names``.
     """
     threads = dict.fromkeys(call.hops[0].thread for call in calls)
     ordered = [call for thread in threads for call in calls if call.hops[0].thread == thread]
@@ -195,7 +198,7 @@ def pair(calls: Sequence[Call], names: Sequence[str]) -> dict[int, Call]:
 
 
 def _operator_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Operator calls in order, without those that the tracer made."""
+    """The operator calls in order, without the tracer's own."""
     known = {name.partition(".")[0] for name in dispatcher.operators()}
     found = [event for event in events if event.get("cat") == "cpu_op" and event.get("name") in known]
     own = [event for event in events if event.get("name") == dispatcher.OWN_WORK and "dur" in event]
@@ -214,13 +217,13 @@ def _align(ours: Sequence[RawHop], theirs: Sequence[dict[str, Any]]) -> list[tup
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
-    """Positions of the two sequences that hold the same, in order."""
+    """Pairs of positions where the two sequences are equal, in order."""
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
     return [(block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size)]
 
 
 def _launches(events: Sequence[dict[str, Any]]) -> dict[Any, Any]:
-    """A device event names the operator that launched it, or only the launch, which names the operator."""
+    """The operator of each launch, by correlation number: some device events name only their launch."""
     return {
         event["args"]["correlation"]: event["args"].get("External id")
         for event in events
@@ -229,10 +232,10 @@ def _launches(events: Sequence[dict[str, Any]]) -> dict[Any, Any]:
 
 
 def _clock(tied: Sequence[tuple[RawHop, dict[str, Any]]]) -> float | None:
-    """Nanoseconds to add to a profiler's time for the walk's clock, from the calls that both saw; None without any."""
+    """Nanoseconds from the profiler's clock to the trace's clock; None if no call is matched."""
     if not tied:
         return None
-    # A shim begins after the dispatcher's span does, so the smallest difference is the nearest.
+    # A shim starts after the profiler's span, so the smallest difference is the closest.
     return min(raw.start_ns - event["ts"] * 1e3 for raw, event in tied)
 
 

@@ -1,4 +1,4 @@
-"""The capture half of a trace: what a shim notes at each hop, as raw as can be; nothing is rendered here."""
+"""What a shim captures at each hop, unprocessed: keys, arguments, results, autograd nodes, times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchkit.errors import first_line
-from dispatcher_trace.capture import dispatcher
+from dispatcher_trace.capture import dispatcher, key_sets
 from dispatcher_trace.capture.types import NativeStep, TensorFact, dtype_name
 from dispatcher_trace.capture.user_stack import user_stack
 
@@ -28,21 +28,21 @@ _LAYOUTS = {
     torch.sparse_bsc: "SparseCsr",
     torch._mkldnn: "Mkldnn",  # type: ignore[attr-defined]
 }
-_LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest there is, so that it always runs first
+_LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest possible number, so that it runs first
 
 
 @dataclass(slots=True)
 class RawHop:
-    """One hop as it was captured; see :class:`dispatcher_trace.capture.types.Hop` for the meaning of the fields."""
+    """One captured hop; :class:`dispatcher_trace.capture.types.Hop` explains the fields."""
 
     number: int
     parent: RawHop | None
     operator: str
     key: str
-    keys: dispatcher.KeyBits
-    included: dispatcher.KeyBits
-    excluded: dispatcher.KeyBits
-    carried: dispatcher.KeyBits
+    keys: key_sets.KeyBits
+    included: key_sets.KeyBits
+    excluded: key_sets.KeyBits
+    carried: key_sets.KeyBits
     arguments: list[tuple[str, Any]]
     backend: str
     thread: int
@@ -60,7 +60,7 @@ class RawHop:
 
 
 class _PerThread(threading.local):
-    """The hop that is open on this thread, and whether the tracer itself is calling torch."""
+    """The current hop of this thread, and whether the tracer itself is calling torch."""
 
     def __init__(self) -> None:
         self.open: RawHop | None = None
@@ -70,11 +70,11 @@ class _PerThread(threading.local):
 class Recorder:
     """Collects the hops of one trace; shims call :meth:`enter` and :meth:`leave` from any thread.
 
-    What threads share is appended to or counted up only (both atomic under the interpreter lock); the open hop is kept
-    for each thread. Tensors are not kept alive: all that a walk shows of one is read at the hop.
+    State that threads share is only appended to or counted up, which is atomic under the interpreter lock. The current
+    hop is kept per thread. The recorder keeps no tensor alive: it reads everything that a trace shows at the hop.
 
     Args:
-        numbers: the wrapped numbers there are, by ``id``: a number is labelled by its value.
+        numbers: Text of each wrapped number, by ``id``. A wrapped number is labelled by its value.
     """
 
     def __init__(self, numbers: Mapping[int, str]) -> None:
@@ -93,7 +93,7 @@ class Recorder:
 
     @property
     def busy(self) -> bool:
-        """True on a thread where the tracer itself calls torch: such calls are none of the user's."""
+        """Whether the tracer itself is calling torch on this thread; such calls are not recorded."""
         return self._local.busy
 
     @busy.setter
@@ -101,13 +101,16 @@ class Recorder:
         self._local.busy = value
 
     def is_artefact(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether only the stand-in for a number led here, whose place in C++ is taken by an inference tensor."""
+        """Whether a hop exists only because of a wrapped number that a shim made.
+
+        In inference mode C++ would have an inference tensor there, which lacks the key.
+        """
         if not torch.is_inference_mode_enabled():
             return False
         given = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
         carried = functools.reduce(operator.or_, (self._keys(tensor) for tensor in given), 0)
-        keys = dispatcher.computed(carried, dispatcher.tls_included(), dispatcher.tls_excluded())
-        return key not in dispatcher.key_names(keys)
+        keys = key_sets.computed(carried, key_sets.tls_included(), key_sets.tls_excluded())
+        return key not in key_sets.key_names(keys)
 
     def enter(
         self,
@@ -118,7 +121,7 @@ class Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> RawHop:
-        """Note that a kernel was reached; every call needs a :meth:`leave`."""
+        """Record that a kernel was reached. Every call needs a :meth:`leave`."""
         local = self._local
         local.busy = True
         try:
@@ -135,8 +138,8 @@ class Recorder:
                 operator=operator,
                 key=key,
                 keys=keyset.raw_repr(),
-                included=dispatcher.tls_included(),
-                excluded=dispatcher.tls_excluded(),
+                included=key_sets.tls_included(),
+                excluded=key_sets.tls_excluded(),
                 carried=carried,
                 arguments=self._arguments(operator, key, given),
                 backend=_backend(given),
@@ -156,7 +159,7 @@ class Recorder:
     def leave(
         self, hop: RawHop, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException | None
     ) -> None:
-        """Note how the kernel ended."""
+        """Record how the kernel ended."""
         hop.stop_ns = time.perf_counter_ns() - self.start_ns
         local = self._local
         local.open = hop.parent
@@ -181,7 +184,10 @@ class Recorder:
             local.busy = False
 
     def first_of_its_kind(self, hop: RawHop) -> bool:
-        """Whether no hop on the recording's own thread was at this kernel with such tensors and numbers before."""
+        """Whether this is the first hop at its kernel with these dtypes, shapes, strides and numbers.
+
+        False on any thread but the one that made the recorder.
+        """
         if threading.get_ident() != self.thread:
             return False
         arguments = ((facts_in(value) or value) for _, value in hop.arguments)
@@ -196,7 +202,7 @@ class Recorder:
 
     def _arguments(self, operator: str, key: str, given: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
         facts = [(name, self._facts(value)) for name, value in given]
-        # Asking is an operator call: once a copy, at its kernel, where no mode of the user's sees it.
+        # is_pinned is an operator call: it is made once per copy, at its kernel, where no mode of the user sees it.
         if operator == "aten::copy_" and key == "CUDA" and dict(given).get("non_blocking"):
             (name, target), tensor = facts[0], given[0][1]
             with dispatcher.own_work():
@@ -213,7 +219,7 @@ class Recorder:
         return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 1] + "…"
 
     def _tensor(self, tensor: torch.Tensor) -> TensorFact:
-        with dispatcher.without_subclass_code():  # a subclass's attribute access would run the user's code
+        with dispatcher.without_subclass_code():  # an attribute of a subclass would run the user's code
             try:
                 shape = tuple(size if type(size) is int else str(size) for size in tensor.shape)
             except RuntimeError:  # a nested tensor has no single shape
@@ -223,7 +229,7 @@ class Recorder:
                 dtype=dtype_name(tensor.dtype),
                 shape=shape,
                 device=str(tensor.device),
-                keys=dispatcher.key_names(self._keys(tensor)),
+                keys=key_sets.key_names(self._keys(tensor)),
                 strides=_strides(tensor),
                 storage=self._storage(tensor),
                 version=_version(tensor),
@@ -233,7 +239,7 @@ class Recorder:
         address = dispatcher.storage_address(tensor)
         if address == 0:
             return ""
-        # An address is used again once the storage is freed, which it is not while a tensor seen on it lives.
+        # A freed storage's address is used again. It is not freed while a tensor that was seen on it lives.
         label, seen = self._storages.get(address, ("", []))
         seen = [reference for reference in seen if reference() is not None]
         if not seen:
@@ -241,15 +247,15 @@ class Recorder:
         self._storages[address] = (label, [*(known for known in seen if known() is not tensor), weakref.ref(tensor)])
         return label
 
-    def _keys(self, tensor: torch.Tensor) -> dispatcher.KeyBits:
-        """The keys that a tensor carries; of a number those that C++'s own tensor for it has."""
-        keys = dispatcher.keys_of(tensor)
+    def _keys(self, tensor: torch.Tensor) -> key_sets.KeyBits:
+        """The keys of a tensor; for a wrapped number, those of the tensor that C++ has in its place."""
+        keys = key_sets.keys_of(tensor)
         if id(tensor) in self._numbers_by_id and torch.is_inference_mode_enabled():
-            return dispatcher.as_inference_tensor(keys)
+            return key_sets.as_inference_tensor(keys)
         return keys
 
     def _label(self, tensor: torch.Tensor) -> str:
-        # An address is used again once a tensor is freed; the reference tells the old owner from the new.
+        # A freed tensor's address is used again; the reference distinguishes the old tensor from the new one.
         address = id(tensor)
         if address in self._numbers_by_id:
             return self._numbers_by_id[address]
@@ -278,7 +284,7 @@ def facts_in(value: Any) -> list[TensorFact]:
 
 
 def _plain(value: Any) -> str:
-    """Text of a value that is no tensor; an object is named by its type, as its ``repr`` may run operators."""
+    """Text of a value that is no tensor. An object becomes the name of its type: its ``repr`` might run operators."""
     if isinstance(value, (torch.device, torch.dtype, torch.layout, torch.memory_format)):
         return str(value)
     if isinstance(value, (list, tuple)):
@@ -291,9 +297,9 @@ def _plain(value: Any) -> str:
 
 
 def _backend(given: Sequence[tuple[str, Any]]) -> str:
-    """The key that the arguments ``device`` and ``layout`` name, for factories: a CPU and dense by default."""
+    """The backend key that the arguments ``device`` and ``layout`` of a factory name; dense on a CPU by default."""
     named = {name: value for name, value in given if value is not None and name in ("device", "layout")}
-    backend = dispatcher.backend_key(torch.device(named.get("device", "cpu")).type)
+    backend = key_sets.backend_key(torch.device(named.get("device", "cpu")).type)
     return f"{_LAYOUTS.get(named.get('layout', torch.strided), '')}{backend}"
 
 
@@ -303,10 +309,10 @@ def _node_name(node: Any) -> str:
 
 
 def _made_node(outputs: tuple[Any, ...], given: list[torch.Tensor]) -> str:
-    """The node that an output has and no argument had.
+    """The node that an output has and no argument has.
 
-    Reading the ``grad_fn`` of a view that was written to after it was made runs operators; so an argument that is a
-    view is not asked, and neither is an output that is such an argument.
+    Arguments that are views are skipped, also where they are outputs: reading the ``grad_fn`` of a view that was
+    written to runs operators.
     """
     before = {tensor.grad_fn for tensor in given if not tensor._is_view()}
     views = {id(tensor) for tensor in given if tensor._is_view()}

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from dispatcher_trace.capture import dispatcher
+from dispatcher_trace.capture import key_sets
 
 Scope = Literal["all", "core"]
 
@@ -27,15 +27,15 @@ _MODES = (
 
 
 def watched_keys(scope: Scope) -> frozenset[str]:
-    """The keys at which a shim is put.
+    """The keys that get shims.
 
     Args:
-        scope: ``"core"``: the backends of this machine and what stands directly above them (autograd, views, autocast,
-            BackendSelect): a second to install. ``"all"``: also meta tensors, Python modes and subclasses,
-            functorch, functionalization, conjugate and negative views: three seconds.
+        scope: ``"core"``: the backends of this machine and the keys directly above them (autograd, views, autocast,
+            BackendSelect); installs in one second. ``"all"``: also meta tensors, Python modes and subclasses,
+            functorch, functionalization, conjugate and negative views; installs in three seconds.
 
     Raises:
-        ValueError: for another scope.
+        ValueError: For another scope.
     """
     if scope not in ("all", "core"):
         raise ValueError(f"scope takes 'all' or 'core', got {scope!r}")
@@ -46,14 +46,14 @@ def watched_keys(scope: Scope) -> frozenset[str]:
     if scope == "all":
         names |= {*_MODES, "Meta", "AutogradMeta"}
         names |= {f"{layout}{backend}" for layout in _LAYOUTS for backend in backends}
-    return frozenset(name for name in names if dispatcher.known_key(name))
+    return frozenset(name for name in names if key_sets.known_key(name))
 
 
 def unwatched_keys(scope: Scope) -> tuple[str, ...]:
-    """What a trace of that scope cannot see, for the reader of a walk.
+    """The keys that a trace of that scope does not see.
 
-    At ``Undefined`` arrive the operators that get no tensor and choose no backend (``aten::promote_types``); a
-    registration there would be one for every key.
+    Operators without a tensor and without a backend (``aten::promote_types``) run at ``Undefined``. A registration
+    there would be one for every key.
     """
     unseen = ["Tracer", "PreDispatch", "PythonDispatcher", "FuncTorchVmapMode", "Undefined"]
     return (*unseen, *(_MODES if scope == "core" else ()))

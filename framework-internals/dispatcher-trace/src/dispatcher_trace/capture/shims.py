@@ -1,12 +1,11 @@
-"""Shims: each kernel of the dispatch tables wrapped by a Python function that notes the hop and calls it.
+"""Shims: Python functions that replace the kernels of the dispatch tables, record the hop and call the kernel.
 
-``torch.library.get_kernel`` gives the kernel that a table holds now; registering a wrapper under the same (operator,
-key) puts it in that kernel's place, and is handed the exact key set of the hop; ``call_boxed`` runs the kernel as the
-dispatcher would have. Taking the registrations back restores the tables.
+The table gives the current kernel of (operator, key). A wrapper that is registered under the same (operator, key)
+replaces it and gets the exact key set of the hop; ``call_boxed`` runs the kernel as the dispatcher would. Removing the
+registrations restores the tables.
 
-All operators are shimmed at once: finding out first which a callable uses would need a dry run, which changes random
-state, parameters and caches, and a walk would miss what the second run does differently. The registrations cost about
-18 µs each (NOTES.md), and a complete set is the only one that can miss nothing.
+All operators are shimmed at once. To find out which operators a callable uses would need a dry run, which changes random
+state, parameters and caches; and the second run might use others. A registration costs about 18 µs (NOTES.md).
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ from typing import Any
 
 import torch
 
-from dispatcher_trace.capture import dispatcher
+from dispatcher_trace.capture import dispatcher, wrapped_numbers
 from dispatcher_trace.capture.native_step import Stepper
 from dispatcher_trace.capture.recorder import RawHop, Recorder
 from dispatcher_trace.capture.scope import Scope, watched_keys
 
-# torch.Tensor's constructors of subclasses take a fresh view that Python must not have seen before; a shim shows every
-# result to Python. So the shims of what they call stand aside while they run, as those of the operator that makes
-# wrapped numbers do.
+# torch.Tensor's constructors of subclasses need a new view that Python has not seen, and a shim shows every result to
+# Python. So the shims of the operators that they call are suspended while they run. The same holds for the operators
+# that make wrapped numbers.
 _CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
-_SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *dispatcher.WRAPPING_OPERATORS})
+_SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *wrapped_numbers.WRAPPING_OPERATORS})
 
 _NUMBER_UNDER_GRAD = (
-    "dispatcher_trace cannot follow {operator} with the number {value} under torch.func.grad or jvp: no tensor takes "
-    "its place exactly. Write the number as a tensor of the operand's dtype."
+    "dispatcher_trace cannot trace {operator} with the number {value} under torch.func.grad or jvp: no tensor has "
+    "exactly the same effect. Write the number as a tensor of the operand's dtype."
 )
 
 _active = threading.Lock()
 
 
 class Shims:
-    """The shims of one installation; :func:`installed` makes them and takes them back.
+    """The shims of one installation; :func:`installed` makes and removes them.
 
     Attributes:
-        recorder: where hops go; None while nothing is recorded.
-        stepper: steps through CPU kernels while a recording asks for it; else None.
-        tables: the dispatch table of every operator as it was before.
-        scope: which keys are watched.
-        count: how many (operator, key) pairs are shimmed.
-        number_labels: the text of each wrapped number, by ``id``.
+        recorder: Where hops go; None while nothing is recorded.
+        stepper: Steps through CPU kernels; None unless a recording asks for it.
+        tables: Dispatch table of every operator before the installation.
+        scope: Which keys are watched.
+        count: Number of shimmed (operator, key) pairs.
+        number_labels: Text of each wrapped number, by ``id``.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -61,22 +60,22 @@ class Shims:
         self.count = 0
         self._libraries: dict[str, Any] = {}
         self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
-        # By type and text, as 1, 1.0 and True are equal; a symbol by its node, which its tensor keeps alive.
+        # By type and text, because 1, 1.0 and True are equal; a symbol by its node, which its tensor keeps alive.
         self._numbers: dict[int | tuple[type, str], torch.Tensor] = {}
         self._plain_numbers: dict[tuple[type, str, torch.dtype], torch.Tensor] = {}
         self.number_labels: dict[int, str] = {}
         self._suspending = threading.RLock()
 
     def install(self, only: Iterable[str] | None = None) -> None:
-        """Put the shims in.
+        """Register the shims.
 
         Args:
-            only: the operators; by default all there are.
+            only: The operators to shim; all by default.
         """
         watched = watched_keys(self.scope)
         pending = []
-        # Fetch every kernel before registering any: a new CPU registration changes what a composite operator resolves
-        # to at AutogradCPU.
+        # Get every kernel before registering any: a new CPU registration changes the kernel of a composite operator at
+        # AutogradCPU.
         for operator in dispatcher.operators() if only is None else only:
             self.tables[operator] = table = dispatcher.table(operator)
             for key, registration in table.items():
@@ -92,7 +91,7 @@ class Shims:
                 setattr(torch.Tensor, name, self._constructor(name, operator))
 
     def remove(self) -> None:
-        """Take the shims out: the tables hold what they held before."""
+        """Remove the shims, which restores the tables."""
         for name in _CONSTRUCTORS:
             if name in vars(torch.Tensor):
                 delattr(torch.Tensor, name)
@@ -110,9 +109,9 @@ class Shims:
             self._libraries[own].impl(name, key, wrapper, True)
 
     def _wrap(self, operator: str, key: str, kernel: Any) -> Callable[..., Any]:
-        """The function that stands at (operator, key): note the hop, run the kernel, note how it ended.
+        """The shim of (operator, key): record the hop, run the kernel, record how it ended.
 
-        Python is handed a wrapped number as a plain one, in arguments and in results; it goes on as it came.
+        Python gets wrapped numbers as plain ones, in arguments and in results. The shim wraps them again.
         """
         run = kernel.call_boxed
         facts = _Signature(operator)
@@ -148,15 +147,15 @@ class Shims:
             finally:
                 recorder.leave(hop, result, args, kwargs, error)
                 if self._stepped is not None and hop.parent is self._stepped and self.stepper is not None:
-                    self.stepper.resume()  # control is about to go back to the kernel
+                    self.stepper.resume()  # control returns to the stepped kernel
             return result
 
-        # Between graph breaks Dynamo compiles every Python frame there is; the tracer's are none of the user's.
+        # Between graph breaks Dynamo compiles every Python frame; it must not compile the tracer's.
         dispatcher.hide_from_compiler(shim)
         return shim
 
     def _stepping(self, hop: RawHop, call: Callable[[], Any]) -> Any:
-        """Make the call, stepping through its kernel; what that calls in turn runs at full speed."""
+        """Make the call and step through its kernel; operators that the kernel calls run at full speed."""
         assert self.stepper is not None
         self._stepped = hop
         try:
@@ -167,7 +166,7 @@ class Shims:
 
     @contextmanager
     def _suspended(self, *operators: str) -> Iterator[None]:
-        """Take the shims of these operators out for the length of the block."""
+        """Remove the shims of these operators for the duration of the block."""
         with self._suspending:
             taken = [operator for operator in operators if operator in self._libraries]
             for operator in taken:
@@ -195,25 +194,25 @@ class Shims:
     def _with_numbers(
         self, operator: str, key: str, args: tuple[Any, ...], positions: frozenset[int]
     ) -> tuple[Any, ...]:
-        """The arguments with tensors in place of the numbers that stand where the schema says Tensor."""
+        """The arguments, with tensors instead of numbers where the schema says Tensor."""
         make = self._wrapped
-        if key == "FuncTorchDynamicLayerFrontMode" and dispatcher.differentiating():
-            # What comes next wraps the number in a tensor of functorch's that keeps the mark of a wrapped number;
-            # torch, about to hand that to the next shim as a plain number, would find no number in it.
+        if key == "FuncTorchDynamicLayerFrontMode" and wrapped_numbers.differentiating():
+            # The kernel wraps the tensor in one of functorch's, which keeps the mark of a wrapped number. Torch would
+            # then try to pass it to the next shim as a plain number, and find no number in it.
             operands = [value for value in args if isinstance(value, torch.Tensor)]
 
-            def make(value: dispatcher.Number) -> torch.Tensor:
+            def make(value: wrapped_numbers.Number) -> torch.Tensor:
                 return self._plain(operator, value, operands)
 
         return tuple(
             make(value) if index in positions and type(value) in _NUMBERS else value for index, value in enumerate(args)
         )
 
-    def _plain(self, operator: str, value: dispatcher.Number, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _plain(self, operator: str, value: wrapped_numbers.Number, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         number = None
-        if not isinstance(value, dispatcher.SYMBOLS):  # a plain tensor has a value
+        if not isinstance(value, wrapped_numbers.SYMBOLS):  # no plain tensor can stand for a symbol
             with self._unrecorded():
-                number = dispatcher.plain_number(value, self._wrapped(value), operands)
+                number = wrapped_numbers.plain_number(value, self._wrapped(value), operands)
         if number is None:
             raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator, value=value))
         known = self._plain_numbers.setdefault((type(value), repr(value), number.dtype), number)
@@ -222,7 +221,7 @@ class Shims:
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
-        """Operators in the block are the tracer's own."""
+        """A block whose operators are the tracer's own and are not recorded."""
         recorder = self.recorder
         if recorder is None or recorder.busy:
             yield
@@ -233,15 +232,15 @@ class Shims:
         finally:
             recorder.busy = False
 
-    def _wrapped(self, value: dispatcher.Number) -> torch.Tensor:
-        """The wrapped number that Python unwrapped, made once for each value."""
-        known = id(value.node) if isinstance(value, dispatcher.SYMBOLS) else (type(value), repr(value))
+    def _wrapped(self, value: wrapped_numbers.Number) -> torch.Tensor:
+        """The wrapped number of a value, made once for each value."""
+        known = id(value.node) if isinstance(value, wrapped_numbers.SYMBOLS) else (type(value), repr(value))
         if known not in self._numbers:
-            with self._unrecorded(), self._suspended(*dispatcher.WRAPPING_OPERATORS):
+            with self._unrecorded(), self._suspended(*wrapped_numbers.WRAPPING_OPERATORS):
                 number = (
-                    dispatcher.wrapped_symbol(value)
-                    if isinstance(value, dispatcher.SYMBOLS)
-                    else dispatcher.wrapped_number(value)
+                    wrapped_numbers.wrapped_symbol(value)
+                    if isinstance(value, wrapped_numbers.SYMBOLS)
+                    else wrapped_numbers.wrapped_number(value)
                 )
             self.number_labels[id(number)] = repr(value)
             self._numbers[known] = number
@@ -249,15 +248,15 @@ class Shims:
 
 
 def _steppable(operator: str, key: str, registration: dispatcher.Registration) -> bool:
-    """Whether the kernel is one that computes on a CPU, rather than one that calls other operators to do it."""
+    """Whether the kernel itself computes on a CPU, instead of calling other operators."""
     on_cpu = key.endswith("CPU") and not key.startswith(("Autograd", "Autocast"))
     computes = operator.partition(".")[0] not in _ALLOCATE_OR_VIEW
     return on_cpu and computes and (registration.kind == "kernel" or operator == "aten::copy_")
 
 
-# Kernels that call operators from the worker threads of a parallel region. There a shim waits for the interpreter's
-# lock, which the thread that entered the kernel holds until the region ends. Their regions go over whole samples or
-# heads, so that one thread computes the same bits.
+# Kernels that call operators from the worker threads of a parallel region. A shim there would wait for the interpreter
+# lock, which the thread that entered the kernel keeps until the region ends: a deadlock. So these kernels run on one
+# thread. Their regions are split by sample or head, so one thread computes the same bits.
 _CALL_FROM_WORKERS = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
@@ -268,7 +267,7 @@ _CALL_FROM_WORKERS = frozenset(
 
 
 def _on_one_thread(run: Callable[..., Any]) -> Callable[..., Any]:
-    def alone(*args: Any, **kwargs: Any) -> Any:
+    def on_one_thread(*args: Any, **kwargs: Any) -> Any:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -276,19 +275,19 @@ def _on_one_thread(run: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             torch.set_num_threads(threads)
 
-    return alone
+    return on_one_thread
 
 
 _ALLOCATE_OR_VIEW = frozenset(
     f"aten::{name}" for name in ("empty", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_", "set_")
 )
 
-_NUMBERS = frozenset({int, float, bool, complex, *dispatcher.SYMBOLS})
+_NUMBERS = frozenset({int, float, bool, complex, *wrapped_numbers.SYMBOLS})
 _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
 
 
 class _Signature:
-    """What a shim needs of an operator's schema, looked up at its first call."""
+    """The part of an operator's schema that a shim needs, read at the first call."""
 
     __slots__ = ("_operator", "_parsed")
 
@@ -322,7 +321,7 @@ class _Signature:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Registering over a kernel is this package's purpose; torch warns of the first."""
+    """Ignore torch's warning about the first kernel that is overridden: that is the purpose of a shim."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
@@ -332,14 +331,14 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Iterator[Shims]:
-    """Install the shims, and take them out at the end of the block, however it ends.
+    """Install the shims, and remove them when the block ends, also when it raises.
 
     Args:
-        scope: as :func:`dispatcher_trace.capture.scope.watched_keys` has it.
-        only: shim these operators alone.
+        scope: Which keys to watch; see :func:`dispatcher_trace.capture.scope.watched_keys`.
+        only: Operators to shim; all by default.
 
     Raises:
-        RuntimeError: when shims are installed already, here or on another thread: the tables belong to the process.
+        RuntimeError: If shims are installed already, here or on another thread: the tables belong to the process.
     """
     if not _active.acquire(blocking=False):
         raise RuntimeError(
@@ -349,7 +348,7 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
     try:
         shims = Shims(scope)
         collecting = gc.isenabled()
-        gc.disable()  # tens of thousands of new objects that live on: collections in between find nothing
+        gc.disable()  # tens of thousands of new objects stay alive, so a collection would find nothing
         try:
             with _quiet():
                 shims.install(only)

@@ -1,4 +1,4 @@
-"""What a walk is made of: calls, their hops, and the facts of each; plain data that goes to JSON and back."""
+"""The data of a trace: calls, hops and their facts. Plain data that goes to JSON and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 SCHEMA_VERSION = 2
 
-# How each kind of fact was come by; a walk carries this table wherever it goes.
+# The source of each kind of fact. Every output of a trace has this table.
 EVIDENCE = {
     "operator, key, key sets, order, arguments, results, thread": "hop shim",
     "views, version counters, storages": "hop shim",
@@ -42,7 +42,7 @@ DTYPE_NAMES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` → ``bf16``; a dtype without a short name keeps torch's."""
+    """``torch.bfloat16`` → ``bf16``; a dtype without a short name keeps its own."""
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
@@ -51,15 +51,15 @@ class TensorFact:
     """One tensor at one hop.
 
     Attributes:
-        label: ``$2``: the same tensor object has the same label all through a trace.
-        dtype: short name.
-        shape: sizes; a symbolic size as text.
+        label: Number of the tensor, ``$2``. The same tensor object has the same label in the whole trace.
+        dtype: Short name, ``bf16``.
+        shape: Sizes; a symbolic size is text.
         device: ``cpu``, ``cuda:0``.
-        keys: the dispatch keys it carried, highest priority first.
-        strides: in elements; empty for a tensor without (sparse, nested).
-        storage: ``s0``: tensors with the same storage share their memory; empty for a tensor without.
-        version: of the version counter when the hop began (for a result: ended); None for an inference tensor.
-        pinned: the target of a non-blocking copy from a GPU is pinned memory; of other tensors this is not asked.
+        keys: Dispatch keys of the tensor, highest priority first.
+        strides: Strides in elements; empty if the tensor has none (sparse, nested).
+        storage: Label of the storage, ``s0``. Tensors with the same storage share memory. Empty if there is none.
+        version: Version counter when the hop began (of a result: when it ended); None for an inference tensor.
+        pinned: Whether the tensor is in pinned memory. Only set for the target of a non-blocking copy from a GPU.
     """
 
     label: str
@@ -74,7 +74,7 @@ class TensorFact:
 
     @property
     def elements(self) -> int | None:
-        """How many elements it has; None where a size is symbolic."""
+        """Number of elements; None if a size is symbolic."""
         sizes = [size for size in self.shape if isinstance(size, int)]
         return math.prod(sizes) if len(sizes) == len(self.shape) else None
 
@@ -88,9 +88,9 @@ class Argument:
     """One argument of a hop, or one result.
 
     Attributes:
-        name: from the schema; empty for a result without a name.
-        text: as a reader sees it: ``$0: f32[3, 4]``, ``alpha=2``.
-        tensors: the tensors in it: none for a number, several for a list.
+        name: Name in the schema; empty for a result without a name.
+        text: The value as text: ``$0: f32[3, 4]``, ``alpha=2``.
+        tensors: The tensors in the value: none for a number, several for a list.
     """
 
     name: str
@@ -100,17 +100,17 @@ class Argument:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One device kernel that ran under a call, from the profiler.
+    """One device kernel that a call launched, from the profiler.
 
     Attributes:
-        name: as the profiler prints it, demangled.
-        grid: blocks, where the profiler says.
-        block: threads of a block.
-        seconds: on the device.
-        registers: a thread, where the profiler says.
-        shared_memory: bytes a block, where the profiler says.
-        stream: of the device, where the profiler says.
-        start_ns: on the walk's clock; 0 where the clocks could not be tied.
+        name: Demangled name.
+        grid: Number of blocks in each dimension; empty if the profiler does not say.
+        block: Number of threads of a block in each dimension; empty if the profiler does not say.
+        seconds: Time on the device.
+        registers: Registers per thread; None if the profiler does not say.
+        shared_memory: Bytes of shared memory per block; None if the profiler does not say.
+        stream: CUDA stream; None if the profiler does not say.
+        start_ns: Start on the trace's clock; 0 if the clocks could not be aligned.
     """
 
     name: str
@@ -124,12 +124,12 @@ class Kernel:
 
     @property
     def library(self) -> str:
-        """The library that the kernel's name belongs to: ``cuBLAS``, ``cuDNN``, … or empty."""
+        """The library that the kernel belongs to by its name: ``cuBLAS``, ``cuDNN``, … or empty."""
         return next((library for pattern, library in _LIBRARIES if pattern.search(self.name)), "")
 
 
-# Families of kernel names, the first that fits. cuBLAS names its own nvjet_… from CUDA 12.8 on, and launches CUTLASS,
-# xmma and gemv kernels besides.
+# Patterns of kernel names; the first match counts. From CUDA 12.8 on cuBLAS names its own kernels nvjet_…; it also
+# launches CUTLASS, xmma and gemv kernels.
 _LIBRARIES = (
     (re.compile(r"flash_(fwd|bwd)|pytorch_flash|flash::"), "FlashAttention"),
     (re.compile(r"fmha_cutlass"), "memory-efficient attention"),
@@ -141,14 +141,14 @@ _LIBRARIES = (
 
 @dataclass(frozen=True)
 class NativeFrame:
-    """One function that ran below a kernel, from single-stepping it.
+    """One function that ran below a kernel, from single-stepping the kernel.
 
     Attributes:
-        function: demangled.
-        file: the source file that the library's symbol table names, ``BinaryOpsKernel.cpp.AVX512.cpp``; empty without.
-        library: the shared library.
-        depth: calls between the kernel's entry and this one.
-        instructions: executed when it was entered, counted from the kernel's entry.
+        function: Demangled name.
+        file: Source file from the library's symbol table, ``BinaryOpsKernel.cpp.AVX512.cpp``; empty if it has none.
+        library: File name of the shared library.
+        depth: Number of calls between the kernel's entry and this function.
+        instructions: Number of instructions between the kernel's entry and the entry of this function.
     """
 
     function: str
@@ -160,12 +160,12 @@ class NativeFrame:
 
 @dataclass(frozen=True)
 class NativeStep:
-    """What single-stepping a kernel saw.
+    """The result of single-stepping a kernel.
 
     Attributes:
-        frames: the functions worth naming, in order; see :mod:`dispatcher_trace.capture.native_step`.
-        instructions: of the whole kernel, user space, without the operators that it called from a shim's Python.
-        cut: the kernel was not stepped to its end, and ``instructions`` is a lower bound.
+        frames: The notable functions, in order; see :mod:`dispatcher_trace.capture.native_step`.
+        instructions: Number of user-space instructions of the kernel, without operators that it called through a shim.
+        cut: Whether the stepping stopped before the kernel ended. ``instructions`` is then a lower bound.
     """
 
     frames: tuple[NativeFrame, ...]
@@ -175,35 +175,35 @@ class NativeStep:
 
 @dataclass
 class Hop:
-    """One arrival at one kernel: the dispatcher chose ``key`` out of ``keys`` and ran what the table holds there.
+    """One arrival at one kernel: the dispatcher chose ``key`` out of ``keys`` and ran the kernel of that key.
 
     Attributes:
-        number: order of arrival in the trace, from 1.
-        operator: with overload.
-        key: the key that was chosen.
-        keys: the key set that the kernel was handed, highest first.
-        how: ``call``: the dispatcher computed the key set from arguments and thread state; ``redispatch``: the kernel
-            before handed on what was left of its own.
-        skipped: keys above ``key`` in the computed set at which this operator falls through.
-        included: keys that the thread adds.
-        excluded: keys that the thread takes out; a per-backend functionality shows under one backend's name.
-        removed: keys that the arguments carry and the thread takes out of this call's set.
-        kind: of the kernel, from the table before the shims came.
-        where: file and line of its registration.
-        native: the C++ function behind a backend key, where the wheel's ``native_functions.yaml`` says; else empty.
-        predicted: the key that the static prediction names for this position; empty where it names none.
-        arguments: what came in.
-        results: what went out.
-        thread: ``main`` or the name of another thread.
-        node: the autograd node whose backward made this hop, with its sequence number; empty in forward.
-        made_node: the autograd node that the results carry and the arguments did not.
-        start_ns: on a monotonic clock, from the start of the trace.
-        stop_ns: likewise; the time in between holds everything below, and the tracer.
-        error: the exception that left the kernel, or empty.
-        effects: what the kernel did to tensors, a clause each: who made a view of whom, whose version went up.
-        native_step: what ran below, where the kernel was single-stepped.
-        calls: what the kernel called, in order.
-        why: one sentence computed from the above.
+        number: Order of arrival in the trace, from 1.
+        operator: Operator with overload.
+        key: The key that the dispatcher chose.
+        keys: The key set that the kernel got, highest priority first.
+        how: ``call`` if the dispatcher computed the key set from the arguments and the thread state; ``redispatch`` if
+            the previous kernel redispatched with the rest of its own key set.
+        skipped: Keys above ``key`` in the key set at which this operator falls through.
+        included: The thread's include set.
+        excluded: The thread's exclude set. A per-backend functionality appears under the name of one backend.
+        removed: Keys of the arguments that the exclude set removed from the key set of this call.
+        kind: Kind of the kernel in the dispatch table without shims.
+        where: File and line of the kernel's registration.
+        native: C++ function of a backend kernel, from the wheel's ``native_functions.yaml``; empty if it is not there.
+        predicted: The key that the static prediction has at this position; empty if it has none.
+        arguments: Arguments of the kernel.
+        results: Results of the kernel.
+        thread: ``main``, or the name of another thread.
+        node: The autograd node whose backward made this hop, with its sequence number; empty in a forward.
+        made_node: The autograd node that this hop made: the results have it and the arguments do not.
+        start_ns: Start in nanoseconds from the start of the trace.
+        stop_ns: End on the same clock. The time between includes everything below, and the tracer.
+        error: The exception that left the kernel, or empty.
+        effects: Effects on tensors, one clause each: which results share memory with arguments, whose version went up.
+        native_step: What ran below, if the kernel was single-stepped.
+        calls: Operator calls that the kernel made, in order.
+        why: The reason for this hop, in one sentence that is computed from the other fields.
     """
 
     number: int
@@ -234,28 +234,28 @@ class Hop:
 
     @property
     def verdict(self) -> str:
-        """``as predicted``, or what was predicted instead."""
+        """``as predicted``, or the prediction if it differs."""
         return "as predicted" if self.predicted == self.key else f"predicted {self.predicted or 'no hop'}"
 
     @property
     def tensors(self) -> tuple[TensorFact, ...]:
-        """All tensors that came in."""
+        """All tensors of the arguments."""
         return tuple(tensor for argument in self.arguments for tensor in argument.tensors)
 
 
 @dataclass
 class Call:
-    """One call of an operator: its hops from the highest key down to the kernel that did not hand on.
+    """One call of an operator: its hops from the highest key down to the kernel that did not redispatch.
 
     Attributes:
-        operator: with overload.
-        hops: in order.
-        missed: keys that the prediction names after the last hop that was seen.
-        stack: the lines of the user's own code that the call came from, innermost first: ``step.py:12 in loss``; calls
-            inside others have those of the outermost.
-        forward: in a backward, the number of the forward hop that made the node which is running; 0 for none.
-        forward_source: the user's line of that forward hop.
-        kernels: device kernels launched under this call and not under a call inside it.
+        operator: Operator with overload.
+        hops: The hops, in order.
+        missed: Predicted keys that were not seen after the last hop.
+        stack: Lines of the user's code that made the call, innermost first: ``step.py:12 in loss``. A nested call has
+            the lines of the outermost call.
+        forward: In a backward, the number of the forward hop that made the running node; 0 if there is none.
+        forward_source: The user's line of that forward hop.
+        kernels: Device kernels that this call launched, without those of nested calls.
     """
 
     operator: str
@@ -273,12 +273,12 @@ class Call:
 
     @property
     def agrees(self) -> bool:
-        """Whether the prediction named every key of the call and no other."""
+        """Whether the prediction named exactly the keys of the call."""
         return not self.missed and all(hop.predicted == hop.key for hop in self.hops)
 
     @property
     def path(self) -> tuple[str, ...]:
-        """The keys of the hops."""
+        """The keys of the hops, in order."""
         return tuple(hop.key for hop in self.hops)
 
     @property
@@ -292,16 +292,16 @@ class Call:
     def main_path(self) -> list[Hop]:
         """The hops that lead to the kernel which computes the result.
 
-        From a composite, a caster or a transform the way goes on into the last operator that it called; it ends at the
-        first kernel that is none of these.
+        After a composite kernel, an autocast kernel or a functorch transform, the path continues in the last operator
+        that the kernel called. It ends at the first kernel of another kind.
         """
         last = self.hops[-1]
         composite = last.kind in ("math kernel", "default backend kernel")
-        onward = composite or last.key.startswith(("Autocast", "FuncTorch", "Functionalize", "Python"))
-        return [*self.hops, *(last.calls[-1].main_path() if onward and last.calls else ())]
+        continues = composite or last.key.startswith(("Autocast", "FuncTorch", "Functionalize", "Python"))
+        return [*self.hops, *(last.calls[-1].main_path() if continues and last.calls else ())]
 
     def walk(self) -> Iterator[Call]:
-        """This call and every call inside it, in order."""
+        """Iterate over this call and every call inside it, in order."""
         yield self
         for hop in self.hops:
             for call in hop.calls:
@@ -314,7 +314,7 @@ def calls_to_json(calls: list[Call]) -> list[dict[str, Any]]:
 
 
 def _to_plain(value: Any) -> Any:
-    """As ``dataclasses.asdict`` has it, without its copies of what cannot change."""
+    """The same as ``dataclasses.asdict``, without its deep copies."""
     if isinstance(value, (list, tuple)):
         return [_to_plain(item) for item in value]
     names = _field_names(value.__class__)
@@ -352,5 +352,5 @@ def _argument(entry: dict[str, Any]) -> Argument:
 
 
 def _tuples(entry: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The entry with these lists as tuples."""
+    """The entry, with the named lists as tuples."""
     return {**entry, **{name: tuple(entry[name]) for name in names}}

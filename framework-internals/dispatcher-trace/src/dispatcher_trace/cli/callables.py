@@ -17,10 +17,14 @@ from dispatcher_trace.capture.dispatcher import near_names
 
 
 def expression(source: str, names: Sequence[str] = ()) -> Callable[..., Any]:
-    """A function of the tensors of these names that evaluates an expression, with ``torch`` and ``F`` in scope.
+    """A function that evaluates an expression, with ``torch`` and ``F`` in scope.
+
+    Args:
+        source: The expression.
+        names: Names of the function's parameters: the tensors.
 
     Raises:
-        UserError: for an expression that is not Python, or one with a name that nothing defines.
+        UserError: If the expression is not Python or uses an unknown name.
     """
     try:
         tree = ast.parse(source, "<expression>", "eval")
@@ -28,7 +32,7 @@ def expression(source: str, names: Sequence[str] = ()) -> Callable[..., Any]:
         raise UserError(f"cannot read the expression {source!r}: {error.msg}") from None
     scope: dict[str, Any] = {"torch": torch, "F": torch.nn.functional}
     _refuse_unknown_names(tree, {*scope, *names, *vars(builtins)})
-    # A function that torch.compile can read, which a call of eval() would not be.
+    # A lambda, because torch.compile can trace it, and cannot trace a call of eval().
     code = compile(f"lambda {', '.join(names)}: ({source}\n)", "<expression>", "eval")
     function: Callable[..., Any] = eval(code, scope)  # noqa: S307 # the user's own expression, from the command line
     return function
@@ -48,14 +52,15 @@ def _refuse_unknown_names(tree: ast.AST, known: set[str]) -> None:
 
 
 def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function that ``FILE.py:FUNCTION`` names, or ``FILE.py:OBJECT.METHOD``; the file is imported.
+    """Import a file and return one of its functions.
 
     Args:
-        target: which one.
-        names: of the arguments that it will be called with.
+        target: ``FILE.py:FUNCTION`` or ``FILE.py:OBJECT.METHOD``.
+        names: Names of the arguments that the function will get.
 
     Raises:
-        UserError: for a target without a colon, a file that is not there or raises, or a function that is not in it.
+        UserError: If the target has no colon, if the file does not exist or raises, or if it does not have the function
+            or the function does not take the arguments.
     """
     path, name = _file_and_function(target)
     module = user_file.load_file(path, "traced_")
@@ -73,14 +78,14 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
 
 
 @contextmanager
-def neighbours_of(target: str) -> Iterator[None]:
-    """Inside, what is traced can import the modules beside its file, as when the file is run, and its own package.
+def importable_beside(target: str) -> Iterator[None]:
+    """A block in which the modules beside a file, and the package that the file belongs to, can be imported.
 
     Args:
         target: ``FILE.py:FUNCTION``.
 
     Raises:
-        UserError: for a target without a colon, or a file that is not there.
+        UserError: If the target has no colon or the file does not exist.
     """
     with user_file.importable(_file_and_function(target)[0]):
         yield

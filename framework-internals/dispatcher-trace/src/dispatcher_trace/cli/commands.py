@@ -20,7 +20,7 @@ from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.dispatcher import table_of
 from dispatcher_trace.capture.scope import Scope, watched_keys
 from dispatcher_trace.capture.types import Call
-from dispatcher_trace.cli.callables import expression, load_function, neighbours_of
+from dispatcher_trace.cli.callables import expression, importable_beside, load_function
 from dispatcher_trace.cli.conditions import Conditions
 from dispatcher_trace.cli.tensors import parse_dtype, parse_tensors
 from dispatcher_trace.explain import operator_cost
@@ -50,64 +50,73 @@ class _Scope(StrEnum):
     core = "core"
 
 
-_OutOption = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
+_Tensor = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SPEC", help="An argument by name, such as a=bf16[256,256]@cuda. Repeat it for more."),
+]
+_RequiresGrad = Annotated[bool, typer.Option("--requires-grad", help="The tensors require gradients.")]
+_Device = Annotated[
+    str, typer.Option(help="auto, cpu or cuda: device of factory functions and of each --tensor without @.")
+]
+_Autocast = Annotated[str | None, typer.Option(metavar="DTYPE", help="Run under torch.autocast with this dtype.")]
+_Backward = Annotated[
+    bool,
+    typer.Option(
+        "--backward", help="Also run sum().backward() on the result; a complex result sums real and imaginary parts."
+    ),
+]
+_InferenceMode = Annotated[bool, typer.Option("--inference-mode", help="Run under torch.inference_mode.")]
+_Vmap = Annotated[bool, typer.Option("--vmap", help="Map over the first dimension of each --tensor.")]
+_Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the callable, which runs it once, then trace the compiled call.")
+]
+_Native = Annotated[
+    bool, typer.Option("--native", help="Single-step CPU kernels to name the routines below them (x86-64 Linux).")
+]
+_Cost = Annotated[
+    bool, typer.Option("--cost", help="List the operators over 5 % of the time, from a second run without the tracer.")
+]
+_ScopeOption = Annotated[
+    _Scope, typer.Option(help="Keys to watch. core installs faster and does not see functorch and modes.")
+]
+_FormatOption = Annotated[
+    _Format, typer.Option("--format", help="markdown has the tree, one sentence for each hop, and the findings.")
+]
+_Out = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
 
 
-def _walking(
+def _add_trace_command(
     name: str,
     argument: Any,
     load: Callable[[str, list[str]], Callable[..., Any]],
     about: str,
-    beside: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+    context: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> None:
-    """Add a command that walks a callable; ``expr`` and ``run`` differ in what their argument names.
+    """Add a command that traces a callable; ``expr`` and ``run`` differ only in what their argument names.
 
     Args:
-        name: of the command.
-        argument: its argument, as typer takes it.
-        load: makes the callable of the argument and the names of the tensors.
-        about: what the command's help says.
-        beside: of the argument, the context in which the callable is loaded and runs.
+        name: Name of the command.
+        argument: Its argument, for typer.
+        load: Makes the callable from the argument and the names of the tensors.
+        about: Help text of the command.
+        context: Makes from the argument the context in which the callable is loaded and runs.
     """
 
     def command(
         target: Annotated[str, argument],
-        tensor: Annotated[
-            list[str] | None, typer.Option(metavar="SPEC", help="a=bf16[256,256]@cuda: an argument by name; repeat it.")
-        ] = None,
-        requires_grad: Annotated[bool, typer.Option("--requires-grad", help="Tensors require gradients.")] = False,
-        device: Annotated[
-            str, typer.Option(help="auto, cpu or cuda: where factories and --tensor without @ put tensors.")
-        ] = "auto" if name == "run" else "cpu",
-        autocast: Annotated[
-            str | None, typer.Option(metavar="DTYPE", help="Run under torch.autocast with this dtype.")
-        ] = None,
-        backward: Annotated[
-            bool,
-            typer.Option(
-                "--backward", help="Go on with sum().backward() of the result; of real and imaginary parts if complex."
-            ),
-        ] = False,
-        inference_mode: Annotated[
-            bool, typer.Option("--inference-mode", help="Run under torch.inference_mode.")
-        ] = False,
-        vmap: Annotated[bool, typer.Option("--vmap", help="Map over the first dimension of each --tensor.")] = False,
-        compiled: Annotated[
-            bool, typer.Option("--compile", help="Compile first (the callable runs once); walk the compiled call.")
-        ] = False,
-        native: Annotated[
-            bool, typer.Option("--native", help="Single-step CPU kernels: routines below them (x86-64 Linux).")
-        ] = False,
-        costs: Annotated[
-            bool, typer.Option("--cost", help="Operators over 5 % of the time, untraced: a second run after the walk.")
-        ] = False,
-        scope: Annotated[
-            _Scope, typer.Option(help="Keys to watch; core installs faster, blind to functorch and modes.")
-        ] = _Scope.all,
-        form: Annotated[
-            _Format, typer.Option("--format", help="markdown is the tree, a sentence for each hop, and findings.")
-        ] = _Format.markdown,
-        out: _OutOption = None,
+        tensor: _Tensor = None,
+        requires_grad: _RequiresGrad = False,
+        device: _Device = "auto" if name == "run" else "cpu",
+        autocast: _Autocast = None,
+        backward: _Backward = False,
+        inference_mode: _InferenceMode = False,
+        vmap: _Vmap = False,
+        compiled: _Compile = False,
+        native: _Native = False,
+        costs: _Cost = False,
+        scope: _ScopeOption = _Scope.all,
+        form: _FormatOption = _Format.markdown,
+        out: _Out = None,
     ) -> None:
         def job() -> str:
             if costs and form in (_Format.json, _Format.html, _Format.perfetto):
@@ -118,8 +127,8 @@ def _walking(
             main = next((spec.device.partition(":")[0] for spec in specs if spec.device != "cpu"), resolved)
             dtype = None if autocast is None else parse_dtype(autocast, "--autocast")
             conditions = Conditions(main, dtype, inference_mode, backward, vmap, compiled)
-            # What the user's code prints must not stand in the JSON that a caller reads from standard output.
-            with beside(target), redirect_stdout(sys.stderr):
+            # Standard output is for the trace, which may be JSON; what the user's code prints goes to standard error.
+            with context(target), redirect_stdout(sys.stderr):
                 function = load(target, list(tensors))
                 recorded, cost_table = _record(function, tensors, conditions, scope.value, native=native, costs=costs)
             return _text(recorded, form, target) + cost_table
@@ -129,27 +138,27 @@ def _walking(
     app.command(name, help=about)(command)
 
 
-_walking(
+_add_trace_command(
     "expr",
     typer.Argument(metavar="EXPRESSION", help='Such as "a @ b"; torch and F are in scope.'),
     expression,
-    "Walk an expression over tensors that are made for it.",
+    "Trace an expression over tensors that are made for it.",
 )
-_walking(
+_add_trace_command(
     "run",
-    typer.Argument(metavar="FILE.py:FUNCTION", help="Called with what --tensor names, or without arguments."),
+    typer.Argument(metavar="FILE.py:FUNCTION", help="Called with the tensors of --tensor, or without arguments."),
     load_function,
-    "Walk a function of your own.",
-    neighbours_of,
+    "Trace a function of your own.",
+    importable_beside,
 )
 
 
 @app.command()
 def op(
     operator: Annotated[str, typer.Argument(help="With namespace and overload: aten::add.Tensor.")],
-    every: Annotated[bool, typer.Option("--all", help="Every key, not only those of this machine.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every key, not only those of this machine.")] = False,
 ) -> None:
-    """Show an operator's dispatch table: every key, the kind of its kernel and where it was registered."""
+    """Show an operator's dispatch table: each key, the kind of its kernel and the place of its registration."""
 
     def job() -> str:
         try:
@@ -163,10 +172,10 @@ def op(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="A walk that --format json wrote.")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="A trace that --format json wrote.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another trace.")],
 ) -> None:
-    """Compare two walks: calls that only one has, other keys, tensors or kernels. Status 1 where they differ."""
+    """Compare two traces: calls of only one, other keys, other tensors, other kernels. Exit status 1 if they differ."""
     found: list[compare.Difference] = []
 
     def job() -> str:
@@ -210,7 +219,7 @@ def _record(
         return recorded, ""
     # After the trace: gradients, caches and optimizer state of an earlier run would change its operators.
     with (
-        _user_errors("the second, untraced run for --cost (leave it out where the code runs only once)"),
+        _user_errors("the second, untraced run for --cost (leave --cost out if the code can run only once)"),
         profile.profiled() as profiled,
     ):
         call()
@@ -219,7 +228,7 @@ def _record(
 
 @contextmanager
 def _user_errors(what: str) -> Iterator[None]:
-    """Inside, whatever the user's code raises becomes one line that says which run raised it."""
+    """Turn what the user's code raises inside the block into one line that names the run."""
     try:
         yield
     except UserError:

@@ -15,7 +15,7 @@ from dispatcher_trace.capture.user_stack import calls_user_code
 
 calls_user_code(__file__)
 
-# Results of which the code has not run when they are returned.
+# Kinds of results whose code has not run yet.
 _UNRUN: dict[type, str] = {
     GeneratorType: "a generator",
     CoroutineType: "a coroutine",
@@ -25,16 +25,16 @@ _UNRUN: dict[type, str] = {
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under what a callable runs.
+    """The conditions under which a callable runs.
 
     Attributes:
-        device: ``cpu`` or ``cuda``: where factory functions without a device put tensors, and autocast's device.
-        autocast: its dtype, or None.
-        inference_mode: whether to run under ``torch.inference_mode``.
-        backward: whether to go on with ``sum().backward()`` of what the callable returns; a complex tensor's real and
-            imaginary parts are summed.
-        vmap: map over the first dimension of every tensor given.
-        compile: run what ``torch.compile`` makes of the callable.
+        device: ``cpu`` or ``cuda``: default device of factory functions, and device of autocast.
+        autocast: Dtype of autocast; None for no autocast.
+        inference_mode: Whether to run under ``torch.inference_mode``.
+        backward: Whether to run ``sum().backward()`` on the result; a complex tensor's real and imaginary parts are
+            summed.
+        vmap: Whether to map over the first dimension of every tensor.
+        compile: Whether to compile the callable with ``torch.compile``.
     """
 
     device: str = "cpu"
@@ -49,13 +49,20 @@ class Conditions:
             raise UserError("--backward and --inference-mode exclude each other: inference mode records no graph")
 
     def prepare(self, function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> Callable[[], Any]:
-        """Everything that comes before the call to be traced; what is returned makes that call and returns its result.
+        """Do all that comes before the call that is traced.
 
-        With ``compile`` the callable runs once here, so that the trace holds the compiled call and not the compiler.
+        With ``compile`` the callable runs once here, so that the trace has the compiled call and not the compiler.
+
+        Args:
+            function: The callable.
+            tensors: Its arguments.
+
+        Returns:
+            A function that makes the call and returns its result. It raises UserError if ``backward`` finds no tensor
+            that requires a gradient, or if the result is a generator or coroutine that has not run.
 
         Raises:
-            UserError: when there is nothing to map over, or (from what is returned) nothing to go backward from, or a
-                generator or coroutine came back, of which nothing ran.
+            UserError: If ``vmap`` has no tensor to map over.
         """
         if self.vmap:
             function = _mapped(function, tensors)
@@ -66,7 +73,7 @@ class Conditions:
 
     def _run(self, function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> Any:
         for tensor in tensors.values():
-            tensor.grad = None  # of an earlier call
+            tensor.grad = None  # left by an earlier call
         with ExitStack() as stack:
             for context in self._contexts():
                 stack.enter_context(context)
@@ -114,20 +121,20 @@ def _refuse_unrun(result: Any) -> None:
     if isinstance(result, CoroutineType):
         result.close()  # or Python warns that it was never awaited
     raise UserError(
-        f"the traced code returned {kind}, of which nothing ran; trace a function that runs it: "
+        f"the traced code returned {kind}, which has not run; trace a function that runs it: "
         "list(…) of a generator, asyncio.run(…) of a coroutine"
     )
 
 
 def _sum(root: torch.Tensor) -> torch.Tensor:
-    """A real number to go backward from, which a complex sum is not."""
+    """The sum of a tensor as a real number, because ``backward`` needs one."""
     return torch.view_as_real(root.resolve_conj()).sum() if root.is_complex() else root.sum()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    if isinstance(value, Mapping):  # as the outputs of Hugging Face's models are, which are dataclasses too
+    if isinstance(value, Mapping):  # such as the outputs of Hugging Face's models, which are also dataclasses
         value = list(value.values())
     elif is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in fields(value)]

@@ -23,10 +23,10 @@ class TensorSpec:
     """A tensor to make: ``a=bf16[256,256]@cuda``.
 
     Attributes:
-        name: the variable.
-        dtype: of the tensor.
-        shape: sizes; empty for a tensor without dimensions.
-        device: where it is made.
+        name: Name of the variable.
+        dtype: Dtype of the tensor.
+        shape: Sizes; empty for a zero-dimensional tensor.
+        device: Device of the tensor.
     """
 
     name: str
@@ -40,10 +40,10 @@ class TensorSpec:
 
         Args:
             text: ``a=bf16[256,256]`` or ``a=bf16[256,256]@cuda``.
-            device: where the specification names none.
+            device: Device if the specification names none.
 
         Raises:
-            UserError: saying what is wrong with it.
+            UserError: If the specification is malformed; the message says how.
         """
         match = _SPEC.match(text.strip())
         if match is None:
@@ -67,7 +67,7 @@ class TensorSpec:
         """A tensor of seeded random numbers: normal for floating point, 0 to 9 for integers.
 
         Raises:
-            UserError: where torch makes no such tensor: of this dtype, or as large.
+            UserError: If torch cannot make a tensor of this dtype or size.
         """
         generator = torch.Generator().manual_seed(0)
         continuous = self.dtype.is_floating_point or self.dtype.is_complex
@@ -77,7 +77,7 @@ class TensorSpec:
             else:
                 numbers = torch.randint(0, 10, self.shape, generator=generator)
             tensor = numbers.to(self.device, self.dtype)
-        except (RuntimeError, TypeError) as error:  # a TypeError for a size that 64 bits do not hold
+        except (RuntimeError, TypeError) as error:  # TypeError: a size that does not fit 64 bits
             raise UserError(
                 f"--tensor: torch cannot make {self} ({first_line(error)}); take smaller sizes, or a dtype of "
                 f"{', '.join(DTYPES)}"
@@ -89,14 +89,14 @@ class TensorSpec:
 
 
 def parse_tensors(texts: Sequence[str], device: str) -> list[TensorSpec]:
-    """Read the specifications of one command line, each of a variable of its own.
+    """Read the specifications of one command line.
 
     Args:
-        texts: as :meth:`TensorSpec.parse` takes them.
-        device: where a specification names none.
+        texts: Specifications for :meth:`TensorSpec.parse`.
+        device: Device of a specification that names none.
 
     Raises:
-        UserError: for one that cannot be read, or two of the same name.
+        UserError: If a specification is malformed, or two have the same name.
     """
     specs: dict[str, TensorSpec] = {}
     for text in texts:
@@ -104,14 +104,14 @@ def parse_tensors(texts: Sequence[str], device: str) -> list[TensorSpec]:
         if spec.name in specs:
             raise UserError(
                 f"--tensor: {spec.name!r} is given twice, as {specs[spec.name]} and as {spec}; "
-                "give each tensor a name of its own, or leave one out"
+                "give each tensor another name, or leave one out"
             )
         specs[spec.name] = spec
     return list(specs.values())
 
 
 def _check_device(device: str, text: str) -> None:
-    """Refuse a device that ``@`` cannot name, or a GPU that is not there."""
+    """Refuse an unknown device, or a GPU that this machine does not have."""
     kind, _, index = device.partition(":")
     if _DEVICE.match(device) is None:
         raise UserError(
@@ -130,7 +130,7 @@ def parse_dtype(text: str, option: str) -> torch.dtype:
     """``bf16`` or ``bfloat16`` → ``torch.bfloat16``.
 
     Raises:
-        UserError: naming the option and the dtypes there are.
+        UserError: If there is no such dtype; the message names the option and the dtypes.
     """
     dtype = DTYPES.get(text, getattr(torch, text, None))
     if not isinstance(dtype, torch.dtype):

@@ -1,4 +1,4 @@
-"""From what the shims captured to calls and hops: grouping, prediction, native names, sentences."""
+"""Assemble captured hops into calls: group them, predict their keys, add native names and reasons."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from dispatcher_trace.capture import dispatcher
+from dispatcher_trace.capture import dispatcher, key_sets
 from dispatcher_trace.capture.recorder import RawHop, Recorder, facts_in
 from dispatcher_trace.capture.types import Argument, Call, Hop, TensorFact
 from dispatcher_trace.explain.native_functions import native_function
-from dispatcher_trace.explain.predict import Step, choose, handed_on, predict
+from dispatcher_trace.explain.predict import PredictedHop, choose, predict, redispatched_keys
 from dispatcher_trace.explain.why import explain
 
 
 def calls_of(
     recorder: Recorder, tables: Mapping[str, dispatcher.Table]
 ) -> tuple[list[Call], list[RawHop], dict[str, int]]:
-    """Everything a recorder holds, as calls.
+    """The calls that a recorder has captured.
 
     Args:
-        recorder: after the traced code has ended.
-        tables: dispatch tables as they were without shims.
+        recorder: The recorder, after the traced code has ended.
+        tables: Dispatch tables without shims.
 
     Returns:
-        The calls made by the traced code itself, the raw first hop of every call (nested ones too) in the order of
-        their numbers, which a profile is matched against, and how often calls went through kernels that have no shim,
-        by operator and key.
+        The calls that the traced code itself made; the captured first hop of every call (nested ones too) in order of
+        their numbers, to match a profile with; and how often calls went through kernels without shim, by operator and
+        key.
     """
     assembler = _Assembler(recorder, tables)
     calls = [assembler.call(raw) for raw in recorder.top]
@@ -35,22 +35,23 @@ def calls_of(
 
 
 def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
-    """Whether the hop's parent handed on to it, rather than calling the operator anew.
+    """Whether the hop's parent redispatched to it, rather than calling the operator again.
 
-    The dispatcher does not say. A hop counts as handed on when its parent is of the same operator, is of a kind that
-    hands on, and the set that it would hand on leads to this very key and set, past kernels that have no shim.
+    The dispatcher does not say. A hop counts as redispatched if its parent is a hop of the same operator whose kernel
+    redispatches by the rules of :mod:`~dispatcher_trace.explain.predict`, and if the key set of that redispatch leads
+    to this key, possibly through kernels without shim.
     """
     parent = raw.parent
     if parent is None or parent.operator != raw.operator or parent.key not in table:
         return False
-    left = handed_on(parent.key, table[parent.key].kind, parent.keys, raw.backend)
+    left = redispatched_keys(parent.key, table[parent.key].kind, parent.keys, raw.backend)
     if left is None:
         return False
     if parent.key == "BackendSelect":
-        return True  # the backend may come from a layout or a default device: any other key will do
+        return True  # any key: the backend may come from a layout or a default device
     step = choose(table, left)
     while step.key in table and table[step.key].torch_python:
-        left = handed_on(step.key, table[step.key].kind, step.keys, raw.backend)
+        left = redispatched_keys(step.key, table[step.key].kind, step.keys, raw.backend)
         if left is None:
             return False
         step = choose(table, left)
@@ -66,7 +67,7 @@ class _Assembler:
         self._threads: dict[int, str] = {recorder.thread: "main"}
 
     def call(self, first: RawHop) -> Call:
-        """The call that begins with this hop."""
+        """The call whose first hop this is."""
         self.first_hops.append(first)
         table = self.tables[first.operator]
         steps = self._shimmed(first, table)
@@ -86,10 +87,10 @@ class _Assembler:
         missed = tuple(step.key for step in steps[len(chain) :])
         return Call(first.operator, hops, missed=missed, stack=first.stack)
 
-    def _shimmed(self, first: RawHop, table: dispatcher.Table) -> list[Step]:
-        """The predicted steps of a call but those at torch's own Python kernels, which are counted instead.
+    def _shimmed(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
+        """The predicted hops of a call, without those at torch's own Python kernels, which are only counted.
 
-        A step behind the first at Undefined is at a backend that Python has no name for (MKL-DNN's), and not watched.
+        A later hop at Undefined is at a backend that has no name in Python (MKL-DNN's). It is not watched.
         """
         steps = predict(table, first.carried, first.included, first.excluded, first.backend)
         steps = [step for step in steps if step is steps[0] or step.key != "Undefined"]
@@ -103,11 +104,11 @@ class _Assembler:
             number=raw.number,
             operator=raw.operator,
             key=raw.key,
-            keys=dispatcher.key_names(raw.keys),
+            keys=key_sets.key_names(raw.keys),
             how="redispatch" if redispatched else "call",
             skipped=_skipped(raw, table, redispatched=redispatched),
-            included=dispatcher.key_names(raw.included),
-            excluded=dispatcher.key_names(raw.excluded),
+            included=key_sets.key_names(raw.included),
+            excluded=key_sets.key_names(raw.excluded),
             removed=() if redispatched else _removed(raw),
             kind=registration.kind,
             where=_where(raw, registration),
@@ -131,45 +132,48 @@ class _Assembler:
 
 
 def _where(raw: RawHop, registration: dispatcher.Registration) -> str:
-    """The registration's line; of a custom operator's own kernel the line of its function."""
+    """The registration's line; for a custom operator's kernel, the line of its function."""
     custom = "" if raw.key.startswith("Autograd") else dispatcher.custom_kernel_at(raw.operator)
     return custom if custom and registration.file.endswith("custom_ops.py") else registration.where
 
 
 def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:
     if not redispatched:
-        return choose(table, dispatcher.computed(raw.carried, raw.included, raw.excluded)).skipped
+        return choose(table, key_sets.computed(raw.carried, raw.included, raw.excluded)).skipped
     assert raw.parent is not None
-    left = handed_on(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.backend)
+    left = redispatched_keys(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.backend)
     return () if left is None else choose(table, left).skipped
 
 
 def _removed(raw: RawHop) -> tuple[str, ...]:
-    left = set(dispatcher.key_names(dispatcher.computed(raw.carried, raw.included, raw.excluded)))
-    return tuple(key for key in dispatcher.key_names(raw.carried) if key not in left)
+    left = set(key_sets.key_names(key_sets.computed(raw.carried, raw.included, raw.excluded)))
+    return tuple(key for key in key_sets.key_names(raw.carried) if key not in left)
 
 
 def _link_backward(calls: list[Call]) -> None:
-    """Tell each call of a backward which forward hop made the node that is running."""
+    """Set for each call of a backward the forward hop that made the running node."""
     every = [call for top in calls for call in top.walk()]
     made: dict[str, tuple[int, str]] = {}
     for call in every:
         for hop in call.hops:
             if hop.made_node:
-                made[hop.made_node] = (hop.number, call.source)  # the innermost that returned it, seen last, made it
+                made[hop.made_node] = (
+                    hop.number,
+                    call.source,
+                )  # the innermost hop that returned the node made it; it comes last
     for call in every:
         if call.hops[0].node in made:
             call.forward, call.forward_source = made[call.hops[0].node]
 
 
 def _own_effects(raw: RawHop) -> tuple[str, ...]:
-    """The effects of a hop that none of the hops inside it had already."""
+    """The effects of a hop, without those of the hops inside it."""
     inside = {effect for child in raw.children for effect in _effects(child)}
     return tuple(effect for effect in _effects(raw) if effect not in inside)
 
 
 def _effects(raw: RawHop) -> tuple[str, ...]:
-    """Who was made on whose memory, whose version went up."""
+    """Which results share memory with arguments, and which versions went up."""
     given = [fact for _, value in raw.arguments for fact in facts_in(value)]
     labels = {fact.label for fact in given}
     memory: dict[str, str] = {}
@@ -178,7 +182,7 @@ def _effects(raw: RawHop) -> tuple[str, ...]:
             memory.setdefault(fact.storage, fact.label)
     made = [fact for value in raw.results for fact in facts_in(value) if fact.label not in labels]
     on_memory = (
-        f"{fact.label} was made on the memory of {memory[fact.storage]} ({fact.storage})"
+        f"{fact.label} aliases the memory of {memory[fact.storage]} ({fact.storage})"
         for fact in made
         if fact.storage in memory
     )

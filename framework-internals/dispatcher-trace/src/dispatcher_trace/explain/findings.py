@@ -1,4 +1,4 @@
-"""What a reader would want to know without asking: hidden copies, synchronisations, keys that nobody predicted."""
+"""Findings of a trace: hidden copies, synchronisations, and calls whose keys were not predicted."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Kind = Literal["copy", "synchronisation", "prediction"]
 
 # Operators that move the data of one tensor into another's memory.
 _COPYING = frozenset({"aten::clone", "aten::_to_copy", "aten::copy_", "aten::_foreach_copy_"})
-# Of these, the ones by which the user's own line asks for nothing but a copy.
+# Those of them that do nothing but copy: a line that calls one asks for the copy.
 _ASKED_FOR = frozenset({"aten::clone", "aten::copy_", "aten::_foreach_copy_"})
-# Operators whose result, or its size, is a value that the host has to know.
+# Operators whose result, or its size, is a value that the host needs.
 _READING = frozenset(
     {
         *("aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::bincount"),
@@ -27,19 +27,19 @@ _READING = frozenset(
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing worth looking at.
+    """One finding.
 
     Attributes:
-        kind: ``copy``: data was copied although the line that caused it asks for something else; ``synchronisation``:
-            the host reads a value of a tensor, or copies data from or to the device, and waits for it where there is
-            one; ``prediction``: the keys of a call are not those that its table predicts, for no known cause.
-        number: of the hop where it begins.
-        operator: that did it.
-        detail: one clause with the data.
-        cause: the operator that the user's line called.
-        source: that line; empty where no Python frame of the user's was on the stack (autograd's own threads).
-        node: the autograd node that was running, or empty.
-        forward_source: in a backward, the line of the forward that made the node.
+        kind: ``copy``: data was copied, and the line that caused it asks for something else. ``synchronisation``: the
+            host reads a value of a tensor, or copies data from or to a device, and waits for the device if there is
+            one. ``prediction``: a call visited other keys than its table predicts, for no known cause.
+        number: Number of the hop where it begins.
+        operator: Operator that did it.
+        detail: The data, in one clause.
+        cause: Operator that the user's line called.
+        source: The user's line; empty if the stack has none (autograd's threads).
+        node: Autograd node that was running, or empty.
+        forward_source: In a backward, the line of the forward that made the node.
     """
 
     kind: Kind
@@ -58,7 +58,7 @@ class Finding:
         """The finding in one line.
 
         Args:
-            shown: writes the line of code as the page has it, whose name may be ``<lambda>``.
+            shown: Formats the source line for the page; the line may have ``<lambda>`` in it.
         """
         through = "" if self.cause == self.operator else f" under {self.cause}"
         node = f", in {self.node}" if self.node else ""
@@ -68,12 +68,12 @@ class Finding:
 
 
 def findings(calls: Sequence[Call]) -> list[Finding]:
-    """All findings of a walk, in order.
+    """All findings of a trace, in order.
 
     A copy is reported once, where it begins: ``aten::to.dtype`` calls ``_to_copy``, which calls ``copy_``. Copies of a
-    single element on one device are left out: numbers are cast so all the time. Kernels that pack or copy inside
-    themselves, below the dispatcher, are not seen. A copy from a GPU to the host is a synchronisation too, asked for or
-    not, unless it is non-blocking and into pinned memory; so is one from the host to a GPU, unless it is non-blocking.
+    single element on one device are left out, because casting a number makes one. Copies inside a kernel, below the
+    dispatcher, are not seen. A copy from a GPU to the host is also a synchronisation, unless it is non-blocking and its
+    target is pinned memory. A copy from the host to a GPU is one unless it is non-blocking.
     """
     return sorted((finding for top in calls for finding in _in_call(top, top)), key=lambda finding: finding.number)
 
@@ -89,7 +89,7 @@ def _in_call(call: Call, top: Call) -> Iterator[Finding]:
     waiting = _waiting_detail(call)
     if waiting:
         yield _finding("synchronisation", call, top, waiting)
-    # What a copy or a reading operator calls for its own ends is part of it.
+    # The calls inside a copying or reading operator are part of it.
     covered = {"copy"} if base in _COPYING | _READING else set()
     covered |= {"synchronisation"} if waiting else set()
     for hop in call.hops:
@@ -110,7 +110,7 @@ def _path_detail(call: Call) -> str:
 
 
 def _copy_detail(call: Call) -> str:
-    """What was copied from where to where; empty where it is not worth a line."""
+    """What was copied from where to where; empty if the call shares memory or copies one number."""
     first = call.hops[0]
     given = first.tensors
     if call.operator.startswith("aten::copy_"):
@@ -137,7 +137,7 @@ def _difference(source: TensorFact, target: TensorFact) -> str:
 
 
 def _waiting_detail(call: Call) -> str:
-    """Why the host waits for a device in this call, if it does; what it calls in turn is not looked at."""
+    """Why the host waits for a device in this call, or empty. Calls inside it are not considered."""
     base = call.operator.partition(".")[0]
     if base in _READING:
         return _reading_detail(call)
@@ -145,17 +145,17 @@ def _waiting_detail(call: Call) -> str:
 
 
 def _transfer_detail(call: Call) -> str:
-    """A copy between a GPU and the host; empty for another, or where the host goes on meanwhile."""
-    # Of the last hop: there the recorder has asked whether the target is pinned.
+    """Why the host waits for a copy between a GPU and the host; empty if it does not wait."""
+    # The last hop has the fact whether the target is pinned.
     arguments = {argument.name: argument for argument in call.hops[-1].arguments}
     targets, sources = (arguments[name].tensors if name in arguments else () for name in ("self", "src"))
-    goes_on = "non_blocking" in arguments and arguments["non_blocking"].text == "non_blocking=True"
+    non_blocking = "non_blocking" in arguments and arguments["non_blocking"].text == "non_blocking=True"
     for target, source in zip(targets, sources, strict=False):
         if source.device.startswith("cuda") and target.device == "cpu" and not target.pinned:
             return f"copies {source} to the host, which waits for the GPU"
-        # torch synchronises the stream after every such copy that is not non-blocking, pinned or not.
-        if source.device == "cpu" and target.device.startswith("cuda") and not goes_on:
-            return f"copies {source} to the GPU and waits for it, as non_blocking=True from pinned memory does not"
+        # Torch synchronises the stream after every such copy that is not non-blocking, pinned or not.
+        if source.device == "cpu" and target.device.startswith("cuda") and not non_blocking:
+            return f"copies {source} to the GPU and waits for it; non_blocking=True from pinned memory would not wait"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Which C++ function stands behind a backend key, as far as the wheel's own ``native_functions.yaml`` says."""
+"""The C++ function of a backend kernel, from the ``native_functions.yaml`` in the wheel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FUNC = re.compile(r"^- func: ([\w.]+)\(")
 _FIELD = re.compile(r"^  (structured|structured_delegate|ufunc_inner_loop|dispatch):\s*([^#\s]*)")
 _ENTRY = re.compile(r"^    ([\w, ]+):\s*(\S+)")
 
-# Alias keys, in the order in which the dispatcher falls back on them for a backend (OperatorEntry.cpp).
+# Alias keys, in the order in which the dispatcher falls back to them for a backend (OperatorEntry.cpp).
 _EXPLICIT = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd")
 
 
@@ -28,16 +28,16 @@ class _Function:
 
 
 def native_function(operator: str, key: str, kind: str) -> str:
-    """The function of namespace ``at::native`` that the registration at a key leads to.
+    """The function in namespace ``at::native`` that a kernel calls.
 
     Args:
         operator: ``aten::add.Tensor``.
-        key: a backend key, or the autograd key of a composite.
-        kind: of the registration.
+        key: A backend key, or the autograd key of a composite.
+        kind: Kind of the registration.
 
     Returns:
-        Its name (``structured_mm_out_cpu``: the class whose ``impl`` runs), or an empty text where the file does not
-        say: autograd, autocast and fallback kernels are generated or registered elsewhere.
+        The name of the function, or of the class whose ``impl`` runs (``structured_mm_out_cpu``). Empty if the file
+        does not have it: autograd, autocast and fallback kernels are generated or registered elsewhere.
     """
     namespace, _, name = operator.partition("::")
     functions = _functions()
@@ -62,7 +62,7 @@ def native_function(operator: str, key: str, kind: str) -> str:
 
 @functools.cache
 def _functions() -> Mapping[str, _Function]:
-    """The file read line by line: its layout is fixed by torch's code generator, and a YAML reader takes seconds."""
+    """The parsed file. Torch's code generator fixes its layout, and a YAML parser would take seconds."""
     path = _file()
     return {} if path is None else _parse(path.read_text(encoding="utf-8"))
 

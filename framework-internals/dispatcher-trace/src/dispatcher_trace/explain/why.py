@@ -1,4 +1,4 @@
-"""One sentence a hop that says why it happened, put together from the hop's own data."""
+"""The reason for each hop, as one sentence from the hop's own data."""
 
 from __future__ import annotations
 
@@ -10,21 +10,28 @@ _COMPOSITE = {
     "math kernel": "its kernel, a composite that is differentiable through the operators it calls,",
     "default backend kernel": "its kernel, a composite for every backend,",
 }
+_MAX_NAMED_CALLS = 4
 
 
 def explain(hop: Hop, before: Hop | None, after: str) -> str:
-    """Why the dispatcher came to this kernel, and what the kernel did.
+    """Why the dispatcher chose this kernel, and what the kernel did.
 
     Args:
-        hop: with its calls filled in.
-        before: the hop of the same call that handed on to this one, or None for the first.
-        after: the key that this hop handed on to, or empty.
+        hop: The hop, with its calls filled in.
+        before: The hop of the same call that redispatched to this one; None for the first hop.
+        after: The key that this hop redispatched to, or empty.
     """
-    reason = _computed(hop) if before is None else f"{before.key} handed on, and of what is left {hop.key} is highest"
-    return f"{reason}{_skipped(hop)}; {_effect(hop, after)}."
+    reason = (
+        _highest_key(hop) if before is None else f"{before.key} redispatched, and {hop.key} is the highest key left"
+    )
+    skipped = ""
+    if hop.skipped:
+        verb = "falls" if len(hop.skipped) == 1 else "fall"
+        skipped = f" ({', '.join(hop.skipped)} {verb} through for this operator)"
+    return f"{reason}{skipped}; {_effect(hop, after)}."
 
 
-def _computed(hop: Hop) -> str:
+def _highest_key(hop: Hop) -> str:
     carriers = [argument.name for argument in hop.arguments if any(hop.key in t.keys for t in argument.tensors)]
     if carriers:
         source = f"`{'`, `'.join(carriers)}` {'carries' if len(carriers) == 1 else 'carry'} it"
@@ -36,13 +43,6 @@ def _computed(hop: Hop) -> str:
     return f"{hop.key} is the highest key left: {source}{removed}"
 
 
-def _skipped(hop: Hop) -> str:
-    if not hop.skipped:
-        return ""
-    verb = "falls" if len(hop.skipped) == 1 else "fall"
-    return f" ({', '.join(hop.skipped)} {verb} through for this operator)"
-
-
 def _effect(hop: Hop, after: str) -> str:
     kernel = _COMPOSITE.get(hop.kind, f"its {hop.kind}")
     if hop.error:
@@ -51,7 +51,7 @@ def _effect(hop: Hop, after: str) -> str:
     if hop.calls:
         did.append(f"called {_counted(hop.calls)}{_recast(hop)}")
     if after:
-        did.append(f"handed on to {after}")
+        did.append(f"redispatched to {after}")
     if hop.made_node:
         did.append(f"returned a result that carries {hop.made_node}")
     return f"{kernel} {', '.join(did) or 'called no further operator'}"
@@ -62,11 +62,13 @@ def _counted(calls: list[Call]) -> str:
     for operator, group in groupby(calls, key=lambda call: call.operator):
         number = sum(1 for _ in group)
         parts.append(operator if number == 1 else f"{operator} {number} times")
-    return ", then ".join(parts) if len(parts) <= 4 else f"{', '.join(parts[:3])} and {len(parts) - 3} more"
+    if len(parts) <= _MAX_NAMED_CALLS:
+        return ", then ".join(parts)
+    return f"{', '.join(parts[:3])} and {len(parts) - 3} more"
 
 
 def _recast(hop: Hop) -> str:
-    """Dtypes with which the same operator was called anew, where they differ from those that came in."""
+    """The dtypes with which the kernel called the same operator again, and those that it got."""
     again = [call for call in hop.calls if call.operator == hop.operator]
     if not again:
         return ""

@@ -1,4 +1,4 @@
-"""Two walks side by side: which calls only one of them has, and which of the others took another way."""
+"""Differences between two traces: calls that only one has, and calls with other keys, tensors or kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dispatcher_trace.capture.types import SCHEMA_VERSION, Call, calls_from_json
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference between two walks.
+    """One difference between two traces, A and B.
 
     Attributes:
-        kind: ``only in A``, ``only in B``, ``keys`` (other keys visited), ``tensors`` (other dtypes, shapes or devices
-            came in), ``kernel`` (the same keys, another kernel).
-        number_a: of the call's first hop in A; 0 where A has none.
-        number_b: likewise in B.
-        operator: that was called.
-        detail: what differs.
+        kind: ``only in A``, ``only in B``, ``keys`` (the call visited other keys), ``tensors`` (its arguments have other
+            dtypes, shapes or devices), ``kernel`` (the same keys have another kernel).
+        number_a: Number of the call's first hop in A; 0 if A does not have the call.
+        number_b: Number of the call's first hop in B; 0 if B does not have the call.
+        operator: Operator that was called.
+        detail: What differs.
     """
 
     kind: str
@@ -37,28 +37,28 @@ class Difference:
 
 
 def load_calls(document: Mapping[str, Any]) -> list[Call]:
-    """The calls of a walk that :meth:`dispatcher_trace.Trace.to_json` wrote.
+    """The calls of a trace that :meth:`dispatcher_trace.Trace.to_json` wrote.
 
     Raises:
-        ValueError: for another document, or one of another version.
+        ValueError: If the document is not a trace, is incomplete, or has another schema version.
     """
     if not isinstance(document, Mapping) or "schema_version" not in document or "calls" not in document:
-        raise ValueError("not a walk: expected what --format json writes")
+        raise ValueError("not a trace: expected what --format json writes")
     if document["schema_version"] != SCHEMA_VERSION:
-        raise ValueError(f"schema version {document['schema_version']}, expected {SCHEMA_VERSION}; record it anew")
+        raise ValueError(f"schema version {document['schema_version']}, expected {SCHEMA_VERSION}; record it again")
     try:
         return calls_from_json(document["calls"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"not a whole walk ({type(error).__name__}: {error}); record it anew") from error
+        raise ValueError(f"not a complete trace ({type(error).__name__}: {error}); record it again") from error
 
 
 def differences(a: Sequence[Call], b: Sequence[Call]) -> list[Difference]:
-    """What differs, in order.
+    """The differences, in order.
 
-    Calls are paired by operator and depth of nesting, in order; a call without a partner is reported once, without what
-    it called.
+    Calls are paired by operator and depth of nesting, in order. A call without a partner is reported once, without the
+    calls inside it.
     """
-    ours, theirs = _flat(a), _flat(b)
+    ours, theirs = _flattened(a), _flattened(b)
     matcher = difflib.SequenceMatcher(None, [key for key, _ in ours], [key for key, _ in theirs], autojunk=False)
     found: list[Difference] = []
     for tag, a_from, a_to, b_from, b_to in matcher.get_opcodes():
@@ -74,12 +74,12 @@ def differences(a: Sequence[Call], b: Sequence[Call]) -> list[Difference]:
 _Flat = list[tuple[tuple[int, str], Call]]
 
 
-def _flat(calls: Sequence[Call], depth: int = 0) -> _Flat:
+def _flattened(calls: Sequence[Call], depth: int = 0) -> _Flat:
     flat: _Flat = []
     for call in calls:
         flat.append(((depth, call.operator), call))
         for hop in call.hops:
-            flat += _flat(hop.calls, depth + 1)
+            flat += _flattened(hop.calls, depth + 1)
     return flat
 
 

@@ -1,4 +1,4 @@
-"""A walk as a Chrome trace: calls and hops on one track a thread, device kernels on one track a stream."""
+"""A trace in the Chrome trace format: one track of calls and hops per thread, one track of kernels per stream."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _HOST, _DEVICE = 1, 2
 
 
 def trace_events(calls: Sequence[Call]) -> dict[str, Any]:
-    """The document that ui.perfetto.dev and chrome://tracing open; times in microseconds from the walk's start.
+    """The document that ui.perfetto.dev and chrome://tracing open; times in microseconds from the start of the trace.
 
-    An arrow goes from the call to each device kernel that it launched.
+    An arrow leads from each call to the device kernels that it launched.
     """
     threads = {hop.thread: None for top in calls for call in top.walk() for hop in call.hops}
     tracks = {thread: number for number, thread in enumerate(threads, 1)}

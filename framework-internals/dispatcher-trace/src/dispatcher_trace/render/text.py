@@ -1,4 +1,4 @@
-"""Walks and tables as text."""
+"""Traces and dispatch tables as text."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dispatcher_trace.explain.native_functions import native_function
 
 
 def markdown(calls: Sequence[Call], notes: Iterable[str] = ()) -> str:
-    """A walk as Markdown: the tree of calls and hops, then why each hop happened.
+    """A trace as Markdown: the tree of calls and hops, then the reason for each hop, then findings and notes.
 
     Args:
-        calls: top-level calls.
-        notes: sentences on what the walk does not show.
+        calls: Top-level calls.
+        notes: Sentences on what the trace does not show.
     """
     hops = sorted((hop for top in calls for call in top.walk() for hop in call.hops), key=lambda hop: hop.number)
     reasons = [
@@ -32,32 +32,32 @@ def markdown(calls: Sequence[Call], notes: Iterable[str] = ()) -> str:
 
 
 def key_line(hop: Hop) -> str:
-    """The key set as an equation, what each argument brought, and the verdict on the prediction, indented."""
+    """The key set as an equation with the keys of each argument, then the verdict on the prediction; indented."""
     effects = f"; {'; '.join(hop.effects)}" if hop.effects else ""
     if hop.how == "redispatch":
-        return f"   keys {_set(hop.keys)} handed on; {hop.verdict}{effects}"
-    brought = dict.fromkeys((argument.name, tensor.keys) for argument in hop.arguments for tensor in argument.tensors)
-    arguments = " ∪ ".join(f"{name} {_set(keys)}" for name, keys in brought) or "no tensors"
-    present = dict.fromkeys([*(key for _, keys in brought for key in keys), *hop.included])
+        return f"   keys {_set(hop.keys)} from the redispatch; {hop.verdict}{effects}"
+    keys_of = dict.fromkeys((argument.name, tensor.keys) for argument in hop.arguments for tensor in argument.tensors)
+    arguments = " ∪ ".join(f"{name} {_set(keys)}" for name, keys in keys_of) or "no tensors"
+    present = dict.fromkeys([*(key for _, keys in keys_of for key in keys), *hop.included])
     fell = [key for key in present if key not in (*hop.keys, *hop.removed, *hop.excluded)]
     without = f" − fallthrough {_set(fell)}" if fell else ""
     thread = f"thread {_set(hop.included)} − thread {_set(hop.excluded)}"
     return f"   keys {_set(hop.keys)} = {arguments} ∪ {thread}{without}; {hop.verdict}{effects}"
 
 
-# Of the devices that this package knows; a thread excludes those of all others together.
+# Autocast keys of the devices that this package knows. A thread excludes all others together.
 _AUTOCAST_SHOWN = frozenset({"AutocastCPU", "AutocastCUDA"})
 
 
 def _set(keys: Sequence[str]) -> str:
-    """The keys in braces; the autocast keys of other devices as one."""
+    """The keys in braces, with one entry for the autocast keys of all other devices."""
     others = [key for key in keys if key.startswith("Autocast") and key not in _AUTOCAST_SHOWN]
     shown = [key for key in keys if key not in others]
     return f"{{{', '.join([*shown, 'Autocast of other devices'] if others else shown)}}}"
 
 
 def tree(calls: Sequence[Call]) -> str:
-    """The indented tree: a call's title, its hops numbered, and under a hop what its kernel called."""
+    """The indented tree: the title of a call, its numbered hops, and under each hop the calls of its kernel."""
     return "\n".join(line for call in calls for line in _call_lines(call, 0))
 
 
@@ -78,7 +78,7 @@ def _call_lines(call: Call, depth: int) -> list[str]:
 
 
 def kernel_text(hop: Hop) -> str:
-    """What ran at a hop: kind, place of registration, native function."""
+    """The kernel of a hop: its kind, the place of its registration, its native function."""
     native = f", at::native::{hop.native}" if hop.native else ""
     error = f"   raised {hop.error}" if hop.error else ""
     verdict = "" if hop.predicted == hop.key else f"   ({hop.verdict})"
@@ -86,7 +86,7 @@ def kernel_text(hop: Hop) -> str:
 
 
 def device_kernel(kernel: Kernel) -> str:
-    """Name, library, launch shape, resources and time of a device kernel."""
+    """A device kernel: name, library, grid, block, registers, shared memory and time."""
     grid = f" grid {'×'.join(map(str, kernel.grid))}" if kernel.grid else ""
     block = f" block {'×'.join(map(str, kernel.block))}" if kernel.block else ""
     registers = f" registers {kernel.registers}" if kernel.registers is not None else ""
@@ -96,7 +96,7 @@ def device_kernel(kernel: Kernel) -> str:
 
 
 def native_lines(step: NativeStep) -> list[str]:
-    """What single-stepping saw below a kernel: a line for the count, one for each function worth naming."""
+    """What ran below a kernel: one line for the number of instructions, one for each notable function."""
     bound = "at least " if step.cut else ""
     head = f"native step: {bound}{numbers.count(step.instructions)} instructions"
     return [head, *(f"  {frame_text(frame)}" for frame in step.frames)]
@@ -111,9 +111,9 @@ def dispatch_table(operator: str, table: Table, only: Collection[str] | None = N
     """An operator's dispatch table as aligned text, highest priority first.
 
     Args:
-        operator: its name.
-        table: of the operator.
-        only: leave out other keys; None for all.
+        operator: Name of the operator.
+        table: Its dispatch table.
+        only: Keys to show; None for all.
     """
     shown = [key for key in reversed(list(table)) if only is None or key in only]
     rows = []

@@ -1,7 +1,7 @@
-"""A walk as one HTML page without a server, a network or a library: ``templates/viewer.html`` with the walk in it.
+"""A trace as one HTML page that needs no server, network or library: ``templates/viewer.html`` with the trace in it.
 
-The state of the page (what is searched, what is open) lives in the address behind ``#``, so that a view can be linked
-to: ``walk.html#q=softmax``, ``walk.html#open=all``.
+The state of the page (the search text, the open rows) is in the address after ``#``, so a link can point to a view:
+``trace.html#q=softmax``, ``trace.html#open=all``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str
     """The page.
 
     Args:
-        calls: top-level calls.
-        title: its heading.
-        notes: what the walk does not show.
+        calls: Top-level calls.
+        title: Heading of the page.
+        notes: Sentences on what the trace does not show.
     """
     strings = _Strings()
     rows = [row for call in calls for row in _call_rows(call, 0, strings)]
@@ -40,7 +40,7 @@ def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str
         "notes": list(notes),
         "evidence": EVIDENCE,
     }
-    # A tenth of the size; and base64 has no character that could end the script element.
+    # Compression saves nine tenths. Base64 has no character that could end the script element.
     packed = zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)
     text = base64.b64encode(packed).decode()
     template = resources.files("dispatcher_trace").joinpath("templates/viewer.html").read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str
 
 
 class _Strings:
-    """Each text once, by number: a walk says the same things thousands of times."""
+    """A table of texts, each stored once: a trace repeats the same texts thousands of times."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
@@ -63,7 +63,7 @@ class _Strings:
 
 
 def _call_rows(call: Call, depth: int, strings: _Strings) -> Iterator[list[Any]]:
-    """Rows in order: depth, 0 for a call or 1 for a hop, number, and what ``readWalk`` of the viewer unpacks."""
+    """Rows in order: depth, 0 for a call or 1 for a hop, number, and the fields that ``readTrace`` of the page unpacks."""
     first = call.hops[0]
     kernels = [strings(text.device_kernel(kernel)) for kernel in call.kernels]
     came_from = call.forward_source or call.source

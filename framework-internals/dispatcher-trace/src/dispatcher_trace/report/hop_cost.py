@@ -13,7 +13,7 @@ import torch
 from benchkit import Quantity, compare
 from benchkit.run import Run
 from benchkit.statistics import bootstrap_median_interval, quantile
-from dispatcher_trace.capture import dispatcher
+from dispatcher_trace.capture import key_sets
 from dispatcher_trace.capture.recorder import Recorder
 from dispatcher_trace.capture.shims import Shims
 from dispatcher_trace.recording import record
@@ -73,7 +73,7 @@ def _variants() -> dict[str, Callable[[], Any]]:
     empty = torch.ops.aten.empty.memory_format
 
     def keys(*names: str) -> Any:
-        return dispatcher.key_set(dispatcher.bits_of(*names))
+        return key_sets.key_set(key_sets.bits_of(*names))
 
     cpu, view, select = keys("CPU"), keys("CPU", "ADInplaceOrView"), keys("CPU", "BackendSelect")
     autograd = keys("CPU", "ADInplaceOrView", "AutogradCPU")

@@ -1,8 +1,8 @@
 // Records the calls that one kernel makes, by stepping the calling thread through it one instruction at a time.
 //
-// x86-64 Linux. The trap flag of the thread raises SIGTRAP after each instruction; the handler looks at the instruction
-// before (was it a call? a jump?) and at the stack pointer (has a function returned?). Nothing in the stepped code is
-// changed, so that C++ exceptions and returns behave as ever; what takes too long runs on at full speed, unrecorded.
+// x86-64 Linux. The thread's trap flag raises SIGTRAP after each instruction. The handler looks at the previous
+// instruction (a call? a jump?) and at the stack pointer (did a function return?). It changes nothing in the stepped
+// code, so C++ exceptions and returns work as always. Code that takes too long continues at full speed, unrecorded.
 #define _GNU_SOURCE
 #include <signal.h>
 #include <stdint.h>
@@ -13,14 +13,14 @@
 #define TRAP_FLAG 0x100
 #define MAX_DEPTH 4096
 #define MAX_FRAMES 100000
-// Reference counting and type checks of the interpreter come back sooner; a Python kernel does not.
+// Reference counting and type checks of the interpreter return within this budget; a Python kernel does not.
 #define OUTSIDE_BUDGET 3000
 
 typedef struct {
   uint64_t target;   // address of the function
   uint64_t entered;  // instructions executed in the kernel before it
-  uint64_t left;     // likewise when it returned; 0 while it has not
-  uint32_t depth;    // calls between the kernel and this one
+  uint64_t left;     // instructions executed when it returned; 0 until then
+  uint32_t depth;    // number of calls between the kernel and this function
   uint32_t jumped;   // 1: reached by a jump (a tail call, a stub of the linker), not by a call
 } Frame;
 
@@ -29,7 +29,7 @@ typedef struct {
   uint32_t frame;
 } Open;
 
-enum State { IDLE, SEEKING, INSIDE, OUTSIDE, DONE };  // OUTSIDE: in the interpreter, called by the kernel
+enum State { IDLE, SEEKING, INSIDE, OUTSIDE, DONE };  // OUTSIDE: in the interpreter, which the kernel called
 enum Previous { OTHER, CALL, JUMP };
 
 static struct {
@@ -102,7 +102,7 @@ static void record_step(uint64_t at, uint64_t stack_pointer) {
   }
 }
 
-// The kernel's own instructions and those around it (arguments on their way in, the interpreter) have a budget each.
+// The kernel's instructions and those around it (passing arguments, the interpreter) have a budget each.
 static int over_budget(void) {
   return session.instructions > session.budget || ++session.steps - session.instructions > session.budget;
 }
@@ -128,7 +128,7 @@ static void on_trap(int number, siginfo_t *info, void *context) {
       return;
     }
     if (session.state == OUTSIDE) {
-      // Back in the kernel once the call that led to the interpreter has returned.
+      // The call that led to the interpreter has returned: this is the kernel again.
       if (session.depth < session.outside_depth) session.state = INSIDE;
       else if (!session.resumed && ++session.outside_steps > OUTSIDE_BUDGET) {
         registers[REG_EFL] &= ~TRAP_FLAG;  // until single_step_resume
@@ -144,7 +144,7 @@ static void set_trap_flag(void) {
   __asm__ volatile("pushfq\n\torq $0x100, (%%rsp)\n\tpopfq" ::: "cc", "memory");
 }
 
-// Begin: the next kernel that this thread enters is recorded. Returns 0, or -1 when a session is running.
+// Record the next kernel that this thread enters. Returns 0, or -1 if a recording is running.
 int single_step_start(const uint64_t *entries, uint64_t count, uint64_t low, uint64_t high, uint64_t budget) {
   if (session.state != IDLE) return -1;
   if (session.handler_stack == NULL) session.handler_stack = malloc(1 << 17);
@@ -167,18 +167,18 @@ int single_step_start(const uint64_t *entries, uint64_t count, uint64_t low, uin
   return 0;
 }
 
-// Go on after the interpreter, which a kernel called, is about to return to it.
+// Continue recording. The interpreter, which the kernel called, is about to return to the kernel.
 void single_step_resume(void) {
   if (!stepping || session.state != OUTSIDE) return;
   session.resumed = 1;
   set_trap_flag();
 }
 
-// End. Returns the number of frames.
+// Stop recording. Returns the number of frames.
 uint32_t single_step_stop(void) {
   if (session.state == INSIDE || session.state == OUTSIDE) session.cut = 1;
   session.state = DONE;
-  __asm__ volatile("nop\n\tnop\n\tnop");  // the handler takes the flag away after one of them
+  __asm__ volatile("nop\n\tnop\n\tnop");  // the handler clears the flag after one of them
   sigaction(SIGTRAP, &session.former, NULL);
   sigaltstack(&session.former_stack, NULL);
   stepping = 0;

@@ -1,4 +1,4 @@
-"""Sessions of the single-stepper: build it once, step through one call, keep what is worth naming."""
+"""The single-stepper: build it once, step through one call, keep the notable functions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dispatcher_trace.capture.types import NativeFrame, NativeStep
 
 _T = TypeVar("_T")
 
-_BUDGET = 400_000  # instructions of one kernel, and as many around it: a signal each takes 1 to 15 µs
+_BUDGET = 400_000  # instructions of one kernel, and as many around it; each takes 1 to 15 µs
 _ENTRY = rb"_ZN3c104impl31make_boxed_from_unboxed_functor[^\0]*4callE[^\0]*"
-_MOST_FRAMES = 12
-# What a reader asks for: the generated wrapper of a backend, the functions of at::native that do the work, anything
-# that was compiled for an instruction set, and the routines of the libraries below.
-_WORTH_NAMING = re.compile(
+_MAX_FRAMES = 12
+# The notable functions: the generated wrapper of a backend, the functions of at::native that do the work, all that is
+# compiled for an instruction set, and the routines of the math libraries.
+_NOTABLE = re.compile(
     r"wrapper_CPU_|^at::native::|^[sdcz](b|h)?gem[mv]|^mkl_(blas|dft|lapack)_|^cblas_"
     r"|^dnnl::impl::cpu.*::execute|^(fbgemm|xnn|pocketfft)"
 )
@@ -36,7 +36,7 @@ _PLUMBING = re.compile(
     r"DispatchStub|::~|operator(=|new|delete)|resize|check|resolve_|::use_|::is_|_is_|errchk|xerbla|_api_|::dtype|lambda"
 )
 _INSTRUCTION_SET = re.compile(r"\.(DEFAULT|AVX2|AVX512|ZVECTOR|VSX|SVE\w*)$")
-# The linker's own entries; a hidden function behind them has no file of its own.
+# The linker's entries. A hidden function that follows them in the symbol table has no file entry.
 _NO_FILES = frozenset({"offloadstuff.c", "crtstuff.c"})
 
 
@@ -51,7 +51,7 @@ class _Frame(ctypes.Structure):
 
 
 def unavailable() -> str:
-    """Why this machine cannot step through kernels, with the remedy; empty where it can."""
+    """Why this machine cannot step through kernels, with the remedy; empty if it can."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return f"single-stepping needs x86-64 Linux, this is {platform.machine()} {sys.platform}"
     if shutil.which(_compiler()) is None:
@@ -68,7 +68,7 @@ class Stepper:
     """Steps through the next kernel that a call enters.
 
     Raises:
-        UserError: where :func:`unavailable` says why not.
+        UserError: With the reason from :func:`unavailable`.
     """
 
     def __init__(self) -> None:
@@ -83,10 +83,10 @@ class Stepper:
         self._interpreter = min(m.low for m in interpreter), max(m.high for m in interpreter)
 
     def step(self, call: Callable[[], _T]) -> tuple[_T, NativeStep | None]:
-        """Make a call, stepping through the first kernel that it enters; there is one session at a time.
+        """Make a call and step through the first kernel that it enters. Only one call can be stepped at a time.
 
         Returns:
-            The result, and what was seen: None where the call entered no kernel.
+            The result of the call, and what was seen; None if the call entered no kernel.
         """
         self._library.single_step_start(self._entries, len(self._entries), *self._interpreter, _BUDGET)
         try:
@@ -96,37 +96,37 @@ class Stepper:
         return result, self._read(count) if count else None
 
     def resume(self) -> None:
-        """Go on after a Python function that a kernel called; to be the last thing that such a function does."""
+        """Continue stepping. A Python function that the kernel called must do this last, before it returns."""
         self._library.single_step_resume()
 
     def _read(self, count: int) -> NativeStep:
-        process = symbols.Process()  # anew: a routine may have been generated meanwhile
+        process = symbols.Process()  # read again: a library may have generated code meanwhile
         raw = ctypes.cast(self._library.single_step_frames(), ctypes.POINTER(_Frame * count)).contents
         frames: list[NativeFrame] = []
-        to_python, outside = 0, 0  # instructions on the way to Python, and where the last of these ways ends
+        to_python, outside = 0, 0  # instructions in calls into Python, and where the last such call ended
         for frame in raw:
             symbol = process.symbol_at(frame.target)
             if symbol.library == "libtorch_python.so" and frame.entered >= outside and frame.left:
                 to_python += frame.left - frame.entered
                 outside = frame.left
-            if _worth_naming(symbol) and (not frames or frames[-1].function != _short(symbol)):
+            if _notable(symbol) and (not frames or frames[-1].function != _short(symbol)):
                 file = "" if symbol.file in _NO_FILES else symbol.file
                 frames.append(NativeFrame(_short(symbol), file, symbol.library, frame.depth, frame.entered))
         instructions: int = self._library.single_step_instructions()
         return NativeStep(_fewer(frames), instructions - to_python, bool(self._library.single_step_cut()))
 
 
-def _worth_naming(symbol: symbols.Symbol) -> bool:
+def _notable(symbol: symbols.Symbol) -> bool:
     if symbol.library == "generated code":
         return True
     name = _short(symbol)
-    return bool(_WORTH_NAMING.search(name) or _INSTRUCTION_SET.search(symbol.file)) and not _PLUMBING.search(name)
+    return bool(_NOTABLE.search(name) or _INSTRUCTION_SET.search(symbol.file)) and not _PLUMBING.search(name)
 
 
 def _fewer(frames: list[NativeFrame]) -> tuple[NativeFrame, ...]:
-    """Each function once, the first time that it was entered; the first of too many."""
+    """Each function once, where it was first entered; at most :data:`_MAX_FRAMES`."""
     first = {frame.function: frame for frame in reversed(frames)}
-    return tuple(sorted(first.values(), key=lambda frame: frame.instructions))[:_MOST_FRAMES]
+    return tuple(sorted(first.values(), key=lambda frame: frame.instructions))[:_MAX_FRAMES]
 
 
 def _short(symbol: symbols.Symbol) -> str:
@@ -140,7 +140,7 @@ def _short(symbol: symbols.Symbol) -> str:
             kept.append(character)
         depth -= character in ")>"
     words = "".join(kept).partition(" [clone")[0].removesuffix(" const").split(" ")
-    return words[-1].replace("{anonymous}", "(anonymous namespace)")  # the words before are the type of the result
+    return words[-1].replace("{anonymous}", "(anonymous namespace)")  # the words before it are the result type
 
 
 def _compiler() -> str:

@@ -28,9 +28,9 @@ class Symbol:
     """One function.
 
     Attributes:
-        name: demangled; empty where the library has none for the address.
-        file: the source file that precedes it in the table; empty for a global function, for which none is said.
-        library: the file's name; ``generated code`` for memory that belongs to no file.
+        name: Demangled name; empty if the library has none for the address.
+        file: Source file: the file entry before the function in the symbol table. Empty for a global function.
+        library: File name of the library; ``generated code`` for memory that belongs to no file.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Symbol:
 
 
 class Library:
-    """The symbol table of one ELF file; ``.symtab`` where it has one, else ``.dynsym``."""
+    """The symbol table of an ELF file: ``.symtab`` if it has one, else ``.dynsym``."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -66,18 +66,18 @@ class Library:
         self._segments = [(s[2], s[3], s[5]) for s in segments if s[0] == _LOAD]
 
     def _headers(self, at: int, sizes_at: int, layout: str) -> list[tuple[int, ...]]:
-        """The section or program headers that the file's header points to."""
+        """The section headers or program headers of the file."""
         (start,) = struct.unpack_from("<Q", self._bytes, at)
         size, count = struct.unpack_from("<HH", self._bytes, sizes_at)
         return [struct.unpack_from(layout, self._bytes, start + index * size) for index in range(count)]
 
     def address_of(self, offset: int) -> int:
-        """The address that the file means for an offset in it."""
+        """The virtual address of an offset in the file; 0 if no segment has it."""
         segments = self._segments
         return next((at + offset - start for start, at, size in segments if start <= offset < start + size), 0)
 
     def find(self, address: int) -> tuple[str, str]:
-        """Mangled name and source file of the function at an address of the file; empty texts where there is none."""
+        """Mangled name and source file of the function at a virtual address; empty texts if there is none."""
         values = self._table["value"]
         index = int(np.searchsorted(values, address, side="right")) - 1
         if index < 0:
@@ -110,7 +110,7 @@ class Mapping:
 
 
 class Process:
-    """The executable mappings of this process, as they are now."""
+    """The executable mappings of this process when the object is made."""
 
     def __init__(self) -> None:
         self.mappings = []
@@ -122,7 +122,7 @@ class Process:
         self._lows = [mapping.low for mapping in self.mappings]
 
     def of_library(self, name: str) -> list[Mapping]:
-        """The mappings of files whose name contains this."""
+        """The mappings of files whose name contains ``name``."""
         return [mapping for mapping in self.mappings if name in Path(mapping.path).name]
 
     def symbol_at(self, address: int) -> Symbol:
@@ -146,7 +146,7 @@ def library(path: str) -> Library:
 
 @functools.lru_cache(maxsize=65536)
 def demangled(name: str) -> str:
-    """A C++ name as a reader writes it; another name as it is."""
+    """The readable form of a mangled C++ name; any other name unchanged."""
     if not name.startswith("_Z"):
         return name
     runtime = _cxx_runtime()
@@ -172,8 +172,8 @@ def _c_library() -> ctypes.CDLL:
 
 
 def absolute(mappings: Sequence[Mapping], addresses: Sequence[int]) -> list[int]:
-    """Addresses of a file as addresses of this process, sorted."""
+    """Virtual addresses of a file as addresses in this process, sorted."""
     known = library(mappings[0].path)
     base = {mapping.low - known.address_of(mapping.offset) for mapping in mappings}
-    (shift,) = base  # every segment of a library is moved by the same distance
+    (shift,) = base  # every segment of a library is relocated by the same offset
     return sorted(address + shift for address in addresses)
