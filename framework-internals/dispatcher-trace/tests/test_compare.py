@@ -1,4 +1,4 @@
-"""Two walks side by side."""
+"""Two traces side by side."""
 
 import json
 from collections.abc import Iterator
@@ -58,8 +58,8 @@ def test_other_tensors_and_other_keys(shims: Shims) -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ([], "not a walk"),
-        ({"calls": []}, "not a walk"),
+        ([], "not a trace"),
+        ({"calls": []}, "not a trace"),
         ({"calls": [], "schema_version": 1}, "schema version 1, expected"),
     ],
 )

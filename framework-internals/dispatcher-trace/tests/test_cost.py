@@ -1,4 +1,4 @@
-"""Slopes, operators' own times, and their pairing with a walk."""
+"""Slopes, operators' own times, and their pairing with a trace."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -37,10 +37,10 @@ def _event(name: str, start: float, duration: float, identity: int) -> dict[str,
 
 def test_own_time_is_without_what_was_called(shims: Shims) -> None:
     a = torch.ones(2, 2)
-    with record(shims, kernels=False) as walk:
+    with record(shims, kernels=False) as trace:
         a @ a
     events = [_event("aten::matmul", 0, 100, 1), _event("aten::mm", 10, 80, 2)]
-    first, second = operator_cost.operator_costs(Profile(events), walk.all_calls)
+    first, second = operator_cost.operator_costs(Profile(events), trace.all_calls)
     assert (first.operator, second.operator) == ("aten::mm", "aten::matmul")
     assert (first.seconds, second.seconds) == pytest.approx((80e-6, 20e-6))
     assert (first.share, second.share) == pytest.approx((0.8, 0.2))
@@ -52,7 +52,7 @@ def test_own_time_is_without_what_was_called(shims: Shims) -> None:
 
 def test_device_time_counts_where_there_is_any(shims: Shims) -> None:
     a = torch.ones(2, 2)
-    with record(shims, kernels=False) as walk:
+    with record(shims, kernels=False) as trace:
         a @ a
     events = [
         _event("aten::matmul", 0, 100, 1),
@@ -60,7 +60,7 @@ def test_device_time_counts_where_there_is_any(shims: Shims) -> None:
         {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 20, "args": {"correlation": 9, "External id": 2}},
         {"cat": "kernel", "name": "k", "ts": 40, "dur": 30, "args": {"correlation": 9}},
     ]
-    first, second = operator_cost.operator_costs(Profile(events), walk.all_calls)
+    first, second = operator_cost.operator_costs(Profile(events), trace.all_calls)
     assert (first.operator, first.seconds, second.seconds) == ("aten::mm", pytest.approx(30e-6), 0.0)
 
 
@@ -73,9 +73,9 @@ def test_a_real_profile_pairs_with_its_walk(shims: Shims) -> None:
     program()
     with profiled() as untraced:
         program()
-    with record(shims, kernels=False) as walk:
+    with record(shims, kernels=False) as trace:
         program()
-    costs = operator_cost.operator_costs(untraced, walk.all_calls)
+    costs = operator_cost.operator_costs(untraced, trace.all_calls)
     assert {item.operator for item in costs} >= {"aten::mm", "aten::_softmax"}
     assert all(item.shapes and item.stack for item in costs)
     assert sum(item.share for item in costs) == pytest.approx(1)

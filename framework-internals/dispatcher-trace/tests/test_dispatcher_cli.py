@@ -36,7 +36,7 @@ def test_a_finding_names_its_line_as_it_is() -> None:
 
 
 def test_expr_with_autocast_and_backward_as_json(tmp_path: Path) -> None:
-    out = tmp_path / "walk.json"
+    out = tmp_path / "trace.json"
     specs = ("--tensor", "a=f32[4,4]", "--tensor", "b=bf16[4,4]")
     result = call("expr", "a @ b", *specs, "--autocast", "bf16", "--backward", "--format", "json", "--out", str(out))
     assert result.exit_code == 0, result.stderr
@@ -82,8 +82,8 @@ def test_cost_leaves_the_walk_as_it_is(tmp_path: Path) -> None:
     common = ("run", f"{file}:loss", "--backward", "--device", "cpu", "--scope", "core", "--format", "tree")
     alone, costed = call(*common), call(*common, "--cost")
     assert costed.exit_code == 0, costed.stderr
-    walk, _, costs = costed.stdout.partition("\nOperators over 5 %")
-    operators = [re.findall(r" = (\S+)\(", text) for text in (alone.stdout, walk)]
+    trace, _, costs = costed.stdout.partition("\nOperators over 5 %")
+    operators = [re.findall(r" = (\S+)\(", text) for text in (alone.stdout, trace)]
     assert operators[0] == operators[1]  # after another run AccumulateGrad would add where it now keeps the gradient
     assert "aten::detach" in operators[0]
     assert costs
@@ -94,7 +94,7 @@ def test_code_that_runs_only_once_is_named_for_cost(tmp_path: Path) -> None:
     file.write_text("import torch\nstock = [1.0]\n\ndef step():\n    return torch.ones(1) * stock.pop()\n")
     result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--cost")
     assert result.exit_code == 2
-    assert "the second, untraced run for --cost (leave it out where the code runs only once) raised" in result.stderr
+    assert "the second, untraced run for --cost (leave --cost out if the code runs only once) raised" in result.stderr
 
 
 def test_native_step_on_the_command_line() -> None:
@@ -106,7 +106,7 @@ def test_native_step_on_the_command_line() -> None:
 
 
 def test_pages_and_traces(tmp_path: Path) -> None:
-    page, events = tmp_path / "walk.html", tmp_path / "walk.perfetto.json"
+    page, events = tmp_path / "trace.html", tmp_path / "trace.perfetto.json"
     common = ("expr", "a + a", "--tensor", "a=f32[2]", "--scope", "core")
     for form, path in (("html", page), ("perfetto", events)):
         result = call(*common, "--format", form, "--out", str(path))
@@ -116,7 +116,7 @@ def test_pages_and_traces(tmp_path: Path) -> None:
     assert json.loads(events.read_text(encoding="utf-8"))["traceEvents"]
 
 
-def test_diff_of_two_walks(tmp_path: Path) -> None:
+def test_diff_of_two_traces(tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     common = ("expr", "a @ a", "--tensor", "a=f32[2,2]", "--scope", "core", "--format", "json")
     assert call(*common, "--out", str(a)).exit_code == 0
@@ -127,7 +127,7 @@ def test_diff_of_two_walks(tmp_path: Path) -> None:
     assert "keys: aten::matmul (A hop 1 / B hop 1): AutogradCPU | AutocastCPU" in other.stdout
     b.write_text("{}", encoding="utf-8")
     refused, missing = call("diff", str(a), str(b)), call("diff", str(a), str(tmp_path / "none.json"))
-    assert refused.stderr == f"dispatcher-trace: {b}: not a walk: expected what --format json writes\n"
+    assert refused.stderr == f"dispatcher-trace: {b}: not a trace: expected what --format json writes\n"
     assert "none.json: No such file or directory" in missing.stderr
     b.write_text("keys = 1\n", encoding="utf-8")
     python = call("diff", str(a), str(b))
@@ -181,7 +181,7 @@ def test_op_prints_the_table() -> None:
         (("expr", "a", "--tensor", "for=f32[2]"), "--tensor: expected a variable's name, got Python's keyword 'for'"),
         (
             ("expr", "a", "--tensor", "a=f32[2]", "--tensor", "b=f32[2]", "--tensor", "a=bf16[3]"),
-            "--tensor: 'a' is given twice, as a=f32[2]@cpu and as a=bf16[3]@cpu; give each tensor a name of its own",
+            "--tensor: 'a' is given twice, as a=f32[2]@cpu and as a=bf16[3]@cpu; give each tensor another name",
         ),
         (("expr", "a", "--tensor", "a=f32[99999999999999]"), "torch cannot make a=f32[99999999999999]@cpu (Runtime"),
         (("expr", "a", "--tensor", "a=f32[99999999999999999999]"), "; take smaller sizes, or a dtype of f32, "),

@@ -176,9 +176,9 @@ def test_costs_are_device_time(shims: Shims) -> None:
     program()
     with profiled() as untraced:
         program()
-    with record(shims) as walk:
+    with record(shims) as trace:
         program()
-    (first, *_) = operator_costs(untraced, walk.all_calls)
+    (first, *_) = operator_costs(untraced, trace.all_calls)
     assert first.operator == "aten::mm"
     assert first.share > 0.5
 

@@ -1,4 +1,4 @@
-"""The dispatcher of this process, through torch's private API: tables, kernels, registration, and what stands around it.
+"""The dispatcher of this process, through torch's private API: tables, kernels, registration, autograd nodes.
 
 Together with :mod:`~dispatcher_trace.capture.key_sets` and :mod:`~dispatcher_trace.capture.wrapped_numbers` this is
 where the package uses private names of torch. :func:`missing_apis` names those that a torch version lacks.

@@ -1,8 +1,8 @@
 """Device kernels from ``torch.profiler``, matched with the calls of a trace.
 
-The profiler sees every operator call (but no redispatch) and, on a GPU, every kernel with the call that launched it. The
-shims see the same calls. Both lists are in order on each thread, so the n-th operator of the profile is the n-th call of
-the trace. Where the lists differ, they are aligned and the difference is counted.
+The profiler sees every operator call (but no redispatch) and, on a GPU, every kernel with the call that launched it.
+The shims see the same calls. Both lists are in order on each thread, so the n-th operator of the profile is the n-th
+call of the trace. Where the lists differ, they are aligned and the difference is counted.
 """
 
 from __future__ import annotations

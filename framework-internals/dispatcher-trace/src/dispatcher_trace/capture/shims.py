@@ -4,8 +4,8 @@ The table gives the current kernel of (operator, key). A wrapper that is registe
 replaces it and gets the exact key set of the hop; ``call_boxed`` runs the kernel as the dispatcher would. Removing the
 registrations restores the tables.
 
-All operators are shimmed at once. To find out which operators a callable uses would need a dry run, which changes random
-state, parameters and caches; and the second run might use others. A registration costs about 18 µs (NOTES.md).
+All operators are shimmed at once. To find out which operators a callable uses would need a dry run, which changes
+random state, parameters and caches; and the second run might use others. A registration costs about 18 µs (NOTES.md).
 """
 
 from __future__ import annotations

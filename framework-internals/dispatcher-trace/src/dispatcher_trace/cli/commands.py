@@ -219,7 +219,7 @@ def _record(
         return recorded, ""
     # After the trace: gradients, caches and optimizer state of an earlier run would change its operators.
     with (
-        _user_errors("the second, untraced run for --cost (leave --cost out if the code can run only once)"),
+        _user_errors("the second, untraced run for --cost (leave --cost out if the code runs only once)"),
         profile.profiled() as profiled,
     ):
         call()

@@ -157,10 +157,8 @@ def _link_backward(calls: list[Call]) -> None:
     for call in every:
         for hop in call.hops:
             if hop.made_node:
-                made[hop.made_node] = (
-                    hop.number,
-                    call.source,
-                )  # the innermost hop that returned the node made it; it comes last
+                # The innermost hop that returned the node made it, and comes last.
+                made[hop.made_node] = (hop.number, call.source)
     for call in every:
         if call.hops[0].node in made:
             call.forward, call.forward_source = made[call.hops[0].node]

@@ -15,8 +15,8 @@ class Difference:
     """One difference between two traces, A and B.
 
     Attributes:
-        kind: ``only in A``, ``only in B``, ``keys`` (the call visited other keys), ``tensors`` (its arguments have other
-            dtypes, shapes or devices), ``kernel`` (the same keys have another kernel).
+        kind: ``only in A``, ``only in B``, ``keys`` (the call visited other keys), ``tensors`` (its arguments have
+            other dtypes, shapes or devices), ``kernel`` (the same keys have another kernel).
         number_a: Number of the call's first hop in A; 0 if A does not have the call.
         number_b: Number of the call's first hop in B; 0 if B does not have the call.
         operator: Operator that was called.

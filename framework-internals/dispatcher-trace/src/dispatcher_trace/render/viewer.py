@@ -40,11 +40,15 @@ def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str
         "notes": list(notes),
         "evidence": EVIDENCE,
     }
+    return fill_template(payload, title)
+
+
+def fill_template(payload: dict[str, Any], title: str) -> str:
+    """The page with this payload and title."""
     # Compression saves nine tenths. Base64 has no character that could end the script element.
     packed = zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)
-    text = base64.b64encode(packed).decode()
     template = resources.files("dispatcher_trace").joinpath("templates/viewer.html").read_text(encoding="utf-8")
-    parts = {"{{title}}": html.escape(title), "{{payload}}": text}
+    parts = {"{{title}}": html.escape(title), "{{payload}}": base64.b64encode(packed).decode()}
     return re.sub(r"\{\{\w+\}\}", lambda place: parts[place[0]], template)
 
 
@@ -63,7 +67,7 @@ class _Strings:
 
 
 def _call_rows(call: Call, depth: int, strings: _Strings) -> Iterator[list[Any]]:
-    """Rows in order: depth, 0 for a call or 1 for a hop, number, and the fields that ``readTrace`` of the page unpacks."""
+    """Rows in order: depth, 0 for a call or 1 for a hop, number, and the fields that the page's ``readTrace`` reads."""
     first = call.hops[0]
     kernels = [strings(text.device_kernel(kernel)) for kernel in call.kernels]
     came_from = call.forward_source or call.source

@@ -1,4 +1,4 @@
-"""The walks of the report: one expression, one dtype, one condition each."""
+"""The cases of the report: one expression, one dtype, one mode each."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ EXPRESSIONS: dict[str, Expression] = {
     "a.t()[1:].reshape(-1)": lambda a, b: a.t()[1:].reshape(-1),
 }
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
-# Side by side: the same call under all of them.
+# The report compares the same call under all of them.
 MODES = ("plain", "requires_grad", "autocast", "inference_mode", "vmap", "compile")
-# Shown hop by hop: the shortest, Autocast with Autograd, a backward, a kernel that calls operators, shared memory, and
-# an operator of one's own.
+# Shown hop by hop: the shortest trace, Autocast with Autograd, a backward, a kernel that calls operators, shared
+# memory, and a custom operator.
 SHOWN = (
     ("a + b", "f32", "plain"),
     ("a @ b", "f32", "autocast"),
@@ -60,16 +60,16 @@ _FOUR_MODES = ("a + b", "a @ b")
 
 @dataclass(frozen=True)
 class Case:
-    """One expression under one condition.
+    """One expression in one dtype under one mode.
 
     Attributes:
-        expression: a key of :data:`EXPRESSIONS`.
-        dtype: a key of :data:`DTYPES`.
-        mode: one of :data:`MODES`; ``requires_grad`` goes on with a backward, ``autocast`` is to bf16 with inputs that
-            require gradients, so that both keys are in play; ``vmap`` maps over a batch of two; ``compile`` is the call
-            of what ``torch.compile`` made, compiled before.
-        size: rows and columns of both inputs.
-        device: of the inputs.
+        expression: A key of :data:`EXPRESSIONS`.
+        dtype: A key of :data:`DTYPES`.
+        mode: One of :data:`MODES`. ``requires_grad`` includes a backward. ``autocast`` is to bf16, with inputs that
+            require gradients, so that both keys take part. ``vmap`` maps over a batch of two. ``compile`` calls a
+            function that was compiled before.
+        size: Rows and columns of both inputs.
+        device: Device of the inputs.
     """
 
     expression: str
@@ -79,7 +79,11 @@ class Case:
     device: str
 
     def prepare(self) -> Callable[[], list[torch.Tensor]]:
-        """Make the inputs now; what is returned evaluates the expression alone, to its result and gradients."""
+        """Make the inputs.
+
+        Returns:
+            A function that evaluates the expression only, and returns its result and the gradients.
+        """
         generator = torch.Generator().manual_seed(0)
         made = (torch.randn(self.size, self.size, generator=generator) for _ in range(2))
         inputs = [tensor.to(self.device, DTYPES[self.dtype]) for tensor in made]
@@ -114,18 +118,18 @@ class Case:
 
 @functools.cache
 def compiled(expression: str) -> Expression:
-    """What ``torch.compile`` makes of an expression; compiled at its first call."""
+    """The compiled expression; its first call compiles it."""
     function: Expression = torch.compile(EXPRESSIONS[expression])
     return function
 
 
 def cases(size: int, device: str, *, compile: bool) -> list[Case]:
-    """All of them, in the order of the report.
+    """All cases, in the order of the report.
 
     Args:
-        size: of the inputs.
-        device: of the inputs.
-        compile: whether this machine can compile.
+        size: Rows and columns of the inputs.
+        device: Device of the inputs.
+        compile: Whether this machine can compile.
     """
     four = [Case(e, dtype, mode, size, device) for e in _FOUR_MODES for dtype in DTYPES for mode in MODES[:4]]
     modes = MODES[4:] if compile else MODES[4:5]

@@ -1,4 +1,4 @@
-"""Public callables of torch, of every kind, with small inputs: what the tracer has to get through without an error."""
+"""Public callables of torch, of every kind, with small inputs. The tracer must trace each without an error."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Entry:
     """One callable and its inputs.
 
     Attributes:
-        name: the public name.
+        name: Public name.
         family: unary, binary, reduction, view, in-place, indexing, linalg, conv, norm, attention, loss, optimizer, RNG,
             factory.
-        function: takes the inputs, and returns a tensor, several, or None.
-        shapes: of the inputs, filled with seeded normal numbers.
+        function: Takes the inputs, and returns a tensor, several tensors, or None.
+        shapes: Shapes of the inputs, which are seeded normal numbers.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Entry:
     shapes: tuple[Shape, ...]
 
     def inputs(self, device: str) -> list[Tensor]:
-        """Inputs made anew, the same every time."""
+        """New inputs with the same values every time."""
         generator = torch.Generator().manual_seed(0)
         return [torch.randn(shape, generator=generator).to(device) for shape in self.shapes]
 

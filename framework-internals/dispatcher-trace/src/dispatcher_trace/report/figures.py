@@ -1,4 +1,4 @@
-"""The figures: a walk as a path through the keys."""
+"""The figures: a trace as a path through the keys, and the training step on a time axis."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from benchkit.plotting import COLOURS, new_figure
 from benchkit.report import Figure
 from benchkit.results import Record, Results
 
-# What the dispatcher ranks, highest first; keys of the walk that are not here stand below in order of arrival.
+# Prefixes of keys in the dispatcher's order of priority. Other keys come below, in order of arrival.
 _RANK = ("Autocast", "Autograd", "ADInplaceOrView", "BackendSelect")
 _SHOWN = (("a @ b", "f32", "autocast"), ("a @ b", "bf16", "requires_grad"))
 
 
 def figures(results: Results) -> list[Figure]:
-    """One picture for each walk that is long enough to deserve one."""
+    """A figure for each trace in :data:`_SHOWN`, and the timeline of the GPT step."""
     made = []
     for expression, dtype, mode in _SHOWN:
-        for walk in results.select("walk", expression=expression, dtype=dtype, mode=mode):
+        for trace in results.select("trace", expression=expression, dtype=dtype, mode=mode):
             caption = (
-                f"The walk of {expression} in {dtype} under {mode}: from left to right in order of arrival, the highest"
-                " priority on top. A filled mark is a call, whose key set the dispatcher computed anew; an empty one"
-                " was handed on to. The number in it is the depth of nesting; the text names the operator called."
-                " Grey is the backward, with the node that ran."
+                f"The trace of {expression} in {dtype} under {mode}: hops from left to right in order of arrival, keys"
+                " from top to bottom by priority. A filled mark is a call, whose key set the dispatcher computed; an"
+                " empty one is a redispatch. The number in it is the depth of nesting; the text names the operator"
+                " called. Grey is the backward, with the node that ran."
             )
-            made.append(Figure(f"walk_{mode}_{dtype}", caption, partial(draw_walk, walk)))
+            made.append(Figure(f"trace_{mode}_{dtype}", caption, partial(draw_trace, trace)))
     made += [_timeline(record) for record in results.select("timeline")]
     return made
 
 
 def _timeline(record: Record) -> Figure:
     caption = (
-        "The training step of the GPT: which key's kernels ran when. A kernel covers what it called, so a composite or"
-        " an autograd kernel lies over the kernels below it. The backward is shaded. The times are those of the traced"
-        " run, most of them the tracer's."
+        "The training step of the GPT: when the kernels of each key ran. A kernel's bar includes the kernels that it"
+        " called, so the bar of a composite or autograd kernel spans those below it. The backward is shaded. The times"
+        " are of the traced run, and most of them are the tracer's own."
     )
     return Figure("timeline", caption, partial(draw_timeline, record))
 
@@ -52,7 +52,7 @@ def draw_timeline(record: Record) -> MatplotlibFigure:
     for index, start, stop in zip(data["key"], data["start_us"], data["stop_us"], strict=True):
         bars[data["keys"][index]].append((start / 1e3, (stop - start) / 1e3))
     for key, spans in bars.items():
-        # Thousands of bars: drawn as pixels, so that the page stays small.
+        # Thousands of bars: drawn as pixels, to keep the file small.
         axes.broken_barh(spans, (level[key] - 0.36, 0.72), color=COLOURS[0], linewidth=0.3, rasterized=True)
     during = [
         (start, stop)
@@ -70,9 +70,9 @@ def draw_timeline(record: Record) -> MatplotlibFigure:
     return figure
 
 
-def draw_walk(walk: Record) -> MatplotlibFigure:
-    """Hops in order over the keys that they chose."""
-    rows: list[dict[str, Any]] = sorted(walk.data["hops"], key=lambda row: row["number"])
+def draw_trace(trace: Record) -> MatplotlibFigure:
+    """Hops in order of arrival over their keys."""
+    rows: list[dict[str, Any]] = sorted(trace.data["hops"], key=lambda row: row["number"])
     keys = _ordered(list(dict.fromkeys(row["key"] for row in rows)))
     level = {key: len(keys) - 1 - index for index, key in enumerate(keys)}
     figure, axes = new_figure(width=max(7.0, 0.36 * len(rows) + 1.6), height=1.6 + 0.62 * len(keys))
@@ -99,7 +99,7 @@ def draw_walk(walk: Record) -> MatplotlibFigure:
 
 
 def _backward_spans(rows: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
-    """First and last hop of each stretch that one autograd node made, with the node's name."""
+    """First hop, last hop and name of each autograd node."""
     spans = []
     for node, stretch in groupby(rows, key=lambda row: row["node"]):
         numbers = [row["number"] for row in stretch]

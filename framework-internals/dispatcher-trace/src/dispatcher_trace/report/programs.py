@@ -1,4 +1,4 @@
-"""Whole training steps: what has to come out of a trace bit-equal."""
+"""Whole training steps. Their traced results must be bit-equal to the untraced ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Program = Callable[[], list[Tensor]]
 
 
 def gpt_step(device: str) -> Program:
-    """One step of the repository's GPT: forward, backward, clipping, AdamW; bf16 autocast on a GPU, as it trains there.
+    """One training step of the repository's GPT: forward, backward, clipping, AdamW; on a GPU with bf16 autocast.
 
-    The model is made now; what is returned makes the step, and gives the loss and every parameter.
+    Returns:
+        A function that makes the step and returns the loss and all parameters. The model exists before it is called.
     """
     config = GPTConfig(n_layer=2, n_embd=64, n_head=2, block_size=32)
     model = GPT(config, seed=0).to(device)
@@ -50,7 +51,7 @@ def cnn_step(device: str) -> Program:
     labels = torch.tensor([0, 1, 2, 3], device=device)
 
     def step() -> list[Tensor]:
-        # cuDNN may otherwise choose a backward whose order of summation varies from run to run.
+        # Otherwise cuDNN may choose a backward whose order of summation differs from run to run.
         with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
             loss = F.cross_entropy(model(images), labels)
             loss.backward()

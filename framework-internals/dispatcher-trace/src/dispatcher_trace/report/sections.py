@@ -1,4 +1,4 @@
-"""What the report says, computed from the records alone."""
+"""The sections of the report: tables and sentences, computed from the records alone."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dispatcher_trace.report.cases import EVERY_MODE, MODES, PAGE, PERFETTO, SHO
 
 
 def path(record: Record) -> str:
-    """``add.Tensor``: AutogradCPU → CPU; the operator is named where it changes."""
+    """The main path as text: ```add.Tensor` AutogradCPU → CPU``. An operator is named where it changes."""
     parts: list[str] = []
     before = ""
-    for operator, key in record.data["spine"]:
+    for operator, key in record.data["main_path"]:
         parts.append(key if operator == before else f"`{operator.removeprefix('aten::')}` {key}")
         before = operator
     return " → ".join(parts)
@@ -27,58 +27,60 @@ def _condition(record: Record) -> str:
 
 
 def totals(results: Results) -> dict[str, int]:
-    """Sums over all walks."""
-    walks = [*results.select("walk"), *results.select("program")]
+    """Sums over all traces."""
+    traces = [*results.select("trace"), *results.select("program")]
     sums = {
-        name: sum(round(walk[name].value) for walk in walks) for name in ("positions", "agreed", "calls", "profiled")
+        name: sum(round(trace[name].value) for trace in traces) for name in ("positions", "agreed", "calls", "profiled")
     }
     return {
         **sums,
-        "walks": len(walks),
-        "bit_equal": sum(walk.data["bit_equal"] for walk in walks),
-        "same_operators": sum(walk.data["same_operators"] for walk in walks),
+        "traces": len(traces),
+        "bit_equal": sum(trace.data["bit_equal"] for trace in traces),
+        "same_operators": sum(trace.data["same_operators"] for trace in traces),
     }
 
 
 def autocast_order(results: Results) -> list[tuple[str, str, str]]:
-    """For each walk with an Autocast hop: its condition, the first Autocast key and the first Autograd key after or
-    before it, in order of arrival.
+    """The order of Autocast and Autograd in each trace that has both.
+
+    Returns:
+        For each such trace its condition, and its first Autocast key and its first Autograd key in order of arrival.
     """
     found = []
-    for walk in results.select("walk", mode="autocast"):
-        groups = [key for key in walk.data["keys"] if key.startswith(("Autocast", "Autograd"))]
+    for trace in results.select("trace", mode="autocast"):
+        groups = [key for key in trace.data["keys"] if key.startswith(("Autocast", "Autograd"))]
         autocast = next((key for key in groups if key.startswith("Autocast")), None)
         autograd = next((key for key in groups if key.startswith("Autograd")), None)
         if autocast and autograd:
             first, second = sorted((autocast, autograd), key=groups.index)
-            found.append((_condition(walk), first, second))
+            found.append((_condition(trace), first, second))
     return found
 
 
 def headline(results: Results) -> str:
-    """One sentence on the run."""
+    """The finding of the run in one sentence."""
     counted = totals(results)
-    if not counted["walks"]:
-        return "The run ended before the first walk."
+    if not counted["traces"]:
+        return "The run ended before the first trace."
     parts = []
-    plain = results.select("walk", expression="a + b", dtype="f32", mode="plain")
+    plain = results.select("trace", expression="a + b", dtype="f32", mode="plain")
     if plain:
         parts.append(f"`a + b` on plain f32 tensors goes {path(plain[0])}")
     order = autocast_order(results)
     if order and len({(first[:8], second[:8]) for _, first, second in order}) == 1:
-        parts.append(f"under autocast {order[0][1]} comes before {order[0][2]} in every walk that has both")
+        parts.append(f"under autocast {order[0][1]} comes before {order[0][2]} in every trace that has both")
     outside, inside = agreement_share(results, functorch=False), agreement_share(results, functorch=True)
     if outside is not None and inside is not None:
         parts.append(
             f"the static prediction gives the right keys for {numbers.percent(outside, 2)} of the catalogue's operator "
             f"calls outside functorch and {numbers.percent(inside, 2)} inside"
         )
-    parts.append(f"{counted['bit_equal']} of {counted['walks']} traced results are bit-equal to the untraced ones")
+    parts.append(f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal to the untraced ones")
     return f"{'; '.join(parts)}."
 
 
 def agreement_share(results: Results, *, functorch: bool) -> float | None:
-    """Calls whose keys were predicted, of all calls of the catalogue's modes inside or outside functorch."""
+    """Share of the catalogue's calls whose keys were predicted, in the modes inside or outside functorch."""
     records = results.select("agreement", functorch=functorch)
     calls = sum(record["calls"].value for record in records)
     return sum(record["agreed"].value for record in records) / calls if calls else None
@@ -92,54 +94,60 @@ def context(results: Results) -> dict[str, Any]:
         "conditions": conditions_table(results),
         "order": autocast_order(results),
         "disagreements": disagreements(results),
-        "unlike": [f"{_condition(walk)}: {_unlike(walk)}" for walk in results.select("walk") if _unlike(walk)],
-        "beside": beside(results),
+        "operator_differences": operator_differences(results),
+        "modes": modes_table(results),
         "agreement": agreement_table(results),
         "causes": causes(results),
         "catalogue": catalogue(results),
         "refused": refused(results),
         "programs": programs_table(results),
         "step_findings": step_findings(results),
-        "folds": fold_table(results),
+        "lines": line_table(results),
         "commit": commit_label(results.environment.commit, results.environment.dirty),
-        "unfolded": PAGE,
+        "page": PAGE,
         "perfetto": PERFETTO,
-        "hot": hot_operators(results),
+        "operator_costs": operator_cost_table(results),
         "native": native_table(results),
         "restored": next(iter(results.select("restored")), None),
         "hop_costs": hop_cost_table(results),
-        "shown": [_shown(walk) for walk in _chosen(results)],
+        "shown": [_shown(trace) for trace in _chosen(results)],
         "kernels": kernel_table(results),
         "overhead": overhead(results),
         "installation": next(iter(results.select("installation")), None),
         "claims": claims(results),
-        "notes": sorted({note for walk in results.select("walk") for note in walk.data["notes"]}),
+        "notes": sorted({note for trace in results.select("trace") for note in trace.data["notes"]}),
         "threads": threads(results),
     }
 
 
+def operator_differences(results: Results) -> list[str]:
+    """A line for each trace that has other operators than the profile of the untraced run."""
+    found = ((_condition(trace), _operator_difference(trace)) for trace in results.select("trace"))
+    return [f"{condition}: {difference}" for condition, difference in found if difference]
+
+
 def conditions_table(results: Results) -> str:
-    """Every walk in a row."""
+    """One row for each trace."""
     rows = [
         [
-            f"`{walk.labels['expression']}`",
-            walk.labels["dtype"],
-            walk.labels["mode"],
-            path(walk),
-            numbers.count(walk["hops"].value),
-            numbers.count(walk["calls"].value),
-            numbers.count(walk["profiled"].value),
-            _predicted(walk),
-            "yes" if walk.data["bit_equal"] else "no",
+            f"`{trace.labels['expression']}`",
+            trace.labels["dtype"],
+            trace.labels["mode"],
+            path(trace),
+            numbers.count(trace["hops"].value),
+            numbers.count(trace["calls"].value),
+            numbers.count(trace["profiled"].value),
+            _predicted(trace),
+            "yes" if trace.data["bit_equal"] else "no",
         ]
-        for walk in results.select("walk")
+        for trace in results.select("trace")
     ]
     header = ["expression", "dtype", "condition", "path to the kernel", "hops", "operator calls"]
     return markdown_table([*header, "seen by the profiler", "predicted", "bit-equal"], rows, left=4)
 
 
 def _predicted(record: Record) -> str:
-    """Hops that were predicted, of all that were seen or predicted; how many of these did not happen."""
+    """Number of hops that were predicted, of all that were seen or predicted, and of those that did not happen."""
     missed = round(record["positions"].value - record["hops"].value)
     hops = "1 predicted hop" if missed == 1 else f"{numbers.count(missed)} predicted hops"
     of_all = f"{numbers.count(record['agreed'].value)} of {numbers.count(record['positions'].value)}"
@@ -147,40 +155,40 @@ def _predicted(record: Record) -> str:
 
 
 def disagreements(results: Results) -> list[str]:
-    """Each hop whose key was not predicted, in words."""
+    """A line for each hop whose key was not predicted."""
     return [
-        f"{_condition(walk)}: hop {row['number']}, `{row['operator']}` at {row['key']}; "
+        f"{_condition(trace)}: hop {row['number']}, `{row['operator']}` at {row['key']}; "
         f"predicted {row['predicted'] or 'no hop'}"
-        for walk in results.select("walk")
-        for row in walk.data["disagreements"]
+        for trace in results.select("trace")
+        for row in trace.data["disagreements"]
     ]
 
 
 def _chosen(results: Results) -> list[Record]:
-    """The walks shown hop by hop."""
+    """The traces that the report shows hop by hop."""
     return [
-        walk
+        trace
         for expression, dtype, mode in SHOWN
-        for walk in results.select("walk", expression=expression, dtype=dtype, mode=mode)
+        for trace in results.select("trace", expression=expression, dtype=dtype, mode=mode)
     ]
 
 
-def _shown(walk: Record) -> dict[str, Any]:
-    rows = sorted(walk.data["hops"], key=lambda row: row["number"])
+def _shown(trace: Record) -> dict[str, Any]:
+    rows = sorted(trace.data["hops"], key=lambda row: row["number"])
     table = markdown_table(
         ["hop", "operator", "key", "why", "key set, verdict, effects"],
         [[row["number"], f"`{row['operator']}`", row["key"], row["why"], row["key_line"]] for row in rows],
         left=5,
     )
-    figure = f"walk_{walk.labels['mode']}_{walk.labels['dtype']}"
-    return {"title": _condition(walk), "tree": "\n".join(walk.data["lines"]), "table": table, "figure": figure}
+    figure = f"trace_{trace.labels['mode']}_{trace.labels['dtype']}"
+    return {"title": _condition(trace), "tree": "\n".join(trace.data["lines"]), "table": table, "figure": figure}
 
 
 def kernel_table(results: Results) -> str:
-    """Device kernels by walk, or an empty text where none ran."""
+    """Device kernels by trace; empty if none ran."""
     rows = [
         [
-            _condition(walk),
+            _condition(trace),
             f"`{kernel['operator']}`" + (f" in {kernel['node']}" if kernel["node"] else ""),
             f"`{_short(kernel['name'])}`" + (f" ({kernel['library']})" if kernel["library"] else ""),
             "×".join(map(str, kernel["grid"])) or "–",
@@ -189,10 +197,10 @@ def kernel_table(results: Results) -> str:
             "–" if kernel["shared_memory"] is None else numbers.with_unit(kernel["shared_memory"], "B"),
             numbers.with_unit(kernel["seconds"], "s"),
         ]
-        for walk in results.select("walk")
-        for kernel in walk.data["kernels"]
+        for trace in results.select("trace")
+        for kernel in trace.data["kernels"]
     ]
-    header = ["walk", "operator", "kernel", "grid", "block", "registers", "shared memory", "time"]
+    header = ["trace", "operator", "kernel", "grid", "block", "registers", "shared memory", "time"]
     return markdown_table(header, rows, left=3) if rows else ""
 
 
@@ -201,7 +209,7 @@ def _short(name: str, limit: int = 110) -> str:
 
 
 def overhead(results: Results) -> dict[str, str] | None:
-    """Cost of a hop, from the small add."""
+    """Time that the tracer adds to a hop, from the addition of four elements."""
     for record in results.select("overhead"):
         hops = record["hops"].value
         per_hop = {
@@ -220,7 +228,7 @@ def overhead(results: Results) -> dict[str, str] | None:
 
 
 def claims(results: Results) -> list[str]:
-    """What published notes on the dispatcher say, and what was seen."""
+    """What published notes on the dispatcher say, and what this torch does."""
     said = []
     for record in results.select("claim"):
         name = record.labels["claim"]
@@ -237,8 +245,10 @@ def claims(results: Results) -> list[str]:
 
 
 def autocast_claim(results: Results) -> str:
-    """Whether autocast works by including a key, as is often written; empty without a walk that shows it."""
-    plain, cast = (results.select("walk", expression="a @ b", dtype="f32", mode=mode) for mode in ("plain", "autocast"))
+    """Whether autocast includes a key, as is often written; empty without traces that show it."""
+    plain, cast = (
+        results.select("trace", expression="a @ b", dtype="f32", mode=mode) for mode in ("plain", "autocast")
+    )
     if not plain or not cast:
         return ""
     excluded, included = plain[0].data["autocast"]["removed"], cast[0].data["autocast"]["included"]
@@ -251,25 +261,27 @@ def autocast_claim(results: Results) -> str:
     return f"Under autocast the thread {'includes' if included else 'does not include'} the Autocast key."
 
 
-def beside(results: Results) -> str:
-    """The same call under every mode, side by side; empty where fewer than two were walked."""
-    walks = [walk for mode in MODES for walk in results.select("walk", expression=EVERY_MODE, dtype="f32", mode=mode)]
+def modes_table(results: Results) -> str:
+    """The same call under every mode; empty if fewer than two modes were traced."""
+    traces = [
+        trace for mode in MODES for trace in results.select("trace", expression=EVERY_MODE, dtype="f32", mode=mode)
+    ]
     rows = [
         [
-            walk.labels["mode"],
-            path(walk),
-            ", ".join(dict.fromkeys(walk.data["keys"])),
-            numbers.count(walk["calls"].value),
-            numbers.count(walk["hops"].value),
+            trace.labels["mode"],
+            path(trace),
+            ", ".join(dict.fromkeys(trace.data["keys"])),
+            numbers.count(trace["calls"].value),
+            numbers.count(trace["hops"].value),
         ]
-        for walk in walks
+        for trace in traces
     ]
     header = ["condition", "path to the kernel", "keys visited, in order of first arrival", "operator calls", "hops"]
     return markdown_table(header, rows, left=3) if len(rows) > 1 else ""
 
 
 def agreement_table(results: Results) -> str:
-    """The prediction under every mode; empty before it was measured."""
+    """How often the prediction holds under every mode; empty if it was not measured."""
     rows = [
         [
             record.labels["mode"],
@@ -281,12 +293,12 @@ def agreement_table(results: Results) -> str:
         ]
         for record in results.select("agreement")
     ]
-    header = ["mode", "callables", "operator calls", "otherwise than predicted", "as predicted", "errors"]
+    header = ["mode", "callables", "operator calls", "not as predicted", "as predicted", "errors"]
     return markdown_table(header, rows) if rows else ""
 
 
 def causes(results: Results) -> list[str]:
-    """Each way in which a call of the catalogue went otherwise than predicted, over all modes, with its cause."""
+    """A line for each kind of call that was not predicted, over all modes, with its cause."""
     counted: dict[tuple[str, ...], int] = {}
     for record in results.select("agreement"):
         for item in record.data["disagreements"]:
@@ -300,7 +312,7 @@ def causes(results: Results) -> list[str]:
 
 
 def refused(results: Results) -> list[str]:
-    """What torch itself does not do, mode by mode."""
+    """A line for each mode with the callables that torch itself refuses."""
     return [
         f"{record.labels['mode']}: {', '.join(f'`{name}`' for name in record.data['refused'])}"
         for record in results.select("agreement")
@@ -309,7 +321,7 @@ def refused(results: Results) -> list[str]:
 
 
 def catalogue(results: Results) -> dict[str, Any] | None:
-    """How many public callables there are, by family."""
+    """Number of public callables, and their names by family; None if there is no catalogue."""
     for record in results.select("catalogue"):
         families: dict[str, list[str]] = {}
         for name, family in record.data:
@@ -320,24 +332,24 @@ def catalogue(results: Results) -> dict[str, Any] | None:
 
 
 def programs_table(results: Results) -> str:
-    """The training steps; empty where none was walked."""
+    """The training steps; empty if none was traced."""
     rows = [
         [
             record.labels["step"],
             *(numbers.count(record[name].value) for name in ("hops", "calls", "profiled")),
             _predicted(record),
-            _unlike(record) or "none",
+            _operator_difference(record) or "none",
             "yes" if record.data["bit_equal"] else "no",
         ]
         for record in results.select("program")
     ]
-    header = ["step", "hops", "operator calls", "seen by the profiler", "predicted", "only in one of both", "bit-equal"]
+    header = ["step", "hops", "operator calls", "seen by the profiler", "predicted", "only in one run", "bit-equal"]
     return markdown_table(header, rows) if rows else ""
 
 
-def _unlike(record: Record) -> str:
-    """Operators that only the walk has, or only the profile of the untraced run."""
-    sides = ((record.data["only_untraced"], "untraced"), (record.data["only_traced"], "walked"))
+def _operator_difference(record: Record) -> str:
+    """Operators that only the trace has, or only the profile of the untraced run."""
+    sides = ((record.data["only_untraced"], "untraced"), (record.data["only_traced"], "traced"))
     return ", ".join(
         f"{_times(operator, count)} ({side})" for operators, side in sides for operator, count in operators.items()
     )
@@ -360,12 +372,12 @@ def step_findings(results: Results) -> list[str]:
 
 
 def _without_labels(text: str) -> str:
-    """A tensor is numbered anew at every layer."""
+    """The text without tensor labels, which differ from layer to layer."""
     return re.sub(r"\$\d+: ", "", text)
 
 
-def fold_table(results: Results) -> str:
-    """The GPT step, a row for each line of code and direction; empty where it was not walked."""
+def line_table(results: Results) -> str:
+    """The GPT step, one row for each line of code and direction; empty if it was not traced."""
     rows = [
         [
             row["direction"],
@@ -376,7 +388,7 @@ def fold_table(results: Results) -> str:
             numbers.count(row["hops"]),
             numbers.count(row["kernels"]),
         ]
-        for record in results.select("fold")
+        for record in results.select("source_lines")
         for row in record.data
     ]
     header = ["direction", "line", "operators it calls", "keys visited", "operator calls", "hops", "device kernels"]
@@ -388,8 +400,8 @@ def _times(operator: str, count: int) -> str:
     return name if count == 1 else f"{name} × {count}"
 
 
-def hot_operators(results: Results) -> str:
-    """Operators over the threshold in the GPT step; empty where it was not walked."""
+def operator_cost_table(results: Results) -> str:
+    """Operators over the threshold in the GPT step; empty if it was not traced."""
     rows = [
         [
             f"`{row['operator']}`",
@@ -407,7 +419,7 @@ def hot_operators(results: Results) -> str:
 
 
 def native_table(results: Results) -> str:
-    """What single-stepping saw; empty where it was not done."""
+    """The routines below CPU kernels; empty if no kernel was single-stepped."""
     rows = [
         [
             f"`{record.labels['expression']}` {record.labels['dtype']}",
@@ -426,15 +438,15 @@ def _frame(frame: dict[str, Any]) -> str:
 
 
 def hop_cost_table(results: Results) -> str:
-    """What a hop adds, without shims."""
+    """What a hop adds to a call without shims."""
     rows = [[record.labels["what"], numbers.quantity(record["seconds"])] for record in results.select("hop_cost")]
     return markdown_table(["hop", "adds to the call"], rows) if rows else ""
 
 
 def threads(results: Results) -> dict[str, int]:
-    """Hops by thread, over all walks."""
+    """Number of hops by thread, over all traces."""
     counted: dict[str, int] = {}
-    for walk in results.select("walk"):
-        for thread, hops in walk.data["threads"].items():
+    for trace in results.select("trace"):
+        for thread, hops in trace.data["threads"].items():
             counted[thread] = counted.get(thread, 0) + hops
     return counted

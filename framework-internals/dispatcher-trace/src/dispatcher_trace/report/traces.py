@@ -109,7 +109,7 @@ def run_traced(run: Run, shims: Shims, subject: Case | str, make: Callable[[], E
         return
     condition = (subject.expression, subject.dtype, subject.mode) if isinstance(subject, Case) else _CUSTOM_OPERATOR
     labels = dict(zip(("expression", "dtype", "mode"), condition, strict=True))
-    run.record("walk", labels, values, {**facts, **_trace_data(trace, whole=condition in SHOWN)})
+    run.record("trace", labels, values, {**facts, **_trace_data(trace, whole=condition in SHOWN)})
 
 
 def _trace_data(trace: Trace, *, whole: bool) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _trace_data(trace: Trace, *, whole: bool) -> dict[str, Any]:
     rows = [row for call in trace.calls for row in _rows(call, 0)]
     return {
         "lines": text.tree(trace.calls).splitlines() if whole else [],
-        "spine": [[hop.operator, hop.key] for hop in main.main_path()],
+        "main_path": [[hop.operator, hop.key] for hop in main.main_path()],
         "hops": rows if whole else [],
         "keys": [hop.key for hop in trace.hops],
         "autocast": {
@@ -172,7 +172,7 @@ def _rows(call: Call, depth: int) -> list[dict[str, Any]]:
 
 def _record_gpt_step(run: Run, trace: Trace, profiled: profile.Profile) -> None:
     """Record the GPT step by line of code and by operator, and write the whole trace beside the report."""
-    run.record("fold", data=[asdict(row) for row in by_line.summarize(trace.calls)])
+    run.record("source_lines", data=[asdict(row) for row in by_line.summarize(trace.calls)])
     costs = operator_cost.operator_costs(profiled, trace.all_calls)
     run.record("operator_cost", data=[asdict(item) for item in costs if item.share >= operator_cost.THRESHOLD])
     hops = trace.hops

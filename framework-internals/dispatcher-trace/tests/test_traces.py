@@ -24,7 +24,7 @@ from dispatcher_trace.capture.types import calls_from_json
 from dispatcher_trace.report.programs import gpt_step
 
 
-# Defined before the shims are installed, as whatever is to be walked must be.
+# Defined before the shims are installed, as whatever is to be traced must be.
 @torch.library.custom_op("dispatcher_trace_tests::increment", mutates_args=("x",))
 def _increment(x: Tensor) -> None:
     x.add_(1)
@@ -400,6 +400,7 @@ def test_a_python_kernel_of_torchs_own_is_passed_and_said(shims: Shims) -> None:
     assert (product.path, product.missed) == (("AutogradMeta",), ())
     assert not [finding for finding in t.findings if finding.kind == "prediction"]
     assert t.notes[1:] == [
-        "dispatcher_trace_tests::increment at ADInplaceOrView, one of torch's Python kernels, is not watched; it ran once.",
+        "dispatcher_trace_tests::increment at ADInplaceOrView, one of torch's Python kernels, is not watched; "
+        "it ran once.",
         "aten::mm at Meta, one of torch's Python kernels, is not watched; it ran once.",
     ]

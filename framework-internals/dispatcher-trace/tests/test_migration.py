@@ -1,0 +1,81 @@
+"""The migration of a report's files to the words of version 0.2 changes no number."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dispatcher_trace.report.cases import PAGE, PERFETTO
+from dispatcher_trace.report.migration import migrate_folder, migrate_results
+
+_REPORT = Path(__file__).resolve().parents[1] / "reports" / "cpu"
+_OLD = {
+    "lens": "dispatcher-trace",
+    "records": [
+        {
+            "name": "walk",
+            "labels": {"mode": "plain"},
+            "values": {"hops": {"value": 2}},
+            "data": {
+                "spine": [["aten::mm", "CPU"]],
+                "hops": [
+                    {
+                        "number": 2,
+                        "key_line": "keys {CPU} handed on; as predicted; $2 was made on the memory of $0 (s0)",
+                        "why": "BackendSelect handed on, and of what is left CPU is highest; its kernel handed on to CPU",
+                    }
+                ],
+            },
+        },
+        {"name": "fold", "labels": {}, "values": {}, "data": [{"calls": 3}]},
+        {
+            "name": "agreement",
+            "labels": {},
+            "values": {},
+            "data": {
+                "disagreements": [
+                    {"cause": "its kernel at CPU is written by hand (a.cpp:3) and ends the call instead of handing on"},
+                    {"cause": "the kernel raised before it could hand on"},
+                    {"cause": "torch's dispatcher in Python chose the kernel"},
+                ]
+            },
+        },
+    ],
+}
+
+
+def _numbers(value: Any) -> list[float]:
+    """All numbers of a JSON value, in order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for item in value for number in _numbers(item)]
+    return [value] if isinstance(value, (int, float)) else []
+
+
+def test_names_and_sentences_change_and_numbers_stay() -> None:
+    new = migrate_results(_OLD)
+    trace, lines, agreement = new["records"]
+    assert (trace["name"], lines["name"]) == ("trace", "source_lines")
+    assert trace["data"]["main_path"] == [["aten::mm", "CPU"]]
+    (hop,) = trace["data"]["hops"]
+    assert hop["key_line"] == "keys {CPU} from the redispatch; as predicted; $2 aliases the memory of $0 (s0)"
+    assert hop["why"] == "BackendSelect redispatched, and CPU is the highest key left; its kernel redispatched to CPU"
+    assert [item["cause"] for item in agreement["data"]["disagreements"]] == [
+        "the hand-written kernel at CPU (a.cpp:3) ends the call instead of redispatching",
+        "the kernel raised before it could redispatch",
+        "torch's Python dispatcher chose the kernel",
+    ]
+    assert _numbers(new) == _numbers(_OLD)
+    assert migrate_results(new) == new
+
+
+def test_a_migrated_folder_stays_as_it_is(tmp_path: Path) -> None:
+    for name in ("results.json", PAGE, PERFETTO):
+        shutil.copy(_REPORT / name, tmp_path)
+    migrate_folder(tmp_path)
+    for name in ("results.json", PAGE):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (_REPORT / name).read_text(encoding="utf-8")
+    events = [json.loads(gzip.decompress((folder / PERFETTO).read_bytes())) for folder in (tmp_path, _REPORT)]
+    assert events[0] == events[1]
