@@ -66,10 +66,10 @@ class DissectedEngine:
     def _hops(self) -> dict[str, int]:
         from dispatcher_trace import trace
 
-        with trace(scope="core", kernels=False) as walk:
+        with trace(scope="core", kernels=False) as recorded:
             self._engine.run(1)
         made_node = collections.Counter(
-            (hop.key, bool(hop.made_node)) for call in walk.all_calls for hop in call.hops[:-1]
+            (hop.key, bool(hop.made_node)) for call in recorded.all_calls for hop in call.hops[:-1]
         )
         counts: collections.Counter[str] = collections.Counter()
         for (key, node), count in made_node.items():

@@ -336,11 +336,11 @@ def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "AutocastCPU" in capsys.readouterr().out
 
 
-def test_the_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [PACKAGE / "README.md", PACKAGE.parents[1] / "docs" / "dispatcher-trace.md"])
+def test_the_documented_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shlex
 
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    commands = [line for line in text.splitlines() if line.startswith("dispatcher-trace ")]
+    commands = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("dispatcher-trace ")]
     assert len(commands) >= 3
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(

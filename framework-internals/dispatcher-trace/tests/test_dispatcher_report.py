@@ -32,7 +32,7 @@ def _trace(
         "only_untraced": {},
         "only_traced": {},
         "lines": ["x"],
-        "spine": [["aten::mm", key] for key in keys],
+        "main_path": [["aten::mm", key] for key in keys],
         "hops": [],
         "keys": keys,
         "autocast": {"included": False, "removed": labels.get("mode") == "plain"},

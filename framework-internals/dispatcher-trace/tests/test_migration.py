@@ -23,7 +23,7 @@ _OLD = {
                     {
                         "number": 2,
                         "key_line": "keys {CPU} handed on; as predicted; $2 was made on the memory of $0 (s0)",
-                        "why": "BackendSelect handed on, and of what is left CPU is highest; its kernel handed on to CPU",
+                        "why": "Conjugate handed on, and of what is left CPU is highest; its kernel handed on to CPU",
                     }
                 ],
             },
@@ -61,7 +61,7 @@ def test_names_and_sentences_change_and_numbers_stay() -> None:
     assert trace["data"]["main_path"] == [["aten::mm", "CPU"]]
     (hop,) = trace["data"]["hops"]
     assert hop["key_line"] == "keys {CPU} from the redispatch; as predicted; $2 aliases the memory of $0 (s0)"
-    assert hop["why"] == "BackendSelect redispatched, and CPU is the highest key left; its kernel redispatched to CPU"
+    assert hop["why"] == "Conjugate redispatched, and CPU is the highest key left; its kernel redispatched to CPU"
     assert [item["cause"] for item in agreement["data"]["disagreements"]] == [
         "the hand-written kernel at CPU (a.cpp:3) ends the call instead of redispatching",
         "the kernel raised before it could redispatch",

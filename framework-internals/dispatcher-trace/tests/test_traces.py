@@ -362,11 +362,11 @@ def test_a_size_that_is_not_known_yet_is_a_number(symbolic: str, shims: Shims) -
     assert found == symbolic
     titles = [call.title for call in t.all_calls if call.operator == "aten::mul.Tensor"]
     assert any(re.search(r", s\d+: i64\[\]\)$", title) for title in titles)
-    # Which kernel it was is the choice of torch's dispatcher in Python: no wrong prediction, and said.
+    # Torch's Python dispatcher chose the kernel: a note says so, and there is no wrong prediction.
     assert not [finding for finding in t.findings if finding.kind == "prediction"]
     assert any(note.startswith("Torch's Python dispatcher, which torch.compile") for note in t.notes)
     with (
-        pytest.raises(RuntimeError, match=r"cannot follow aten::mul.Tensor with the number s\d+ under torch.func"),
+        pytest.raises(RuntimeError, match=r"cannot trace aten::mul.Tensor with the number s\d+ under torch.func"),
         record(shims, kernels=False),
     ):
         make_fx(torch.func.grad(lambda x: (x * x.shape[0]).sum()), tracing_mode="symbolic")(torch.ones(3, 2))
@@ -382,7 +382,7 @@ def test_a_backend_without_a_name_in_python_is_no_wrong_prediction(shims: Shims)
 
 def test_a_number_that_no_tensor_can_stand_for_under_grad_says_so(shims: Shims) -> None:
     with (
-        pytest.raises(RuntimeError, match=r"cannot follow aten::mul.Tensor with the number 0.1"),
+        pytest.raises(RuntimeError, match=r"cannot trace aten::mul.Tensor with the number 0.1"),
         record(shims, kernels=False),
     ):
         torch.func.grad(lambda x: ((x * 0.5).sum() * 0.1).float())(_X.bfloat16())
