@@ -9,7 +9,7 @@ from dispatcher_trace import Shims, installed, record
 from dispatcher_trace.report import agreement
 from dispatcher_trace.report.catalogue import CATALOGUE
 
-# What issue trackers and code reviews name when they say "an operator": one of each at least.
+# The kinds of operators that issue trackers and code reviews are about; the catalogue has at least one of each.
 FAMILIES = {
     *("unary", "binary", "reduction", "view", "in-place", "indexing", "linalg"),
     *("conv", "norm", "attention", "loss", "optimizer", "RNG", "factory"),
@@ -37,7 +37,10 @@ def test_every_callable_under_every_mode(refused: dict[tuple[str, str], str], sh
     assert len(measured) >= 200
     assert len({item.entry for item in measured}) == len(CATALOGUE)
     assert [(item.mode, item.entry, item.error) for item in measured if item.error] == []
-    shares = agreement.shares(measured)
+    shares = {}
+    for mode in agreement.MODES:
+        items = [item for item in measured if item.mode == mode]
+        shares[mode] = 1 - sum(len(item.disagreements) for item in items) / sum(item.calls for item in items)
     assert min(shares[mode] for mode in agreement.MODES if mode not in agreement.INSIDE_FUNCTORCH) >= 0.98
     assert min(shares[mode] for mode in agreement.INSIDE_FUNCTORCH) >= 0.90
     unexplained = [found for item in measured for found in item.disagreements if not found.cause]

@@ -1,4 +1,4 @@
-"""Two traces side by side."""
+"""Differences between two traces."""
 
 import json
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def _matmul(
     return t
 
 
-def test_a_walk_does_not_differ_from_itself_through_json(shims: Shims) -> None:
+def test_a_trace_does_not_differ_from_itself_through_json(shims: Shims) -> None:
     t = _matmul(shims)
     again = load_calls(json.loads(json.dumps(t.to_json())))
     assert differences(t.calls, again) == []

@@ -64,7 +64,7 @@ def test_device_time_counts_where_there_is_any(shims: Shims) -> None:
     assert (first.operator, first.seconds, second.seconds) == ("aten::mm", pytest.approx(30e-6), 0.0)
 
 
-def test_a_real_profile_pairs_with_its_walk(shims: Shims) -> None:
+def test_a_real_profile_pairs_with_its_trace(shims: Shims) -> None:
     a = torch.randn(64, 64)
 
     def program() -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The private torch APIs that the package rests on: when one moves, the failure names it."""
+"""The private torch APIs that the package needs. If one is missing, the failure names it."""
 
 import pytest
 import torch

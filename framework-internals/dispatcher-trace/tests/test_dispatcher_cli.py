@@ -52,7 +52,7 @@ def test_expr_under_vmap() -> None:
 
 
 @pytest.mark.slow
-def test_the_compiled_call_is_walked_without_the_compiler() -> None:
+def test_the_compiled_call_is_traced_without_the_compiler() -> None:
     if reason := missing_cxx():
         pytest.skip(reason)
     result = call("expr", "a @ a", "--tensor", "a=f32[4,4]", "--compile", "--scope", "core", "--format", "tree")
@@ -76,7 +76,7 @@ def test_a_function_gets_its_tensors_by_name(tmp_path: Path) -> None:
     assert "the traced code raised" in mapped.stderr  # one dimension is mapped away: .t() of a vector
 
 
-def test_cost_leaves_the_walk_as_it_is(tmp_path: Path) -> None:
+def test_cost_leaves_the_trace_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import torch\nw = torch.nn.Parameter(torch.ones(3))\n\ndef loss():\n    return (w * w).sum()\n")
     common = ("run", f"{file}:loss", "--backward", "--device", "cpu", "--scope", "core", "--format", "tree")
@@ -136,7 +136,7 @@ def test_diff_of_two_traces(tmp_path: Path) -> None:
     assert (refused.exit_code, missing.exit_code, python.exit_code) == (2, 2, 2)
 
 
-def test_run_walks_a_function(tmp_path: Path) -> None:
+def test_run_traces_a_function(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import torch\n\ndef step():\n    return torch.ones(2).exp()\n")
     result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--inference-mode", "--format", "tree")
@@ -244,7 +244,7 @@ def test_code_that_does_not_run_to_its_end_is_one_line(body: str, message: str, 
 
 
 @pytest.mark.parametrize("form", ["tree", "findings", "markdown"])
-def test_an_empty_walk_says_so(form: str) -> None:
+def test_an_empty_trace_says_so(form: str) -> None:
     result = call("expr", "3", "--scope", "core", "--format", form)
     assert result.exit_code == 0, result.stderr
     assert "No operator was called." in result.stdout

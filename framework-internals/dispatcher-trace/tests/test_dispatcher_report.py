@@ -1,4 +1,4 @@
-"""The main job at its smallest, and sentences that follow the data."""
+"""The smallest run of the main job, and the sentences of the report, which follow the data."""
 
 import gzip
 import json
@@ -58,7 +58,7 @@ def _results(*records: Record) -> Results:
     return Results("dispatcher-trace", environment, {"size": 4, "seconds": 0.1}, records, (), True)
 
 
-def test_the_order_of_autocast_and_autograd_is_read_from_the_walk() -> None:
+def test_the_order_of_autocast_and_autograd_is_read_from_the_trace() -> None:
     usual = _results(_trace(["AutocastCPU", "AutogradCPU", "CPU"]))
     assert "AutocastCPU comes before AutogradCPU" in sections.headline(usual)
     turned = _results(_trace(["AutogradCPU", "AutocastCPU", "CPU"]))
@@ -67,7 +67,7 @@ def test_the_order_of_autocast_and_autograd_is_read_from_the_walk() -> None:
     assert "comes before" not in sections.headline(neither)
 
 
-def test_disagreement_and_inequality_are_said() -> None:
+def test_disagreements_and_unequal_results_are_reported() -> None:
     results = _results(_trace(["AutocastCPU"], predicted={1: "AutogradCPU"}, bit_equal=False))
     assert "0 of 1 traced results are bit-equal" in sections.headline(results)
     assert "hop 1, `aten::mm` at AutocastCPU; predicted AutogradCPU" in sections.disagreements(results)[0]
@@ -82,7 +82,7 @@ def test_disagreement_and_inequality_are_said() -> None:
         (1002, "| 2 of 1,002: 1,000 predicted hops did not happen |"),
     ],
 )
-def test_hops_that_did_not_happen_are_told_apart(positions: int, cell: str) -> None:
+def test_predicted_hops_that_did_not_happen_are_counted(positions: int, cell: str) -> None:
     trace = _trace(["AutogradCPU", "CPU"])
     trace.values["positions"] = Quantity(positions, "")
     assert cell in sections.conditions_table(_results(trace))
@@ -102,7 +102,7 @@ def test_agreement_is_summed_inside_and_outside_functorch() -> None:
     assert line == "`aten::detach_`, 7 calls: visited AutogradCPU, predicted AutogradCPU → CPU; by hand"
 
 
-def test_what_is_said_of_autocast_follows_the_traces() -> None:
+def test_the_sentence_on_autocast_follows_the_traces() -> None:
     plain, cast = _trace(["CPU"], mode="plain"), _trace(["AutocastCPU"])
     assert "autocast stops that" in sections.autocast_claim(_results(plain, cast))
     cast.data["autocast"]["included"] = True
@@ -110,7 +110,7 @@ def test_what_is_said_of_autocast_follows_the_traces() -> None:
     assert sections.autocast_claim(_results(plain)) == ""
 
 
-def test_operators_of_one_run_alone_are_named() -> None:
+def test_operators_of_only_one_run_are_named() -> None:
     trace = _trace(["CPU"])
     trace.data["only_untraced"] = {"aten::promote_types": 2}
     context = sections.context(_results(trace))

@@ -1,4 +1,4 @@
-"""Tensor facts, effects, source lines and the findings drawn from them."""
+"""Tensor facts, effects, source lines and findings."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -37,7 +37,7 @@ def test_a_view_shares_its_storage_and_the_hop_that_made_it_says_so(shims: Shims
     assert (given.strides, made.strides) == ((4, 1), (1, 4))
 
 
-def test_a_fresh_result_has_a_storage_of_its_own(shims: Shims) -> None:
+def test_a_new_result_has_a_new_storage(shims: Shims) -> None:
     x = torch.ones(3, 4)
     t = _trace(shims, lambda: x + x)
     assert t.calls[0].hops[0].results[0].tensors[0].storage not in ("", "s0")
@@ -184,7 +184,7 @@ def test_a_wrong_prediction_with_a_known_cause_is_none(shims: Shims) -> None:
 
 
 def _on_devices(call: Call, source: str, target: str, *, pinned: bool) -> None:
-    """Make a trace on the CPU one of a transfer: its tensors without a dtype change are alike but for the device."""
+    """Turn a call on the CPU into a transfer between devices: only the devices of the tensors differ."""
     for hop in (hop for inner in call.walk() for hop in inner.hops):
         to_target = {"self"} if hop.operator == "aten::copy_" else set()
         hop.arguments = tuple(
@@ -214,7 +214,7 @@ def _moved(argument: Argument, device: str, *, pinned: bool) -> Argument:
         (lambda x: x.to("cpu", copy=True, non_blocking=True), "cpu", "cuda:0", True, ["copy"]),
     ],
 )
-def test_a_copy_between_gpu_and_host_waits_unless_told_and_able_not_to(
+def test_a_copy_between_gpu_and_host_waits_unless_it_is_non_blocking_and_can_be(
     shims: Shims,
     function: Callable[[torch.Tensor], object],
     source: str,
@@ -230,7 +230,7 @@ def test_a_copy_between_gpu_and_host_waits_unless_told_and_able_not_to(
     assert all(said in found.detail for found in t.findings if found.kind == "synchronisation")
 
 
-def test_the_key_set_stands_as_an_equation(shims: Shims) -> None:
+def test_the_key_set_is_shown_as_an_equation(shims: Shims) -> None:
     a = torch.ones(2, requires_grad=True)
     t = _trace(shims, lambda: a + a)
     text = t.to_markdown()

@@ -1,4 +1,4 @@
-"""The backward on autograd's own thread, held against the profiler and against a run before any shim was in."""
+"""The backward on autograd's own thread, compared with the profiler and with a run without shims."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""What only a GPU shows: launches, libraries by name, synchronisations, whole steps, the catalogue on CUDA."""
+"""Facts that need a GPU: launches, library names, synchronisations, whole steps, the catalogue on CUDA."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[torch.Tensor]]:
-    """Results of the training steps before any shim is in."""
+    """Results of the training steps without shims."""
     for make in PROGRAMS.values():
         make("cuda")()
     return {name: make("cuda")() for name, make in PROGRAMS.items()}
@@ -161,7 +161,10 @@ def test_training_steps_are_bit_equal(name: str, expected: dict[str, list[torch.
 def test_the_catalogue_on_cuda(refused: dict[tuple[str, str], str], shims: Shims) -> None:
     measured = list(agreement.measure(shims, "cuda", refused))
     assert [(item.mode, item.entry, item.error) for item in measured if item.error] == []
-    shares = agreement.shares(measured)
+    shares = {}
+    for mode in agreement.MODES:
+        items = [item for item in measured if item.mode == mode]
+        shares[mode] = 1 - sum(len(item.disagreements) for item in items) / sum(item.calls for item in items)
     assert min(shares[mode] for mode in agreement.MODES if mode not in agreement.INSIDE_FUNCTORCH) >= 0.98
     assert min(shares[mode] for mode in agreement.INSIDE_FUNCTORCH) >= 0.90
     assert [found for item in measured for found in item.disagreements if not found.cause] == []

@@ -1,4 +1,4 @@
-"""The same on a GPU: keys, and kernels by name."""
+"""Traces on a GPU: keys, and the names of kernels."""
 
 from collections.abc import Iterator
 
@@ -74,7 +74,7 @@ def test_prediction_holds(shims: Shims) -> None:
     assert agreed == positions, wrong
 
 
-def test_a_walk_that_raises_has_its_kernels(shims: Shims) -> None:
+def test_a_trace_that_raises_has_its_kernels(shims: Shims) -> None:
     a, _ = _inputs(torch.float32)
     with pytest.raises(RuntimeError, match="mat1 and mat2"), record(shims) as t:
         (a + a) @ a[:3]

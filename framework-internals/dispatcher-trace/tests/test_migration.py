@@ -1,15 +1,9 @@
-"""The migration of a report's files to the words of version 0.2 changes no number."""
+"""The migration of results to the words of version 0.2 changes no number."""
 
-import gzip
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
-from dispatcher_trace.report.cases import PAGE, PERFETTO
-from dispatcher_trace.report.migration import migrate_folder, migrate_results
+from dispatcher_trace.report.migration import migrate_results
 
-_REPORT = Path(__file__).resolve().parents[1] / "reports" / "cpu"
 _OLD = {
     "lens": "dispatcher-trace",
     "records": [
@@ -69,13 +63,3 @@ def test_names_and_sentences_change_and_numbers_stay() -> None:
     ]
     assert _numbers(new) == _numbers(_OLD)
     assert migrate_results(new) == new
-
-
-def test_a_migrated_folder_stays_as_it_is(tmp_path: Path) -> None:
-    for name in ("results.json", PAGE, PERFETTO):
-        shutil.copy(_REPORT / name, tmp_path)
-    migrate_folder(tmp_path)
-    for name in ("results.json", PAGE):
-        assert (tmp_path / name).read_text(encoding="utf-8") == (_REPORT / name).read_text(encoding="utf-8")
-    events = [json.loads(gzip.decompress((folder / PERFETTO).read_bytes())) for folder in (tmp_path, _REPORT)]
-    assert events[0] == events[1]

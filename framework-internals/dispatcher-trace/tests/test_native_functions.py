@@ -1,4 +1,4 @@
-"""Names behind backend keys, from the wheel's native_functions.yaml."""
+"""Native functions of backend kernels, from the wheel's native_functions.yaml."""
 
 import pytest
 

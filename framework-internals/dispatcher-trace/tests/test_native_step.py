@@ -1,4 +1,4 @@
-"""Stepping through CPU kernels: what it names, and that it changes nothing."""
+"""Single-stepping CPU kernels: the functions that it names, and that it changes no result."""
 
 import signal
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def test_an_exception_passes_and_the_signal_handler_is_restored(shims: Shims) ->
     assert "aten::exp" in _steps(t.calls)
 
 
-def test_what_cannot_be_stepped_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_step_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     assert native_step.unavailable().startswith("single-stepping needs a C compiler, no 'no-such-compiler' on PATH")
     monkeypatch.setattr(stepper.platform, "machine", lambda: "aarch64")

@@ -1,7 +1,7 @@
-"""Walks against golden ones, the untraced run, the profiler and the prediction.
+"""Traces compared with golden ones, the untraced run, the profiler and the prediction.
 
-Golden here are facts that are meant to hold from torch 2.10 to 2.15: which keys an operator visits and what a composite
-calls. Not golden, because they move between versions: file and line of a registration, the number in
+Golden facts hold from torch 2.10 to 2.15: the keys that an operator visits and the operators that a composite calls.
+These facts are not golden, because they change between versions: file and line of a registration, the number in
 ``VariableType_2.cpp``, how often ``mm`` asks for ``resolve_conj``, sequence numbers of autograd nodes.
 """
 
@@ -24,7 +24,7 @@ from dispatcher_trace.capture.types import calls_from_json
 from dispatcher_trace.report.programs import gpt_step
 
 
-# Defined before the shims are installed, as whatever is to be traced must be.
+# Operators must be defined before the shims are installed.
 @torch.library.custom_op("dispatcher_trace_tests::increment", mutates_args=("x",))
 def _increment(x: Tensor) -> None:
     x.add_(1)
@@ -32,7 +32,7 @@ def _increment(x: Tensor) -> None:
 
 @pytest.fixture(scope="module")
 def untraced() -> dict[str, tuple[Tensor, Counter[str]]]:
-    """Result and operators of each program before any shim is in."""
+    """Result and operators of each program without shims."""
     seen = {}
     for name, program in PROGRAMS.items():
         program()
@@ -44,13 +44,13 @@ def untraced() -> dict[str, tuple[Tensor, Counter[str]]]:
 
 @pytest.fixture(scope="module")
 def numbers() -> dict[str, Tensor]:
-    """Results of the programs with numbers under ``torch.func`` before any shim is in."""
+    """Results of the programs with numbers under ``torch.func``, without shims."""
     return {name: program() for name, program in NUMBERS_UNDER_GRAD.items()}
 
 
 @pytest.fixture(scope="module")
 def symbolic() -> str:
-    """The graph of a program with sizes that are not known yet, before any shim is in."""
+    """The graph of a program with symbolic sizes, without shims."""
     return make_fx(_with_sizes, tracing_mode="symbolic")(torch.ones(3, 2)).code
 
 
@@ -159,7 +159,7 @@ def test_a_number_stays_weak_and_is_shown_as_a_number(shims: Shims) -> None:
     assert "0.1: f64[]" in t.calls[0].title
 
 
-def test_an_exception_passes_and_its_walk_is_kept(shims: Shims) -> None:
+def test_an_exception_passes_and_its_trace_is_kept(shims: Shims) -> None:
     a, _ = _inputs()
     with pytest.raises(RuntimeError, match="mat1 and mat2"), record(shims, kernels=True) as t:
         a @ torch.ones(3, 3)
@@ -230,7 +230,7 @@ def test_a_running_profiler_is_refused(shims: Shims) -> None:
     assert shims.recorder is None
 
 
-# -- wider programs: equal to the bit, every call that the profiler saw, and the prediction ----------------------------
+# -- larger programs: bit-equal results, every call that the profiler saw, the prediction ------------------------------
 
 
 class _PassThrough(TorchDispatchMode):
@@ -291,11 +291,11 @@ PROGRAMS: dict[str, Callable[[], Tensor]] = {
     "dropout": lambda: (torch.manual_seed(0), F.dropout(_inputs()[0], 0.5))[1],
     "foreach": lambda: torch._foreach_add([*_inputs()], 1.5)[0],
 }
-# Kernels that the rules of the prediction do not know: these end the call at a key that usually hands on.
+# Kernels that the rules of the prediction do not know: they end the call at a key that usually redispatches.
 UNPREDICTED = {"aten::detach_"}
 
 
-# Calls that reach nothing but a Python meta kernel of torch's own, or the key Undefined, where no shim can stand.
+# Calls that reach only one of torch's Python meta kernels, or the key Undefined: neither can have a shim.
 WITHOUT_A_SHIM = {
     "functionalize": Counter({"aten::add_": 1}),
     "GPT step": Counter({"aten::promote_types": 2}),
@@ -339,7 +339,7 @@ def test_numbers_under_functorch_grad(name: str, numbers: dict[str, Tensor], shi
     assert result.dtype == expected.dtype
 
 
-def test_code_between_graph_breaks_runs_with_the_tracer_unseen_by_the_compiler(shims: Shims) -> None:
+def test_the_compiler_does_not_see_the_tracer_between_graph_breaks(shims: Shims) -> None:
     def breaking(x: Tensor) -> Tensor:
         y = x + 1
         torch._dynamo.graph_break()
@@ -356,7 +356,7 @@ def _with_sizes(x: Tensor) -> Tensor:
     return (x.view(-1) * x.shape[0] + x.shape[1] * 2.5).sum() * (x.shape[0] > 1)
 
 
-def test_a_size_that_is_not_known_yet_is_a_number(symbolic: str, shims: Shims) -> None:
+def test_a_symbolic_size_is_a_number(symbolic: str, shims: Shims) -> None:
     with record(shims, kernels=False) as t:
         found = make_fx(_with_sizes, tracing_mode="symbolic")(torch.ones(3, 2)).code
     assert found == symbolic
@@ -380,7 +380,7 @@ def test_a_backend_without_a_name_in_python_is_no_wrong_prediction(shims: Shims)
     assert all(call.agrees for call in t.all_calls)
 
 
-def test_a_number_that_no_tensor_can_stand_for_under_grad_says_so(shims: Shims) -> None:
+def test_a_number_without_an_equivalent_tensor_under_grad_is_refused(shims: Shims) -> None:
     with (
         pytest.raises(RuntimeError, match=r"cannot trace aten::mul.Tensor with the number 0.1"),
         record(shims, kernels=False),
@@ -388,8 +388,8 @@ def test_a_number_that_no_tensor_can_stand_for_under_grad_says_so(shims: Shims) 
         torch.func.grad(lambda x: ((x * 0.5).sum() * 0.1).float())(_X.bfloat16())
 
 
-def test_a_python_kernel_of_torchs_own_is_passed_and_said(shims: Shims) -> None:
-    """A custom operator that writes to its argument has such a kernel at ADInplaceOrView, a product one at Meta."""
+def test_torchs_own_python_kernels_are_skipped_and_noted(shims: Shims) -> None:
+    """A custom operator that writes to its argument has such a kernel at ADInplaceOrView; ``aten::mm`` at Meta."""
     x, meta = torch.zeros(3), torch.ones(2, 2, device="meta")
     with record(shims, kernels=False) as t:
         _increment(x)

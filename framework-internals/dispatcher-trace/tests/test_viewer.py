@@ -1,4 +1,4 @@
-"""The HTML page and the Perfetto trace of a trace."""
+"""A trace as an HTML page and as a Chrome trace."""
 
 import json
 import re
@@ -19,7 +19,7 @@ _LOGIC = re.compile(r'<script>\n("use strict";\nasync function unpack.*?)</scrip
 
 
 @pytest.fixture(scope="module")
-def walk() -> Iterator[Trace]:
+def trace() -> Iterator[Trace]:
     with installed("core") as shims:
         yield _trace(shims)
 
@@ -41,7 +41,7 @@ def test_the_page_needs_nothing_else(trace: Trace) -> None:
 
 
 def _in_node(page: str, expression: str) -> Any:
-    """Evaluate an expression over the page's own logic and trace."""
+    """Evaluate a JavaScript expression with the page's functions and trace."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on PATH")

@@ -7,12 +7,11 @@ Each assertion installs the shims (``scope="core"`` by default, about a second).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from dispatcher_trace.capture.scope import Scope
 from dispatcher_trace.capture.shims import Shims, installed
-from dispatcher_trace.capture.types import Call
 from dispatcher_trace.capture.user_stack import calls_user_code
 from dispatcher_trace.recording import record
 from dispatcher_trace.trace import Trace
@@ -98,24 +97,16 @@ def assert_dispatch(
         others = ", ".join(dict.fromkeys(call.operator for call in every)) or "no operator at all"
         raise AssertionError(f"{operator} was not called; called were: {others}")
     if not any(list(call.path) == list(keys) for call in called):
-        seen = [f"{_path(call)}: {call.title}" for call in called]
+        seen = [f"{' → '.join(call.path)}: {call.title}" for call in called]
         raise AssertionError("\n  ".join([f"{operator} never visited {' → '.join(keys)}, but:", *dict.fromkeys(seen)]))
     return result
 
 
 @contextmanager
 def _recorded(shims: Shims | None, scope: Scope) -> Iterator[Trace]:
-    if shims is None:
-        with installed(scope) as own, record(own, kernels=False) as trace:
-            yield trace
-    else:
-        with record(shims, kernels=False) as trace:
-            yield trace
+    with nullcontext(shims) if shims else installed(scope) as active, record(active, kernels=False) as trace:
+        yield trace
 
 
 def _named(operator: str, names: Collection[str]) -> bool:
     return operator in names or operator.partition(".")[0] in names
-
-
-def _path(call: Call) -> str:
-    return " → ".join(call.path)

@@ -13,7 +13,7 @@ KeyBits = int
 
 _ANY_BACKEND = re.compile(r"^StartOf(\w+)(?:FunctionalityBackends|Backends)$")
 
-# Read once: torch makes the mapping anew at every access, and an installation looks up 65,000 keys.
+# Read once: torch makes a new mapping at every access, and an installation looks up 65,000 keys.
 _KEYS: Mapping[str, Any] = torch._C.DispatchKey.__members__
 
 

@@ -103,7 +103,8 @@ def tie(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequenc
     for thread in {raw.native_thread for raw in raws}:
         ours = [raw for raw in raws if raw.native_thread == thread]
         theirs = [event for event in operators if event["tid"] == thread]
-        pairs = _align(ours, theirs)
+        names = [raw.operator.partition(".")[0] for raw in ours]
+        pairs = [(ours[i], theirs[j]) for i, j in _common(names, [event["name"] for event in theirs])]
         tied += pairs
         for raw, event in pairs:
             call_of_event[event["args"]["External id"]] = by_number[raw.number]
@@ -154,19 +155,19 @@ def operator_spans(events: Sequence[dict[str, Any]]) -> list[Span]:
 
 def _own_seconds(ordered: Sequence[dict[str, Any]]) -> list[float]:
     """Duration of each event minus the events directly inside it. The events of a thread must be in order."""
+
+    def encloses(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
+        return outer["tid"] == inner["tid"] and inner["ts"] < outer["ts"] + outer["dur"]
+
     own = [event["dur"] * 1e-6 for event in ordered]
     open_spans: list[int] = []
     for index, event in enumerate(ordered):
-        while open_spans and not _encloses(ordered[open_spans[-1]], event):
+        while open_spans and not encloses(ordered[open_spans[-1]], event):
             open_spans.pop()
         if open_spans:
             own[open_spans[-1]] -= event["dur"] * 1e-6
         open_spans.append(index)
     return [max(seconds, 0.0) for seconds in own]
-
-
-def _encloses(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
-    return outer["tid"] == inner["tid"] and inner["ts"] < outer["ts"] + outer["dur"]
 
 
 def _device_seconds(events: Sequence[dict[str, Any]]) -> dict[int | None, float]:
@@ -209,11 +210,6 @@ def _operator_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if not any(event["tid"] == tid and start <= event["ts"] <= stop for tid, start, stop in spans)
     ]
     return sorted(outside, key=lambda event: event["ts"])
-
-
-def _align(ours: Sequence[RawHop], theirs: Sequence[dict[str, Any]]) -> list[tuple[RawHop, dict[str, Any]]]:
-    names = [raw.operator.partition(".")[0] for raw in ours]
-    return [(ours[i], theirs[j]) for i, j in _common(names, [event["name"] for event in theirs])]
 
 
 def _common(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -114,14 +115,14 @@ class Shims:
         Python gets wrapped numbers as plain ones, in arguments and in results. The shim wraps them again.
         """
         run = kernel.call_boxed
-        facts = _Signature(operator)
+        signature = _Signature(operator)
         steppable = _steppable(operator, key, self.tables[operator][key])
         if key == "CPU" and operator in _CALL_FROM_WORKERS:
             run = _on_one_thread(run)
 
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if any(type(value) in _NUMBERS for value in args):
-                args = self._with_numbers(operator, key, args, facts.tensor_positions)
+                args = self._with_numbers(operator, key, args, signature.tensor_positions)
             recorder = self.recorder
             if (
                 recorder is None
@@ -129,8 +130,8 @@ class Shims:
                 or (key == "ADInplaceOrView" and recorder.is_artefact(key, args, kwargs))
             ):
                 result = run(keyset, *args, **kwargs)
-                return self._wrapped(result) if type(result) in _NUMBERS and facts.returns_tensor else result
-            hop = recorder.enter(operator, key, keyset, facts.names, args, kwargs)
+                return self._wrapped(result) if type(result) in _NUMBERS and signature.returns_tensor else result
+            hop = recorder.enter(operator, key, keyset, signature.names, args, kwargs)
             result = None
             error: BaseException | None = None
             try:
@@ -139,7 +140,7 @@ class Shims:
                     result = self._stepping(hop, lambda: run(keyset, *args, **kwargs))
                 else:
                     result = run(keyset, *args, **kwargs)
-                if type(result) in _NUMBERS and facts.returns_tensor:
+                if type(result) in _NUMBERS and signature.returns_tensor:
                     result = self._wrapped(result)
             except BaseException as raised:
                 error = raised
@@ -287,36 +288,28 @@ _TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
 
 
 class _Signature:
-    """The part of an operator's schema that a shim needs, read at the first call."""
-
-    __slots__ = ("_operator", "_parsed")
+    """The part of an operator's schema that a shim needs, read when it is first needed."""
 
     def __init__(self, operator: str) -> None:
         self._operator = operator
-        self._parsed: tuple[tuple[str, ...], frozenset[int], bool] | None = None
 
-    def _read(self) -> tuple[tuple[str, ...], frozenset[int], bool]:
-        if self._parsed is None:
-            schema = dispatcher.schema(self._operator)
-            arguments = schema.arguments
-            self._parsed = (
-                tuple(argument.name for argument in arguments),
-                frozenset(i for i, argument in enumerate(arguments) if str(argument.type) in _TENSOR_TYPES),
-                len(schema.returns) == 1 and str(schema.returns[0].type) == "Tensor",
-            )
-        return self._parsed
+    @cached_property
+    def _schema(self) -> Any:
+        return dispatcher.schema(self._operator)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
-        return self._read()[0]
+        return tuple(argument.name for argument in self._schema.arguments)
 
-    @property
+    @cached_property
     def tensor_positions(self) -> frozenset[int]:
-        return self._read()[1]
+        arguments = enumerate(self._schema.arguments)
+        return frozenset(index for index, argument in arguments if str(argument.type) in _TENSOR_TYPES)
 
-    @property
+    @cached_property
     def returns_tensor(self) -> bool:
-        return self._read()[2]
+        returns = self._schema.returns
+        return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
 @contextmanager

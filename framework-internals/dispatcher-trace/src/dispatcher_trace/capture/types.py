@@ -282,12 +282,22 @@ class Call:
         return tuple(hop.key for hop in self.hops)
 
     @property
+    def predicted(self) -> tuple[str, ...]:
+        """The keys that the prediction named, in order."""
+        return (*(hop.predicted for hop in self.hops if hop.predicted), *self.missed)
+
+    @property
     def title(self) -> str:
         """``$2: f32[3, 2] = aten::mm($0: f32[3, 4], $1: f32[4, 2])``."""
         first = self.hops[0]
         results = ", ".join(result.text for result in first.results)
         arguments = ", ".join(argument.text for argument in first.arguments)
         return f"{results + ' = ' if results else ''}{self.operator}({arguments})"
+
+    @property
+    def shapes(self) -> str:
+        """Dtypes and shapes of the tensor arguments: ``f32[3, 4], f32[4, 2]``."""
+        return ", ".join(str(tensor).partition(": ")[2] for tensor in self.hops[0].tensors)
 
     def main_path(self) -> list[Hop]:
         """The hops that lead to the kernel which computes the result.

@@ -86,7 +86,9 @@ class Conditions:
                     f"--backward: found no tensor that requires a gradient in the result, of type "
                     f"{type(result).__name__}; return one, alone or in tuples, lists, dictionaries and dataclasses"
                 )
-            torch.autograd.backward([_sum(root) for root in roots])
+            # backward needs a real number
+            real = (torch.view_as_real(root.resolve_conj()) if root.is_complex() else root for root in roots)
+            torch.autograd.backward([root.sum() for root in real])
         return result
 
     def _contexts(self) -> list[AbstractContextManager[Any]]:
@@ -124,11 +126,6 @@ def _refuse_unrun(result: Any) -> None:
         f"the traced code returned {kind}, which has not run; trace a function that runs it: "
         "list(…) of a generator, asyncio.run(…) of a coroutine"
     )
-
-
-def _sum(root: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor as a real number, because ``backward`` needs one."""
-    return torch.view_as_real(root.resolve_conj()).sum() if root.is_complex() else root.sum()
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

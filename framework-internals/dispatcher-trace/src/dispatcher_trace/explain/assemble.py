@@ -100,6 +100,14 @@ class _Assembler:
 
     def _hop(self, raw: RawHop, table: dispatcher.Table, predicted: str, *, redispatched: bool) -> Hop:
         registration = table[raw.key]
+        where = registration.where
+        if registration.file.endswith("custom_ops.py") and not raw.key.startswith("Autograd"):
+            where = dispatcher.custom_kernel_at(raw.operator) or where
+        removed: tuple[str, ...] = ()
+        if not redispatched:
+            computed = key_sets.key_names(key_sets.computed(raw.carried, raw.included, raw.excluded))
+            removed = tuple(key for key in key_sets.key_names(raw.carried) if key not in computed)
+        thread = f"{'autograd worker' if raw.node else 'thread'} {len(self._threads)}"
         return Hop(
             number=raw.number,
             operator=raw.operator,
@@ -109,14 +117,14 @@ class _Assembler:
             skipped=_skipped(raw, table, redispatched=redispatched),
             included=key_sets.key_names(raw.included),
             excluded=key_sets.key_names(raw.excluded),
-            removed=() if redispatched else _removed(raw),
+            removed=removed,
             kind=registration.kind,
-            where=_where(raw, registration),
+            where=where,
             native=native_function(raw.operator, raw.key, registration.kind),
             predicted=predicted,
             arguments=tuple(_argument(name, value) for name, value in raw.arguments),
             results=tuple(_argument("", value) for value in raw.results),
-            thread=self._thread(raw),
+            thread=self._threads.setdefault(raw.thread, thread),
             node=raw.node,
             made_node=raw.made_node,
             start_ns=raw.start_ns,
@@ -126,16 +134,6 @@ class _Assembler:
             native_step=raw.native_step,
         )
 
-    def _thread(self, raw: RawHop) -> str:
-        kind = "autograd worker" if raw.node else "thread"
-        return self._threads.setdefault(raw.thread, f"{kind} {len(self._threads)}")
-
-
-def _where(raw: RawHop, registration: dispatcher.Registration) -> str:
-    """The registration's line; for a custom operator's kernel, the line of its function."""
-    custom = "" if raw.key.startswith("Autograd") else dispatcher.custom_kernel_at(raw.operator)
-    return custom if custom and registration.file.endswith("custom_ops.py") else registration.where
-
 
 def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:
     if not redispatched:
@@ -143,11 +141,6 @@ def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tup
     assert raw.parent is not None
     left = redispatched_keys(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.backend)
     return () if left is None else choose(table, left).skipped
-
-
-def _removed(raw: RawHop) -> tuple[str, ...]:
-    left = set(key_sets.key_names(key_sets.computed(raw.carried, raw.included, raw.excluded)))
-    return tuple(key for key in key_sets.key_names(raw.carried) if key not in left)
 
 
 def _link_backward(calls: list[Call]) -> None:

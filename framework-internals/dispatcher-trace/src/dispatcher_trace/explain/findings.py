@@ -80,7 +80,8 @@ def findings(calls: Sequence[Call]) -> list[Finding]:
 
 def _in_call(call: Call, top: Call) -> Iterator[Finding]:
     if not call.agrees and not cause_of(call):
-        yield _finding("prediction", call, top, _path_detail(call))
+        detail = f"visited {' → '.join(call.path)}; the table predicts {' → '.join(call.predicted)}"
+        yield _finding("prediction", call, top, detail)
     base = call.operator.partition(".")[0]
     if base in _COPYING:
         detail = "" if call is top and base in _ASKED_FOR else _copy_detail(call)
@@ -102,11 +103,6 @@ def _finding(kind: Kind, call: Call, top: Call, detail: str) -> Finding:
     return Finding(
         kind, first.number, call.operator, detail, top.operator, call.source, first.node, call.forward_source
     )
-
-
-def _path_detail(call: Call) -> str:
-    predicted = [hop.predicted for hop in call.hops if hop.predicted] + list(call.missed)
-    return f"visited {' → '.join(call.path)}; the table predicts {' → '.join(predicted)}"
 
 
 def _copy_detail(call: Call) -> str:

@@ -63,10 +63,8 @@ def operator_costs(profiled: Profile, calls: Sequence[Call]) -> list[OperatorCos
 def _place(call: Call | None) -> _Place:
     if call is None:
         return "", (), ""
-    first = call.hops[0]
-    shapes = ", ".join(str(tensor).partition(": ")[2] for tensor in first.tensors)
     stack = (call.forward_source,) if call.forward_source else call.stack
-    return shapes, stack, first.node.partition("#")[0]
+    return call.shapes, stack, call.hops[0].node.partition("#")[0]
 
 
 def table(costs: Sequence[OperatorCost]) -> str:

@@ -103,16 +103,11 @@ def _pair(a: Call, b: Call) -> list[Difference]:
     numbers = a.hops[0].number, b.hops[0].number
     if a.path != b.path:
         return [Difference("keys", *numbers, a.operator, f"{' → '.join(a.path)} | {' → '.join(b.path)}")]
-    ours, theirs = _signature(a), _signature(b)
-    if ours != theirs:
-        return [Difference("tensors", *numbers, a.operator, f"{ours} | {theirs}")]
+    if a.shapes != b.shapes:
+        return [Difference("tensors", *numbers, a.operator, f"{a.shapes} | {b.shapes}")]
     kernels = [
         f"{mine.native or mine.kind} | {other.native or other.kind} at {mine.key}"
         for mine, other in zip(a.hops, b.hops, strict=True)
         if (mine.native, mine.kind) != (other.native, other.kind)
     ]
     return [Difference("kernel", *numbers, a.operator, "; ".join(kernels))] if kernels else []
-
-
-def _signature(call: Call) -> str:
-    return ", ".join(str(tensor).partition(": ")[2] for tensor in call.hops[0].tensors)

@@ -40,11 +40,6 @@ def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str
         "notes": list(notes),
         "evidence": EVIDENCE,
     }
-    return fill_template(payload, title)
-
-
-def fill_template(payload: dict[str, Any], title: str) -> str:
-    """The page with this payload and title."""
     # Compression saves nine tenths. Base64 has no character that could end the script element.
     packed = zlib.compress(json.dumps(payload, separators=(",", ":")).encode(), 9)
     template = resources.files("dispatcher_trace").joinpath("templates/viewer.html").read_text(encoding="utf-8")

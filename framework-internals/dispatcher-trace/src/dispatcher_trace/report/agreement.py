@@ -15,7 +15,6 @@ from benchkit import Quantity
 from benchkit.errors import first_line
 from benchkit.run import Run
 from dispatcher_trace.capture.shims import Shims
-from dispatcher_trace.capture.types import Call
 from dispatcher_trace.capture.user_stack import calls_user_code
 from dispatcher_trace.explain.predict import cause_of
 from dispatcher_trace.recording import record
@@ -105,19 +104,12 @@ def measure(
                 with record(shims, kernels=False) as trace:
                     error = _run(entry, mode, device)
                 calls = trace.all_calls
-                wrong = tuple(_disagreement(mode, entry.name, call) for call in calls if not call.agrees)
-                yield Agreement(mode, entry.name, len(calls), wrong, error)
-
-
-def shares(measured: Collection[Agreement]) -> dict[str, float]:
-    """The share of calls that went as predicted, by mode."""
-    by_mode: dict[str, list[Agreement]] = {}
-    for item in measured:
-        by_mode.setdefault(item.mode, []).append(item)
-    return {
-        mode: 1 - sum(len(item.disagreements) for item in items) / sum(item.calls for item in items)
-        for mode, items in by_mode.items()
-    }
+                wrong = [call for call in calls if not call.agrees]
+                disagreements = tuple(
+                    Disagreement(mode, entry.name, call.operator, call.path, call.predicted, cause_of(call))
+                    for call in wrong
+                )
+                yield Agreement(mode, entry.name, len(calls), disagreements, error)
 
 
 def record_agreement(run: Run, shims: Shims, entries: tuple[Entry, ...], refusals: dict[tuple[str, str], str]) -> None:
@@ -153,11 +145,6 @@ def record_agreement(run: Run, shims: Shims, entries: tuple[Entry, ...], refusal
                 "refused": [name for refused_mode, name in refusals if refused_mode == mode],
             },
         )
-
-
-def _disagreement(mode: str, entry: str, call: Call) -> Disagreement:
-    predicted = (*(hop.predicted for hop in call.hops if hop.predicted), *call.missed)
-    return Disagreement(mode, entry, call.operator, call.path, predicted, cause_of(call))
 
 
 def _run(entry: Entry, mode: str, device: str) -> str:

@@ -126,7 +126,12 @@ CATALOGUE: tuple[Entry, ...] = (
     ),
     Entry("F.cross_entropy", "loss", lambda x: F.cross_entropy(x, _targets(x)), (_S,)),
     Entry("F.mse_loss", "loss", F.mse_loss, (_S, _S)),
-    Entry("F.binary_cross_entropy_with_logits", "loss", lambda x: _binary_loss(x), (_S,)),
+    Entry(
+        "F.binary_cross_entropy_with_logits",
+        "loss",
+        lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x)),
+        (_S,),
+    ),
     Entry("torch.optim.SGD", "optimizer", _optimizer(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)), (_S,)),
     Entry("torch.optim.AdamW", "optimizer", _optimizer(lambda p: torch.optim.AdamW(p)), (_S,)),
     Entry("torch.randn", "RNG", lambda x: x + torch.randn(4, 6, device=x.device), (_S,)),
@@ -144,7 +149,3 @@ CATALOGUE: tuple[Entry, ...] = (
 def _set_row(x: Tensor, row: Tensor) -> Tensor:
     x[1] = row
     return x
-
-
-def _binary_loss(x: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(x, torch.ones_like(x))

@@ -29,17 +29,13 @@ def figures(results: Results) -> list[Figure]:
                 " called. Grey is the backward, with the node that ran."
             )
             made.append(Figure(f"trace_{mode}_{dtype}", caption, partial(draw_trace, trace)))
-    made += [_timeline(record) for record in results.select("timeline")]
-    return made
-
-
-def _timeline(record: Record) -> Figure:
     caption = (
         "The training step of the GPT: when the kernels of each key ran. A kernel's bar includes the kernels that it"
         " called, so the bar of a composite or autograd kernel spans those below it. The backward is shaded. The times"
         " are of the traced run, and most of them are the tracer's own."
     )
-    return Figure("timeline", caption, partial(draw_timeline, record))
+    made += [Figure("timeline", caption, partial(draw_timeline, record)) for record in results.select("timeline")]
+    return made
 
 
 def draw_timeline(record: Record) -> MatplotlibFigure:

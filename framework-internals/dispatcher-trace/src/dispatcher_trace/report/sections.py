@@ -110,7 +110,7 @@ def context(results: Results) -> dict[str, Any]:
         "native": native_table(results),
         "restored": next(iter(results.select("restored")), None),
         "hop_costs": hop_cost_table(results),
-        "shown": [_shown(trace) for trace in _chosen(results)],
+        "shown": shown(results),
         "kernels": kernel_table(results),
         "overhead": overhead(results),
         "installation": next(iter(results.select("installation")), None),
@@ -164,24 +164,27 @@ def disagreements(results: Results) -> list[str]:
     ]
 
 
-def _chosen(results: Results) -> list[Record]:
-    """The traces that the report shows hop by hop."""
-    return [
+def shown(results: Results) -> list[dict[str, str]]:
+    """The traces that the report shows hop by hop: title, tree, table of reasons, and name of the figure."""
+    traces = [
         trace
         for expression, dtype, mode in SHOWN
         for trace in results.select("trace", expression=expression, dtype=dtype, mode=mode)
     ]
-
-
-def _shown(trace: Record) -> dict[str, Any]:
-    rows = sorted(trace.data["hops"], key=lambda row: row["number"])
-    table = markdown_table(
-        ["hop", "operator", "key", "why", "key set, verdict, effects"],
-        [[row["number"], f"`{row['operator']}`", row["key"], row["why"], row["key_line"]] for row in rows],
-        left=5,
-    )
-    figure = f"trace_{trace.labels['mode']}_{trace.labels['dtype']}"
-    return {"title": _condition(trace), "tree": "\n".join(trace.data["lines"]), "table": table, "figure": figure}
+    header = ["hop", "operator", "key", "why", "key set, verdict, effects"]
+    found = []
+    for trace in traces:
+        rows = sorted(trace.data["hops"], key=lambda row: row["number"])
+        cells = [[row["number"], f"`{row['operator']}`", row["key"], row["why"], row["key_line"]] for row in rows]
+        found.append(
+            {
+                "title": _condition(trace),
+                "tree": "\n".join(trace.data["lines"]),
+                "table": markdown_table(header, cells, left=5),
+                "figure": f"trace_{trace.labels['mode']}_{trace.labels['dtype']}",
+            }
+        )
+    return found
 
 
 def kernel_table(results: Results) -> str:
@@ -362,18 +365,14 @@ def step_findings(results: Results) -> list[str]:
         for found in record.data["findings"]:
             line = found["forward_source"] or found["source"]
             direction = "in the backward of " if found["forward_source"] else ""
-            what = found["detail"].partition("; ")[0]
-            known = found["kind"], found["operator"], found["cause"], _without_labels(what), f"{direction}{line}"
+            # Tensor labels differ from layer to layer.
+            what = re.sub(r"\$\d+: ", "", found["detail"].partition("; ")[0])
+            known = found["kind"], found["operator"], found["cause"], what, f"{direction}{line}"
             counted[known] = counted.get(known, 0) + 1
     return [
         f"{kind}, {calls} ×: `{operator}`{'' if cause == operator else f' under `{cause}`'}: {what}; {line}"
         for (kind, operator, cause, what, line), calls in sorted(counted.items(), key=lambda item: -item[1])
     ]
-
-
-def _without_labels(text: str) -> str:
-    """The text without tensor labels, which differ from layer to layer."""
-    return re.sub(r"\$\d+: ", "", text)
 
 
 def line_table(results: Results) -> str:
@@ -424,17 +423,17 @@ def native_table(results: Results) -> str:
         [
             f"`{record.labels['expression']}` {record.labels['dtype']}",
             f"`{record.labels['operator']}`",
-            "<br>".join(_frame(frame) for frame in record.data["frames"]) or "–",
+            "<br>".join(
+                f"`{frame['function']}`" + (f" ({frame['file']})" if frame["file"] else "")
+                for frame in record.data["frames"]
+            )
+            or "–",
             ("at least " if record.data["cut"] else "") + numbers.count(record["instructions"].value),
         ]
         for record in results.select("native_step")
     ]
     header = ["call", "kernel of", "routines, in order, with their source file", "instructions"]
     return markdown_table(header, rows, left=3) if rows else ""
-
-
-def _frame(frame: dict[str, Any]) -> str:
-    return f"`{frame['function']}`" + (f" ({frame['file']})" if frame["file"] else "")
 
 
 def hop_cost_table(results: Results) -> str:

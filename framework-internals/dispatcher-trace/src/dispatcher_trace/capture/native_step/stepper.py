@@ -113,7 +113,10 @@ class Stepper:
                 file = "" if symbol.file in _NO_FILES else symbol.file
                 frames.append(NativeFrame(_short(symbol), file, symbol.library, frame.depth, frame.entered))
         instructions: int = self._library.single_step_instructions()
-        return NativeStep(_fewer(frames), instructions - to_python, bool(self._library.single_step_cut()))
+        # Each function once, where it was first entered.
+        first = {frame.function: frame for frame in reversed(frames)}
+        kept = sorted(first.values(), key=lambda frame: frame.instructions)[:_MAX_FRAMES]
+        return NativeStep(tuple(kept), instructions - to_python, bool(self._library.single_step_cut()))
 
 
 def _notable(symbol: symbols.Symbol) -> bool:
@@ -121,12 +124,6 @@ def _notable(symbol: symbols.Symbol) -> bool:
         return True
     name = _short(symbol)
     return bool(_NOTABLE.search(name) or _INSTRUCTION_SET.search(symbol.file)) and not _PLUMBING.search(name)
-
-
-def _fewer(frames: list[NativeFrame]) -> tuple[NativeFrame, ...]:
-    """Each function once, where it was first entered; at most :data:`_MAX_FRAMES`."""
-    first = {frame.function: frame for frame in reversed(frames)}
-    return tuple(sorted(first.values(), key=lambda frame: frame.instructions))[:_MAX_FRAMES]
 
 
 def _short(symbol: symbols.Symbol) -> str:

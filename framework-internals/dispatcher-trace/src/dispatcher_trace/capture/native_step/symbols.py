@@ -155,7 +155,7 @@ def demangled(name: str) -> str:
     if status.value or not pointer:
         return name
     text = ctypes.string_at(pointer).decode(errors="replace")
-    _c_library().free(ctypes.c_void_p(pointer))
+    ctypes.CDLL(None).free(ctypes.c_void_p(pointer))
     return text
 
 
@@ -164,11 +164,6 @@ def _cxx_runtime() -> ctypes.CDLL:
     runtime = ctypes.CDLL("libstdc++.so.6")  # the one that torch has loaded
     runtime.__cxa_demangle.restype = ctypes.c_void_p
     return runtime
-
-
-@functools.cache
-def _c_library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
 
 
 def absolute(mappings: Sequence[Mapping], addresses: Sequence[int]) -> list[int]:
