@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from compile_bench.findings import Trial
-from compile_bench.mending.choosing import choose
+from compile_bench.fixes.choosing import choose
+from compile_bench.fixes.types import Trial
 
 A, B, C, D, E = (("model.py", line) for line in (3, 5, 8, 13, 21))
 

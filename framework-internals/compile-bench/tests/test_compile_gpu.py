@@ -11,10 +11,10 @@ from benchkit.results import load
 from benchkit.run import sweep_and_write
 from compile_bench import Case, Harness, judge
 from compile_bench.lens import build_lens
-from compile_bench.loading import load_target
-from compile_bench.results import MODES
-from compile_bench.zoo import SURVEY
-from compile_bench.zoo_transformers import ARCHITECTURES
+from compile_bench.targets.case import MODES
+from compile_bench.targets.hugging_face import ARCHITECTURES
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.zoo import SURVEY
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from benchkit import UserError
 from compile_bench import Case, Harness, pytest_plugin
+from compile_bench.capture.trace import CompileTrace, Graph
 from compile_bench.cli import app
 from compile_bench.lock import Inventory, key_of, locked, read_lock, update_lock
-from compile_bench.results import Triage
-from compile_bench.trace import CompileTrace, Graph
+from compile_bench.measure.measurements import Triage
 
 COUNTS = Inventory(graphs=1, breaks=0, recompiles=0, guards=12, kernels=3, torch="2.13.0")
 

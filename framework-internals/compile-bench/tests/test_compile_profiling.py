@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from compile_bench import measuring
-from compile_bench.profiling import largest_rise, peak_rise, read_profile, record_steps, summarise
-from compile_bench.regional import compile_case, repeated_blocks
-from compile_bench.results import Case
+from compile_bench.measure import steps as measuring
+from compile_bench.measure.profiling import largest_rise, peak_rise, read_profile, record_steps, summarise
+from compile_bench.targets.case import Case
+from compile_bench.targets.regional import compile_case, repeated_blocks
 
 
 @dataclass

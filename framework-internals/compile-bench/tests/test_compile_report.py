@@ -10,25 +10,13 @@ from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Record, Results
-from compile_bench.agreement import Agreement
-from compile_bench.frames import Frame
+from compile_bench.capture.frames import Frame
+from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 from compile_bench.lens import build_lens, configure
-from compile_bench.losses import attention_table
-from compile_bench.reading import in_order
-from compile_bench.records import (
-    agreement_record,
-    bench_records,
-    eager_record,
-    neutral,
-    shape_record,
-    shorten,
-    triage_record,
-)
-from compile_bench.report import REPORT
-from compile_bench.results import (
+from compile_bench.measure.agreement import Agreement
+from compile_bench.measure.measurements import (
     Accuracy,
     Bench,
-    Case,
     ErrorPair,
     FirstSteps,
     KernelTime,
@@ -38,8 +26,20 @@ from compile_bench.results import (
     Triage,
     Untuned,
 )
-from compile_bench.shapes import Passes, ShapeStudy
-from compile_bench.trace import Break, CompileTrace, Graph, Recompile
+from compile_bench.measure.serialize import (
+    agreement_record,
+    bench_records,
+    eager_record,
+    neutral,
+    shape_record,
+    shorten,
+    triage_record,
+)
+from compile_bench.measure.shapes import Passes, ShapeStudy
+from compile_bench.report.queries import in_order
+from compile_bench.report.regressions import attention_table
+from compile_bench.report.sections import REPORT
+from compile_bench.targets.case import Case
 
 ROOT = Path(__file__).parents[3]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from compile_bench.frames import Folders
-from compile_bench.phases import phase_seconds
-from compile_bench.trace import Event, read_events
-from compile_bench.wording import categorise, parse_message
+from compile_bench.capture.frames import Folders
+from compile_bench.capture.phases import phase_seconds
+from compile_bench.capture.reasons import categorise, parse_message
+from compile_bench.capture.trace import Event, read_events
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})

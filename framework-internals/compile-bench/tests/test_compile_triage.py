@@ -15,28 +15,32 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from compile_bench import Case, Harness, pricing
-from compile_bench import bill as billing
-from compile_bench.bill import draw_up
+from compile_bench import Case, Harness
+from compile_bench.capture.collector import Collector, CudaGraphSkips, folders
+from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
+from compile_bench.capture.frames import RESUMED, Folders, Frame
+from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_bill, write_patches
-from compile_bench.collector import Collector, CudaGraphSkips, folders
-from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
-from compile_bench.frames import RESUMED, Folders, Frame
-from compile_bench.loading import load_target
-from compile_bench.mending import mend, proof
-from compile_bench.mending.holding import Held, Marked, overlays, rewind
-from compile_bench.mending.mend import Mender
-from compile_bench.mending.overlay import forget_user_modules, overlaid
-from compile_bench.mending.proof import reference, refusal
-from compile_bench.mending.source import Edit
-from compile_bench.mending.trial import trials
-from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
-from compile_bench.trace import Break, CompileTrace, Recompile
-from compile_bench.triage_records import bill_records
-from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey, triage, unexplained
+from compile_bench.fixes import fixer as mend
+from compile_bench.fixes import verify as proof
+from compile_bench.fixes.fixer import Mender
+from compile_bench.fixes.holding import Held, Marked, overlays, rewind
+from compile_bench.fixes.source import Edit
+from compile_bench.fixes.trial import trials
+from compile_bench.fixes.types import Proposal, Trial
+from compile_bench.fixes.verify import reference, refusal
+from compile_bench.measure.survey import lost_graphs, read_lost_graphs, survey, triage, unexplained
+from compile_bench.measure.survey_types import mark
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.overlay import forget_user_modules, overlaid
+from compile_bench.triage import break_cost as pricing
+from compile_bench.triage import run as billing
+from compile_bench.triage.break_cost import GapProfiler, recompile_limits, why_no_gap
+from compile_bench.triage.run import draw_up
+from compile_bench.triage.serialize import bill_records
+from compile_bench.triage.types import Bill, Finding
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -402,7 +406,7 @@ DOUBLE_BACKWARD = """\
 import torch
 from torch import nn
 
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 
 def target():
@@ -653,7 +657,7 @@ def test_what_lies_behind_lambdas_and_iterators_is_found(folder, capsys):
 GROWING = """\
 import torch
 
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 
 class Growing(torch.nn.Module):
@@ -854,7 +858,7 @@ def test_what_stays_hidden_is_neither_counted_as_mended_nor_proved(folder, capsy
         Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
         for each in found.breaks
     ]
-    mending = Mender(InThisProcess(folder), case, [found], folder).mend(findings)
+    mending = Mender(InThisProcess(folder), case, [found], folder).mend([(each.file, each.line) for each in findings])
     mends = {line: mend for (_, line), mend in mending.mends.items()}
     assert (mends[8].accepted, mends[8].before.breaks, mends[8].after.breaks) == (True, 3, 2)
     assert not mends[11].accepted
@@ -889,7 +893,7 @@ def test_a_line_that_is_there_twice_is_mended_twice(folder, capsys):
         Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
         for each in found.breaks
     ]
-    mending = Mender(InThisProcess(folder), case, [found], folder).mend(findings)
+    mending = Mender(InThisProcess(folder), case, [found], folder).mend([(each.file, each.line) for each in findings])
     assert {line: (each.before.breaks, each.after.breaks) for (_, line), each in mending.mends.items()} == {
         7: (2, 1),
         9: (2, 1),
@@ -923,7 +927,9 @@ def test_of_two_changes_in_each_others_way_the_dearer_is_made(folder, capsys, mo
         )
         for each in found.breaks
     }
-    mending = Mender(InThisProcess(folder), case, [found], folder).mend([findings[line] for line in (9, 7, 11)])
+    mending = Mender(InThisProcess(folder), case, [found], folder).mend(
+        [(findings[line].file, line) for line in (9, 7, 11)]
+    )
     mends = {line: each for (_, line), each in mending.mends.items()}
     assert {line: (each.accepted, bool(each.apart)) for line, each in mends.items()} == {
         9: (True, False),
@@ -967,7 +973,7 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
         Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
         for each in found.breaks
     ]
-    mending = Mender(Counting(folder), case, [found], folder).mend(findings)
+    mending = Mender(Counting(folder), case, [found], folder).mend([(each.file, each.line) for each in findings])
     assert {line: (each.accepted, each.apart) for (_, line), each in mending.mends.items()} == {
         7: (True, ""),
         9: (True, ""),
@@ -1304,13 +1310,13 @@ def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message
 ZOO_CHANGED = """
 import importlib.util
 from pathlib import Path
-import compile_bench.triage_worker
-from compile_bench.collector import folders
-from compile_bench.loading import load_target
-from compile_bench.mending.overlay import forget_user_modules, overlaid
-from compile_bench.mending.trial import trials
+import compile_bench.measure.survey
+from compile_bench.capture.collector import folders
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.overlay import forget_user_modules, overlaid
+from compile_bench.fixes.trial import trials
 
-zoo = Path(importlib.util.find_spec("compile_bench.zoo").origin)
+zoo = Path(importlib.util.find_spec("compile_bench.targets.zoo").origin)
 before, after = "self.outer = nn.Linear(64, 64)", "self.outer = nn.Linear(64, 3)"
 changed = zoo.read_text().replace(before, after).encode()
 for overlay in ({}, {str(zoo): changed}, {}):
@@ -1329,7 +1335,7 @@ def test_a_change_of_the_zoo_itself_is_tried():
 STEPPER = """\
 import torch
 from torch import nn
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 
 class Warming(nn.Module):

@@ -7,12 +7,14 @@ from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Results
+from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
-from compile_bench.findings import Bill, Figures, Finding, Mend, Price, Survey
-from compile_bench.report import REPORT
-from compile_bench.results import Case
-from compile_bench.trace import CompileTrace, Recompile
-from compile_bench.triage_records import bill_records
+from compile_bench.fixes.types import Figures, Mend
+from compile_bench.measure.survey_types import Survey
+from compile_bench.report.sections import REPORT
+from compile_bench.targets.case import Case
+from compile_bench.triage.serialize import bill_records
+from compile_bench.triage.types import Bill, Finding, Price
 
 ROOT = Path(__file__).parents[3]
 PATCH = "--- a/a/model.py\n+++ b/a/model.py\n@@ -12 +12 @@\n-if x:\n+x = torch.where(x)\n"

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from compile_bench.capture.collector import Collector, folders, settings
+from compile_bench.capture.eager_frames import EagerWatch
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.catalogue.cause import Cause, Repro
-from compile_bench.collector import Collector, folders, settings
-from compile_bench.eager_frames import EagerWatch
-from compile_bench.trace import CompileTrace
 
 
 @dataclass(frozen=True)

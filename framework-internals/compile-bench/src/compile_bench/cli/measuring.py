@@ -24,11 +24,11 @@ from compile_bench.cli.options import (
     leave,
 )
 from compile_bench.cli.triaging import describe_triage
-from compile_bench.harness import DEFAULT_LIMIT, Harness, WorkerFailure
-from compile_bench.records import plural
-from compile_bench.results import Bench, Triage
-from compile_bench.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
-from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, difference, judge, plan
+from compile_bench.measure.harness import DEFAULT_LIMIT, Harness, WorkerFailure
+from compile_bench.measure.measurements import Bench, Triage
+from compile_bench.measure.serialize import plural
+from compile_bench.measure.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
+from compile_bench.measure.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, difference, judge, plan
 
 
 def run(
@@ -114,7 +114,7 @@ def shapes(
 
 def describe_zoo() -> str:
     """The zoo as Markdown."""
-    from compile_bench.zoo import ZOO
+    from compile_bench.targets.zoo import ZOO
 
     return markdown_table(["target", "what it is"], [(name, entry.about) for name, entry in ZOO.items()], left=2)
 

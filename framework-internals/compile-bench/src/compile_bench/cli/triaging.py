@@ -17,14 +17,15 @@ from benchkit.progress import working
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place, recompiled
-from compile_bench.findings import Bill, Finding, Mend
-from compile_bench.harness import DEFAULT_LIMIT, Harness
-from compile_bench.records import plural
-from compile_bench.results import Triage
+from compile_bench.fixes.types import Mend
+from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
+from compile_bench.measure.measurements import Triage
+from compile_bench.measure.serialize import plural
+from compile_bench.triage.types import Bill, Finding
 
 if TYPE_CHECKING:
+    from compile_bench.capture.trace import Recompile
     from compile_bench.catalogue import Cause
-    from compile_bench.trace import Recompile
 
 Kinds = Annotated[
     bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; both else.")
@@ -52,7 +53,7 @@ def triage(
     """Find every graph break and all else that runs eagerly: line, reason, price, and a proved patch."""
 
     def draw() -> int:
-        from compile_bench.bill import draw_up
+        from compile_bench.triage.run import draw_up
 
         case = case_of(target, True, "default", dynamic, device)
         kinds = (True, False) if train is None else (train,)
