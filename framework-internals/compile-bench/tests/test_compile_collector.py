@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from compile_bench.capture.collector import Collector, autotuning_within, missing_surface
-from compile_bench.capture.frames import Folders
+from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import read_events
 from compile_bench.cli.options import recompiled
@@ -198,10 +198,10 @@ def test_what_is_compiled_again_in_a_library_names_the_users_call(tmp_path, monk
         for _ in range(10):
             outer(torch.ones(2))
     torch._dynamo.reset()
-    folders = Folders(
+    user_code = UserCodeFilter(
         torch=str(Path(torch.__file__).parent), library=[str(installed)], launcher=str(Path(__file__).parent)
     )
-    trace = read_events(collector.events, folders=folders)
+    trace = read_events(collector.events, user_code=user_code)
     limit = next(each for each in trace.breaks if each.category == RECOMPILE_LIMIT)
     line = next(number for number, text in enumerate(CALLER.splitlines(), 1) if text.endswith("# the user's call"))
     assert (limit.place, limit.function) == (f"{tmp_path / 'caller.py'}:{line}", "forward")

@@ -65,7 +65,7 @@ def test_a_compiled_step_runs_fewer_kernels_and_covers_its_forward_and_backward(
     assert 0 < compiled.kernels < eager.kernels
     assert 0 < compiled.launches <= eager.launches
     assert compiled.busy_seconds > 0
-    assert compiled.dearest[0].seconds >= compiled.dearest[-1].seconds > 0
+    assert compiled.costliest[0].seconds >= compiled.costliest[-1].seconds > 0
     assert eager.covered == 0
     assert 0.3 < compiled.covered <= 1  # clipping and the optimizer stay outside
     assert eager.fused_attention >= 2  # forward and backward

@@ -86,7 +86,7 @@ def test_cases_have_keys_of_their_own():
     assert len({key_of(case) for case in cases}) == len(cases)
 
 
-def test_check_fails_on_drift_and_lock_mends_it(tmp_path, monkeypatch):
+def test_check_fails_on_drift_and_lock_fixes_it(tmp_path, monkeypatch):
     now = [COUNTS]
     monkeypatch.setattr(Harness, "triage", lambda self, case: Triage(case, CompileTrace(), 2))
     monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 1.0)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from compile_bench.capture.frames import Folders
+from compile_bench.capture.frames import UserCodeFilter
 from compile_bench.capture.trace import CompileTrace, Event, read_events
 
 _TRACE_LOGGER = "torch.__trace"
@@ -126,11 +126,13 @@ class Collector(logging.Handler):
             logger.handlers[:] = handlers
         self._saved.clear()
 
-    def trace(self, whose: Folders | None = None, *, pauses: Sequence[tuple[float, float]] = ()) -> CompileTrace:
+    def trace(
+        self, user_code: UserCodeFilter | None = None, *, pauses: Sequence[tuple[float, float]] = ()
+    ) -> CompileTrace:
         """What was seen, once the block has ended.
 
         Args:
-            whose: whose code a file is; by default :func:`folders`.
+            user_code: tells whose code a file is; by default :func:`folders`.
             pauses: when this process stood still, see :mod:`compile_bench.measure.turns`.
 
         Raises:
@@ -143,14 +145,14 @@ class Collector(logging.Handler):
             )
         return read_events(
             self.events,
-            folders=whose or folders(),
+            user_code=user_code or user_code_filter(),
             kernels=self._kernels,
             handler_seconds=self._seconds,
             pauses=pauses,
         )
 
 
-def folders(*, launcher: bool = True, libraries: bool = True) -> Folders:
+def user_code_filter(*, launcher: bool = True, libraries: bool = True) -> UserCodeFilter:
     """Whose code a file is, in this interpreter.
 
     Args:
@@ -161,7 +163,7 @@ def folders(*, launcher: bool = True, libraries: bool = True) -> Folders:
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     # And wherever else pip has put packages: a user's own folder, a --target on PYTHONPATH.
     installed += [folder for folder in sys.path if folder and next(Path(folder).glob("*.dist-info"), None)]
-    return Folders(
+    return UserCodeFilter(
         torch=str(Path(torch.__file__).parent),
         library=list(dict.fromkeys(installed)) if libraries else [],
         launcher=str(Path(__file__).parents[1]) if launcher else "",
@@ -325,7 +327,7 @@ def tracing() -> Tracing:
     return Tracing(compile_id(), 0 if trace is None else trace.attempt)
 
 
-def was_given_up(compile_id: str) -> bool:
+def was_skipped(compile_id: str) -> bool:
     """Whether a compilation that is over came to nothing, so that its function runs as it was written."""
     metrics = importlib.import_module("torch._dynamo.utils").get_compilation_metrics()
     latest = next((each for each in reversed(metrics) if each.compile_id == compile_id), None)

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from compile_bench.capture.frames import RESUMED, Folders, Frame
+from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
 
 _COMPILED_NAME = "__compiled_fn"
 # Bodies that belong to the function around them.
@@ -59,12 +59,12 @@ class EagerWatch:
 
     Args:
         modules: of the compiled model.
-        folders: whose code a file is.
+        user_code: whose code a file is.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], folders: Folders) -> None:
+    def __init__(self, modules: Iterable[nn.Module], user_code: UserCodeFilter) -> None:
         self._modules = {id(module) for module in modules}
-        self._folders = folders
+        self._user_code = user_code
         self._calls: list[_Call] = []
         self._found: dict[Frame, EagerFrame] = {}
 
@@ -96,7 +96,7 @@ class EagerWatch:
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         module = owner if isinstance(owner, nn.Module) and id(owner) in self._modules else None
         inside = module is not None or (parent is not None and parent.inside and not _compiles(code))
-        watched = inside and self._folders.of_user(code.co_filename) and not _is_compiled(code)
+        watched = inside and self._user_code.of_user(code.co_filename) and not _is_compiled(code)
         if not watched:
             return _Call(False, inside, [])
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
@@ -107,7 +107,7 @@ class EagerWatch:
         callers = []
         back = frame.f_back
         while back is not None:
-            if self._folders.of_user(back.f_code.co_filename):
+            if self._user_code.of_user(back.f_code.co_filename):
                 callers.append(Frame(back.f_code.co_filename, back.f_lineno, _plain_name(back.f_code)))
             back = back.f_back
         return tuple(reversed(callers))

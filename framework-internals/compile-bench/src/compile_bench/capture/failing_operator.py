@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from compile_bench.capture.collector import backend_of, compile_id, without_data
-from compile_bench.capture.frames import Folders, Frame
+from compile_bench.capture.frames import Frame, UserCodeFilter
 from compile_bench.capture.trace import innermost_in
 
 
@@ -24,15 +24,15 @@ class Blamed:
 
     Args:
         backend: name of the backend that does the work.
-        folders: whose code a file is.
+        user_code: whose code a file is.
 
     Attributes:
         lines: by compilation, where one was found.
     """
 
-    def __init__(self, backend: str, folders: Folders) -> None:
+    def __init__(self, backend: str, user_code: UserCodeFilter) -> None:
         self._compile = backend_of(backend)
-        self._folders = folders
+        self._user_code = user_code
         self.lines: dict[str, Frame] = {}
         self.__name__ = backend  # what Dynamo calls it in its messages
 
@@ -42,7 +42,7 @@ class Blamed:
             return self._compile(graph, inputs)
         except Exception:
             node = failing_node(graph, inputs)
-            line = innermost_in(node.stack_trace or "", self._folders) if node is not None else None
+            line = innermost_in(node.stack_trace or "", self._user_code) if node is not None else None
             if line is not None:
                 self.lines[compile_id()] = line
             raise

@@ -37,7 +37,7 @@ class Frame:
         return f"{self.file}:{self.line}"
 
 
-class Folders:
+class UserCodeFilter:
     """Whose code a file is.
 
     Args:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from compile_bench.capture.frames import RESUMED, Folders, Frame, columns_in, frames_in, plain_function
+from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter, columns_in, frames_in, plain_function
 from compile_bench.capture.phases import phase_seconds, without_pauses
 from compile_bench.capture.reasons import (
     ASKED_FOR,
@@ -220,7 +220,7 @@ class CompileTrace:
 def read_events(
     events: Sequence[Event],
     *,
-    folders: Folders | None = None,
+    user_code: UserCodeFilter | None = None,
     kernels: int = 0,
     handler_seconds: float = 0.0,
     pauses: Sequence[tuple[float, float]] = (),
@@ -229,12 +229,12 @@ def read_events(
 
     Args:
         events: in the order they came.
-        folders: whose lines are whose; without it every line counts as the user's.
+        user_code: whose lines are whose; without it every line counts as the user's.
         kernels: passed on.
         handler_seconds: passed on.
         pauses: when the process stood still, begin and end in seconds since the epoch: no time of any phase.
     """
-    folders = folders or Folders()
+    user_code = user_code or UserCodeFilter()
     timed = [event.detail for event in events if event.kind == "chromium_event"]
     metrics = {event.compile_id: event.detail for event in events if event.kind == "compilation_metrics"}
     frames = {
@@ -244,13 +244,13 @@ def read_events(
     }
     starts = _stacks(events)
     recompiles = tuple(
-        _recompile(event, frames, starts.get(event.compile_id, ()), folders)
+        _recompile(event, frames, starts.get(event.compile_id, ()), user_code)
         for event in events
         if event.kind == "recompile_reasons"
     )
     graphs = _graphs(events, frames, metrics)
     captured = {graph.compile_id for graph in graphs}
-    breaks = _breaks(events, frames, metrics, recompiles, folders, captured)
+    breaks = _breaks(events, frames, metrics, recompiles, user_code, captured)
     return CompileTrace(
         graphs=graphs,
         breaks=breaks,
@@ -317,7 +317,7 @@ def _breaks(
     frames: Mapping[str, Frame],
     metrics: Mapping[str, Mapping[str, Any]],
     recompiles: Sequence[Recompile],
-    folders: Folders,
+    user_code: UserCodeFilter,
     captured: Collection[str],
 ) -> tuple[Break, ...]:
     resumed = {(e.file, plain_function(e.function)) for e in frames.values() if e.function.startswith(RESUMED)}
@@ -326,25 +326,25 @@ def _breaks(
         # An error of the backend is told twice, first as a Python traceback.
         if event.kind == "dynamo_graph_break_reason" and not event.payload.startswith(_BACKEND_TRACEBACK):
             frame = _frame_of(event.compile_id, frames)
-            each = _break(event.payload, event.compile_id, frame, folders)
+            each = _break(event.payload, event.compile_id, frame, user_code)
             # torch 2.10 does not say it: nothing was captured, and nothing goes on behind the break, neither in the
             # function that was compiled nor in the one that it was following into.
             goes_on = {(frame.file, plain_function(frame.function)), (each.file, plain_function(each.function))}
-            given_up = event.compile_id not in captured and not goes_on & resumed
-            found.append(replace(each, whole_frame=each.whole_frame or given_up))
-    found = _with_callers(found, folders)
+            skipped = event.compile_id not in captured and not goes_on & resumed
+            found.append(replace(each, whole_frame=each.whole_frame or skipped))
+    found = _with_callers(found, user_code)
     told = {compile_id for entry in found for compile_id in entry.compile_ids}
     # Some failures never reach the graph-break artifact: the recompile limit, and errors of a backend that Dynamo
     # suppresses. They stand in the metrics of the compilation alone.
     failures = [
-        _failure(entry, compile_id, _frame_of(compile_id, frames), recompiles, folders)
+        _failure(entry, compile_id, _frame_of(compile_id, frames), recompiles, user_code)
         for compile_id, entry in metrics.items()
         if entry.get("fail_type") and compile_id not in told
     ]
     stacks = _stacks(events)
     # Of every function, by its number, also its latest compilation.
     stacks |= {compile_id.split("/")[0]: stack for compile_id, stack in stacks.items()}
-    return merge_breaks(_called_by_user(each, stacks, folders) for each in (*found, *failures))
+    return merge_breaks(_called_by_user(each, stacks, user_code) for each in (*found, *failures))
 
 
 def _stacks(events: Sequence[Event]) -> dict[str, tuple[Frame, ...]]:
@@ -360,14 +360,14 @@ def _stacks(events: Sequence[Event]) -> dict[str, tuple[Frame, ...]]:
     }
 
 
-def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], folders: Folders) -> Break:
+def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], user_code: UserCodeFilter) -> Break:
     """A break in a library's function that was compiled by itself, at the user's line that called it."""
-    if folders.of_user(found.file) or not found.compile_ids:
+    if user_code.of_user(found.file) or not found.compile_ids:
         return found
     met = found.compile_ids[0]
-    own = folders.inside(stacks.get(met) or stacks.get(met.split("/")[0], ()))
-    caller = folders.innermost(own)
-    if caller is None or not folders.of_user(caller.file) or caller is own[-1]:
+    own = user_code.inside(stacks.get(met) or stacks.get(met.split("/")[0], ()))
+    caller = user_code.innermost(own)
+    if caller is None or not user_code.of_user(caller.file) or caller is own[-1]:
         return found  # of the function that was compiled only its first line is known
     there = Frame(found.file, found.line, found.function, found.source)
     return replace(
@@ -381,35 +381,37 @@ def _called_by_user(found: Break, stacks: Mapping[str, tuple[Frame, ...]], folde
     )
 
 
-def _with_callers(breaks: Sequence[Break], folders: Folders) -> list[Break]:
+def _with_callers(breaks: Sequence[Break], user_code: UserCodeFilter) -> list[Break]:
     """Breaks in libraries, each at the user's line that led to it.
 
     Where an operator fails inside of a library's function that Dynamo follows into, PyTorch names the library's line
     alone; when it then compiles that function by itself it names the whole stack.
     """
-    known = {(each.stack[-1].place, each.reason): each for each in breaks if each.stack and folders.of_user(each.file)}
+    known = {
+        (each.stack[-1].place, each.reason): each for each in breaks if each.stack and user_code.of_user(each.file)
+    }
     attributed = []
     for each in breaks:
         whole = known.get((each.place, each.reason))
-        if whole is not None and not folders.of_user(each.file):
+        if whole is not None and not user_code.of_user(each.file):
             names = ("file", "line", "function", "source", "stack", "columns")
             each = replace(each, **{name: getattr(whole, name) for name in names})
         attributed.append(each)
     return attributed
 
 
-def with_lines(trace: CompileTrace, lines: Mapping[str, Frame], folders: Folders) -> CompileTrace:
+def with_lines(trace: CompileTrace, lines: Mapping[str, Frame], user_code: UserCodeFilter) -> CompileTrace:
     """A trace whose errors of a backend stand at the lines that they are about.
 
     Args:
         trace: what was seen.
         lines: of the operator that failed, by compilation.
-        folders: whose code a file is.
+        user_code: whose code a file is.
     """
     breaks = []
     for each in trace.breaks:
         line = next((lines[compile_id] for compile_id in each.compile_ids if compile_id in lines), None)
-        if line is not None and each.category == BACKEND_FAILED and each.library and not folders.of_user(line.file):
+        if line is not None and each.category == BACKEND_FAILED and each.library and not user_code.of_user(line.file):
             each = replace(each, stack=(*each.stack, line))  # in a library, which the user's line called
         elif line is not None and each.category == BACKEND_FAILED:
             each = replace(
@@ -443,20 +445,20 @@ def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
     return tuple(merged.values())
 
 
-def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
+def _break(text: str, compile_id: str, frame: Frame, user_code: UserCodeFilter) -> Break:
     before, _, traceback = text.partition("User code traceback:")
     traceback = traceback.split("\nTraceback (most recent call last):")[0]
     stack = frames_in(traceback)
-    own = folders.inside(stack)
+    own = user_code.inside(stack)
     named = re.search(r"Graph break in user code at (.*):(\d+)", text)
-    place = folders.innermost(stack)
-    if place is None and named and not folders.of_torch(named[1]):
+    place = user_code.innermost(stack)
+    if place is None and named and not user_code.of_torch(named[1]):
         place = Frame(named[1], int(named[2]), frame.function)
     place = place or frame
     first = before.partition("*** While handling this graph break")[0].split("Graph Break Reason:")[-1]
     reason, explanation, hints = parse_message(first)
     category = categorise(reason, explanation)
-    if category == ASKED_FOR and stack and folders.of_torch(stack[-1].file):  # Optimizer.step and the like
+    if category == ASKED_FOR and stack and user_code.of_torch(stack[-1].file):  # Optimizer.step and the like
         category, hints = NOT_ENTERED, _OUTSIDE
     return Break(
         file=place.file,
@@ -476,7 +478,11 @@ def _break(text: str, compile_id: str, frame: Frame, folders: Folders) -> Break:
 
 
 def _failure(
-    entry: Mapping[str, Any], compile_id: str, frame: Frame, recompiles: Sequence[Recompile], folders: Folders
+    entry: Mapping[str, Any],
+    compile_id: str,
+    frame: Frame,
+    recompiles: Sequence[Recompile],
+    user_code: UserCodeFilter,
 ) -> Break:
     """A compilation that failed without a graph-break message."""
     text = str(entry.get("fail_reason") or entry["fail_type"])
@@ -484,7 +490,7 @@ def _failure(
     category = categorise(reason, explanation)
     same = f"{compile_id.split('/')[0]}/"
     last = next((each for each in reversed(recompiles) if each.compile_id.startswith(same)), None)
-    place = folders.innermost(frames_in(text))
+    place = user_code.innermost(frames_in(text))
     if place is None and category == RECOMPILE_LIMIT and last is not None:
         # The line whose guard failed last is what has to change, not the function's first line.
         place = Frame(last.file, last.line, last.function)
@@ -505,29 +511,29 @@ def _failure(
         category=category,
         whole_frame=True,
         registry=registry_number(text),
-        stack=folders.inside(frames_in(text)),
+        stack=user_code.inside(frames_in(text)),
         compile_ids=(compile_id,),
     )
 
 
-def innermost_in(text: str, folders: Folders) -> Frame | None:
+def innermost_in(text: str, user_code: UserCodeFilter) -> Frame | None:
     """The user's line that a text with a traceback in it names."""
-    return folders.innermost(frames_in(text))
+    return user_code.innermost(frames_in(text))
 
 
-def broken_in_error(text: str, kind: str, folders: Folders, raised_at: Sequence[Frame] = ()) -> Break | None:
+def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: Sequence[Frame] = ()) -> Break | None:
     """The place that a failed compilation's error names, as a break; None if it names none of the model's.
 
     Args:
         text: of the error.
         kind: its type's name.
-        folders: whose lines are whose.
+        user_code: whose lines are whose.
         raised_at: the error's own traceback: the place where its text names none, as of an error that the compiled
             code raises and the model by itself does not.
     """
     named = frames_in(text.partition("from user code:")[2])
-    stack = folders.inside(named or raised_at)
-    place = folders.innermost(stack)
+    stack = user_code.inside(named or raised_at)
+    place = user_code.innermost(stack)
     if place is None:
         return None
     reason, explanation, hints = parse_message(text.split("\n\n")[0])
@@ -545,7 +551,9 @@ def broken_in_error(text: str, kind: str, folders: Folders, raised_at: Sequence[
     )
 
 
-def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame], folders: Folders) -> Recompile:
+def _recompile(
+    event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame], user_code: UserCodeFilter
+) -> Recompile:
     text = event.payload
     try:
         reasons = json.loads(text)
@@ -561,7 +569,7 @@ def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame]
         said = first_line[: noted.start()].split("  # ", 1)[1:]
         made_at = Frame(frame.file, int(noted["line"]), frame.function, "".join(said).strip())
     place = made_at or frame
-    caller = None if folders.of_user(place.file) else folders.innermost(stack)
+    caller = None if user_code.of_user(place.file) else user_code.innermost(stack)
     return Recompile(
         event.compile_id,
         frame.function,
@@ -569,5 +577,5 @@ def _recompile(event: Event, frames: Mapping[str, Frame], stack: Sequence[Frame]
         place.line,
         guard,
         place.source,
-        caller.place if caller is not None and folders.of_user(caller.file) else "",
+        caller.place if caller is not None and user_code.of_user(caller.file) else "",
     )

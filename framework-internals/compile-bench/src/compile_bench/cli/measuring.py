@@ -125,7 +125,7 @@ def _zoo_row(bench: Bench) -> tuple[str, ...]:
         bench.case.target,
         verdict.advice,
         numbers.quantity(bench.steady.speedup),
-        numbers.with_unit(verdict.price, "s"),
+        numbers.with_unit(verdict.cost, "s"),
         _steps(verdict.cold.steps),
         numbers.count(len(bench.trace.breaks)),
         _covered(bench),
@@ -180,7 +180,7 @@ def describe_bench(bench: Bench) -> str:
         ("step, eager", numbers.quantity(steady.eager)),
         ("step, compiled", numbers.quantity(steady.compiled)),
         *_untuned_rows(bench),
-        ("price, empty caches", numbers.with_unit(verdict.price, "s")),
+        ("price, empty caches", numbers.with_unit(verdict.cost, "s")),
         ("break-even, empty caches", _steps(verdict.cold.steps)),
     ]
     if verdict.warm is not None:

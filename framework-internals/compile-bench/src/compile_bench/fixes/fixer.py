@@ -14,7 +14,7 @@ from compile_bench.capture.trace import Break
 from compile_bench.fixes.choosing import Choice, Place, choose
 from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.source import Edit, Source, unified_diff
-from compile_bench.fixes.types import Figures, Mend, Proposal, Trial
+from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
 from compile_bench.measure.harness import Harness, WorkerFailure
 from compile_bench.measure.survey_types import Mark, Survey, mark
 from compile_bench.targets.case import Case
@@ -25,7 +25,7 @@ _UNSEEN = "a function around it is still given up, and nothing shows whether the
 
 
 @dataclass(frozen=True)
-class Mending:
+class FixResults:
     """Changes that were tried.
 
     Attributes:
@@ -34,8 +34,8 @@ class Mending:
         overlay: the sources with it.
     """
 
-    mends: dict[Place, Mend]
-    together: Mend | None
+    fixes: dict[Place, Fix]
+    together: Fix | None
     overlay: Overlay
 
 
@@ -58,7 +58,7 @@ class _Attempt:
     trial: Trial
 
 
-class Mender:
+class Fixer:
     """Tries changes of a target's sources.
 
     Args:
@@ -83,7 +83,7 @@ class Mender:
         self._calibrated = False
         self._proofs: dict[frozenset[tuple[Place, int]], Trial] = {}
 
-    def mend(self, places: Sequence[Place]) -> Mending:
+    def fix(self, places: Sequence[Place]) -> FixResults:
         """Try to mend the breaks at these places, which are in files of the user's.
 
         Args:
@@ -104,15 +104,15 @@ class Mender:
                 break
             last |= others
             refused = {place: verdict for place, verdict in refused.items() if place not in others}
-        mends = {
-            place: replace(self._mend(each, refused.get(place, "")), apart=choice.apart.get(place, ""))
+        fixes = {
+            place: replace(self._fix(each, refused.get(place, "")), apart=choice.apart.get(place, ""))
             for place, each in last.items()
         }
         if choice.trial is None:
-            return Mending(mends, None, {})
+            return FixResults(fixes, None, {})
         kept = [each for place, each in last.items() if place in choice.kept]
         title = "mends that hold together" if choice.apart else "all mends together"
-        return Mending(mends, self._as_one(kept, choice.trial, title), _joined(kept))
+        return FixResults(fixes, self._as_one(kept, choice.trial, title), _joined(kept))
 
     def _chosen(self, attempts: Sequence[_Attempt]) -> Choice:
         """Which of the changes that pass without Inductor hold together with it."""
@@ -222,41 +222,41 @@ class Mender:
     def _judged(self, trial: Trial, places: Collection[Place]) -> Trial:
         """A trial; where a mended break lies behind a function that is still given up, it has proved nothing."""
         unseen = [each for each in self._hidden & self._breaks.keys() if each not in self._allowed(places)]
-        if trial.verdict or not trial.gives_up or not unseen:
+        if trial.verdict or not trial.skips_frames or not unseen:
             return trial
         return replace(trial, verdict=_UNSEEN, unseen=True)
 
-    def _as_one(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Mend:
+    def _as_one(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Fix:
         """All changes that hold together, of which ``trial`` came."""
         rewrites = [each.candidate.rewrite for each in attempts]
         cases = ", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites))
         effects = "; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect))
         sources = {each.place[0]: each.candidate.source for each in attempts}
-        mend = Mend(cases, title, effects, "", tuple(sources), False, "")
-        return self._accepted(mend, sources, _joined(attempts), trial, {each.place for each in attempts})
+        fix = Fix(cases, title, effects, "", tuple(sources), False, "")
+        return self._accepted(fix, sources, _joined(attempts), trial, {each.place for each in attempts})
 
-    def _mend(self, attempt: _Attempt, refused: str) -> Mend:
+    def _fix(self, attempt: _Attempt, refused: str) -> Fix:
         """The change at one place; ``refused`` is what the proof says against it."""
         rewrite, file = attempt.candidate.rewrite, attempt.place[0]
         verdict = refused or attempt.trial.verdict
-        mend = Mend(rewrite.case, rewrite.title, rewrite.effect, "", (file,), False, verdict)
+        fix = Fix(rewrite.case, rewrite.title, rewrite.effect, "", (file,), False, verdict)
         if verdict:
-            return mend
-        return self._accepted(mend, {file: attempt.candidate.source}, attempt.overlay, attempt.trial, {attempt.place})
+            return fix
+        return self._accepted(fix, {file: attempt.candidate.source}, attempt.overlay, attempt.trial, {attempt.place})
 
     def _accepted(
         self,
-        mend: Mend,
+        fix: Fix,
         sources: Mapping[str, Source],
         overlay: Overlay,
         trial: Trial,
         places: Collection[Place],
-    ) -> Mend:
+    ) -> Fix:
         # A trial does not look behind functions that are given up: what was hidden there, and not mended, still is.
-        left = trial.left | (self._hidden & self._allowed(places) if trial.gives_up else frozenset())
+        left = trial.left | (self._hidden & self._allowed(places) if trial.skips_frames else frozenset())
         diffs = [unified_diff(self._relative(file), source.content, overlay[file]) for file, source in sources.items()]
         return replace(
-            mend,
+            fix,
             patch="".join(diffs),
             accepted=True,
             verdict="outputs and gradients are within their bounds",
@@ -273,10 +273,10 @@ class Mender:
 
 def patch_root(files: Sequence[str], here: Path) -> Path:
     """The folder that patches are applied in: the working directory, or the files' own where they lie elsewhere."""
-    folders = [Path(file).parent for file in files]
-    if not folders or all(folder.is_relative_to(here) for folder in folders):
+    user_code = [Path(file).parent for file in files]
+    if not user_code or all(folder.is_relative_to(here) for folder in user_code):
         return here
-    return Path(os.path.commonpath(folders))
+    return Path(os.path.commonpath(user_code))
 
 
 def _joined(attempts: Sequence[_Attempt]) -> Overlay:

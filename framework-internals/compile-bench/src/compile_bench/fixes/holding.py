@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from compile_bench.capture.collector import Tracing, mark_static, never_begin_at, tracing, was_given_up
+from compile_bench.capture.collector import Tracing, mark_static, never_begin_at, tracing, was_skipped
 from compile_bench.fixes.source import Edit, Source
 from compile_bench.targets.overlay import Overlay
 
@@ -108,7 +108,7 @@ class _Recording:
         """The next value of an expression; the first one again after the last, and None of one that never ran."""
         now, last = tracing(), self._last
         goes_on = last is not None and last.compile_id == now.compile_id
-        if last is not None and (last.attempt != now.attempt if goes_on else was_given_up(last.compile_id)):
+        if last is not None and (last.attempt != now.attempt if goes_on else was_skipped(last.compile_id)):
             self._next = dict(self._at_start)
         if not goes_on:
             self._at_start = dict(self._next)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from benchkit import UserError
-from compile_bench.capture.collector import folders, settings_restored
+from compile_bench.capture.collector import settings_restored, user_code_filter
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
 from compile_bench.fixes.source import line_before
@@ -78,11 +78,11 @@ def _trial(
     *,
     compiled: bool,
 ) -> Trial:
-    whose = folders()
+    user_code = user_code_filter()
     with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
         surveys = []
         for train in kinds:
-            forget_user_modules(whose)
+            forget_user_modules(user_code)
             try:
                 surveys.append(survey(replace(case, train=train), seeds=seeds, behind=False))
             except UserError as error:
@@ -98,7 +98,7 @@ def _trial(
             return replace(seen, verdict=f"it still breaks: {place}, {found.reason}")
         if failures:
             return replace(seen, verdict=f"the changed model fails: {failures[0]}")
-        forget_user_modules(whose)
+        forget_user_modules(user_code)
         torch.compiler.reset()
         refused = refusal(case, path=path, with_inductor=compiled)
         return seen if refused is None else replace(seen, verdict=refused.why, off=refused.off)

@@ -27,7 +27,7 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Mend:
+class Fix:
     """A change of the source that was tried.
 
     Attributes:
@@ -96,7 +96,7 @@ class Trial:
 
     verdict: str
     left: frozenset[Mark] = frozenset()
-    gives_up: bool = False
+    skips_frames: bool = False
     graphs: int = 0
     unseen: bool = False
     off: bool = False

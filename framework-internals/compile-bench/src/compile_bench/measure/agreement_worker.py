@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compile_bench.capture.collector import BREAK_LOGGERS, Collector, folders
+from compile_bench.capture.collector import BREAK_LOGGERS, Collector, user_code_filter
 from compile_bench.measure.agreement import Agreement
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import Case
@@ -27,7 +27,7 @@ def agreement(case: Case) -> Agreement:
     target = load_case(case)
     with _logged() as messages, Collector() as collector:
         _once(target, case)
-    own = collector.trace(folders(libraries=False))
+    own = collector.trace(user_code_filter(libraries=False))
     torch.compiler.reset()
     graphs, breaks, error = _explain(target, case)
     return Agreement(

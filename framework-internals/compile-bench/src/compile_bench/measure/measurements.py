@@ -179,7 +179,7 @@ class StepProfile:
     launches: float | None
     guard_seconds: float
     busy_seconds: float | None = None
-    dearest: tuple[KernelTime, ...] = ()
+    costliest: tuple[KernelTime, ...] = ()
     fused_attention: float = 0.0
 
 

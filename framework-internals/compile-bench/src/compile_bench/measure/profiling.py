@@ -23,7 +23,7 @@ _GUARDS = "TorchDynamo Cache Lookup"
 # What PyTorch records around compiled code: the forward pass, a generated graph, the backward pass.
 _REGIONS = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunctionBackward")
 # Kernels that are kept by name: enough to see what a step's time went to.
-_DEAREST = 5
+_COSTLIEST = 5
 # How the operators begin that torch.nn.functional.scaled_dot_product_attention chooses among, but for the plain one.
 _ATTENTION_OPERATOR = "aten::_scaled_dot_product_"
 _PLAIN_ATTENTION = "aten::_scaled_dot_product_attention_math"
@@ -84,7 +84,7 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
         launches=len(launches) / steps if on_gpu else None,
         guard_seconds=guards * 1e-6 / steps,
         busy_seconds=_busy(events) / steps if on_gpu else None,
-        dearest=_dearest(kernels, steps),
+        costliest=_costliest(kernels, steps),
         fused_attention=sum(is_fused_attention(event.name) for event in (kernels if on_gpu else calls)) / steps,
     )
 
@@ -144,12 +144,12 @@ def _busy(events: Sequence[Any]) -> float:
     return sum(end - start for start, end in _union([_span(event) for event in own])) * 1e-6
 
 
-def _dearest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
+def _costliest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
     spent: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
         spent[_plain_name(kernel.name)].append(kernel.time_range.elapsed_us())
     found = [KernelTime(name, len(each) / steps, sum(each) * 1e-6 / steps) for name, each in spent.items()]
-    return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_DEAREST])
+    return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_COSTLIEST])
 
 
 def _is_fused_attention_operator(name: str) -> bool:

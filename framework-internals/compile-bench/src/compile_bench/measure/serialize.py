@@ -75,7 +75,7 @@ def _verdict(bench: Bench, labels: dict[str, Label], *, planned: bool) -> Record
         "artifact": _plain(verdict.mega),
         "plans": [asdict(each) for each in plans if each is not None],
     }
-    values = {"price": Quantity(verdict.price, "s")}
+    values = {"price": Quantity(verdict.cost, "s")}
     if bench.artifact_bytes:
         values["artifact"] = Quantity(bench.artifact_bytes, "B")
     return Record("verdict", labels, values, data)
@@ -93,11 +93,11 @@ def _profile(eager: StepProfile, compiled: StepProfile, bench: Bench, labels: di
         if profile.busy_seconds is not None:
             values[f"{name} busy"] = Quantity(profile.busy_seconds, "s")
         values[f"{name} fused attention"] = Quantity(profile.fused_attention, "")
-    dearest = {
-        name: [asdict(kernel) for kernel in profile.dearest]
+    costliest = {
+        name: [asdict(kernel) for kernel in profile.costliest]
         for name, profile in (("eager", eager), ("compiled", compiled))
     }
-    return Record("profile", labels, values, {"no cudagraphs": list(bench.no_cudagraphs), "dearest": dearest})
+    return Record("profile", labels, values, {"no cudagraphs": list(bench.no_cudagraphs), "dearest": costliest})
 
 
 def shape_record(study: ShapeStudy, passes: Sequence[int], root: Path) -> Record:

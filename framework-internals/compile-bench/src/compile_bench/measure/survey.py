@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from benchkit import UserError
-from compile_bench.capture.collector import Collector, CudaGraphSkips, folders
+from compile_bench.capture.collector import Collector, CudaGraphSkips, user_code_filter
 from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
 from compile_bench.capture.failing_operator import Blamed
-from compile_bench.capture.frames import Folders, Frame, plain_function
+from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
 from compile_bench.capture.trace import (
     Break,
@@ -69,12 +69,12 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
     Dynamo gave up as a whole is looked for in further rounds (:mod:`compile_bench.fixes.holding`) if ``behind``.
     """
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # warnings of breaks: they are in the trace
-    whose = folders()
+    user_code = user_code_filter()
     target = load_case(case)
     start = time.perf_counter()
-    look = _look(target, case, seeds, whose)
+    look = _look(target, case, seeds, user_code)
     seconds = time.perf_counter() - start
-    hidden = _behind(look, case, seeds[:1], whose) if behind else []
+    hidden = _behind(look, case, seeds[:1], user_code) if behind else []
     look.breaks += hidden
     merged = merge_breaks(each for _, each in look.breaks)
     return Survey(
@@ -88,7 +88,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         tuple(look.failures),
         sum(trace.handler_seconds for trace in look.traces),
         seconds,
-        frozenset(each.file for each in merged if whose.of_user(each.file)),
+        frozenset(each.file for each in merged if user_code.of_user(each.file)),
         tuple(look.notes),
         frozenset(mark(each) for _, each in hidden),
     )
@@ -105,13 +105,15 @@ class _Look:
     notes: list[str] = field(default_factory=list)
 
 
-def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders, *, backward: bool = True) -> _Look:
+def _look(
+    target: Target, case: Case, seeds: Sequence[int], user_code: UserCodeFilter, *, backward: bool = True
+) -> _Look:
     """Trace a target with every seed, of a training step the backward pass too if ``backward``."""
     look = _Look()
     for seed in seeds:
         torch.compiler.reset()
         model = own_model(target, case)
-        backend = Blamed("aot_eager" if case.train and backward else "eager", whose)
+        backend = Blamed("aot_eager" if case.train and backward else "eager", user_code)
         compiled = cast(nn.Module, torch.compile(model, backend=backend, dynamic=case.dynamic))
         seed_everything(seed)
         error: Exception | None = None
@@ -125,19 +127,19 @@ def _look(target: Target, case: Case, seeds: Sequence[int], whose: Folders, *, b
                     each()
             except Exception as raised:  # whatever the model or the compiler raises
                 error = raised
-        trace = with_lines(collector.trace(), backend.lines, whose)
+        trace = with_lines(collector.trace(), backend.lines, user_code)
         look.traces.append(trace)
         look.breaks += [(seed, each) for each in trace.breaks]
         if error is not None:
             _refuse_if_eager_fails(target, case)
             look.failures[_one_line(error)] = None
-            found = broken_in_error(str(error), type(error).__name__, whose, _raised_at(error))
+            found = broken_in_error(str(error), type(error).__name__, user_code, _raised_at(error))
             if found is not None:
                 # Dynamo tells the same of the library's line alone.
                 look.breaks = [each for each in look.breaks if each[1].place != found.library or not found.library]
                 look.breaks.append((seed, found))
             continue
-        for silent in unexplained(EagerWatch(model.modules(), whose).run(step), trace):
+        for silent in unexplained(EagerWatch(model.modules(), user_code).run(step), trace):
             look.eager.setdefault(silent.frame, silent)
     return look
 
@@ -159,7 +161,7 @@ def _refuse_if_eager_fails(target: Target, case: Case) -> None:
         raise UserError(f"{case.target} raises by itself, uncompiled, in {case.kind}: {_one_line(error)}") from error
 
 
-def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> list[tuple[int, Break]]:
+def _behind(look: _Look, case: Case, seeds: Sequence[int], user_code: UserCodeFilter) -> list[tuple[int, Break]]:
     """The breaks behind functions that were given up, one given-up line after the other taken out of the way."""
     found: list[tuple[int, Break]] = []
     held: dict[tuple[str, int], Held] = {}
@@ -168,7 +170,7 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
     at_once = True
     for _ in range(_MOST_ROUNDS):
         hiding: dict[tuple[str, int], list[Break]] = {}
-        for each in _hiding([each for _, each in latest], held, whose):
+        for each in _hiding([each for _, each in latest], held, user_code):
             hiding.setdefault((each.file, each.line), []).append(each)
         in_the_way = {place: _what_to_hold(breaks, held.get(place)) for place, breaks in hiding.items()}
         new = {place: what for place, what in in_the_way.items() if held.get(place) != what and place not in barred}
@@ -176,7 +178,7 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
             break
         new = new if at_once else dict(list(new.items())[:1])
         try:
-            latest = _look_behind(held | new, case, seeds, whose)
+            latest = _look_behind(held | new, case, seeds, user_code)
         except Exception as error:  # a held value may be one that the model cannot go on with
             if len(new) == 1:
                 ((file, line),) = new
@@ -190,46 +192,46 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], whose: Folders) -> li
         known = {each.place for _, each in look.breaks + found} | {each.library for _, each in look.breaks + found}
         known |= {f"{file}:{line}" for file, line in held}
         found += [
-            (seed, each) for seed, each in latest if each.place not in known and not _made_by_holding(each, whose)
+            (seed, each) for seed, each in latest if each.place not in known and not _made_by_holding(each, user_code)
         ]
     if held:
-        forget_user_modules(whose)  # they hold recorded values
+        forget_user_modules(user_code)  # they hold recorded values
     look.notes += [
         f"behind {Path(each.file).name}:{each.line} nothing was looked for: its file is an installed package's"
         for each in merge_breaks(each for _, each in look.breaks + found)
-        if each.whole_frame and each.category != RECOMPILE_LIMIT and not whose.of_user(each.file)
+        if each.whole_frame and each.category != RECOMPILE_LIMIT and not user_code.of_user(each.file)
     ]
     return found
 
 
 def _look_behind(
-    held: Mapping[tuple[str, int], Held], case: Case, seeds: Sequence[int], whose: Folders
+    held: Mapping[tuple[str, int], Held], case: Case, seeds: Sequence[int], user_code: UserCodeFilter
 ) -> list[tuple[int, Break]]:
     """The breaks that are seen with lines held at what they compute."""
     recording, replaying = overlays(held)
     with overlaid(recording):
-        forget_user_modules(whose)
+        forget_user_modules(user_code)
         target = load_case(case)
         seed_everything(seeds[0])
         target.step(target.model, train=case.train)()
     with overlaid(replaying):
-        forget_user_modules(whose)
-        look = _look(load_case(case), case, seeds, whose)
+        forget_user_modules(user_code)
+        look = _look(load_case(case), case, seeds, user_code)
         if look.failures and case.train:
             # The backward pass of what is held may be what fails; the forward pass goes on without it.
-            forget_user_modules(whose)
-            return look.breaks + _look(load_case(case), case, seeds, whose, backward=False).breaks
+            forget_user_modules(user_code)
+            return look.breaks + _look(load_case(case), case, seeds, user_code, backward=False).breaks
         return look.breaks
 
 
-def _hiding(breaks: Sequence[Break], held: Mapping[tuple[str, int], Held], whose: Folders) -> list[Break]:
+def _hiding(breaks: Sequence[Break], held: Mapping[tuple[str, int], Held], user_code: UserCodeFilter) -> list[Break]:
     """The breaks that hide what follows them.
 
     A function that was given up where it calls one that breaks is given up for that one's sake: the call is left as it
     is, since held it would hide all that is called, until nothing inside of it is left to hold.
     """
     # Until it hit the limit, a function was traced as a whole.
-    own = [each for each in breaks if each.category != RECOMPILE_LIMIT and whose.of_user(each.file)]
+    own = [each for each in breaks if each.category != RECOMPILE_LIMIT and user_code.of_user(each.file)]
     inside: dict[tuple[str, int], list[Break]] = {}
     for each in own:
         for place in {(frame.file, frame.line) for frame in each.stack} - {(each.file, each.line)}:
@@ -266,9 +268,9 @@ def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
     return Held("value")
 
 
-def _made_by_holding(each: Break, whose: Folders) -> bool:
+def _made_by_holding(each: Break, user_code: UserCodeFilter) -> bool:
     """Whether a held value, of a kind that the code would not have had there, may be the only cause."""
-    if whose.launches(each.file) or holding.PREFIX in each.reason:
+    if user_code.launches(each.file) or holding.PREFIX in each.reason:
         return True
     return each.category in ("compile error", BACKEND_FAILED) or each.reason == "Observed exception"
 
@@ -290,14 +292,14 @@ def lost_graphs(case: Case) -> list[SilentEager]:
         for _ in range(_STEADY_CALLS):
             torch.compiler.cudagraph_mark_step_begin()
             step()
-    return read_lost_graphs(skips, folders())
+    return read_lost_graphs(skips, user_code_filter())
 
 
-def read_lost_graphs(skips: CudaGraphSkips, whose: Folders) -> list[SilentEager]:
+def read_lost_graphs(skips: CudaGraphSkips, user_code: UserCodeFilter) -> list[SilentEager]:
     """The reasons that were collected, as findings."""
     found = []
     for reason, message in zip(skips.reasons, skips.messages, strict=True):
-        place = innermost_in(message, whose) or Frame("?", 0, "?")
+        place = innermost_in(message, user_code) or Frame("?", 0, "?")
         found.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are left out: {reason}"))
     return found
 
@@ -306,10 +308,10 @@ def unexplained(frames: Iterable[EagerFrame], trace: CompileTrace) -> list[Silen
     """The eager functions that no break explains."""
     places = {(each.file, each.line) for each in trace.breaks}
     places |= {(frame.file, frame.line) for each in trace.breaks for frame in each.stack}
-    given_up = {(each.file, each.function) for each in trace.breaks if each.whole_frame}
-    given_up |= {(each.stack[-1].file, each.stack[-1].function) for each in trace.breaks if each.stack}
+    skipped = {(each.file, each.function) for each in trace.breaks if each.whole_frame}
+    skipped |= {(each.stack[-1].file, each.stack[-1].function) for each in trace.breaks if each.stack}
     # A break in a function that Dynamo was following into gives up the function that it came from.
-    given_up |= {
+    skipped |= {
         (frame.file, plain_function(frame.function))
         for each in trace.breaks
         if each.whole_frame
@@ -320,9 +322,9 @@ def unexplained(frames: Iterable[EagerFrame], trace: CompileTrace) -> list[Silen
     for each in frames:
         chain = [*each.callers, each.frame]
         name = plain_function(each.frame.function)
-        if (each.frame.file, name) in given_up or any((f.file, f.line) in places for f in chain):
+        if (each.frame.file, name) in skipped or any((f.file, f.line) in places for f in chain):
             continue
-        if each.generator and each.callers and (each.callers[-1].file, each.callers[-1].function) in given_up:
+        if each.generator and each.callers and (each.callers[-1].file, each.callers[-1].function) in skipped:
             continue  # Dynamo would have followed into it
         if any((known.frame.file, known.function) in {(f.file, f.function) for f in each.callers} for known in found):
             continue  # called by a function that is on the list

@@ -55,7 +55,7 @@ class Verdict:
         why: the ground for it, a clause.
         cold: break-even with empty caches.
         warm: with caches from an earlier process; None if that was not measured.
-        price: seconds that compiling costs before the first useful step, caches empty.
+        cost: seconds that compiling costs before the first useful step, caches empty.
         mega: break-even with cache artifacts; None if that was not measured.
     """
 
@@ -63,7 +63,7 @@ class Verdict:
     why: str
     cold: BreakEven
     warm: BreakEven | None
-    price: float
+    cost: float
     mega: BreakEven | None = None
 
 
@@ -102,7 +102,7 @@ def judge(bench: Bench) -> Verdict:
         why,
         break_even(bench.cold, bench.eager, bench.steady),
         after(bench.warm),
-        price(bench.cold, bench.eager),
+        cost(bench.cold, bench.eager),
         after(bench.mega),
     )
 
@@ -140,7 +140,7 @@ def _advice(bench: Bench) -> tuple[Advice, str]:
     return "inconclusive", "the interval of the speed-up is within what eager shows against itself"
 
 
-def price(compiled: FirstSteps, eager: FirstSteps) -> float:
+def cost(compiled: FirstSteps, eager: FirstSteps) -> float:
     """Seconds that the first steps take longer with compiling than without."""
     return compiled.total - eager.total
 
@@ -151,7 +151,7 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
     The gain of a step is eager · (1 − 1 / speed-up), at the median and at both ends of the speed-up's interval.
     """
     low, high = _ends(steady.speedup)
-    extra = price(compiled, eager)
+    extra = cost(compiled, eager)
 
     def steps(speedup: float) -> float | None:
         gain = steady.eager.value * (1 - 1 / speedup)

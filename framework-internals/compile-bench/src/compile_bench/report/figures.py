@@ -193,9 +193,9 @@ def draw_autotuning(results: Results) -> MatplotlibFigure:
         label = f"{mode} against {' or '.join(sorted({each.before for each in own}))}"
         _draw_marks(axes, [each.speed for each in own], places, label, index)
     for row, model in enumerate(rows):
-        prices = [each.more for each in found if case_key(each.verdict)[:2] == model and each.more is not None]
-        if prices:
-            text = f"{'+' if max(prices) >= 0 else '−'}{numbers.with_unit(abs(max(prices)), 's')}"
+        costs = [each.more for each in found if case_key(each.verdict)[:2] == model and each.more is not None]
+        if costs:
+            text = f"{'+' if max(costs) >= 0 else '−'}{numbers.with_unit(abs(max(costs)), 's')}"
             axes.annotate(
                 text,
                 (1.0, row),

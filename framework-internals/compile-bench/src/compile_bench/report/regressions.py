@@ -61,9 +61,9 @@ def _seconds(pair: Sequence[float]) -> str:
     return " → ".join(numbers.with_unit(value, "s") for value in pair)
 
 
-def _kernels(dearest: Sequence[Mapping[str, Any]]) -> str:
+def _kernels(costliest: Sequence[Mapping[str, Any]]) -> str:
     shown = (
         f"`{kernel['name']}` {kernel['calls']:.3g} × in {numbers.with_unit(kernel['seconds'], 's')}"
-        for kernel in dearest[:_NAMED]
+        for kernel in costliest[:_NAMED]
     )
     return "; ".join(shown) or "–"

@@ -52,12 +52,10 @@ def sweep_context(results: Results, verdicts: Sequence[Record]) -> dict[str, Any
         by_mode = {mode: verdict for mode in modes if (verdict := _find(verdicts, target, kind, mode))}
         start = by_mode.get("default")
         cells = [_speedup(results, by_mode.get(mode), (target, kind, mode) in failed) for mode in modes]
-        price = "–"
+        cost = "–"
         if start is not None:
-            price = numbers.with_unit(start["price"].value, "s") + (
-                ALONE if crowded and alone(results, [start]) else ""
-            )
-        table.append((f"{target} {kind}", price, *cells))
+            cost = numbers.with_unit(start["price"].value, "s") + (ALONE if crowded and alone(results, [start]) else "")
+        table.append((f"{target} {kind}", cost, *cells))
     advices = [verdict.data["advice"] for verdict in verdicts if verdict.labels["mode"] in MODES]
     return {
         "table": markdown_table(["case", "price, default", *modes], table),

@@ -18,7 +18,7 @@ from compile_bench.targets.case import FIRST_STEPS, MODES
 def triage_context(results: Results) -> dict[str, Any]:
     """The variables of ``triage.md.j2``."""
     return {
-        "bills": [_bill(record, results) for record in results.select("bill")],
+        "bills": [_triage_report(record, results) for record in results.select("bill")],
         "triages": [_triage(record) for record in results.select("triage")],
         "natural": _natural(results),
     }
@@ -35,23 +35,23 @@ def _natural(results: Results) -> list[dict[str, Any]]:
     return [{**tables, "modes": ", ".join(sorted(modes, key=MODES.index))} for tables, modes in found.values()]
 
 
-def _bill(record: Record, results: Results) -> dict[str, Any]:
+def _triage_report(record: Record, results: Results) -> dict[str, Any]:
     """Tables and sentences of one target's bill."""
     target = str(record.labels["target"])
     findings = results.select("finding", target=target)
-    priced = [each for each in findings if "gap" in each.values]
+    costed = [each for each in findings if "gap" in each.values]
     tracing, collecting = record["tracing"].value, record["collecting"].value
     return {
         "target": target,
         "kinds": " and ".join(record.data["kinds"]),
         "count": plural(len(findings), "finding"),
-        "dearest": _dearest(priced),
-        "table": markdown_table(_BILL, [_bill_row(each) for each in findings], left=4) if findings else "",
+        "dearest": _costliest(costed),
+        "table": markdown_table(_TRIAGE_REPORT, [_summary_row(each) for each in findings], left=4) if findings else "",
         "no_gap": _without_gap(findings),
         "recompiles": plural(len(record.data["recompiles"]), "cause"),
         "recompile_table": _recompile_table(record.data["recompiles"]),
         "shared": any(each.data["share"] > 1 for each in findings),
-        "mended": [_mended(each) for each in findings if each.data["mend"] and each.data["mend"]["accepted"]],
+        "mended": [_fixed(each) for each in findings if each.data["mend"] and each.data["mend"]["accepted"]],
         "refused": [_refused(each) for each in findings if each.data["mend"] and not each.data["mend"]["accepted"]],
         "together": next((_together(each) for each in results.select("mended", target=target)), ""),
         "overhead": f"{collecting / tracing * 100:.1f} %" if tracing else "",
@@ -59,11 +59,11 @@ def _bill(record: Record, results: Results) -> dict[str, Any]:
     }
 
 
-_BILL = ("line", "code", "category", "in", "gap a step", "bytes across", "compiling", "mended")
+_TRIAGE_REPORT = ("line", "code", "category", "in", "gap a step", "bytes across", "compiling", "mended")
 
 
-def _bill_row(each: Record) -> tuple[str, ...]:
-    mend = each.data["mend"]
+def _summary_row(each: Record) -> tuple[str, ...]:
+    fix = each.data["mend"]
     kinds = each.data["kinds"]
     gap = each.values.get("gap")
     return (
@@ -74,7 +74,7 @@ def _bill_row(each: Record) -> tuple[str, ...]:
         "–" if gap is None else numbers.with_unit(gap.value, "s"),
         numbers.with_unit(each["crossing"].value, "B") if "crossing" in each.values else "–",
         numbers.with_unit(each["compiling"].value, "s") if "compiling" in each.values else "–",
-        "–" if mend is None else ("yes" if mend["accepted"] else "no"),
+        "–" if fix is None else ("yes" if fix["accepted"] else "no"),
     )
 
 
@@ -83,10 +83,10 @@ def _short(place: str) -> str:
     return place.rpartition("/")[2]
 
 
-def _dearest(priced: Sequence[Record]) -> str:
-    if not priced:
+def _costliest(costed: Sequence[Record]) -> str:
+    if not costed:
         return ""
-    first = max(priced, key=lambda each: each["gap"].value)
+    first = max(costed, key=lambda each: each["gap"].value)
     return f"`{_short(first.data['place'])}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
 
 
@@ -119,7 +119,7 @@ def _again(recompile: dict[str, Any]) -> str:
     return f"{place}, called from `{_short(caller)}`" if caller else place
 
 
-def _mended(each: Record) -> dict[str, Any]:
+def _fixed(each: Record) -> dict[str, Any]:
     before, after = (int(each[f"breaks {when}"].value) for when in ("before", "after"))
     return {
         "place": _short(each.data["place"]),

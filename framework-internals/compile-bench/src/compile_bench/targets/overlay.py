@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, ModuleType
 
-from compile_bench.capture.frames import Folders
+from compile_bench.capture.frames import UserCodeFilter
 
 Overlay = Mapping[str, bytes]
 
@@ -46,9 +46,9 @@ def overlaid(overlay: Overlay) -> Iterator[None]:
             linecache.cache.pop(path, None)
 
 
-def forget_user_modules(folders: Folders) -> None:
+def forget_user_modules(user_code: UserCodeFilter) -> None:
     """Have the user's modules executed anew when they are imported next."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if name not in _BEFORE and file and folders.of_user(file):
+        if name not in _BEFORE and file and user_code.of_user(file):
             del sys.modules[name]

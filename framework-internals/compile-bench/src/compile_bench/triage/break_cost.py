@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchkit import Quantity
-from compile_bench.capture.collector import Collector, compile_id, folders, inductor, prepare_toolchain
+from compile_bench.capture.collector import Collector, compile_id, inductor, prepare_toolchain, user_code_filter
 from compile_bench.capture.frames import RESUMED, plain_function
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, CompileTrace, merge_breaks
@@ -25,7 +25,7 @@ from compile_bench.measure.survey import own_model
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, overlaid
 from compile_bench.targets.randomness import seed_everything
-from compile_bench.triage.types import Price, Priced
+from compile_bench.triage.types import BreakCost, BreakCosts
 
 _STEPS = 40
 _MOST_SECONDS = 3.0
@@ -116,12 +116,12 @@ class GapProfiler:
 
     def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
         """The user's functions that were running between graph number n and the next."""
-        whose = folders()
+        user_code = user_code_filter()
         active: list[tuple[str, str]] = []
         seen: dict[int, set[tuple[str, str]]] = {}
 
         def event(frame: FrameType, kind: str, _: Any) -> None:
-            if kind not in ("call", "return") or not whose.of_user(frame.f_code.co_filename):
+            if kind not in ("call", "return") or not user_code.of_user(frame.f_code.co_filename):
                 return
             entry = (frame.f_code.co_filename, frame.f_code.co_name)
             if kind == "call":
@@ -142,7 +142,7 @@ class GapProfiler:
         return {index: frozenset(functions) for index, functions in seen.items()}
 
 
-def price(case: Case, *, overlay: Overlay | None = None) -> Priced:
+def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
     """Compile a case with Inductor and price its breaks.
 
     The gaps are those of the forward pass: backward graphs run inside the autograd engine.
@@ -168,20 +168,20 @@ def price(case: Case, *, overlay: Overlay | None = None) -> Priced:
             settled = profiler.settle(step)
         limits = recompile_limits((*trace.breaks, *collector.trace().breaks))
         gaps, seconds = profiler.gaps(step)
-    priced = {(each.file, each.line): each for each in trace.breaks}
-    charged = {place: _gaps_of(each, gaps) if settled else [] for place, each in priced.items()}
-    prices = {
-        place: Price(
+    costed = {(each.file, each.line): each for each in trace.breaks}
+    charged = {place: _gaps_of(each, gaps) if settled else [] for place, each in costed.items()}
+    costs = {
+        place: BreakCost(
             _sum(charged[place]),
             max((_sharing(gap, charged) for gap in charged[place]), default=1),
             sum(profiler.outputs.get(gap.before, 0) for gap in charged[place]),
             _compile_seconds(each, trace),
             "" if charged[place] else why_no_gap(each, settled=settled, limits=limits),
         )
-        for place, each in priced.items()
+        for place, each in costed.items()
     }
-    figures = Figures(len(trace.graphs), len(priced), _quantity(seconds), first_seconds)
-    return Priced(prices, figures, limits)
+    figures = Figures(len(trace.graphs), len(costed), _quantity(seconds), first_seconds)
+    return BreakCosts(costs, figures, limits)
 
 
 def recompile_limits(breaks: Sequence[Break]) -> tuple[Break, ...]:
@@ -201,11 +201,11 @@ def why_no_gap(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
         return f"something is still compiled in every step after {FIRST_STEPS + _SETTLING_STEPS} of them"
     around = {plain_function(frame.function) for frame in found.stack} | {plain_function(found.function)}
     for limit in limits:
-        given_up = limit.stack[-1] if limit.library else limit
-        if plain_function(given_up.function) in around:
+        skipped = limit.stack[-1] if limit.library else limit
+        if plain_function(skipped.function) in around:
             return (
-                f"{plain_function(given_up.function)} is compiled anew until the recompile limit and then given up "
-                f"(for what changes at {Path(given_up.file).name}:{given_up.line}): no graph runs around the break "
+                f"{plain_function(skipped.function)} is compiled anew until the recompile limit and then given up "
+                f"(for what changes at {Path(skipped.file).name}:{skipped.line}): no graph runs around the break "
                 "any more"
             )
     return "no graph runs both before and behind it in a settled step"

@@ -12,7 +12,7 @@ from benchkit.run import Run
 from compile_bench.measure.harness import Harness, WorkerFailure
 from compile_bench.measure.serialize import triage_record
 from compile_bench.targets.case import Case
-from compile_bench.triage.serialize import bill_records
+from compile_bench.triage.serialize import triage_report_records
 
 
 def configure_triage(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -27,14 +27,14 @@ def collect_triage(run: Run, harness: Harness, repository: Path) -> None:
         try:
             with run.working(f"triage of {name}"):
                 if run.configuration["triage_bill"]:
-                    _bill(run, harness, case, repository)
+                    _triage_report(run, harness, case, repository)
                 else:
                     run.add(triage_record(harness.triage(case), repository))
         except (WorkerFailure, UserError) as error:
             run.absent(f"the break table of {name}", str(error))
 
 
-def _bill(run: Run, harness: Harness, case: Case, repository: Path) -> None:
-    from compile_bench.triage.run import draw_up  # imports torch, which a report does not need
+def _triage_report(run: Run, harness: Harness, case: Case, repository: Path) -> None:
+    from compile_bench.triage.run import run_triage  # imports torch, which a report does not need
 
-    run.add_all(bill_records(draw_up(harness, case, root=repository), repository))
+    run.add_all(triage_report_records(run_triage(harness, case, root=repository), repository))

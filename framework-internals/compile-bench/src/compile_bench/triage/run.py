@@ -14,13 +14,13 @@ from benchkit import UserError
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.catalogue import CAUSES, Cause, match, match_limit
-from compile_bench.fixes.fixer import Mender, patch_root
+from compile_bench.fixes.fixer import Fixer, patch_root
 from compile_bench.fixes.source import Source, head_end
-from compile_bench.fixes.types import Figures, Mend
+from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.harness import Harness, WorkerFailure
 from compile_bench.measure.survey_types import Kind, SilentEager, Survey
 from compile_bench.targets.case import Case
-from compile_bench.triage.types import Bill, Finding, Priced
+from compile_bench.triage.types import BreakCosts, Finding, TriageReport
 
 Result = TypeVar("Result")
 
@@ -32,23 +32,23 @@ _NO_ADVICE = re.compile(
 )
 
 
-def draw_up(
+def run_triage(
     harness: Harness,
     case: Case,
     *,
     kinds: Sequence[bool] = (True, False),
-    price: bool = True,
-    mend: bool = True,
+    cost: bool = True,
+    fix: bool = True,
     root: Path | None = None,
-) -> Bill:
+) -> TriageReport:
     """Find, price and mend what keeps a target out of graphs.
 
     Args:
         harness: runs every step of it in a fresh process.
         case: the target; its ``train`` does not matter.
         kinds: training (True), inference (False) or both.
-        price: compile with Inductor and measure.
-        mend: try changes of the source.
+        cost: compile with Inductor and measure.
+        fix: try changes of the source.
         root: folder that patches are relative to; by default the working directory, or the sources' own.
 
     Raises:
@@ -63,31 +63,31 @@ def draw_up(
     if case.device == "cuda":
         lost = _attempted(lambda: cast(list[SilentEager], harness.ask("lost_graphs", main)), "CUDA graphs", absent)
         findings += [_of_silent(each, surveys[0]) for each in lost or ()]
-    priced = _attempted(lambda: cast(Priced, harness.ask("price", main)), "prices", absent) if price else None
-    if priced is not None:
-        findings = _with_limits(findings, priced.limits, sound[0])
-        findings = [replace(each, price=priced.prices.get((each.file, each.line))) for each in findings]
-    findings.sort(key=_dearest_first)
-    together: Mend | None = None
-    if mend and findings:
+    costed = _attempted(lambda: cast(BreakCosts, harness.ask("price", main)), "prices", absent) if cost else None
+    if costed is not None:
+        findings = _with_limits(findings, costed.limits, sound[0])
+        findings = [replace(each, cost=costed.costs.get((each.file, each.line))) for each in findings]
+    findings.sort(key=_costliest_first)
+    together: Fix | None = None
+    if fix and findings:
         root = root or patch_root([each.file for each in findings if each.user_file], Path.cwd())
-        mender = Mender(harness, main, sound, root)
+        fixer = Fixer(harness, main, sound, root)
         places = tuple(dict.fromkeys((each.file, each.line) for each in findings if each.user_file))
-        mending = _attempted(lambda: mender.mend(places), "mends", absent)
-        if mending is not None:
-            findings = [replace(each, mend=mending.mends.get((each.file, each.line))) for each in findings]
-            together = mending.together
-        if mending is not None and together is not None and priced is not None:
-            overlay = mending.overlay
+        fix_results = _attempted(lambda: fixer.fix(places), "mends", absent)
+        if fix_results is not None:
+            findings = [replace(each, fix=fix_results.fixes.get((each.file, each.line))) for each in findings]
+            together = fix_results.together
+        if fix_results is not None and together is not None and costed is not None:
+            overlay = fix_results.overlay
             after = _attempted(
-                lambda: cast(Priced, harness.ask("price", main, overlay=overlay)), "the mended model's step", absent
+                lambda: cast(BreakCosts, harness.ask("price", main, overlay=overlay)), "the mended model's step", absent
             )
             if after is not None:
-                together = _measured(together, priced.figures, after.figures)
-    return Bill(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), together, tuple(absent))
+                together = _measured(together, costed.figures, after.figures)
+    return TriageReport(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), together, tuple(absent))
 
 
-def _measured(together: Mend, before: Figures, after: Figures) -> Mend:
+def _measured(together: Fix, before: Figures, after: Figures) -> Fix:
     """With what a step takes; the breaks stay those that were counted, behind functions that were given up too."""
     assert together.before is not None
     assert together.after is not None
@@ -251,7 +251,7 @@ def _recompiles(surveys: Sequence[Survey]) -> tuple[Recompile, ...]:
     return tuple(found.values())
 
 
-def _dearest_first(finding: Finding) -> tuple[float, float, str, int]:
-    price = finding.price
-    gap = price.gap.value if price is not None and price.gap is not None else 0.0
-    return -gap, -(price.compile_seconds if price is not None else 0.0), finding.file, finding.line
+def _costliest_first(finding: Finding) -> tuple[float, float, str, int]:
+    cost = finding.cost
+    gap = cost.gap.value if cost is not None and cost.gap is not None else 0.0
+    return -gap, -(cost.compile_seconds if cost is not None else 0.0), finding.file, finding.line

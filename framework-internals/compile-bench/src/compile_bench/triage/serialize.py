@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from benchkit.results import Json, Quantity, Record
-from compile_bench.fixes.types import Figures, Mend
+from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.serialize import neutral, shorten
-from compile_bench.triage.types import Bill, Finding
+from compile_bench.triage.types import Finding, TriageReport
 
 
-def bill_records(bill: Bill, root: Path) -> list[Record]:
+def triage_report_records(report: TriageReport, root: Path) -> list[Record]:
     """One record for the whole, one for every finding (dearest first), one for all mends together.
 
     Args:
-        bill: the bill.
+        report: the bill.
         root: files below it are named relative to it, others by their last part.
     """
-    labels = {"target": bill.target}
-    traced = sum(survey.trace_seconds for survey in bill.surveys)
+    labels = {"target": report.target}
+    traced = sum(survey.trace_seconds for survey in report.surveys)
     values = {
-        "findings": Quantity(len(bill.findings), ""),
-        "recompiles": Quantity(len(bill.recompiles), ""),
+        "findings": Quantity(len(report.findings), ""),
+        "recompiles": Quantity(len(report.recompiles), ""),
         "tracing": Quantity(traced, "s"),
-        "collecting": Quantity(sum(survey.collect_seconds for survey in bill.surveys), "s"),
+        "collecting": Quantity(sum(survey.collect_seconds for survey in report.surveys), "s"),
     }
     data: dict[str, Json] = {
-        "kinds": [survey.case.kind for survey in bill.surveys],
+        "kinds": [survey.case.kind for survey in report.surveys],
         "recompiles": [
             {
                 "file": shorten(each.file, root),
@@ -36,29 +36,29 @@ def bill_records(bill: Bill, root: Path) -> list[Record]:
                 "source": neutral(each.source, root),
                 "called from": neutral(each.called_from, root),
             }
-            for each in bill.recompiles
+            for each in report.recompiles
         ],
-        "absent": [*bill.raised, *bill.absent],
+        "absent": [*report.raised, *report.absent],
     }
     records = [Record("bill", labels, values, data)]
-    records += [_finding(each, index, bill.target, root) for index, each in enumerate(bill.findings, 1)]
-    if bill.together is not None:
-        records.append(_together(bill.together, bill.target))
+    records += [_finding(each, index, report.target, root) for index, each in enumerate(report.findings, 1)]
+    if report.together is not None:
+        records.append(_together(report.together, report.target))
     return records
 
 
 def _finding(finding: Finding, index: int, target: str, root: Path) -> Record:
     values: dict[str, Quantity] = {"met": Quantity(finding.times, "")}
-    if finding.price is not None:
-        values["crossing"] = Quantity(finding.price.crossing, "B")
-        values["compiling"] = Quantity(finding.price.compile_seconds, "s")
-        if finding.price.gap is not None:
-            values["gap"] = finding.price.gap
-    mend = finding.mend
-    if mend is not None and mend.accepted:
-        assert mend.before is not None
-        assert mend.after is not None
-        values |= _counts("before", mend.before) | _counts("after", mend.after)
+    if finding.cost is not None:
+        values["crossing"] = Quantity(finding.cost.crossing, "B")
+        values["compiling"] = Quantity(finding.cost.compile_seconds, "s")
+        if finding.cost.gap is not None:
+            values["gap"] = finding.cost.gap
+    fix = finding.fix
+    if fix is not None and fix.accepted:
+        assert fix.before is not None
+        assert fix.after is not None
+        values |= _counts("before", fix.before) | _counts("after", fix.after)
     data: dict[str, Any] = {
         "kind": finding.kind,
         "place": f"{shorten(finding.file, root)}:{finding.line}",
@@ -68,29 +68,27 @@ def _finding(finding: Finding, index: int, target: str, root: Path) -> Record:
         "case": finding.case,
         "advice": finding.advice,
         "kinds": list(finding.kinds),
-        "share": 1 if finding.price is None else finding.price.share,
-        "no gap": "" if finding.price is None else finding.price.no_gap,
+        "share": 1 if finding.cost is None else finding.cost.share,
+        "no gap": "" if finding.cost is None else finding.cost.no_gap,
         "mend": None
-        if mend is None
+        if fix is None
         else {
-            "title": mend.title,
-            "effect": mend.effect,
-            "accepted": mend.accepted,
-            "verdict": neutral(mend.verdict, root),
-            "apart": neutral(mend.apart, root),
+            "title": fix.title,
+            "effect": fix.effect,
+            "accepted": fix.accepted,
+            "verdict": neutral(fix.verdict, root),
+            "apart": neutral(fix.apart, root),
         },
-        "patch": mend.patch if mend is not None else "",
+        "patch": fix.patch if fix is not None else "",
     }
     return Record("finding", {"target": target, "number": index}, values, data)
 
 
-def _together(mend: Mend, target: str) -> Record:
-    assert mend.before is not None
-    assert mend.after is not None
-    values = _counts("before", mend.before) | _counts("after", mend.after)
-    return Record(
-        "mended", {"target": target}, values, {"title": mend.title, "effect": mend.effect, "cases": mend.case}
-    )
+def _together(fix: Fix, target: str) -> Record:
+    assert fix.before is not None
+    assert fix.after is not None
+    values = _counts("before", fix.before) | _counts("after", fix.after)
+    return Record("mended", {"target": target}, values, {"title": fix.title, "effect": fix.effect, "cases": fix.case})
 
 
 def _counts(when: str, figures: Figures) -> dict[str, Quantity]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from benchkit.results import Quantity
 from compile_bench.capture.trace import Break, Recompile
-from compile_bench.fixes.types import Figures, Mend
+from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.survey_types import Kind, Survey
 
 
 @dataclass(frozen=True)
-class Price:
+class BreakCost:
     """What a break costs.
 
     Attributes:
@@ -30,10 +30,10 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Priced:
+class BreakCosts:
     """Prices by place (file and line), the whole model's figures, and functions given up at the recompile limit."""
 
-    prices: dict[tuple[str, int], Price]
+    costs: dict[tuple[str, int], BreakCost]
     figures: Figures
     limits: tuple[Break, ...] = ()
 
@@ -59,8 +59,8 @@ class Finding:
         times: how often it was met.
         library: the library's line that the user's line led to.
         user_file: whether ``file`` is the user's, so that it can be changed.
-        price: None where it was not measured.
-        mend: None where nothing was tried.
+        cost: None where it was not measured.
+        fix: None where nothing was tried.
     """
 
     kind: Kind
@@ -79,8 +79,8 @@ class Finding:
     times: int
     library: str = ""
     user_file: bool = True
-    price: Price | None = None
-    mend: Mend | None = None
+    cost: BreakCost | None = None
+    fix: Fix | None = None
 
     @property
     def place(self) -> str:
@@ -89,7 +89,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Bill:
+class TriageReport:
     """Everything triage says about a target.
 
     Attributes:
@@ -105,7 +105,7 @@ class Bill:
     findings: tuple[Finding, ...]
     recompiles: tuple[Recompile, ...]
     surveys: tuple[Survey, ...]
-    together: Mend | None = None
+    together: Fix | None = None
     absent: tuple[str, ...] = ()
 
     @property
