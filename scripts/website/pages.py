@@ -119,7 +119,8 @@ def link_to_source_pages(site: Site, page: str, text: str) -> str:
 
 
 def diagrams(page: str) -> str:
-    """The stem of the pictures of a page's Mermaid diagrams: ``docs/figures/architecture``, to which ``-1.svg`` comes."""
+    """The stem of the pictures of a page's Mermaid diagrams: those of a page ``docs/a.md`` are ``docs/figures/a-1.svg``
+    and so on."""
     return str(PurePosixPath(page).parent / "figures" / PurePosixPath(page).stem)
 
 
@@ -182,7 +183,11 @@ def navigation(site: Site) -> Navigation:
     whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
     examples = [path for path in site.sources if path.startswith("examples/")]
     own: Navigation = ["examples/README.md", *({PurePosixPath(path).name: f"{path}.md"} for path in examples)]
-    shared = [page for page in site.api if page.startswith("shared/")]
+    shared: Navigation = [
+        "shared/README.md",
+        *(["docs/shared.md"] if "docs/shared.md" in site.pages else []),
+        *({_api_title(page): page} for page in site.api if page.startswith("shared/")),
+    ]
     further = [{path: f"{path}.md"} for path in site.sources if "/" not in path]
     others = [page for page in site.pages if "/" not in page and page not in ("README.md", "CONTRIBUTING.md")]
     return [
