@@ -206,7 +206,7 @@ class ForkServer:
         try:
             return int(self._control.recv())
         except (EOFError, ConnectionResetError):
-            status, log = self._process.wait(), _text(self._log)
+            status, printed = self._process.wait(), _text(self._log)
             raise with_note(
                 ChildCrashed(f"the fork server ended with status {status}: {last_line(log)}"), log
             ) from None
