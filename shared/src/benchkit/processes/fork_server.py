@@ -207,9 +207,8 @@ class ForkServer:
             return int(self._control.recv())
         except (EOFError, ConnectionResetError):
             status, printed = self._process.wait(), _text(self._log)
-            raise with_note(
-                ChildCrashed(f"the fork server ended with status {status}: {last_line(log)}"), log
-            ) from None
+            failure = ChildCrashed(f"the fork server ended with status {status}: {last_line(printed)}")
+            raise with_note(failure, printed) from None
 
     @property
     def usable(self) -> bool:
