@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from benchkit import UserError
 from jax_baseline.cli import app
-from jax_baseline.convergence import Converged
-from jax_baseline.parity import Observation, judge
+from jax_baseline.parity.comparison import Observation, judge
+from jax_baseline.parity.convergence import Converged
 from torch_baseline.config import GPTConfig
 
 SMALL = ["--steps", "3", "--batch-size", "2"]
@@ -32,7 +32,7 @@ def test_parity_gives_a_verdict(monkeypatch):
 def test_no_parity_is_exit_status_1(monkeypatch):
     seen = Observation(5.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
     judged = judge([seen], [replace(seen, loss=5.5)], controls=[[seen]], dtype="float32")
-    monkeypatch.setattr("jax_baseline.sides.run", lambda setup: judged)
+    monkeypatch.setattr("jax_baseline.parity.adapters.run", lambda setup: judged)
     result = invoke("parity", "--steps", "1", "--device", "cpu")
     assert result.exit_code == 1
     assert "NO PARITY tiny, 1 steps, seed 0, float32: step 0: the loss off by 5.0e-01" in result.output
@@ -141,15 +141,15 @@ def test_a_user_error_is_one_line_and_status_2():
     [
         ("jax_baseline.hlo", {"jax", "torch", "numpy"}),
         ("jax_baseline.hlo.lock", {"jax", "torch", "numpy"}),
-        ("jax_baseline.inductor_source", {"jax", "torch", "numpy"}),
-        ("jax_baseline.region_diff", {"jax", "torch"}),
-        ("jax_baseline.hlo_findings", {"jax", "torch"}),
-        ("jax_baseline.compiled_sides", {"jax", "torch"}),
-        ("jax_baseline.gpu_target", {"jax", "torch"}),
+        ("jax_baseline.diff.inductor_source", {"jax", "torch", "numpy"}),
+        ("jax_baseline.diff.region_diff", {"jax", "torch"}),
+        ("jax_baseline.report.hlo_findings", {"jax", "torch"}),
+        ("jax_baseline.diff.compiled_sides", {"jax", "torch"}),
+        ("jax_baseline.hlo.gpu_target", {"jax", "torch"}),
         ("jax_baseline.lens", {"jax", "torch"}),
         ("jax_baseline.cli", {"jax", "torch"}),
         ("jax_baseline.worker", {"jax", "torch"}),
-        ("jax_baseline.bench", {"jax", "torch"}),
+        ("jax_baseline.timing.bench", {"jax", "torch"}),
     ],
 )
 def test_imports_stay_light(module, absent):

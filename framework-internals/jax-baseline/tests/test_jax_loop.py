@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from benchkit import UserError
-from jax_baseline import interchange, loop, per_example, sampling
-from jax_baseline.checkpoints import BEST, LAST, Checkpoints
-from jax_baseline.model import forward, loss
-from jax_baseline.transfer import from_torch, to_torch
+from jax_baseline.gpt import interchange, loop, per_example, sampling
+from jax_baseline.gpt.checkpoints import BEST, LAST, Checkpoints
+from jax_baseline.gpt.model import forward, loss
+from jax_baseline.gpt.transfer import from_torch, to_torch
 from torch_baseline import checkpoint as torch_checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import batch, load_corpus
@@ -109,7 +109,7 @@ from pathlib import Path
 from dataclasses import replace
 sys.path[:0] = sys.argv[2].split(os.pathsep)
 from test_jax_loop import MODEL, CONFIG
-from jax_baseline import loop
+from jax_baseline.gpt import loop
 folder = Path(sys.argv[1])
 
 def kill_while_step_four_is_written():
@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_named_and_refused(tmp_path):
 
 def test_a_wrong_array_in_a_whole_checkpoint_is_noticed(tmp_path, monkeypatch):
     config = replace(CONFIG, steps=4, out=tmp_path)
-    monkeypatch.setattr("jax_baseline.checkpoints.checksums", lambda state: {".params.norm": 7})
+    monkeypatch.setattr("jax_baseline.gpt.checkpoints.checksums", lambda state: {".params.norm": 7})
     loop.train(MODEL, config)
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"is damaged \(checksum of \.step\)|is damaged \(checksum of"):
@@ -313,7 +313,7 @@ def test_noise_scale_of_gradients_that_are_signal_and_noise():
 
 def test_the_nnx_view_is_the_function():
     nnx = pytest.importorskip("flax.nnx")
-    from jax_baseline.nnx_view import GPT as View
+    from jax_baseline.gpt.nnx_view import GPT as View
 
     view = View(MODEL, seed=2)
     x = np.zeros((1, 5), np.int32)
