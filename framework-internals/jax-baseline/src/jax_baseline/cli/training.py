@@ -1,4 +1,4 @@
-"""``train``, ``parity``, ``bench``, ``converge`` and ``sample``."""
+"""``train``, ``parity``, ``bench`` and ``converge``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from benchkit import UserError, numbers
+from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, Seed, user_errors
@@ -246,23 +246,4 @@ def converge(
         raise typer.Exit(1)
 
 
-def sample(
-    run: Annotated[Path, typer.Argument(help="folder of a training run, or a checkpoint of torch_baseline (.pt)")],
-    prompt: Annotated[str, typer.Option(help="text to go on from")] = "The ",
-    count: Annotated[int, typer.Option("--bytes", min=1, help="bytes to write")] = 300,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest byte")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="of the draws")] = 0,
-) -> None:
-    """Write with the best model of a run, every byte from a cache of keys and values."""
-    from jax_baseline.gpt.loop import load_best
-    from jax_baseline.gpt.sampling import sample_bytes
-    from jax_baseline.gpt.transfer import open_torch_checkpoint
-
-    if not prompt:
-        raise UserError("--prompt must hold at least one byte")
-    model, params = open_torch_checkpoint(run) if run.suffix == ".pt" else load_best(run)
-    written = bytes(sample_bytes(params, model, prompt.encode(), count, temperature=temperature, seed=seed))
-    print(prompt + written.decode(errors="replace"))
-
-
-COMMANDS = (train, parity, bench, converge, sample)
+COMMANDS = (train, parity, bench, converge)

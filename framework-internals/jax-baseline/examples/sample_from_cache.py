@@ -1,9 +1,15 @@
-"""Writing with a trained model, byte by byte, each from the keys and values that the bytes before it left behind."""
+"""Text from a trained model, one byte at a time, with a cache of keys and values.
+
+``python examples/sample_from_cache.py RUN`` takes the folder of a run of ``jax-baseline train --out RUN``, or a
+checkpoint of ``torch_baseline`` (``.pt``).
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -11,19 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from benchkit import UserError
+from jax_baseline.gpt.loop import load_best
 from jax_baseline.gpt.model import Block, Params, TokensBT, bias_gelu, rms_norm, rotate
+from jax_baseline.gpt.transfer import open_torch_checkpoint
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import rotary_tables
 from torch_baseline.sample import BYTES
 
 
 class Cache(NamedTuple):
-    """Keys, turned by their positions, and values of what was read, by layer.
+    """Keys and values of every layer for the tokens that the model has read.
 
     Attributes:
-        keys: zero where nothing was read yet.
-        values: likewise.
-        length: positions read.
+        keys: Keys after the rotary embedding; zero at the positions that are not read yet.
+        values: Values; zero at the positions that are not read yet.
+        length: Number of positions that are read.
     """
 
     keys: Float[Array, "L B S H D"]
@@ -32,11 +41,11 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: GPTConfig, batch_size: int) -> Cache:
-    """Return the cache before the first token, with room for ``block_size``.
+    """Return an empty cache with room for ``block_size`` positions.
 
     Args:
-        config: the shape.
-        batch_size: B, texts that are written at the same time.
+        config: Shape of the model.
+        batch_size: B, the number of texts that are written at the same time.
     """
     shape = (config.n_layer, batch_size, config.block_size, config.n_head, config.head_size)
     return Cache(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros((), jnp.int32))
@@ -44,16 +53,16 @@ def empty_cache(config: GPTConfig, batch_size: int) -> Cache:
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnums=1)
 def read(params: Params, cache: Cache, tokens_BT: TokensBT, config: GPTConfig) -> tuple[Cache, Float[Array, "B V"]]:
-    """Read tokens behind those that the cache holds; compiled once for the prompt and once for single bytes.
+    """Read the next tokens of every text. JAX compiles this once for the prompt and once for single bytes.
 
     Args:
-        params: float32, blocks one after another.
-        cache: overwritten.
-        tokens_BT: the next T tokens of every text; the cache must have room for them.
-        config: the shape.
+        params: Weights in float32, with one :class:`Block` per layer.
+        cache: Cache of the tokens before these. Its memory is donated.
+        tokens_BT: The next T tokens of every text; the cache must have room for them.
+        config: Shape of the model.
 
     Returns:
-        The cache, and the logits of what comes next.
+        The new cache, and the logits of the token that follows.
     """
     assert not isinstance(params.blocks, Block), "unstack the blocks"
     length = tokens_BT.shape[1]
@@ -80,7 +89,7 @@ def read(params: Params, cache: Cache, tokens_BT: TokensBT, config: GPTConfig) -
 
 
 def _attend(q_BTHD: Array, keys_BSHD: Array, values_BSHD: Array, read_before: Array) -> Array:
-    """Every query over the keys up to its own place, the cache's unused rest left out."""
+    """Attention of every query over the keys up to its own position; the unused rest of the cache is masked."""
     scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, keys_BSHD) / np.sqrt(q_BTHD.shape[-1])
     own_T = read_before + jnp.arange(q_BTHD.shape[1])
     seen_TS = jnp.arange(keys_BSHD.shape[1]) <= own_T[:, None]
@@ -93,27 +102,28 @@ def sample_bytes(
 ) -> Iterator[int]:
     """Continue a text.
 
-    A text that outgrows ``block_size`` is read anew from its last bytes, as ``torch_baseline`` reads it for every byte:
-    positions count from the start of what the model sees, so nothing of the cache can be kept then.
+    When the text outgrows ``block_size``, its last ``block_size`` bytes are read again. Positions count from the start
+    of what the model sees, so the cached keys are no longer valid then. ``torch_baseline`` reads the text again for
+    every byte.
 
     Args:
-        params: trained on bytes; blocks one after another.
-        config: the shape.
-        prompt: at least one byte; the last ``block_size`` bytes are what the model sees.
-        count: bytes to write.
-        temperature: that logits are divided by; 0 takes the likeliest byte.
-        seed: of the draws.
+        params: Weights of a model of bytes, with one :class:`Block` per layer.
+        config: Shape of the model.
+        prompt: At least one byte. The model sees the last ``block_size`` bytes.
+        count: Number of bytes to write.
+        temperature: Divisor of the logits; 0 takes the most likely byte.
+        seed: Seed of the random choices.
 
     Yields:
-        One byte at a time.
+        The next byte.
 
     Raises:
         ValueError: for an empty prompt or a negative temperature.
     """
     if not prompt:
-        raise ValueError("the prompt must hold at least one byte")
+        raise ValueError("the prompt must hold at least one byte, got an empty one")
     if temperature < 0:
-        raise ValueError(f"temperature must not be negative, got {temperature}")
+        raise ValueError(f"temperature must not be negative, got {temperature}; 0 takes the most likely byte")
     key = jax.random.key(seed)
     text = list(prompt)
     unread, cache = text[-config.block_size :], empty_cache(config, 1)
@@ -121,7 +131,7 @@ def sample_bytes(
         if int(cache.length) + len(unread) > config.block_size:
             unread, cache = text[-config.block_size :], empty_cache(config, 1)
         cache, logits_BV = read(params, cache, jnp.array([unread], jnp.int32), config)
-        # A vocabulary padded beyond the bytes has logits for tokens that no text holds.
+        # A padded vocabulary has logits for tokens that are no bytes.
         logits_V = logits_BV[0, :BYTES]
         if temperature == 0:
             token = int(logits_V.argmax())
@@ -130,3 +140,27 @@ def sample_bytes(
         text.append(token)
         unread = [token]
         yield token
+
+
+def main() -> None:
+    """Write with the best weights of a run, the averaged ones where the run kept an average."""
+    parser = argparse.ArgumentParser(description="Continue a text with the best weights of a run.")
+    parser.add_argument("run", type=Path, help="folder of a training run, or a checkpoint of torch_baseline (.pt)")
+    parser.add_argument("--prompt", default="The ", help="text to continue [default: %(default)r]")
+    parser.add_argument("--bytes", type=int, default=300, help="number of bytes to write [default: %(default)s]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely byte")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random choices")
+    asked = parser.parse_args()
+    try:
+        model, params = open_torch_checkpoint(asked.run) if asked.run.suffix == ".pt" else load_best(asked.run)
+        prompt = asked.prompt.encode()
+        written = bytes(
+            sample_bytes(params, model, prompt, asked.bytes, temperature=asked.temperature, seed=asked.seed)
+        )
+    except (UserError, ValueError) as error:
+        parser.error(str(error))
+    print(asked.prompt + written.decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()
