@@ -14,8 +14,8 @@ from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write, report_directories
-from jax_baseline.bench import MeasuredEngine
-from jax_baseline.engines import Preparation
+from jax_baseline.timing.bench import MeasuredEngine
+from jax_baseline.timing.engines import Preparation
 from whole_step import measure
 from whole_step.dissection import covered, dispatch_seconds, per_step
 from whole_step.report import REPORT, parts_of_steps, steps_before

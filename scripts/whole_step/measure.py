@@ -11,8 +11,8 @@ from benchkit import Comparison, Quantity, UserError
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Lens, Run
-from jax_baseline.bench import MeasuredEngine, measure_engines, mfu_per_token
-from jax_baseline.engines import EngineSpec, bench_config
+from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token
+from jax_baseline.timing.engines import EngineSpec, bench_config
 from jax_baseline.worker import Worker, WorkerError, last_line
 from torch_baseline.config import GPTConfig, TrainConfig
 from whole_step.report import REPORT

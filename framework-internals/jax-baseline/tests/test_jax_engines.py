@@ -11,10 +11,11 @@ from typer.testing import CliRunner
 
 from benchkit import Quantity, Timing, UserError
 from benchkit.run import Run
-from jax_baseline import bench, lens
-from jax_baseline.bench import MeasuredEngine, measure_engines
+from jax_baseline import lens
 from jax_baseline.cli import app
-from jax_baseline.engines import EngineSpec, Preparation, bench_config
+from jax_baseline.timing import bench
+from jax_baseline.timing.bench import MeasuredEngine, measure_engines
+from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
 from jax_baseline.worker import Worker, WorkerError, last_line
 
 
@@ -326,7 +327,7 @@ def test_mistakes_that_are_not_planted_are_named(device, told):
 
 
 def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):
-    from jax_baseline import training_lens
+    from jax_baseline.timing import measurements as training_lens
 
     begun = threading.Event()
     mesh = {"state_bytes": 1, "losses": [1.0], "collectives": {}}
