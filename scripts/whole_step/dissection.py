@@ -80,7 +80,7 @@ class DissectedEngine:
 def make_dissected_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> DissectedEngine:
-    """Make an engine from plain JSON: the factory that a worker calls.
+    """Make an engine from plain values, in the child process that it runs in.
 
     It takes the arguments of :func:`jax_baseline.timing.engines.make_engine`.
     """

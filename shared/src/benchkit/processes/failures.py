@@ -10,8 +10,23 @@ _EXCEPTION = re.compile(r"([\w.]+(Error|Exception|Interrupt)\b|Fatal Python erro
 _POSITION = re.compile(r"[\w./+-]+:\d+:?$")
 
 
+_NOTED_LINES = 60
+
+
 class ChildFailure(RuntimeError):
-    """A child process gave no answer. The message is one line; notes hold the traceback or the end of the log."""
+    """A child process gave no answer.
+
+    Args:
+        message: What happened, in one line.
+        details: The traceback, or what the process has printed. Python shows the end of it when nobody catches the
+            failure.
+    """
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+        if lines := details.rstrip().splitlines()[-_NOTED_LINES:]:
+            self.add_note("\n".join(["In the child process:", *lines]))
 
 
 class ChildCrashed(ChildFailure):
@@ -24,16 +39,6 @@ class ChildTimedOut(ChildFailure):
 
 class ChildCancelled(ChildFailure):
     """The process is not at fault: the runner was stopped, or its deadline has passed."""
-
-
-_NOTED_LINES = 60
-
-
-def with_note(failure: ChildFailure, text: str) -> ChildFailure:
-    """Add the last lines of a traceback or log, which Python shows when nobody catches the failure."""
-    if lines := text.rstrip().splitlines()[-_NOTED_LINES:]:
-        failure.add_note("\n".join(["In the child process:", *lines]))
-    return failure
 
 
 def last_line(text: str) -> str:

@@ -35,7 +35,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, TypeVar, cast
 
-from benchkit.processes.failures import ChildCrashed, ChildTimedOut, last_line, with_note
+from benchkit.processes.failures import ChildCrashed, ChildTimedOut, last_line
 from benchkit.processes.server import Answer, ChildSettings, kill_group
 
 Result = TypeVar("Result")
@@ -98,15 +98,15 @@ class Child:
             self._connection.send_bytes(request)
         if not self._responds(begin, limit, stopped_seconds):
             kill_group(self.pid)
-            raise with_note(ChildTimedOut(f"{name} was ended after its time limit of {limit:g} s"), _text(self._log))
+            raise ChildTimedOut(f"{name} was ended after its time limit of {limit:g} s", _text(self._log))
         answer = self._answer()
         if answer is None:
             log = _text(self._log)
-            raise with_note(ChildCrashed(f"{name} ended with status {self.exit_status()}: {last_line(log)}"), log)
+            raise ChildCrashed(f"{name} ended with status {self.exit_status()}: {last_line(log)}", log)
         if answer.user_error is not None:
             raise answer.user_error
         if answer.traceback:
-            raise with_note(ChildCrashed(f"{name} raised {last_line(answer.traceback)}"), answer.traceback)
+            raise ChildCrashed(f"{name} raised {last_line(answer.traceback)}", answer.traceback)
         return cast(Result, answer.value)
 
     def _responds(self, begin: float, limit: float, stopped_seconds: StoppedSeconds | None) -> bool:
@@ -207,8 +207,8 @@ class ForkServer:
             return int(self._control.recv())
         except (EOFError, ConnectionResetError):
             status, printed = self._process.wait(), _text(self._log)
-            failure = ChildCrashed(f"the fork server ended with status {status}: {last_line(printed)}")
-            raise with_note(failure, printed) from None
+            message = f"the fork server ended with status {status}: {last_line(printed)}"
+            raise ChildCrashed(message, printed) from None
 
     @property
     def usable(self) -> bool:

@@ -44,13 +44,13 @@ class RemoteObject:
         limit: float = LIMIT_SECONDS,
     ) -> None:
         self.limit = limit
-        self._name = factory.__qualname__
         variables = child_environment(environment or {})
         with ExitStack() as stack:
             server = ForkServer((), variables)
             stack.callback(server.close)
             self._child = stack.enter_context(server.child(child_settings(variables)))
-            self._child.call(functools.partial(_make, factory, dict(arguments)), self._name, limit)
+            made = functools.partial(_make, factory, dict(arguments))
+            self._class = self._child.call(made, factory.__qualname__, limit)
             self._resources = stack.pop_all()
 
     def __enter__(self) -> RemoteObject:
@@ -69,16 +69,18 @@ class RemoteObject:
             ChildCrashed: If it raises another exception, or the process has ended.
             ChildTimedOut: If it takes longer than the limit; the process is killed.
         """
-        return self._child.call(functools.partial(_call, method, arguments), f"{self._name}.{method}", self.limit)
+        return self._child.call(functools.partial(_call, method, arguments), f"{self._class}.{method}", self.limit)
 
     def close(self) -> None:
         """Kill the process, and with it everything that it has started."""
         self._resources.close()
 
 
-def _make(factory: Callable[..., object], arguments: Mapping[str, Any]) -> None:
+def _make(factory: Callable[..., object], arguments: Mapping[str, Any]) -> str:
+    """Make the object and return the name of its class, for messages."""
     global _object
     _object = factory(**arguments)
+    return type(_object).__qualname__
 
 
 def _call(method: str, arguments: Mapping[str, Any]) -> Any:

@@ -149,7 +149,6 @@ def bench(
     """Tokens per second of one training step, torch and JAX interleaved round by round."""
     from jax_baseline.timing import bench as benchmark
     from jax_baseline.timing.engines import ENGINES, bench_config, named_engines
-    from jax_baseline.worker import last_line
 
     if engines == "list":
         print("\n".join(f"{name:28} {spec.summary}" for name, spec in ENGINES.items()))
@@ -173,7 +172,7 @@ def bench(
     rows = []
     for name, engine in measured.items():
         if isinstance(engine, str):
-            print(f"{name} failed: {last_line(engine)}")
+            print(f"{name} failed: {engine}")
             continue
         each = tokens * steps / engine.timing.median
         collectives = engine.preparation.collectives
@@ -195,10 +194,9 @@ def bench(
 def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, kernels: int) -> None:
     """One engine of a sweep: a line, and its largest kernels below."""
     from jax_baseline.timing.kernel_times import alike
-    from jax_baseline.worker import last_line
 
     if isinstance(trial, str):
-        print(f"{name:28} failed: {last_line(trial)}", flush=True)
+        print(f"{name:28} failed: {trial}", flush=True)
         return
     rate = tokens / trial.timing.median
     memory = "" if trial.peak_memory is None else f"  {numbers.with_unit(trial.peak_memory, 'B')}"
@@ -211,9 +209,9 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, 
         flush=True,
     )
     if trial.memory_unknown:
-        print(f"    no peak memory: {last_line(trial.memory_unknown)}")
+        print(f"    no peak memory: {trial.memory_unknown}")
     if trial.unprofiled:
-        print(f"    no kernels: {last_line(trial.unprofiled)}")
+        print(f"    no kernels: {trial.unprofiled}")
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
     for kernel in alike(trial.kernels)[:kernels]:

@@ -11,12 +11,10 @@ from tempfile import TemporaryDirectory
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
-from jax_baseline.timing.engines import EngineSpec, Preparation
+from benchkit.processes import ChildFailure, RemoteObject
+from jax_baseline.timing.engines import EngineSpec, Preparation, make_engine
 from jax_baseline.timing.kernel_times import KernelTime
-from jax_baseline.worker import Worker, WorkerError
 from torch_baseline.config import GPTConfig, TrainConfig
-
-ENGINE_FACTORY = "jax_baseline.timing.engines:make_engine"
 
 # First losses must agree this well before anything is timed: far above what rounding does to a mean over thousands of
 # tokens, far below what any difference of the model would.
@@ -123,8 +121,8 @@ def measure_engines(
     steps: int = 1,
     together: int | None = None,
     empty_caches: bool = True,
-    factory: str = ENGINE_FACTORY,
-    inspect: Callable[[str, Worker], None] | None = None,
+    factory: Callable[..., object] = make_engine,
+    inspect: Callable[[str, RemoteObject], None] | None = None,
 ) -> dict[str, MeasuredEngine | str]:
     """Time the engines in processes of their own that stay alive, one of them running at any time.
 
@@ -148,7 +146,7 @@ def measure_engines(
         What was measured by engine, in their order, or the reason why nothing was.
 
     Raises:
-        WorkerError: if the reference fails before it is timed; later the groups that it then is not there for are lost.
+        ChildFailure: if the reference fails before it is timed. If it fails later, only the groups without it are lost.
         UserError: if it fails for what the user can mend.
     """
     reference, *others = engines
@@ -169,11 +167,11 @@ def measure_engines(
                         # More devices have more rows, and so another loss.
                         loss = expected.loss if engines[name].devices == devices else None
                         ready[name] = (worker, _prepare(worker, steps, loss, training.dtype))
-                    except (WorkerError, UserError, ValueError) as error:
+                    except (ChildFailure, UserError, ValueError) as error:
                         found[name] = str(error)
                 try:
                     group_found = _measure_group(ready, reference, rounds, steps)
-                except (WorkerError, UserError) as error:
+                except (ChildFailure, UserError) as error:
                     if reference not in found:
                         raise
                     group_found = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
@@ -184,23 +182,23 @@ def measure_engines(
 
 
 def _inspected(
-    name: str, measured: MeasuredEngine | str, worker: Worker, inspect: Callable[[str, Worker], None] | None
+    name: str, measured: MeasuredEngine | str, worker: RemoteObject, inspect: Callable[[str, RemoteObject], None] | None
 ) -> MeasuredEngine | str:
     """What was measured; an inspection that fails, or takes the worker with it, costs itself alone."""
     if inspect is None or isinstance(measured, str):
         return measured
     try:
         inspect(name, worker)
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return replace(measured, missing={**measured.missing, "inspection": str(error)})
     return measured
 
 
-def _peak_memory(worker: Worker) -> tuple[int | None, str]:
+def _peak_memory(worker: RemoteObject) -> tuple[int | None, str]:
     """Bytes, or None and why asking failed."""
     try:
         return worker.call("peak_memory"), ""
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return None, str(error)
 
 
@@ -209,21 +207,21 @@ def steps_taken(rounds: int, steps: int) -> int:
     return 1 + (2 + rounds) * steps
 
 
-def _prepare(worker: Worker, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
+def _prepare(worker: RemoteObject, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
     """The first step, and a sample's worth of others, which shows whether they fit into memory beside those before."""
     try:
         preparation = Preparation(**worker.call("prepare"))
         if expected_loss is not None:
             _require_agreement(preparation.loss, expected_loss, dtype)
         worker.call("run", steps=steps)
-    except (WorkerError, UserError, ValueError):
+    except (ChildFailure, UserError, ValueError):
         worker.close()  # and with it what it holds of the device
         raise
     return preparation
 
 
 def _measure_group(
-    ready: Mapping[str, tuple[Worker, Preparation]], reference: str, rounds: int, steps: int
+    ready: Mapping[str, tuple[RemoteObject, Preparation]], reference: str, rounds: int, steps: int
 ) -> dict[str, MeasuredEngine | str]:
     """What was measured of each engine, or the reason why it failed in a round that was timed."""
     comparison, failed = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
@@ -270,12 +268,12 @@ def sweep(
     """
     for group in _groups(list(engines), together):
         with _workers(device) as start:
-            prepared: dict[str, tuple[Worker, Preparation] | str] = {}
+            prepared: dict[str, tuple[RemoteObject, Preparation] | str] = {}
             for name in group:  # one after another: compilers time their kernels on the device
                 try:
                     worker = start(engines[name], model, training)
                     prepared[name] = worker, _prepare(worker, steps)
-                except (WorkerError, UserError) as error:
+                except (ChildFailure, UserError) as error:
                     prepared[name] = str(error).strip()
             ready = {name: found for name, found in prepared.items() if not isinstance(found, str)}
             yield from ((name, found) for name, found in prepared.items() if isinstance(found, str))
@@ -291,20 +289,22 @@ def sweep(
                 yield name, _with_kernels(trial, worker, steps) if kernels else trial
 
 
-def _with_kernels(trial: Trial, worker: Worker, steps: int) -> Trial:
+def _with_kernels(trial: Trial, worker: RemoteObject, steps: int) -> Trial:
     """The trial with its kernels; a profiler that fails, or takes the worker with it, costs them alone."""
     try:
         table = worker.call("kernel_times", steps=steps)
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return replace(trial, unprofiled=str(error))
     return replace(trial, kernels=tuple(KernelTime(*row) for row in table))
 
 
-_Start = Callable[[EngineSpec, GPTConfig, TrainConfig], Worker]
+_Start = Callable[[EngineSpec, GPTConfig, TrainConfig], RemoteObject]
 
 
 @contextmanager
-def _workers(device: Device, factory: str = ENGINE_FACTORY, empty_caches: bool = True) -> Iterator[_Start]:
+def _workers(
+    device: Device, factory: Callable[..., Engine] = make_engine, empty_caches: bool = True
+) -> Iterator[_Start]:
     """A function that starts a worker; all of them end with the context."""
     with ExitStack() as stack:
         environment = {
@@ -316,34 +316,36 @@ def _workers(device: Device, factory: str = ENGINE_FACTORY, empty_caches: bool =
         if device == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
 
-        def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> Worker:
+        def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> RemoteObject:
             arguments = {
                 "spec": asdict(spec),
                 "model": asdict(model),
                 "training": training.as_plain(),
                 "device": device,
             }
-            return stack.enter_context(Worker(factory, arguments, environment={**environment, **spec.environment}))
+            return stack.enter_context(
+                RemoteObject(factory, arguments, environment={**environment, **spec.environment})
+            )
 
         yield start
 
 
 def _compare(
-    workers: Mapping[str, Worker], rounds: int, steps: int
-) -> tuple[Comparison, dict[str, WorkerError | UserError]]:
+    workers: Mapping[str, RemoteObject], rounds: int, steps: int
+) -> tuple[Comparison, dict[str, ChildFailure | UserError]]:
     """Time the engines round by round; one that fails leaves the rounds, which go on for the others.
 
     Returns:
         The timings of those that took every round, and what the others failed of.
     """
-    failed: dict[str, WorkerError | UserError] = {}
+    failed: dict[str, ChildFailure | UserError] = {}
 
     def run(name: str) -> None:
         if name in failed:
             return
         try:
             workers[name].call("run", steps=steps)
-        except (WorkerError, UserError) as error:
+        except (ChildFailure, UserError) as error:
             failed[name] = error
             workers[name].close()  # and with it what it holds of the device
 

@@ -199,7 +199,7 @@ class Engine(Protocol):
 def make_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> Engine:
-    """Make an engine from plain JSON: the factory that a worker calls.
+    """Make an engine from plain values, in the child process that it runs in.
 
     Args:
         spec: fields of :class:`EngineSpec`.

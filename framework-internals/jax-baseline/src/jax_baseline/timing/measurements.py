@@ -174,7 +174,8 @@ def _collect_mutations(run: Run, result: Callable[[], list[Verdict]], beside: Ca
 
 def _try_meshes(configuration: Mapping[str, Any]) -> tuple[list[tuple[int, int, Any]], list[list[float]]]:
     """What came of one device and of each mesh, and the losses on one device of the rows in another order."""
-    from jax_baseline.worker import Worker
+    from benchkit.processes import RemoteObject
+    from jax_baseline.timing.mesh_trial import MeshTrial
 
     asked = configuration["meshes"]
     devices = max(data * fsdp for data, fsdp in asked["shapes"])
@@ -184,7 +185,7 @@ def _try_meshes(configuration: Mapping[str, Any]) -> tuple[list[tuple[int, int, 
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     arguments = {"model": asked["model"], "training": asked["training"]}
     rows = asked["training"]["batch_size"]
-    with Worker("jax_baseline.timing.mesh_trial:MeshTrial", arguments, environment=environment) as worker:
+    with RemoteObject(MeshTrial, arguments, environment=environment) as worker:
         order = [(row * 3) % rows for row in range(rows)]
         alone = worker.call("run", data=1, fsdp=1)
         controls = [worker.call("run", data=1, fsdp=1, rows=order)["losses"]]
@@ -243,7 +244,6 @@ def _collect_convergence(run: Run) -> None:
 
 def _collect_bench(run: Run) -> None:
     from jax_baseline.timing.bench import measure_engines, mfu_per_token
-    from jax_baseline.worker import last_line
     from torch_baseline.model import flops_per_token
 
     asked = run.configuration["bench"]
@@ -264,14 +264,14 @@ def _collect_bench(run: Run) -> None:
     tokens = training.batch_size * model.block_size
     for name, engine in found.items():
         if isinstance(engine, str):
-            run.absent(f"The engine `{name}`", f"it failed: {last_line(engine).rstrip('.')}")
+            run.absent(f"The engine `{name}`", f"it failed: {engine.rstrip('.')}")
             continue
         devices = engines[name].devices
         mfu = mfu_per_token(model, training, run.device, devices)
         values = engine.figures(tokens * devices, asked["steps"], mfu)
         run.record("engine", {"engine": name, **asked["engines"][name]}, values)
         for what, why in engine.missing.items():
-            run.absent(f"The {what} of `{name}`", f"asking for it failed: {last_line(why).rstrip('.:')}")
+            run.absent(f"The {what} of `{name}`", f"asking for it failed: {why.rstrip('.:')}")
     run.record(
         "model", values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")}, data=_plain(model, training)
     )

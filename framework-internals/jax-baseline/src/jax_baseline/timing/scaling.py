@@ -75,7 +75,6 @@ def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, 
 def _beside_one(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quantity], Mapping[str, Json]]:
     """Figures and collectives of the step on a mesh, or no figures and why it failed."""
     from jax_baseline.timing.bench import measure_engines
-    from jax_baseline.worker import last_line
 
     asked = run.configuration["sweep"]
     model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
@@ -85,11 +84,9 @@ def _beside_one(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quantity], Map
     alone, together = found["one"], found["mesh"]
     assert not isinstance(alone, str)  # a reference that fails is an error
     if isinstance(together, str):
-        return {}, {"failed": last_line(together).rstrip(".")}
+        return {}, {"failed": together.rstrip(".")}
     for what, why in together.missing.items():
-        run.absent(
-            f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {last_line(why).rstrip('.:')}"
-        )
+        run.absent(f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {why.rstrip('.:')}")
     tokens = training.batch_size * model.block_size
     figures = together.figures(tokens * spread.devices, asked["steps"], None)
     values = {name: figure for name, figure in figures.items() if name in ("rate", "step", "peak memory")}
