@@ -68,10 +68,7 @@ def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
     assert not any("last loss" in record.values for record in records)
     told = {absence.what: absence.why for absence in recorder.results.absences}
     title = configuration["variants"]["eager"]["title"]
-    assert (
-        told[f"The last loss of {title}"]
-        == f"asking for it failed: {missing['inspection'][:-1]}"
-    )
+    assert told[f"The last loss of {title}"] == f"asking for it failed: {missing['inspection'][:-1]}"
 
 
 def test_intervals_that_overlap_count_once():

@@ -2,7 +2,7 @@
 
 import threading
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from typer.testing import CliRunner
@@ -99,9 +99,8 @@ def test_what_fails_after_the_timed_rounds_leaves_them(monkeypatch):
         "no inspection": ["inspection"],
         "right": [],
     }
-    assert (
-        found["no peak"].missing["peak memory"] == "JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost"
-    )
+    lost = "JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost"
+    assert found["no peak"].missing["peak memory"] == lost
     (_, trial), *_ = bench.sweep(
         {"no peak": engines["no peak"]}, *shapes, device="cpu", rounds=2, steps=1, together=1, kernels=False
     )
@@ -274,3 +273,38 @@ def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeyp
     parts["Planted mistakes"](run)
     parts["Meshes of devices"](run)
     assert kept == ["mesh"]
+
+
+def test_the_list_of_engines_says_what_is_special_about_each():
+    lines = CliRunner().invoke(app, ["bench", "--engines", "list"]).output.splitlines()
+    said = dict(line.split(maxsplit=1) for line in lines)
+    assert said["torch-eager"] == "torch, compiled=False"
+    assert said["jit"] == "jax, donate=False"
+    assert said["cudnn-scan"] == "jax, attention=cudnn, scan=True"
+    assert said["jit-4-steps"] == "jax, steps_per_dispatch=4"
+
+
+@pytest.mark.slow
+def test_engines_agree_are_timed_and_fail_alone():
+    """In two groups, so that the reference is in both; one engine asks for a compiler flag that there is not."""
+    model, training = bench_config("tiny", batch_size=2, dtype="float32")
+    model = replace(model, n_layer=1, n_embd=32, block_size=16)
+    engines = {
+        "torch eager": EngineSpec("torch", compiled=False),
+        "jax": EngineSpec("jax"),
+        "broken": EngineSpec("jax", options="--xla_no_such_flag=1"),
+    }
+    measured = measure_engines(engines, model, training, device="cpu", rounds=3, together=1)
+    assert list(measured) == list(engines)
+    reference, jax, broken = measured.values()
+    assert "xla_no_such_flag" in broken
+    assert jax.preparation.loss == pytest.approx(reference.preparation.loss, abs=1e-5)
+    assert set(jax.preparation.compile_seconds) == {"trace", "lower", "compile"}
+    assert sum(jax.preparation.compile_seconds.values()) < jax.preparation.first_step_seconds
+    assert len(jax.timing.samples) == 3
+    assert reference.speedup.value == 1
+
+
+def test_unknown_engines_are_refused():
+    with pytest.raises(ValueError, match="framework must be torch or jax, got 'mxnet'"):
+        EngineSpec("mxnet")

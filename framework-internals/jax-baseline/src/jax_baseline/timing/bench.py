@@ -303,7 +303,7 @@ _Start = Callable[[EngineSpec, GPTConfig, TrainConfig], RemoteObject]
 
 @contextmanager
 def _workers(
-    device: Device, factory: Callable[..., Engine] = make_engine, empty_caches: bool = True
+    device: Device, factory: Callable[..., object] = make_engine, empty_caches: bool = True
 ) -> Iterator[_Start]:
     """A function that starts a worker; all of them end with the context."""
     with ExitStack() as stack:
