@@ -28,10 +28,10 @@ from benchkit.report import render
 from benchkit.results import Absence, load
 from compile_bench.catalogue import page as catalogue
 from compile_bench.catalogue.cause import CAUSES
-from compile_bench.mending.source import unified_diff
+from compile_bench.fixes.source import unified_diff
 from dispatcher_trace.capture.types import SCHEMA_VERSION
 from dispatcher_trace.render import viewer
-from jax_baseline import explanation
+from jax_baseline.diff import explanation
 from jax_baseline.hlo import lock
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"

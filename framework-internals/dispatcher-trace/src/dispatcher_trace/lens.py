@@ -18,6 +18,7 @@ from dispatcher_trace.capture.shims import installed
 from dispatcher_trace.report import agreement, checks, figures, hop_cost, native_steps, sections, traces
 from dispatcher_trace.report.cases import STEPPED
 from dispatcher_trace.report.catalogue import CATALOGUE
+from dispatcher_trace.report.migrate import migrate
 from native_build.toolchain import missing_cxx
 
 # Each takes under a second: a loop over elements, a library's matrix product, a reduction.
@@ -30,7 +31,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: The package's folder.
     """
-    spec = ReportSpec("dispatcher_trace", sections.context, figures.figures, sections.headline)
+    spec = ReportSpec("dispatcher_trace", sections.context, figures.figures, sections.headline, migrate)
     return Lens("dispatcher-trace", root, configure, functools.partial(collect, root=root), spec)
 
 
