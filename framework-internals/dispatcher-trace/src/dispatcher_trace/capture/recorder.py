@@ -8,7 +8,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,7 +33,16 @@ _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest possible numb
 
 @dataclass(slots=True)
 class RawHop:
-    """One captured hop; :class:`dispatcher_trace.capture.types.Hop` explains the fields."""
+    """One captured hop. :class:`dispatcher_trace.capture.types.Hop` explains the fields that are not listed here.
+
+    Attributes:
+        parent: The hop whose kernel was running on this thread; None at the top level.
+        carried: Union of the arguments' keys.
+        backend: The backend key that the arguments ``device`` and ``layout`` name.
+        native_thread: Thread identifier of the operating system, which the profiler uses.
+        bumped: Labels of the arguments whose version went up.
+        children: The hops inside this one.
+    """
 
     number: int
     parent: RawHop | None
@@ -100,15 +109,14 @@ class Recorder:
     def busy(self, value: bool) -> None:
         self._local.busy = value
 
-    def is_artefact(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def exists_only_for_number(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a hop exists only because of a wrapped number that a shim made.
 
         In inference mode C++ would have an inference tensor there, which lacks the key.
         """
         if not torch.is_inference_mode_enabled():
             return False
-        given = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
-        carried = functools.reduce(operator.or_, (self._keys(tensor) for tensor in given), 0)
+        carried = self._carried((*args, *kwargs.values()))
         keys = key_sets.computed(carried, key_sets.tls_included(), key_sets.tls_excluded())
         return key not in key_sets.key_names(keys)
 
@@ -127,10 +135,6 @@ class Recorder:
         try:
             parent = local.open
             given = [*zip(names, args, strict=False), *kwargs.items()]
-            carried = 0
-            for _, value in given:
-                for tensor in tensors_in(value):
-                    carried |= self._keys(tensor)
             node = dispatcher.running_node()
             hop = RawHop(
                 number=next(self._numbers),
@@ -140,7 +144,7 @@ class Recorder:
                 keys=keyset.raw_repr(),
                 included=key_sets.tls_included(),
                 excluded=key_sets.tls_excluded(),
-                carried=carried,
+                carried=self._carried(value for _, value in given),
                 arguments=self._arguments(operator, key, given),
                 backend=_backend(given),
                 thread=threading.get_ident(),
@@ -253,6 +257,10 @@ class Recorder:
         if id(tensor) in self._numbers_by_id and torch.is_inference_mode_enabled():
             return key_sets.as_inference_tensor(keys)
         return keys
+
+    def _carried(self, values: Iterable[Any]) -> key_sets.KeyBits:
+        """Union of the keys of all tensors in these values."""
+        return functools.reduce(operator.or_, (self._keys(t) for value in values for t in tensors_in(value)), 0)
 
     def _label(self, tensor: torch.Tensor) -> str:
         # A freed tensor's address is used again; the reference distinguishes the old tensor from the new one.

@@ -70,7 +70,7 @@ class _Assembler:
         """The call whose first hop this is."""
         self.first_hops.append(first)
         table = self.tables[first.operator]
-        steps = self._shimmed(first, table)
+        expected = self._expected(first, table)
         chain: list[RawHop] = []
         following: RawHop | None = first
         while following is not None:
@@ -78,25 +78,25 @@ class _Assembler:
             following = next((child for child in chain[-1].children if is_redispatch(child, table)), None)
         hops: list[Hop] = []
         for position, raw in enumerate(chain):
-            predicted = steps[position].key if position < len(steps) else ""
+            predicted = expected[position].key if position < len(expected) else ""
             hop = self._hop(raw, table, predicted, redispatched=position > 0)
             successor = chain[position + 1] if position + 1 < len(chain) else None
             hop.calls = [self.call(child) for child in raw.children if child is not successor]
             hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
             hops.append(hop)
-        missed = tuple(step.key for step in steps[len(chain) :])
+        missed = tuple(hop.key for hop in expected[len(chain) :])
         return Call(first.operator, hops, missed=missed, stack=first.stack)
 
-    def _shimmed(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
+    def _expected(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
         """The predicted hops of a call, without those at torch's own Python kernels, which are only counted.
 
         A later hop at Undefined is at a backend that has no name in Python (MKL-DNN's). It is not watched.
         """
-        steps = predict(table, first.carried, first.included, first.excluded, first.backend)
-        steps = [step for step in steps if step is steps[0] or step.key != "Undefined"]
-        without = [step for step in steps if step.key in table and table[step.key].torch_python]
-        self.unshimmed.update(f"{first.operator} at {step.key}" for step in without)
-        return [step for step in steps if step not in without]
+        predicted = predict(table, first.carried, first.included, first.excluded, first.backend)
+        predicted = [hop for hop in predicted if hop is predicted[0] or hop.key != "Undefined"]
+        unshimmed = [hop for hop in predicted if hop.key in table and table[hop.key].torch_python]
+        self.unshimmed.update(f"{first.operator} at {hop.key}" for hop in unshimmed)
+        return [hop for hop in predicted if hop not in unshimmed]
 
     def _hop(self, raw: RawHop, table: dispatcher.Table, predicted: str, *, redispatched: bool) -> Hop:
         registration = table[raw.key]

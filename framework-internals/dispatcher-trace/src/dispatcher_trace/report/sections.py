@@ -13,7 +13,7 @@ from dispatcher_trace.report.cases import EVERY_MODE, MODES, PAGE, PERFETTO, SHO
 
 
 def path(record: Record) -> str:
-    """The main path as text: ```add.Tensor` AutogradCPU → CPU``. An operator is named where it changes."""
+    """The main path as text, ``add.Tensor AutogradCPU → CPU``. An operator is named where it changes."""
     parts: list[str] = []
     before = ""
     for operator, key in record.data["main_path"]:
@@ -44,7 +44,7 @@ def autocast_order(results: Results) -> list[tuple[str, str, str]]:
     """The order of Autocast and Autograd in each trace that has both.
 
     Returns:
-        For each such trace its condition, and its first Autocast key and its first Autograd key in order of arrival.
+        For each such trace: its condition, then its first Autocast key and its first Autograd key in order of arrival.
     """
     found = []
     for trace in results.select("trace", mode="autocast"):
