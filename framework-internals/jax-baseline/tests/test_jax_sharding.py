@@ -29,7 +29,7 @@ def trial():
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
     }
     with Worker(
-        "jax_baseline.timing.mesh_trial:MeshTrial", {"model": MODEL, "training": TRAINING}, environment=environment
+        "jax_baseline.parity.meshes:MeshTrial", {"model": MODEL, "training": TRAINING}, environment=environment
     ) as worker:
         yield worker
 
@@ -126,7 +126,7 @@ def test_two_gpus_train_as_one_does():
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two CUDA GPUs that JAX sees")
     arguments = {"model": MODEL, "training": TRAINING}
-    with Worker("jax_baseline.timing.mesh_trial:MeshTrial", arguments, limit_seconds=100) as worker:
+    with Worker("jax_baseline.parity.meshes:MeshTrial", arguments, limit_seconds=100) as worker:
         alone = worker.call("run", data=1, fsdp=1)
         for data, fsdp in ((2, 1), (1, 2)):
             found = worker.call("run", data=data, fsdp=fsdp)

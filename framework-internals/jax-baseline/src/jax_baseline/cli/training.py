@@ -194,7 +194,7 @@ def bench(
 
 def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, kernels: int) -> None:
     """One engine of a sweep: a line, and its largest kernels below."""
-    from jax_baseline.timing.kernel_times import alike
+    from jax_baseline.timing.kernel_times import merge_similar
     from jax_baseline.worker import last_line
 
     if isinstance(trial, str):
@@ -216,7 +216,7 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, 
         print(f"    no kernels: {last_line(trial.unprofiled)}")
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
-    for kernel in alike(trial.kernels)[:kernels]:
+    for kernel in merge_similar(trial.kernels)[:kernels]:
         print(f"    {numbers.with_unit(kernel.seconds, 's'):>8} {kernel.calls:>5.0f} × {kernel.name[:125]}", flush=True)
 
 

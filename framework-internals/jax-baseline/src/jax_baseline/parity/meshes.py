@@ -1,4 +1,4 @@
-"""The same steps on one device and on meshes, in a process whose CPU pretends to be several devices."""
+"""The same training steps on one device and on meshes, in a process whose CPU emulates several devices."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch_baseline.data import Tokens, batch, load_corpus
 
 @dataclass(frozen=True)
 class MeshRun:
-    """What came of a run on one mesh.
+    """Result of a run on one mesh.
 
     Attributes:
-        losses: by step.
-        collectives: instructions of the compiled step by kind.
-        state_bytes: of weights, moments and counters on the first device.
+        losses: Loss of every step.
+        collectives: Number of collective instructions of the compiled step by kind.
+        state_bytes: Bytes of weights, moments and counters on the first device.
     """
 
     losses: list[float]
@@ -31,11 +31,11 @@ class MeshRun:
 
 
 class MeshTrial:
-    """Runs one training configuration on meshes of its process's devices.
+    """Runs one training configuration on meshes of the devices of this process.
 
     Args:
-        model: fields of the shape.
-        training: fields of the settings, those left out at their defaults.
+        model: Fields of :class:`GPTConfig`.
+        training: Fields of :class:`TrainConfig`; the others have their defaults.
     """
 
     def __init__(self, model: Mapping[str, Any], training: Mapping[str, Any]) -> None:
@@ -49,12 +49,12 @@ class MeshTrial:
         self._compiled: dict[tuple[int, int], Any] = {}
 
     def run(self, data: int, fsdp: int, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return the fields of a :class:`MeshRun`.
+        """Train on one mesh and return the fields of a :class:`MeshRun`.
 
         Args:
-            data: copies of the weights.
-            fsdp: shares of each copy.
-            rows: an order of the batch's rows, which changes rounding alone; by default as they are.
+            data: Number of replicas of the weights.
+            fsdp: Number of devices that share one replica.
+            rows: Order of the batch's rows, which changes rounding alone. The default is the original order.
         """
         mesh = make_mesh(data, fsdp)
         state = initial_state(self._model, self._training)
@@ -65,12 +65,12 @@ class MeshTrial:
             step: Any = make_train_step(self._model, self._training, shardings=shardings)
             self._compiled[data, fsdp] = step.lower(state, *batches[0]).compile()
         compiled = self._compiled[data, fsdp]
-        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+        state_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
         losses = []
         for tokens in batches:
             state, metrics = compiled(state, *tokens)
             losses.append(float(metrics.loss))
-        return vars(MeshRun(losses, count_collectives(compiled.as_text()), held))
+        return vars(MeshRun(losses, count_collectives(compiled.as_text()), state_bytes))
 
     @staticmethod
     def _ordered(tokens: tuple[Tokens, Tokens], rows: Sequence[int] | None) -> tuple[Tokens, ...]:
