@@ -65,7 +65,7 @@ def test_converge_compares_the_ends_of_training(monkeypatch):
     monkeypatch.setattr("torch_baseline.config.GPTConfig.preset", lambda name: tiny)
     result = invoke("converge", "--steps", "2", "--seeds", "2", "--device", "cpu")
     assert result.exit_code == 1, result.output  # two steps learn nothing
-    assert "NOT ALIKE tiny, 2 steps: JAX less torch" in result.output
+    assert "NOT ALIKE tiny, 2 steps: JAX minus torch" in result.output
 
 
 @pytest.mark.slow

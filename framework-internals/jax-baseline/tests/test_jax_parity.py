@@ -1,4 +1,4 @@
-"""The comparison itself: bounds, controls in other bases, what is named, and what planted mistakes it catches."""
+"""The comparison itself: bounds, permuted references, what is named, and which planted mistakes it detects."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ EPS64 = float(np.finfo(np.float64).eps)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_another_basis_computes_the_same_in_another_order(name):
+def test_a_permuted_reference_computes_the_same_in_another_order(name):
     config = SHAPES[name]
     permutation = Permutation.draw(config, 4, seed=1)
     weights = {key: array.astype(np.float64) for key, array in init_numpy(config, 0).items()}
@@ -68,8 +68,8 @@ def test_parity_in_bfloat16_is_that_of_torch_with_itself():
     ],
     ids=["four positions: bfloat16 rounds alike in all permuted references", "thirds: dividing by three rounds"],
 )
-def test_parity_in_bfloat16_where_torch_hardly_strays_from_itself(shape, training):
-    # What shows here, many times over the bound, is a rounding that one side makes at another place than the other.
+def test_parity_in_bfloat16_where_the_controls_hardly_deviate(shape, training):
+    # A rounding that one framework makes at another place than the other shows here, many times over the bound.
     found = adapters.run(adapters.Setup(replace(SMALL, **shape), replace(TRAINING, dtype="bfloat16", **training)))
     assert found.divergence() is None
     assert found.worst_ratio("gradients") < parity.TIMES_CONTROL["bfloat16"]

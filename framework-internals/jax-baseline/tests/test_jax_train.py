@@ -68,7 +68,7 @@ def test_every_gradient_and_weight_equals_torchs_in_float64(name):
     with jax.enable_x64(True):
         pair = adapters.TorchAdapter(setup), adapters.JaxAdapter(setup)
         for batch in setup.batches():
-            expected, found = (side.step(*batch) for side in pair)
+            expected, found = (adapter.step(*batch) for adapter in pair)
             for one, other in ((expected.gradients, found.gradients), (expected.weights, found.weights)):
                 assert one.keys() == other.keys()
                 for key, array in one.items():

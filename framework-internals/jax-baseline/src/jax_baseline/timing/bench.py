@@ -153,35 +153,61 @@ def measure_engines(
         UserError: If the reference fails with an error that the user can fix.
     """
     reference, *others = engines
-    found: dict[str, MeasuredEngine | str] = {}
+    results: dict[str, MeasuredEngine | str] = {}
     with _workers(device, factory, empty_caches) as start:
-        first = start(engines[reference], model, training)
-        expected = _prepare(first, steps)
-        devices = engines[reference].devices
+        worker = start(engines[reference], model, training)
+        preparation = _prepare(worker, steps)
+        # An engine on more devices has a larger batch, and so another loss.
+        losses = {
+            name: preparation.loss if spec.devices == engines[reference].devices else None
+            for name, spec in engines.items()
+        }
         for group in _groups(others, together) or [[]]:
-            with _workers(device, factory, empty_caches) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
-                # The processes start in parallel. Everything that is timed, compilation included, runs one at a time.
-                starting = {name: pool.submit(start_more, engines[name], model, training) for name in group}
-                wait(starting.values())
-                ready = {reference: (first, expected)}
-                for name, started in starting.items():
-                    try:
-                        worker = started.result()
-                        # An engine on more devices has a larger batch, and so another loss.
-                        loss = expected.loss if engines[name].devices == devices else None
-                        ready[name] = (worker, _prepare(worker, steps, loss, training.dtype))
-                    except (WorkerError, UserError, ValueError) as error:
-                        found[name] = str(error)
+            with _workers(device, factory, empty_caches) as start_more:
+                starts = {name: partial(start_more, engines[name], model, training) for name in group}
+                ready, failed = _prepare_group(starts, steps, losses, training.dtype)
+                ready = {reference: (worker, preparation), **ready}
+                results |= failed
                 try:
-                    group_found = _measure_group(ready, reference, rounds, steps)
+                    measured = _measure_group(ready, reference, rounds, steps)
                 except (WorkerError, UserError) as error:
-                    if reference not in found:
+                    if reference not in results:
                         raise
-                    group_found = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
-                for name, measured in group_found.items():
-                    if name not in found:
-                        found[name] = _inspected(name, measured, ready[name][0], inspect)
-    return {name: found[name] for name in engines}
+                    measured = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
+                for name, result in measured.items():
+                    if name not in results:
+                        results[name] = _inspected(name, result, ready[name][0], inspect)
+    return {name: results[name] for name in engines}
+
+
+def _prepare_group(
+    starts: Mapping[str, Callable[[], Worker]], steps: int, expected_losses: Mapping[str, float | None], dtype: str
+) -> tuple[dict[str, tuple[Worker, Preparation]], dict[str, str]]:
+    """Start a group of engines and take their first steps.
+
+    The processes start in parallel. Everything that is timed, compilation included, runs one at a time.
+
+    Args:
+        starts: Function that starts the worker of each engine.
+        steps: Steps per sample.
+        expected_losses: Loss that the first step of each engine must have; None for any.
+        dtype: Compute dtype.
+
+    Returns:
+        The workers that are ready, and the reasons of the other engines' failures.
+    """
+    ready: dict[str, tuple[Worker, Preparation]] = {}
+    failed: dict[str, str] = {}
+    with ThreadPoolExecutor(len(starts) or 1) as pool:
+        starting = {name: pool.submit(start) for name, start in starts.items()}
+        wait(starting.values())
+    for name, started in starting.items():
+        try:
+            worker = started.result()
+            ready[name] = worker, _prepare(worker, steps, expected_losses[name], dtype)
+        except (WorkerError, UserError, ValueError) as error:
+            failed[name] = str(error)
+    return ready, failed
 
 
 def _inspected(

@@ -343,9 +343,7 @@ class JaxEngine:
     def run(self, steps: int) -> None:
         """Take so many steps and wait for the device."""
         if steps % self._per_call:
-            raise ValueError(
-                f"steps must be a multiple of the {self._per_call} that this engine takes per call, got {steps}"
-            )
+            raise ValueError(f"this engine takes {self._per_call} steps per call; expected a multiple, got {steps}")
         for _ in range(steps // self._per_call):
             self._next()
         self._jax.block_until_ready(self._state)

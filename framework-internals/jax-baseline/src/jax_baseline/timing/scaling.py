@@ -73,7 +73,7 @@ def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, 
 
 
 def _against_one_device(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quantity], Mapping[str, Json]]:
-    """Return figures and data of the step on a mesh. If it failed, there are no figures, and the data has the reason."""
+    """Return figures and data of the step on a mesh; if it failed, no figures, and the reason as data."""
     from jax_baseline.timing.bench import measure_engines
     from jax_baseline.worker import last_line
 
@@ -81,10 +81,10 @@ def _against_one_device(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quanti
     model, training = bench_config(settings["preset"], batch_size=settings["batch_size"], dtype=settings["dtype"])
     spread = replace(mesh, attention=settings["attention"])
     engines = {"one": replace(spread, data=1, fsdp=1), "mesh": spread}
-    found = measure_engines(
+    measured = measure_engines(
         engines, model, training, device=run.device, rounds=settings["rounds"], steps=settings["steps"]
     )
-    alone, together = found["one"], found["mesh"]
+    alone, together = measured["one"], measured["mesh"]
     assert not isinstance(alone, str)  # measure_engines raises if the reference fails
     if isinstance(together, str):
         return {}, {"failed": last_line(together).rstrip(".")}
