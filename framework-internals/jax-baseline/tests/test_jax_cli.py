@@ -144,7 +144,6 @@ def test_a_user_error_is_one_line_and_status_2():
         ("jax_baseline.hlo.gpu_target", {"jax", "torch"}),
         ("jax_baseline.lens", {"jax", "torch"}),
         ("jax_baseline.cli", {"jax", "torch"}),
-        ("jax_baseline.worker", {"jax", "torch"}),
         ("jax_baseline.timing.bench", {"jax", "torch"}),
     ],
 )

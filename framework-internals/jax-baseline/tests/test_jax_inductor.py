@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from benchkit import UserError
+from benchkit.processes import ChildCrashed
 from jax_baseline.diff import compiled_sides
 from jax_baseline.diff.compiled_sides import FunctionSide, compile_both, load_function, load_inputs
 from jax_baseline.diff.inductor_program import kernel_seconds_from_trace
 from jax_baseline.diff.inductor_source import hook_launches
 from jax_baseline.diff.programs import Program
 from jax_baseline.diff.torch_labels import labelled_loss
-from jax_baseline.worker import WorkerError
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import GPT
 
@@ -277,7 +277,10 @@ def test_gradients_need_an_argument_that_can_have_one(user_file, side, name):
 def test_why_values_could_not_be_read_is_a_sentence():
     class NoValues:
         def call(self, method):
-            raise WorkerError("in the worker:\nTraceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n")
+            raise ChildCrashed(
+                "JaxSide.values raised ValueError",
+                "Traceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n",
+            )
 
     (note,) = compiled_sides._with_values(Program("XLA", (), None, 0.0), NoValues()).notes
     assert note == (

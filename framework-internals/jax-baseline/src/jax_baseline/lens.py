@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.processes import last_line
 from benchkit.report import ReportSpec
 from benchkit.results import Json
 from benchkit.run import Lens, Run
@@ -16,7 +17,6 @@ from jax_baseline.parity import measurements as parity
 from jax_baseline.report import findings
 from jax_baseline.timing import measurements as timing
 from jax_baseline.timing import scaling
-from jax_baseline.worker import last_line
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ import typer
 from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
-from compile_bench.harness import WorkerFailure
-from compile_bench.records import shorten
-from compile_bench.results import MODES, SCOPES, Case
-from compile_bench.trace import Recompile
+from benchkit.processes import ChildFailure
+from compile_bench.capture.trace import Recompile
+from compile_bench.measure.serialize import shorten
+from compile_bench.targets.case import MODES, SCOPES, Case
 
 OVER_BUDGET, UNUSABLE, NOT_MEASURED = 1, 2, 3
 
@@ -67,7 +67,7 @@ def leave(action: Callable[[], int]) -> None:
     try:
         with one_line_errors("compile-bench"):  # its status is UNUSABLE
             status = action()
-    except WorkerFailure as error:
+    except ChildFailure as error:
         print(f"compile-bench: {error}", file=sys.stderr)
         status = NOT_MEASURED
     raise typer.Exit(status)

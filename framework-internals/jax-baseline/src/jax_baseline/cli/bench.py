@@ -68,12 +68,10 @@ def _print_engines(
         tokens: Tokens per step and device.
         steps: Steps per sample.
     """
-    from jax_baseline.worker import last_line
-
     rows = []
     for name, engine in measured.items():
         if isinstance(engine, str):
-            print(f"{name} failed: {last_line(engine)}")
+            print(f"{name} failed: {engine}")
             continue
         rate = tokens * steps / engine.timing.median
         collectives = engine.preparation.collectives
@@ -96,10 +94,9 @@ def _print_engines(
 def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, kernels: int) -> None:
     """Print one line for an engine of a sweep, and its longest kernels below."""
     from jax_baseline.timing.kernel_times import merge_similar
-    from jax_baseline.worker import last_line
 
     if isinstance(trial, str):
-        print(f"{name:28} failed: {last_line(trial)}", flush=True)
+        print(f"{name:28} failed: {trial}", flush=True)
         return
     rate = tokens / trial.timing.median
     memory = "" if trial.peak_memory is None else f"  {numbers.with_unit(trial.peak_memory, 'B')}"
@@ -112,9 +109,9 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, 
         flush=True,
     )
     if trial.memory_unknown:
-        print(f"    no peak memory: {last_line(trial.memory_unknown)}")
+        print(f"    no peak memory: {trial.memory_unknown}")
     if trial.unprofiled:
-        print(f"    no kernels: {last_line(trial.unprofiled)}")
+        print(f"    no kernels: {trial.unprofiled}")
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
     for kernel in merge_similar(trial.kernels)[:kernels]:

@@ -144,8 +144,8 @@ def diff(
     show: Annotated[int, typer.Option(min=0, help="regions to explain, with both sources")] = 3,
 ) -> None:
     """Put what XLA and Inductor made of one function side by side; exit status 1 if the two do not compute the same."""
+    from benchkit.processes import ChildFailure
     from jax_baseline.diff.compiled_sides import FunctionSide, ModelSide, compile_both
-    from jax_baseline.worker import WorkerError, last_line
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):
@@ -163,8 +163,8 @@ def diff(
             jax_side = torch_side
         try:
             programs = compile_both(jax_side, torch_side)
-        except WorkerError as error:  # nothing was compared: not the status of two functions that differ
-            raise UserError(f"one of the two sides failed: {last_line(str(error))}") from error
+        except ChildFailure as error:  # nothing was compared: not the status of two functions that differ
+            raise UserError(f"one of the two sides failed: {error}") from error
     if not _print_diff(programs, show, coarse=where != "cpu"):  # a GPU multiplies float32 in TF32
         raise typer.Exit(1)
 

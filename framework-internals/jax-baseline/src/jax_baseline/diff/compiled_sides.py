@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from benchkit import UserError, user_file
 from benchkit.device import Device
+from benchkit.processes import ChildFailure, RemoteObject
 from jax_baseline.diff.programs import Program
-from jax_baseline.worker import Worker, WorkerError
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision
 
@@ -119,7 +119,7 @@ def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | Fun
         raise UserError(reason)
     with ExitStack() as stack:
         with ThreadPoolExecutor(2) as pool:  # both import their framework at the same time; then one works at a time
-            starting = [pool.submit(_start, "JaxSide", jax_side), pool.submit(_start, "TorchSide", torch_side)]
+            starting = [pool.submit(_start, JaxSide, jax_side), pool.submit(_start, TorchSide, torch_side)]
         for started in starting:
             if started.exception() is None:
                 stack.enter_context(started.result())
@@ -129,12 +129,12 @@ def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | Fun
         return xla, Program.from_plain(torch_worker.call("program"))
 
 
-def _start(side: str, spec: ModelSide | FunctionSide) -> Worker:
+def _start(side: type[JaxSide | TorchSide], spec: ModelSide | FunctionSide) -> RemoteObject:
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if spec.device == "cpu" or side == "TorchSide":
+    if spec.device == "cpu" or side is TorchSide:
         environment["JAX_PLATFORMS"] = "cpu"
     arguments = {"kind": "model" if isinstance(spec, ModelSide) else "function", "spec": asdict(spec)}
-    return Worker(f"jax_baseline.diff.compiled_sides:{side}", arguments, environment=environment)
+    return RemoteObject(side, arguments, environment=environment)
 
 
 def _with_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
@@ -145,12 +145,12 @@ def _with_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
     return stack
 
 
-def _with_values(program: Program, worker: Worker) -> Program:
+def _with_values(program: Program, worker: RemoteObject) -> Program:
     """Take the values on XLA's side; a note says why where XLA does not take its own text again, or dies of it."""
     try:
         return program.with_values(worker.call("values"))
-    except WorkerError as error:
-        lines = [line.strip() for line in str(error).splitlines() if re.search("[Ee]rror|Check failed", line)]
+    except ChildFailure as error:
+        lines = [line.strip() for line in error.details.splitlines() if re.search("[Ee]rror|Check failed", line)]
         why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # our own: a sentence without it
         note = f"values in memory could not be read ({why}), so kernels are matched by labels alone"
         return replace(program, notes=(note,))

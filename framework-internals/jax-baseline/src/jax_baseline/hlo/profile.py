@@ -44,8 +44,8 @@ def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
     XLA gives each event of a device's timeline the name of the instruction behind it (``hlo_op``); an instruction that
     is several launches, or that runs in a loop, has several events. On a CPU they are those of the thread pool's tasks.
 
-    On a GPU, call it in a process that nothing else depends on (:class:`jax_baseline.worker.Worker`) and in which torch
-    has profiled nothing: NVIDIA's profiling library serves one of them, and what it does to the other may abort.
+    On a GPU, call it in a process that nothing else depends on (:class:`benchkit.processes.RemoteObject`) and in which
+    torch has profiled nothing: NVIDIA's profiling library serves one of them, and the other may abort.
 
     Args:
         run: runs compiled functions, and waits for them.

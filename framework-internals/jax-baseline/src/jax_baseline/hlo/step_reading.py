@@ -9,8 +9,8 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.processes import RemoteObject
 from jax_baseline.gpt.compilation import profiled
-from jax_baseline.worker import Worker
 from torch_baseline.config import GPTConfig, TrainConfig
 
 
@@ -61,7 +61,7 @@ def read_step(model: GPTConfig, training: TrainConfig, *, attention: str, device
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
-    with Worker("jax_baseline.hlo.step_reading:StepReader", arguments, environment=environment) as worker:
+    with RemoteObject(StepReader, arguments, environment=environment) as worker:
         return StepReading(**worker.call("read", repeats=repeats))
 
 

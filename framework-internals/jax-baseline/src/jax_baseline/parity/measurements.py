@@ -163,7 +163,8 @@ def _record_mistakes(run: Run, result: Callable[[], list[Verdict]], start_meshes
 
 
 def _run_meshes(configuration: Mapping[str, Any]) -> MeshRuns:
-    from jax_baseline.worker import Worker
+    from benchkit.processes import RemoteObject
+    from jax_baseline.parity.meshes import MeshTrial
 
     settings = configuration["meshes"]
     devices = max(data * fsdp for data, fsdp in settings["shapes"])
@@ -174,7 +175,7 @@ def _run_meshes(configuration: Mapping[str, Any]) -> MeshRuns:
     arguments = {"model": settings["model"], "training": settings["training"]}
     rows = settings["training"]["batch_size"]
     permuted_rows = [(row * 3) % rows for row in range(rows)]
-    with Worker("jax_baseline.parity.meshes:MeshTrial", arguments, environment=environment) as worker:
+    with RemoteObject(MeshTrial, arguments, environment=environment) as worker:
         one_device = worker.call("run", data=1, fsdp=1)
         control = worker.call("run", data=1, fsdp=1, rows=permuted_rows)
         spread = [(data, fsdp, worker.call("run", data=data, fsdp=fsdp)) for data, fsdp in settings["shapes"]]

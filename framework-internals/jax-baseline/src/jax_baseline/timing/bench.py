@@ -11,12 +11,10 @@ from tempfile import TemporaryDirectory
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
-from jax_baseline.timing.engines import EngineSpec, Preparation
+from benchkit.processes import ChildFailure, RemoteObject
+from jax_baseline.timing.engines import EngineSpec, Preparation, make_engine
 from jax_baseline.timing.kernel_times import KernelTime
-from jax_baseline.worker import Worker, WorkerError
 from torch_baseline.config import GPTConfig, TrainConfig
-
-ENGINE_FACTORY = "jax_baseline.timing.engines:make_engine"
 
 # Largest difference of the first losses. It is far above the rounding of a mean over thousands of tokens, and far below
 # the effect of a different model.
@@ -122,8 +120,8 @@ def measure_engines(
     steps: int = 1,
     together: int | None = None,
     empty_caches: bool = True,
-    factory: str = ENGINE_FACTORY,
-    inspect: Callable[[str, Worker], None] | None = None,
+    factory: Callable[..., object] = make_engine,
+    inspect: Callable[[str, RemoteObject], None] | None = None,
 ) -> dict[str, MeasuredEngine | str]:
     """Time the engines, each in its own process. The processes stay alive and run one at a time.
 
@@ -140,7 +138,7 @@ def measure_engines(
         together: Number of engines besides the reference that fit into device memory together. The default is all.
         empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
             does not measure the compile time.
-        factory: ``module:function`` that makes an engine in its process, with the arguments of
+        factory: Function that makes an engine in its process, with the arguments of
             :func:`jax_baseline.timing.engines.make_engine`.
         inspect: Called with the name and the worker of each engine after its group is timed, when the engine has taken
             :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
@@ -149,7 +147,7 @@ def measure_engines(
         The measurement of each engine in the given order, or the reason of its failure.
 
     Raises:
-        WorkerError: If the reference fails in the first group. If it fails later, only the later groups are lost.
+        ChildFailure: If the reference fails in the first group. If it fails later, only the later groups are lost.
         UserError: If the reference fails with an error that the user can fix.
     """
     reference, *others = engines
@@ -170,7 +168,7 @@ def measure_engines(
                 results |= failed
                 try:
                     measured = _measure_group(ready, reference, rounds, steps)
-                except (WorkerError, UserError) as error:
+                except (ChildFailure, UserError) as error:
                     if reference not in results:
                         raise
                     measured = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
@@ -181,8 +179,11 @@ def measure_engines(
 
 
 def _prepare_group(
-    starts: Mapping[str, Callable[[], Worker]], steps: int, expected_losses: Mapping[str, float | None], dtype: str
-) -> tuple[dict[str, tuple[Worker, Preparation]], dict[str, str]]:
+    starts: Mapping[str, Callable[[], RemoteObject]],
+    steps: int,
+    expected_losses: Mapping[str, float | None],
+    dtype: str,
+) -> tuple[dict[str, tuple[RemoteObject, Preparation]], dict[str, str]]:
     """Start a group of engines and take their first steps.
 
     The processes start in parallel. Everything that is timed, compilation included, runs one at a time.
@@ -196,7 +197,7 @@ def _prepare_group(
     Returns:
         The workers that are ready, and the reasons of the other engines' failures.
     """
-    ready: dict[str, tuple[Worker, Preparation]] = {}
+    ready: dict[str, tuple[RemoteObject, Preparation]] = {}
     failed: dict[str, str] = {}
     with ThreadPoolExecutor(len(starts) or 1) as pool:
         starting = {name: pool.submit(start) for name, start in starts.items()}
@@ -205,29 +206,29 @@ def _prepare_group(
         try:
             worker = started.result()
             ready[name] = worker, _prepare(worker, steps, expected_losses[name], dtype)
-        except (WorkerError, UserError, ValueError) as error:
+        except (ChildFailure, UserError, ValueError) as error:
             failed[name] = str(error)
     return ready, failed
 
 
 def _inspected(
-    name: str, measured: MeasuredEngine | str, worker: Worker, inspect: Callable[[str, Worker], None] | None
+    name: str, measured: MeasuredEngine | str, worker: RemoteObject, inspect: Callable[[str, RemoteObject], None] | None
 ) -> MeasuredEngine | str:
     """Call ``inspect`` for a measured engine. Its failure leaves the measurement valid."""
     if inspect is None or isinstance(measured, str):
         return measured
     try:
         inspect(name, worker)
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return replace(measured, missing={**measured.missing, "inspection": str(error)})
     return measured
 
 
-def _peak_memory(worker: Worker) -> tuple[int | None, str]:
+def _peak_memory(worker: RemoteObject) -> tuple[int | None, str]:
     """Return the bytes, or None with the error."""
     try:
         return worker.call("peak_memory"), ""
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return None, str(error)
 
 
@@ -236,21 +237,21 @@ def steps_taken(rounds: int, steps: int) -> int:
     return 1 + (2 + rounds) * steps
 
 
-def _prepare(worker: Worker, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
+def _prepare(worker: RemoteObject, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
     """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
     try:
         preparation = Preparation(**worker.call("prepare"))
         if expected_loss is not None:
             _require_agreement(preparation.loss, expected_loss, dtype)
         worker.call("run", steps=steps)
-    except (WorkerError, UserError, ValueError):
+    except (ChildFailure, UserError, ValueError):
         worker.close()  # frees its device memory
         raise
     return preparation
 
 
 def _measure_group(
-    ready: Mapping[str, tuple[Worker, Preparation]], reference: str, rounds: int, steps: int
+    ready: Mapping[str, tuple[RemoteObject, Preparation]], reference: str, rounds: int, steps: int
 ) -> dict[str, MeasuredEngine | str]:
     """Return the measurement of each engine, or the reason why it failed during the rounds."""
     comparison, failed = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
@@ -297,12 +298,12 @@ def sweep(
     """
     for group in _groups(list(engines), together):
         with _workers(device) as start:
-            prepared: dict[str, tuple[Worker, Preparation] | str] = {}
+            prepared: dict[str, tuple[RemoteObject, Preparation] | str] = {}
             for name in group:  # one at a time, because compilers benchmark kernels on the device
                 try:
                     worker = start(engines[name], model, training)
                     prepared[name] = worker, _prepare(worker, steps)
-                except (WorkerError, UserError) as error:
+                except (ChildFailure, UserError) as error:
                     prepared[name] = str(error).strip()
             ready = {name: found for name, found in prepared.items() if not isinstance(found, str)}
             yield from ((name, found) for name, found in prepared.items() if isinstance(found, str))
@@ -318,20 +319,22 @@ def sweep(
                 yield name, _with_kernels(trial, worker, steps) if kernels else trial
 
 
-def _with_kernels(trial: Trial, worker: Worker, steps: int) -> Trial:
+def _with_kernels(trial: Trial, worker: RemoteObject, steps: int) -> Trial:
     """Add the kernel times to a trial. If the profiler fails, the trial has its error instead."""
     try:
         table = worker.call("kernel_times", steps=steps)
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return replace(trial, unprofiled=str(error))
     return replace(trial, kernels=tuple(KernelTime(*row) for row in table))
 
 
-_Start = Callable[[EngineSpec, GPTConfig, TrainConfig], Worker]
+_Start = Callable[[EngineSpec, GPTConfig, TrainConfig], RemoteObject]
 
 
 @contextmanager
-def _workers(device: Device, factory: str = ENGINE_FACTORY, empty_caches: bool = True) -> Iterator[_Start]:
+def _workers(
+    device: Device, factory: Callable[..., object] = make_engine, empty_caches: bool = True
+) -> Iterator[_Start]:
     """Yield a function that starts a worker. All workers end with the context."""
     with ExitStack() as stack:
         environment = {
@@ -343,34 +346,36 @@ def _workers(device: Device, factory: str = ENGINE_FACTORY, empty_caches: bool =
         if device == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
 
-        def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> Worker:
+        def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> RemoteObject:
             arguments = {
                 "spec": asdict(spec),
                 "model": asdict(model),
                 "training": training.as_plain(),
                 "device": device,
             }
-            return stack.enter_context(Worker(factory, arguments, environment={**environment, **spec.environment}))
+            return stack.enter_context(
+                RemoteObject(factory, arguments, environment={**environment, **spec.environment})
+            )
 
         yield start
 
 
 def _compare(
-    workers: Mapping[str, Worker], rounds: int, steps: int
-) -> tuple[Comparison, dict[str, WorkerError | UserError]]:
+    workers: Mapping[str, RemoteObject], rounds: int, steps: int
+) -> tuple[Comparison, dict[str, ChildFailure | UserError]]:
     """Time the engines in interleaved rounds. The rounds continue without an engine that fails.
 
     Returns:
         The timings of the engines that completed every round, and the errors of the others.
     """
-    failed: dict[str, WorkerError | UserError] = {}
+    failed: dict[str, ChildFailure | UserError] = {}
 
     def run(name: str) -> None:
         if name in failed:
             return
         try:
             workers[name].call("run", steps=steps)
-        except (WorkerError, UserError) as error:
+        except (ChildFailure, UserError) as error:
             failed[name] = error
             workers[name].close()  # frees its device memory
 

@@ -199,7 +199,7 @@ class Engine(Protocol):
 def make_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> Engine:
-    """Make an engine from plain JSON. A worker process calls this function.
+    """Make an engine from plain values. The process of the engine calls this function.
 
     Args:
         spec: Fields of :class:`EngineSpec`.

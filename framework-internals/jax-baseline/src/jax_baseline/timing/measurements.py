@@ -37,7 +37,6 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 def record_engines(run: Run) -> None:
     """Time the engines of the configuration and record each, or why it failed."""
     from jax_baseline.timing.bench import measure_engines, mfu_per_token
-    from jax_baseline.worker import last_line
     from torch_baseline.model import flops_per_token
 
     settings = run.configuration["bench"]
@@ -58,14 +57,14 @@ def record_engines(run: Run) -> None:
     tokens = training.batch_size * model.block_size
     for name, engine in measured.items():
         if isinstance(engine, str):
-            run.absent(f"The engine `{name}`", f"it failed: {last_line(engine).rstrip('.')}")
+            run.absent(f"The engine `{name}`", f"it failed: {engine.rstrip('.')}")
             continue
         devices = engines[name].devices
         mfu = mfu_per_token(model, training, run.device, devices)
         values = engine.figures(tokens * devices, settings["steps"], mfu)
         run.record("engine", {"engine": name, **settings["engines"][name]}, values)
         for what, why in engine.missing.items():
-            run.absent(f"The {what} of `{name}`", f"asking for it failed: {last_line(why).rstrip('.:')}")
+            run.absent(f"The {what} of `{name}`", f"asking for it failed: {why.rstrip('.:')}")
     run.record(
         "model",
         values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")},

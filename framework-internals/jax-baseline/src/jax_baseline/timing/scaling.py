@@ -75,7 +75,6 @@ def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, 
 def _against_one_device(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quantity], Mapping[str, Json]]:
     """Return figures and data of the step on a mesh; if it failed, no figures, and the reason as data."""
     from jax_baseline.timing.bench import measure_engines
-    from jax_baseline.worker import last_line
 
     settings = run.configuration["sweep"]
     model, training = bench_config(settings["preset"], batch_size=settings["batch_size"], dtype=settings["dtype"])
@@ -87,11 +86,9 @@ def _against_one_device(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quanti
     alone, together = measured["one"], measured["mesh"]
     assert not isinstance(alone, str)  # measure_engines raises if the reference fails
     if isinstance(together, str):
-        return {}, {"failed": last_line(together).rstrip(".")}
+        return {}, {"failed": together.rstrip(".")}
     for what, why in together.missing.items():
-        run.absent(
-            f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {last_line(why).rstrip('.:')}"
-        )
+        run.absent(f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {why.rstrip('.:')}")
     tokens = training.batch_size * model.block_size
     figures = together.figures(tokens * spread.devices, settings["steps"], None)
     values = {name: figure for name, figure in figures.items() if name in ("rate", "step", "peak memory")}

@@ -1,0 +1,322 @@
+"""Runs measurements, each in a fresh process with its own cache folders, and combines their results."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from benchkit import UserError
+from benchkit.device import Device
+from benchkit.processes import ChildFailure, Job, Runner
+from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
+from compile_bench.measure.shapes import STRATEGIES, ShapeStudy, Strategy
+from compile_bench.targets.case import Case
+from native_build import missing_inductor
+
+DEFAULT_LIMIT = 600.0
+
+Options = ParamSpec("Options")
+Result = TypeVar("Result")
+
+_TORCH = ("torch",)
+_COMPILER = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
+
+
+class Harness(Runner):
+    """Runs functions of a case in fresh processes, with a private temporary folder for their caches.
+
+    The functions are imported where they are used, because their modules import torch.
+
+    Args:
+        folder: The temporary folder.
+        device: What is measured.
+        limit: Seconds after which a process and all that it started are killed.
+
+    Examples:
+        >>> with Harness.open("cpu") as harness:  # doctest: +SKIP
+        ...     bench = harness.bench(Case("mlp"))
+        >>> bench.trace.graphs  # doctest: +SKIP
+    """
+
+    def __init__(self, folder: Path, device: Device, limit: float) -> None:
+        super().__init__(limit)
+        self.folder = folder
+        self.device = device
+        self._toolchain: float | None = None
+        self._caches = itertools.count(1)
+        self._preparing = threading.Lock()
+        self._compile_threads: int | None = None
+
+    @classmethod
+    @contextmanager
+    def open(cls, device: Device, *, limit: float = DEFAULT_LIMIT) -> Iterator[Harness]:
+        """A harness whose caches are deleted when the block ends."""
+        with tempfile.TemporaryDirectory(prefix="compile-bench-", ignore_cleanup_errors=True) as folder:
+            harness = cls(Path(folder), device, limit)
+            try:
+                yield harness
+            finally:
+                harness.stop()
+
+    def toolchain_seconds(self) -> float:
+        """Seconds that Inductor needs, once per cache folder, to examine the C++ compiler and the machine.
+
+        Every "cold" cache starts from the cache that this leaves: the time depends on the machine, not on a model.
+
+        Raises:
+            UserError: Without a C++ compiler, on a CPU.
+        """
+        with self._preparing:
+            if self._toolchain is None:
+                if (reason := missing_inductor(self.device)) is not None:
+                    raise UserError(reason)
+                from compile_bench.measure.steps import toolchain
+
+                self._toolchain = self._in_child(
+                    partial(toolchain, Case("", self.device)), cache=self.folder / "toolchain"
+                )
+            return self._toolchain
+
+    def eager(self, case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
+        """First steps without compiling; the mode of ``case`` does not matter.
+
+        Args:
+            case: The model and the kind of step.
+            timing_folder: See :func:`compile_bench.measure.steps.compiled`.
+        """
+        from compile_bench.measure.steps import eager
+
+        return self.measure(eager, case, timing_folder=timing_folder)
+
+    def bench(
+        self,
+        case: Case,
+        *,
+        eager: FirstSteps | None = None,
+        steady_seconds: float = 10.0,
+        warm: bool = True,
+        mega: bool = False,
+        timing_folder: Path | None = None,
+        cache: Path | None = None,
+        tuned: bool = False,
+    ) -> Bench:
+        """Measure everything about a case, in two to four processes.
+
+        Args:
+            case: The model, the kind of step and the mode.
+            eager: First eager steps, if they were measured before.
+            steady_seconds: How long to sample steady steps.
+            warm: Whether to measure the first steps with warm caches too.
+            mega: Whether to measure the first steps with empty folders and the cold process's cache artifacts too.
+            timing_folder: See :func:`compile_bench.measure.steps.compiled`.
+            cache: Folder of the compiler's caches; a new one by default.
+            tuned: Whether ``cache`` has the autotuning choices of the same case in another mode.
+
+        Raises:
+            ChildFailure: If a process hung or crashed.
+            UserError: If the target is at fault.
+        """
+        if (reason := missing_inductor(self.device)) is not None:
+            raise UserError(reason)
+        eager = eager or self.eager(case)  # before the compiler is prepared: a target at fault says so in seconds
+        self.toolchain_seconds()
+        from compile_bench.measure import steps
+
+        compiled = partial(steps.compiled, case, timing_folder=timing_folder)
+        cache = cache or self.new_cache()
+        artifact = cache.with_suffix(".artifact") if mega else None
+
+        def measured(call: partial[Compiled], cache: Path) -> Compiled:
+            return self._in_child(call, cache=cache, preload=_TORCH)
+
+        cold_seconds = 0.0 if warm else steady_seconds
+        cold = measured(partial(compiled, steady_seconds=cold_seconds, artifact_out=artifact), cache)
+        last = measured(partial(compiled, steady_seconds=steady_seconds), cache) if warm else cold
+        loaded = None
+        if artifact is not None and artifact.exists():
+            loaded = measured(partial(compiled, steady_seconds=0.0, artifact_in=artifact), self.new_cache())
+        assert last.steady is not None
+        assert last.accuracy is not None
+        return Bench(
+            case,
+            eager,
+            cold.first,
+            last.first if warm else None,
+            last.steady,
+            last.accuracy,
+            last.memory,
+            None if loaded is None else loaded.first,
+            last.eager_profile,
+            last.compiled_profile,
+            cold.no_cudagraphs,
+            cold.artifact_bytes,
+            tuned,
+        )
+
+    def triage(self, case: Case) -> Triage:
+        """Count breaks and recompilations of a case, without a code generator; seconds rather than minutes.
+
+        Raises:
+            ChildFailure: If the process hung or crashed.
+            UserError: If the target is at fault.
+        """
+        from compile_bench.measure.survey import triage
+
+        return self.trace(triage, case)
+
+    def shapes(
+        self,
+        case: Case,
+        *,
+        schedule: str = "",
+        seconds: float = 3.0,
+        strategies: Sequence[Strategy] = tuple(STRATEGIES),
+    ) -> ShapeStudy:
+        """Measure strategies on a target's schedule of shapes.
+
+        Args:
+            case: Its mode is used for all strategies; ``dynamic`` and ``scope`` are not.
+            schedule: One of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
+            seconds: How long to sample later passes, for each strategy.
+            strategies: Which ones.
+
+        Raises:
+            ChildFailure: If a process hung or crashed.
+            UserError: If the target is at fault, or its shapes do not change.
+        """
+        self.toolchain_seconds()
+        from compile_bench.measure.shape_schedule import shapes
+
+        answers = [
+            self.measure(shapes, case, strategy=strategy, schedule=schedule, seconds=seconds)
+            for strategy in sorted(strategies, key=lambda strategy: strategy != "eager")  # it finds calls that fail
+        ]
+        return ShapeStudy(case, answers[0].schedule, answers[0].varying, tuple(answer.passes for answer in answers))
+
+    def ask(
+        self,
+        function: Callable[Concatenate[Case, Options], Result],
+        case: Case,
+        *arguments: Options.args,
+        **options: Options.kwargs,
+    ) -> Result:
+        """Call a function in a fresh process that has imported the compiler, with a new cache folder.
+
+        Args:
+            function: A function at the top level of a module.
+            case: Its first argument.
+            arguments: Further arguments; anything that can be pickled.
+            options: Likewise, by name.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            ChildFailure: If the process hung or crashed.
+            UserError: If the target is at fault.
+        """
+        return self._in_child(partial(function, case, *arguments, **options))
+
+    def trace(
+        self,
+        function: Callable[Concatenate[Case, Options], Result],
+        case: Case,
+        *arguments: Options.args,
+        **options: Options.kwargs,
+    ) -> Result:
+        """Like :meth:`ask`, with one CPU thread: for functions that time nothing and run side by side.
+
+        With more threads than cores, two processes wait for one another.
+        """
+        return self._in_child(partial(function, case, *arguments, **options), one_thread=True)
+
+    def measure(
+        self,
+        function: Callable[Concatenate[Case, Options], Result],
+        case: Case,
+        *arguments: Options.args,
+        **options: Options.kwargs,
+    ) -> Result:
+        """Like :meth:`ask`, in a process that has imported torch alone: figures contain the compiler's import."""
+        return self._in_child(partial(function, case, *arguments, **options), preload=_TORCH)
+
+    def ask_all(self, calls: Sequence[Callable[[], Result]]) -> list[Result | ChildFailure | UserError]:
+        """Make several calls that time nothing at once: two on a CPU; one on a GPU, because of its memory.
+
+        Returns:
+            The results in order. A call that failed has its failure there.
+        """
+
+        def attempt(call: Callable[[], Result]) -> Result | ChildFailure | UserError:
+            try:
+                return call()
+            except (ChildFailure, UserError) as error:
+                return error
+
+        with ThreadPoolExecutor(self.beside) as pool:
+            try:
+                return list(pool.map(attempt, calls))
+            except BaseException:
+                self.stop()  # the threads of the pool wait for these processes
+                raise
+
+    @property
+    def beside(self) -> int:
+        """How many functions that time nothing run at once."""
+        return 2 if self.device == "cpu" else 1
+
+    @contextmanager
+    def compile_threads(self, count: int | None) -> Iterator[None]:
+        """Inside, Inductor compiles with so many worker processes; None: one for every core."""
+        self._compile_threads = count
+        try:
+            yield
+        finally:
+            self._compile_threads = None
+
+    def new_cache(self) -> Path:
+        """A folder for the compiler's caches that contains only what the toolchain's check left."""
+        cache = self.folder / f"cache-{next(self._caches)}"
+        seed = self.folder / "toolchain"
+        if seed.exists():
+            shutil.copytree(seed, cache)
+        return cache
+
+    def _in_child(
+        self,
+        call: partial[Result],
+        *,
+        cache: Path | None = None,
+        preload: tuple[str, ...] = _COMPILER,
+        one_thread: bool = False,
+    ) -> Result:
+        """Make a call, whose first argument is its case, in a fresh process."""
+        case, function = call.args[0], call.func.__name__
+        cache = cache or self.new_cache()
+        cache.mkdir(exist_ok=True)
+        threads = self._compile_threads
+        job = Job(
+            partial(_in_one_thread, call) if one_thread else call,
+            f"{case.target or function} ({function}, {case.mode})",
+            # Whether the compiler's import touches the GPU's driver, which a fork would not survive, depends on its
+            # version.
+            preload=_TORCH if self.device == "cuda" else preload,
+            environment={} if threads is None else {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)},
+            child_environment={"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")},
+        )
+        return self.run(job)
+
+
+def _in_one_thread(call: Callable[[], Result]) -> Result:
+    import torch
+
+    torch.set_num_threads(1)
+    return call()
