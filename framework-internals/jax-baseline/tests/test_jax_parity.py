@@ -179,8 +179,8 @@ def test_planted_mistakes_are_caught_and_the_faithful_step_is_not():
     training = TrainConfig(steps=4, batch_size=8, warmup=2, lr=1e-3, min_lr=1e-4, clip=0.5)
     chosen = [mistake for mistake in planted_mistakes.MISTAKES if mistake.name in CAUGHT]
     assert len(chosen) == len(CAUGHT)
-    faithful, *others = planted_mistakes.plant_mistakes(adapters.Setup(MODEL, training), chosen)
-    assert (faithful.name, faithful.step) == ("", None)
+    correct, *others = planted_mistakes.plant_mistakes(adapters.Setup(MODEL, training), chosen)
+    assert (correct.name, correct.step) == ("", None)
     assert [verdict.step is not None and verdict.times > 1 for verdict in others] == [True] * len(CAUGHT)
 
 
@@ -188,8 +188,8 @@ def test_planted_mistakes_are_caught_and_the_faithful_step_is_not():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nearly_all_planted_mistakes_are_caught_within_four_steps(seed):
     training = TrainConfig(steps=4, batch_size=8, warmup=2, lr=1e-3, min_lr=1e-4, clip=0.5, seed=seed)
-    faithful, *others = planted_mistakes.plant_mistakes(adapters.Setup(MODEL, training))
-    assert faithful.step is None
+    correct, *others = planted_mistakes.plant_mistakes(adapters.Setup(MODEL, training))
+    assert correct.step is None
     missed = [verdict.name for verdict in others if verdict.step is None]
     assert len(others) >= 25
     assert len(others) - len(missed) >= 0.92 * len(others), missed  # 23 of 25

@@ -107,17 +107,17 @@ def parity(
             lr=lr,
             batch_size=batch_size,
         )
-        found = run(setup)
+        compared = run(setup)
     deviations = {
-        quantity: (found.largest(quantity), found.control_largest(quantity), found.bounds(quantity)[-1])
+        quantity: (compared.largest(quantity), compared.control_largest(quantity), compared.bounds(quantity)[-1])
         for quantity in QUANTITIES
     }
     rows = [(quantity, *map(numbers.error_size, sizes)) for quantity, sizes in deviations.items()]
     print(markdown_table(["largest deviation of", "JAX", "permuted torch", "bound"], rows))
-    divergence = found.divergence()
+    divergence = compared.divergence()
     subject = f"{preset}, {steps} steps, seed {seed}, {dtype}"
     if divergence is None:
-        largest = numbers.error_size(found.largest("loss"))
+        largest = numbers.error_size(compared.largest("loss"))
         print(f"PARITY {subject}: all within bounds; losses at most {largest} nats apart")
         return
     print(f"NO PARITY {subject}: {divergence}")

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_baseline.gpt.sharding import count_collectives, make_mesh, spread, state_sharding, to_mesh
 from jax_baseline.gpt.train import initial_state, make_train_step
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.data import Tokens, batch, load_corpus
+from torch_baseline.data import batch, load_corpus
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,8 @@ class MeshTrial:
         state = initial_state(self._model, self._training)
         shardings = state_sharding(state, mesh)
         state = spread(state, shardings)
-        batches = [to_mesh(self._ordered(tokens, rows), mesh) for tokens in self._batches]
+        order = slice(None) if rows is None else list(rows)
+        batches = [to_mesh(tuple(part[order] for part in tokens), mesh) for tokens in self._batches]
         if (data, fsdp) not in self._compiled:
             step: Any = make_train_step(self._model, self._training, shardings=shardings)
             self._compiled[data, fsdp] = step.lower(state, *batches[0]).compile()
@@ -71,7 +71,3 @@ class MeshTrial:
             state, metrics = compiled(state, *tokens)
             losses.append(float(metrics.loss))
         return vars(MeshRun(losses, count_collectives(compiled.as_text()), state_bytes))
-
-    @staticmethod
-    def _ordered(tokens: tuple[Tokens, Tokens], rows: Sequence[int] | None) -> tuple[Tokens, ...]:
-        return tokens if rows is None else tuple(np.ascontiguousarray(part[list(rows)]) for part in tokens)

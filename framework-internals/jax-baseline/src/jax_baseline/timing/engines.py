@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchkit import UserError
 from benchkit.device import Device
 from jax_baseline.timing.kernel_times import KernelTime, jax_kernel_times, torch_kernel_times
@@ -280,7 +283,6 @@ class JaxEngine:
 
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import jax
-        import numpy as np
 
         from jax_baseline.gpt.model import ATTENTIONS
         from jax_baseline.gpt.sharding import make_mesh, spread, state_sharding, to_mesh
@@ -309,16 +311,7 @@ class JaxEngine:
             shardings=shardings,
         )
         self._per_call = spec.steps_per_dispatch
-        batches = [tuple(part.astype(np.int32) for part in tokens) for tokens in _batches(model, config)]
-        if self._per_call > 1:
-            calls = len(batches) // self._per_call
-            batches = [
-                tuple(
-                    np.stack(parts) for parts in zip(*batches[call * self._per_call :][: self._per_call], strict=True)
-                )
-                for call in range(calls)
-            ]
-        self._batches = [to_mesh(tokens, mesh) for tokens in batches]
+        self._batches = [to_mesh(tokens, mesh) for tokens in _stacked(_batches(model, config), self._per_call)]
         self._done = 0
 
     def prepare(self) -> dict[str, Any]:
@@ -399,6 +392,14 @@ def _parts(function: str) -> dict[str, Any]:
     module, _, name = function.partition(":")
     parts: dict[str, Any] = getattr(importlib.import_module(module), name)()
     return parts
+
+
+def _stacked(batches: list[tuple[Tokens, Tokens]], steps: int) -> list[tuple[NDArray, ...]]:
+    """Return the arguments of each call: one batch, or ``steps`` batches stacked along a new first axis."""
+    if steps == 1:
+        return list(batches)
+    groups = [batches[start : start + steps] for start in range(0, len(batches) - steps + 1, steps)]
+    return [tuple(np.stack(parts) for parts in zip(*group, strict=True)) for group in groups]
 
 
 def _batches(model: GPTConfig, config: TrainConfig) -> list[tuple[Tokens, Tokens]]:
