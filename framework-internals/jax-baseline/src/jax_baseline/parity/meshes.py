@@ -1,4 +1,4 @@
-"""The same steps on one device and on meshes, in a process whose CPU pretends to be several devices."""
+"""The same training steps on one device and on meshes, in a process whose CPU emulates several devices."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from jax_baseline.gpt.sharding import count_collectives, make_mesh, spread, state_sharding, to_mesh
 from jax_baseline.gpt.train import initial_state, make_train_step
 from torch_baseline.config import GPTConfig, TrainConfig
-from torch_baseline.data import Tokens, batch, load_corpus
+from torch_baseline.data import batch, load_corpus
 
 
 @dataclass(frozen=True)
 class MeshRun:
-    """What came of a run on one mesh.
+    """Result of a run on one mesh.
 
     Attributes:
-        losses: by step.
-        collectives: instructions of the compiled step by kind.
-        state_bytes: of weights, moments and counters on the first device.
+        losses: Loss of every step.
+        collectives: Number of collective instructions of the compiled step by kind.
+        state_bytes: Bytes of weights, moments and counters on the first device.
     """
 
     losses: list[float]
@@ -31,11 +30,11 @@ class MeshRun:
 
 
 class MeshTrial:
-    """Runs one training configuration on meshes of its process's devices.
+    """Runs one training configuration on meshes of the devices of this process.
 
     Args:
-        model: fields of the shape.
-        training: fields of the settings, those left out at their defaults.
+        model: Fields of :class:`GPTConfig`.
+        training: Fields of :class:`TrainConfig`; the others have their defaults.
     """
 
     def __init__(self, model: Mapping[str, Any], training: Mapping[str, Any]) -> None:
@@ -49,29 +48,26 @@ class MeshTrial:
         self._compiled: dict[tuple[int, int], Any] = {}
 
     def run(self, data: int, fsdp: int, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return the fields of a :class:`MeshRun`.
+        """Train on one mesh and return the fields of a :class:`MeshRun`.
 
         Args:
-            data: copies of the weights.
-            fsdp: shares of each copy.
-            rows: an order of the batch's rows, which changes rounding alone; by default as they are.
+            data: Number of replicas of the weights.
+            fsdp: Number of devices that share one replica.
+            rows: Order of the batch's rows, which changes rounding alone. The default is the original order.
         """
         mesh = make_mesh(data, fsdp)
         state = initial_state(self._model, self._training)
         shardings = state_sharding(state, mesh)
         state = spread(state, shardings)
-        batches = [to_mesh(self._ordered(tokens, rows), mesh) for tokens in self._batches]
+        order = slice(None) if rows is None else list(rows)
+        batches = [to_mesh(tuple(part[order] for part in tokens), mesh) for tokens in self._batches]
         if (data, fsdp) not in self._compiled:
             step: Any = make_train_step(self._model, self._training, shardings=shardings)
             self._compiled[data, fsdp] = step.lower(state, *batches[0]).compile()
         compiled = self._compiled[data, fsdp]
-        held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+        state_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
         losses = []
         for tokens in batches:
             state, metrics = compiled(state, *tokens)
             losses.append(float(metrics.loss))
-        return vars(MeshRun(losses, count_collectives(compiled.as_text()), held))
-
-    @staticmethod
-    def _ordered(tokens: tuple[Tokens, Tokens], rows: Sequence[int] | None) -> tuple[Tokens, ...]:
-        return tokens if rows is None else tuple(np.ascontiguousarray(part[list(rows)]) for part in tokens)
+        return vars(MeshRun(losses, count_collectives(compiled.as_text()), state_bytes))
