@@ -2,7 +2,7 @@
 
 import pytest
 
-from custom_ops.prebuild import CSRC
+from custom_ops.builds.operator_library import CSRC
 from native_build import compile_cuda, find_nvcc
 
 # Kernels of each rung: dtypes times ways to reach memory, and what else a template is instantiated for.

@@ -12,10 +12,11 @@ from benchkit import Record
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write
-from custom_ops import lens, speed
-from custom_ops.contestants import COMPILED, contests
-from custom_ops.measure import largest_error
-from custom_ops.report import REPORT
+from custom_ops import lens
+from custom_ops.bench import speed
+from custom_ops.bench.contestants import COMPILED, contests
+from custom_ops.bench.measure import largest_error
+from custom_ops.report.spec import REPORT
 from custom_ops.roads.wrappers import SHIPPED
 
 COMMITTED = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")

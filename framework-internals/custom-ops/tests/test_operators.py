@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import custom_ops
-from custom_ops import calls, torch_internals
-from custom_ops.checks import DTYPES, wide
+from custom_ops.builds import torch_internals
+from custom_ops.operators import calls
+from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.flash_attention import reference
 
 

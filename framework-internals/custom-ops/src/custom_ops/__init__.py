@@ -4,7 +4,7 @@ Importing registers ``torch.ops.custom_ops.*`` where a library is installed or h
 call of a function, or :func:`load`, compiles it.
 """
 
-from custom_ops.builds import BuildInfo, build_info, load, load_if_built
+from custom_ops.builds.loading import BuildInfo, build_info, load, load_if_built
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse
 from custom_ops.operators.elementwise import axpb, scale, vector_add

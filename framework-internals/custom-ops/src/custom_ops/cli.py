@@ -20,10 +20,11 @@ from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.limits import memory_limits
 from benchkit.progress import working
-from custom_ops import autograd_nodes, build_costs, prebuild, skeleton, speed
-from custom_ops.builds import build_info, load
-from custom_ops.checks import DTYPES
-from custom_ops.contestants import contests
+from custom_ops.bench import build_costs, speed
+from custom_ops.bench.contestants import contests
+from custom_ops.builds import autograd_nodes, operator_library, skeleton
+from custom_ops.builds.loading import build_info, load
+from custom_ops.operators.checks import DTYPES
 from custom_ops.roads import ahead_of_time, just_in_time
 
 app = typer.Typer(
@@ -49,7 +50,7 @@ def info() -> None:
 
 
 def _build_library(out: Path) -> str:
-    library = prebuild.build(out / prebuild.FILE_NAME)
+    library = operator_library.build(out / operator_library.FILE_NAME)
     return f"{library}\nuse it with: CUSTOM_OPS_LIBRARY={shlex.quote(str(library))}"
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_ops import builds
+from custom_ops.builds import loading
 from native_build import LibraryError
 
 _TARGETS = (
@@ -32,7 +32,7 @@ def register() -> None:
         native_build.BuildError: when there is no library, and none can be compiled.
         native_build.LibraryError: when the library was built where there was no JAX.
     """
-    info = builds.load()
+    info = loading.load()
     if info.file is None:
         raise LibraryError("custom_ops under JAX: the build that serves is compiled at run time (build the library)")
     library = ctypes.CDLL(str(info.file))

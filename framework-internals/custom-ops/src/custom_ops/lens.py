@@ -17,11 +17,11 @@ from benchkit.errors import first_line
 from benchkit.limits import memory_limits, product_limits
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
-from custom_ops import attention, build_costs, measure, speed, training
-from custom_ops.builds import load
-from custom_ops.checks import DTYPES
-from custom_ops.contestants import contests
-from custom_ops.report import REPORT
+from custom_ops.bench import attention, build_costs, measure, speed, training
+from custom_ops.bench.contestants import contests
+from custom_ops.builds.loading import load
+from custom_ops.operators.checks import DTYPES
+from custom_ops.report.spec import REPORT
 from native_build import BuildError
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops import calls
-from custom_ops.checks import check_bias_gelu, check_bias_gelu_backward, explain
-from custom_ops.registration import Autograd, Rules, to_lower
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_bias_gelu, check_bias_gelu_backward, explain
+from custom_ops.operators.registration import Autograd, Rules, to_lower
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops import calls
-from custom_ops.checks import check_conv_bn_relu, explain, wide
-from custom_ops.registration import Autograd, Rules, to_lower
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_conv_bn_relu, explain, wide
+from custom_ops.operators.registration import Autograd, Rules, to_lower
 
 
 def conv_bn_relu(

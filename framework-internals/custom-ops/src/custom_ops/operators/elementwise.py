@@ -1,7 +1,7 @@
 """Sums and multiples, element by element.
 
 Operands are of equal shape, dtype and device; those that are not contiguous are copied first, and the result is
-contiguous. The four floating dtypes of :data:`custom_ops.checks.DTYPES` have kernels.
+contiguous. The four floating dtypes of :data:`custom_ops.operators.checks.DTYPES` have kernels.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops import calls
-from custom_ops.checks import check_axpb, check_scale, check_vector_add, explain
-from custom_ops.registration import Autograd, Rules, to_widest
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_axpb, check_scale, check_vector_add, explain
+from custom_ops.operators.registration import Autograd, Rules, to_widest
 
 
 def vector_add(a: Tensor, b: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops import calls
-from custom_ops.checks import check_flash_attention, check_flash_attention_backward, explain, wide
-from custom_ops.registration import Autograd, Rules, to_lower
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_flash_attention, check_flash_attention_backward, explain, wide
+from custom_ops.operators.registration import Autograd, Rules, to_lower
 
 
 def flash_attention(

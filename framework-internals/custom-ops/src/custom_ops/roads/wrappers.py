@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from custom_ops.builds import load
-from custom_ops.checks import check_operands
+from custom_ops.builds.loading import load
+from custom_ops.operators.checks import check_operands
 from custom_ops.operators.elementwise import vector_add
 from custom_ops.roads.just_in_time import load as extension
 

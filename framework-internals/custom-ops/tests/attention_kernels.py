@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from native_build import BuildError, build_root, find_nvcc
 
-SOURCES = Path(__file__).parents[2] / "csrc" / "flash_attention"
+SOURCES = Path(__file__).parents[1] / "csrc" / "flash_attention"
 KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu", "backward_wgmma.cu")
 
 Machine = Literal["cpu", "emulator", "cuda"]

@@ -13,8 +13,8 @@ from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.results import Label
 from benchkit.timing import rotating_inputs
-from custom_ops.accounting import Traffic, count_launches, size_of
-from custom_ops.contestants import COMPILED, OURS, Contest, contests
+from custom_ops.bench.accounting import Traffic, count_launches, size_of
+from custom_ops.bench.contestants import COMPILED, OURS, Contest, contests
 
 ACCESSES = {"chosen": 0, "one element": 1, "one vector": 2, "two vectors": 3, "four vectors": 4}
 
@@ -38,7 +38,7 @@ def operators(
 
     Args:
         device: of the tensors.
-        ops: names of :func:`custom_ops.contestants.contests`.
+        ops: names of :func:`custom_ops.bench.contestants.contests`.
         counts: elements.
         dtypes: of the tensors.
         columns: of those that have rows.

@@ -20,10 +20,10 @@ import torch
 
 import native_build
 from benchkit.progress import working
-from custom_ops import autograd_nodes, calls, prebuild, runtime_compiled
-from custom_ops.operators import bias_gelu, conv_bn_relu, elementwise, flash_attention
-from custom_ops.registration import NAMESPACES, Rules, register
-from custom_ops.torch_internals import OpOverload, any_requires_grad, has_tangent, in_cpp
+from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
+from custom_ops.builds.torch_internals import OpOverload, any_requires_grad, has_tangent, in_cpp
+from custom_ops.operators import bias_gelu, calls, conv_bn_relu, elementwise, flash_attention
+from custom_ops.operators.registration import NAMESPACES, Rules, register
 
 VARIABLE = "CUSTOM_OPS_LIBRARY"
 AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"
@@ -44,7 +44,7 @@ class BuildInfo:
         cuda: where the CUDA kernels come from; None where there are none.
         file: the library; None before the first call has compiled it.
         not_served: what this build is without, and why with the remedy: another road, CUDA kernels, or the nodes.
-        autograd: where the derivatives of the small operators come from (:mod:`custom_ops.autograd_nodes`).
+        autograd: where the derivatives of the small operators come from (:mod:`custom_ops.builds.autograd_nodes`).
     """
 
     road: Road | None
@@ -70,7 +70,7 @@ def build_info() -> BuildInfo:
     file: Path | None = None
     library_cuda: str | None = "there is no library"
     if road == "compiled here":
-        file, library_cuda = prebuild.cached(architectures_here()), native_build.missing_cuda()
+        file, library_cuda = operator_library.cached(architectures_here()), native_build.missing_cuda()
     elif road is not None:
         file = _library_of(road)
         library_cuda = _without_cuda(file)
@@ -115,7 +115,7 @@ def _load() -> BuildInfo:
     else:
         if info.file is None:
             with working(f"compiling the operators, once for torch {torch.__version__}"):
-                info = replace(info, file=prebuild.build_once(architectures_here()))
+                info = replace(info, file=operator_library.build_once(architectures_here()))
         assert info.file is not None
         native_build.load_library(info.file)
     if info.cuda == "run-time compilation":
@@ -151,7 +151,7 @@ def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:
 def _callables(
     callable_of: Callable[[OpOverload], Callable[..., Any]], in_nodes: frozenset[str]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What :mod:`custom_ops.calls` offers, by name.
+    """What :mod:`custom_ops.operators.calls` offers, by name.
 
     Args:
         callable_of: what makes a callable of an operator.
@@ -221,7 +221,7 @@ def _choose() -> tuple[Road | None, dict[str, str]]:
         _check_fits(_library_of("wheel"))
         return "wheel", not_served
     not_served["the wheel"] = (
-        f"there is no {prebuild.FILE_NAME} beside the package (custom-ops build, then pip install)"
+        f"there is no {operator_library.FILE_NAME} beside the package (custom-ops build, then pip install)"
     )
     if (reason := _cannot_compile()) is None:
         return "compiled here", not_served
@@ -248,13 +248,17 @@ def _choose_autograd(road: Road | None, not_served: dict[str, str]) -> AutogradR
 
 
 def _cannot_compile() -> str | None:
-    if not prebuild.CSRC.is_dir():
-        return f"the sources are not in {prebuild.CSRC} (install the package editable from its checkout)"
+    if not operator_library.CSRC.is_dir():
+        return f"the sources are not in {operator_library.CSRC} (install the package editable from its checkout)"
     return native_build.missing_cxx()
 
 
 def _library_of(road: Road) -> Path:
-    return Path(os.environ[VARIABLE]) if road == "named library" else Path(__file__).parent / prebuild.FILE_NAME
+    return (
+        Path(os.environ[VARIABLE])
+        if road == "named library"
+        else Path(__file__).parents[1] / operator_library.FILE_NAME
+    )
 
 
 def _check_fits(library: Path) -> None:

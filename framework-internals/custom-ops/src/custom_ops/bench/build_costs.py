@@ -20,8 +20,8 @@ from pathlib import Path
 
 import native_build
 from benchkit import Quantity, Record
-from custom_ops import autograd_nodes, prebuild, runtime_compiled
-from custom_ops.builds import VARIABLE, architectures_here
+from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
+from custom_ops.builds.loading import VARIABLE, architectures_here
 from custom_ops.roads import ahead_of_time, just_in_time
 
 JUST_IN_TIME = "pybind11, just in time"
@@ -35,7 +35,7 @@ _CACHE = "FRAMEWORK_INTERNALS_BUILD_DIR"
 _BUILD = """
 import json, os, sys
 from pathlib import Path
-from custom_ops.build_costs import BUILDERS
+from custom_ops.bench.build_costs import BUILDERS
 before = os.times()
 file = BUILDERS[sys.argv[1]](Path(sys.argv[2]))
 after = os.times()
@@ -131,7 +131,7 @@ def _cache_of(library: Path) -> Path:
 
 
 def _build_stable(folder: Path) -> Path:
-    return prebuild.build(folder / prebuild.FILE_NAME, architectures=architectures_here())
+    return operator_library.build(folder / operator_library.FILE_NAME, architectures=architectures_here())
 
 
 # The one that takes longest first.
@@ -170,7 +170,7 @@ def build_all(folder: Path) -> dict[str, Built | native_build.BuildError]:
 def use(built: Built) -> None:
     """Let this process and later ones have what was built, as far as they would compile the same again."""
     if built.road == STABLE:
-        prebuild.keep(built.file, architectures_here())
+        operator_library.keep(built.file, architectures_here())
     if built.road == JUST_IN_TIME:
         before = os.environ.get(_CACHE)
         os.environ[_CACHE] = str(_cache_of(built.file))

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from custom_ops.prebuild import CSRC
-from custom_ops.torch_internals import OpOverload, in_cpp
+from custom_ops.builds.operator_library import CSRC
+from custom_ops.builds.torch_internals import OpOverload, in_cpp
 from native_build import Unit, build_library_once, cached_library
 
 # What nodes.cpp implements.

@@ -11,9 +11,9 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchkit import UserError
-from custom_ops.torch_internals import operator_namespaces
+from custom_ops.builds.torch_internals import operator_namespaces
 
-_TEMPLATES = Path(__file__).parent / "templates" / "new"
+_TEMPLATES = Path(__file__).parents[1] / "templates" / "new"
 
 # Where each template goes.
 _FILES = {

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from benchkit import Record, Results
 from benchkit.plotting import COLOURS, HATCHES, MARKERS, draw_limit, label_ticks, new_figure, new_panels
-from custom_ops.attention_report import best_of_torch, ceilings, own
+from custom_ops.report.attention import best_of_torch, ceilings, own
 
 
 def speed_figure(results: Results) -> Figure:

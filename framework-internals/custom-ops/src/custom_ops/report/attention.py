@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchkit import Record, Results, numbers
-from custom_ops.contestants import OURS
+from custom_ops.bench.contestants import OURS
 
 # Both errors are dominated by the rounding of the same results; a tenth more is no difference between two kernels.
 SAME_ERROR = 1.1

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import custom_ops
-from custom_ops import accounting, calls
-from custom_ops.accounting import Traffic
+from custom_ops.bench import accounting
+from custom_ops.bench.accounting import Traffic
+from custom_ops.operators import calls
 
 OURS = "custom_ops"
 COMPILED = "torch.compile"

@@ -13,15 +13,15 @@ from torch import Tensor
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.timing import rotating_inputs
-from custom_ops import calls
-from custom_ops.accounting import count_launches, vector_add_traffic
-from custom_ops.contestants import ALPHA
+from custom_ops.bench.accounting import count_launches, vector_add_traffic
+from custom_ops.bench.contestants import ALPHA
+from custom_ops.bench.speed import launches, name_of
+from custom_ops.builds.torch_internals import Unsupported
+from custom_ops.operators import calls
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import fuse
 from custom_ops.operators.elementwise import axpb, vector_add
 from custom_ops.roads.wrappers import AddFunction, wrappers
-from custom_ops.speed import launches, name_of
-from custom_ops.torch_internals import Unsupported
 
 
 def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iterator[Record]:

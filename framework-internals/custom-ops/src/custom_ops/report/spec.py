@@ -7,9 +7,10 @@ from typing import Any
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Figure, ReportSpec
-from custom_ops import attention_report, build_costs
-from custom_ops.contestants import COMPILED, OURS
-from custom_ops.figures import attention_figure, calls_figure, speed_figure
+from custom_ops.bench import build_costs
+from custom_ops.bench.contestants import COMPILED, OURS
+from custom_ops.report import attention
+from custom_ops.report.figures import attention_figure, calls_figure, speed_figure
 from custom_ops.roads.wrappers import SHIPPED
 
 # What no measurement tells: for each road what it fits, and what it cannot do.
@@ -65,12 +66,12 @@ def _context(results: Results) -> dict[str, Any]:
         "worth": _worth(results),
         "not_worth": _not_worth(results),
         "undecided": _undecided(results),
-        **attention_report.context(results),
+        **attention.context(results),
     }
 
 
 def _finding(results: Results) -> str:
-    sentences = (_speed_finding(results), attention_report.finding(results), _call_finding(results))
+    sentences = (_speed_finding(results), attention.finding(results), _call_finding(results))
     return " ".join(sentence for sentence in sentences if sentence) or "This run's measurements failed."
 
 

@@ -1,7 +1,7 @@
 """What the operators of the library get from Python: fake kernels, derivatives, rules for autocast.
 
 The library defines every operator twice. ``custom_ops`` is the public namespace, with derivatives. Those of the small
-operators are nodes in C++ where they could be compiled (:mod:`custom_ops.autograd_nodes`). The kernel that
+operators are nodes in C++ where they could be compiled (:mod:`custom_ops.builds.autograd_nodes`). The kernel that
 ``torch.library.register_autograd`` puts in for the others is written in Python, and every call passes it, whether a
 gradient is wanted or not: 6 µs. ``custom_ops_kernels`` does without; the functions of this package take it for calls
 of those that need no gradient.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# Loads a build, and so fills this module; set by custom_ops.builds, which imports the operators, and they this module.
+# Loads a build, which fills this module. custom_ops.builds.loading sets it: that module imports the operators, and they
+# import this one.
 loader: Callable[[], object] | None = None
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import native_build
-from custom_ops import nvrtc
-from custom_ops.checks import (
+from custom_ops.builds import nvrtc
+from custom_ops.builds.operator_library import CSRC
+from custom_ops.operators.checks import (
     check_axpb,
     check_bias_gelu,
     check_bias_gelu_backward,
@@ -25,8 +26,7 @@ from custom_ops.checks import (
     check_vector_add,
     wide,
 )
-from custom_ops.prebuild import CSRC
-from custom_ops.registration import NAMESPACES
+from custom_ops.operators.registration import NAMESPACES
 
 # As csrc/stable defines them: a test holds the two together.
 SCHEMAS = (

@@ -19,8 +19,8 @@ from benchkit.device import Device
 from benchkit.results import Label
 from benchkit.statistics import worst
 from benchkit.timing import capturable_stream
-from custom_ops.contestants import OURS
-from custom_ops.speed import name_of, peaks
+from custom_ops.bench.contestants import OURS
+from custom_ops.bench.speed import name_of, peaks
 
 MATH = "math"
 FUSED = {
@@ -93,7 +93,7 @@ def speeds(
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length``, ``causal``, ``direction`` (``forward`` or ``backward``), ``form``
-        (:data:`custom_ops.contestants.OURS` or a key of :data:`FUSED`), ``best`` (of torch's, the fastest) and
+        (:data:`custom_ops.bench.contestants.OURS` or a key of :data:`FUSED`), ``best`` (of torch's, the fastest) and
         ``clock``; values ``time``, ``rate`` in operations that the definition asks for, ``error`` (‖x − exact‖ /
         ‖exact‖ of the first head; backward the largest of dq, dk and dv), and for ours ``speedup`` over the best.
     """
@@ -243,8 +243,8 @@ def accuracy(
         head_size: elements.
 
     Yields:
-        Labels ``dtype``, ``head_size``, ``length``, ``causal`` and ``form`` (:data:`custom_ops.contestants.OURS` or
-        ``torch``); values ``out``, ``dq``, ``dk`` and ``dv``, each ‖x − exact‖ / ‖exact‖.
+        Labels ``dtype``, ``head_size``, ``length``, ``causal`` and ``form`` (:data:`~.contestants.OURS` or ``torch``);
+        values ``out``, ``dq``, ``dk`` and ``dv``, each ‖x − exact‖ / ‖exact‖.
     """
     peers = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     for dtype in dtypes:
@@ -328,8 +328,8 @@ def memory(
         width: heads × head size.
 
     Yields:
-        Labels ``dtype``, ``length`` and ``form``: :data:`custom_ops.contestants.OURS`, the first of :data:`FUSED` that
-        serves, and :data:`MATH`; the values of :func:`custom_ops.speed.peaks`.
+        Labels ``dtype``, ``length`` and ``form``: :data:`~.contestants.OURS`, the first of :data:`FUSED` that
+        serves, and :data:`MATH`; the values of :func:`custom_ops.bench.speed.peaks`.
     """
     for dtype in dtypes:
         for length in lengths:

@@ -21,7 +21,7 @@ from native_build import (
     instruction_levels,
 )
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+CSRC = Path(__file__).resolve().parents[3] / "csrc"
 FILE_NAME = "_C.abi3.so"
 
 RUNGS = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
