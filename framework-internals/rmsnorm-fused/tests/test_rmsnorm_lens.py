@@ -18,13 +18,14 @@ from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
 from benchkit.statistics import worst
-from rmsnorm_fused import contestants, lens, measure, training
-from rmsnorm_fused.accuracy import expected
-from rmsnorm_fused.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant
-from rmsnorm_fused.figures import figures
-from rmsnorm_fused.measure import Case, measure_calls, measure_case
-from rmsnorm_fused.report import finding
-from rmsnorm_fused.targets import TARGETS, Measured, applies
+from rmsnorm_fused import lens
+from rmsnorm_fused.bench import contestants, measure, training
+from rmsnorm_fused.bench.accuracy import expected
+from rmsnorm_fused.bench.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant
+from rmsnorm_fused.bench.measure import Case, measure_calls, measure_case
+from rmsnorm_fused.report.figures import figures
+from rmsnorm_fused.report.spec import finding
+from rmsnorm_fused.report.targets import TARGETS, Measured, applies
 from torch_baseline.config import GPTConfig
 
 TINY = {

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rmsnorm_fused import rms_norm
-from rmsnorm_fused.accuracy import expected, expected_quantised, expected_row_scales
+from rmsnorm_fused.bench.accuracy import expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.options import CASTINGS, Options
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

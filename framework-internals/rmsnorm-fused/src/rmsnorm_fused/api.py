@@ -6,9 +6,9 @@ from typing import Any, Literal, overload
 
 import torch
 
-from rmsnorm_fused import ops, sharding
 from rmsnorm_fused.backends import Backend, family_of, quick_call, resolve
 from rmsnorm_fused.impl import reference
+from rmsnorm_fused.ops import operators, sharding
 from rmsnorm_fused.options import Casting, Options
 from rmsnorm_fused.validation import (
     check_casting,
@@ -143,8 +143,8 @@ def rms_norm(
         return reference.rms_norm(x, residual, weight, options)
     family = family_of(implementation)
     if residual is None:
-        return ops.forward(family, x, weight, options)
-    return ops.forward_add(family, x, residual, weight, options)
+        return operators.forward(family, x, weight, options)
+    return operators.forward_add(family, x, residual, weight, options)
 
 
 def _implementation(x: torch.Tensor, backend: Backend) -> str:
@@ -169,7 +169,7 @@ def _quantised(
     if implementation == "pytorch":
         y, s, row_scales = reference.quantize(x, residual, weight, static, options, dtype)
     else:
-        y, s, row_scales = ops.quantize(family_of(implementation), x, residual, weight, static, options, dtype)
+        y, s, row_scales = operators.quantize(family_of(implementation), x, residual, weight, static, options, dtype)
     results = (y, *(() if residual is None else (s,)), *(() if static is not None else (row_scales,)))
     return results if len(results) > 1 else y
 

@@ -1,4 +1,4 @@
-"""Which back ends there are, which can be used here, and which one ``auto`` takes."""
+"""The back ends: which exist, which can be used on this machine, and which one ``auto`` selects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from native_build import BuildError, LibraryError
+from native_build import BuildError, LibraryError, missing_gpu
+from rmsnorm_fused.ops.rows import register_row_kernels
 from rmsnorm_fused.torch_private import constant_under_compile
 
 if TYPE_CHECKING:
@@ -28,13 +29,13 @@ _quick_calls: dict[str, QuickCall] = {}
 
 
 def unavailable(implementation: Implementation, device_type: str) -> str | None:
-    """Why an implementation cannot work on a type of device here, with the remedy; None where it can.
+    """Say why an implementation cannot be used for a type of device here, with the remedy; None if it can.
 
-    Builds nothing: a compiler that is there may still fail at the first call.
+    Nothing is built. A compiler that is present may still fail at the first call.
 
     Args:
-        implementation: one of :data:`IMPLEMENTATIONS`.
-        device_type: of the tensors: ``"cpu"``, ``"cuda"`` or any other that torch knows.
+        implementation: One of :data:`IMPLEMENTATIONS`.
+        device_type: Device type of the tensors: ``"cpu"``, ``"cuda"`` or any other that torch knows.
     """
     if implementation == "pytorch":
         return None
@@ -47,9 +48,14 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
         from rmsnorm_fused.impl import triton
 
         return triton.unavailable(device_type)
-    from rmsnorm_fused.impl import native
+    from rmsnorm_fused.impl import native, prebuilt
 
-    return native.unavailable(device_type)
+    if device_type == "cuda" and (reason := missing_gpu()) is not None:
+        return reason
+    if (reason := native.cannot_build(device_type)) is None:
+        return None
+    instead = prebuilt.unavailable(device_type)
+    return None if instead is None else f"{reason}; {instead}"
 
 
 @constant_under_compile
@@ -96,13 +102,24 @@ def _first_that_works(device_type: str) -> str:
 
 
 def _make_ready(implementation: str, device_type: str) -> None:
-    if implementation not in ("cuda", "cpp"):
-        return
-    from rmsnorm_fused.impl import native
-
-    quick = native.load(device_type)
-    if quick is not None:
+    if implementation in ("cuda", "cpp") and (quick := _load_native(device_type)) is not None:
         _quick_calls[implementation] = quick
+
+
+@functools.cache
+def _load_native(device_type: str) -> QuickCall | None:
+    """Register the C++ or CUDA C++ kernels: the extension where it can be compiled, otherwise the prebuilt library.
+
+    Returns:
+        The extension's own entry point; None with the prebuilt library, which has none.
+    """
+    from rmsnorm_fused.impl import native, prebuilt
+
+    if native.cannot_build(device_type) is None:
+        return native.load(device_type)
+    prebuilt.load()
+    register_row_kernels("native", device_type.upper(), lambda: prebuilt)
+    return None
 
 
 def family_of(implementation: str) -> Literal["native", "triton"]:

@@ -17,10 +17,11 @@ from benchkit.device import resolve_device
 from benchkit.statistics import worst
 from benchkit.timing import rotating_inputs
 from native_build import ARCHITECTURES, read_record
-from rmsnorm_fused import prebuild, rms_norm
-from rmsnorm_fused.accuracy import expected
+from rmsnorm_fused import rms_norm
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
-from rmsnorm_fused.contestants import EAGER, EPS, RmsNorm, usable
+from rmsnorm_fused.bench.accuracy import expected
+from rmsnorm_fused.bench.contestants import EAGER, EPS, RmsNorm, usable
+from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.validation import DTYPES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False, help=__doc__)

@@ -17,10 +17,10 @@ from benchkit import Record, progress
 from benchkit.device import Device
 from benchkit.limits import memory_limits, product_limits
 from benchkit.run import Lens, Run
-from rmsnorm_fused.contestants import Contestant, compiled_quantisers, usable
-from rmsnorm_fused.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
-from rmsnorm_fused.report import REPORT
-from rmsnorm_fused.training import measure_training
+from rmsnorm_fused.bench.contestants import Contestant, compiled_quantisers, usable
+from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
+from rmsnorm_fused.bench.training import measure_training
+from rmsnorm_fused.report.spec import REPORT
 
 # M_MMAP_THRESHOLD at the most that it takes, M_TRIM_THRESHOLD (malloc.h).
 _MALLOC_OPTIONS = ((-3, 1 << 25), (-1, (1 << 31) - 1))

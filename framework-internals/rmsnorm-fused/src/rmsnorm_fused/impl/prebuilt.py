@@ -1,6 +1,6 @@
 """The C++ and CUDA C++ kernels from the prebuilt library (``csrc/stable.cpp``), on rows.
 
-What the functions take and return is in :func:`rmsnorm_fused.ops.register_row_kernels`.
+What the functions take and return is in :func:`rmsnorm_fused.ops.rows.register_row_kernels`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from native_build import LibraryError, load_library, read_record
-from rmsnorm_fused import ops, prebuild
+from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.options import Options
 from rmsnorm_fused.validation import wide_dtype
 
@@ -37,17 +37,13 @@ def unavailable(device_type: str) -> str | None:
     return None if reason is None else f"the prebuilt library {library} cannot be used: {reason} ({remedy})"
 
 
-def register(device_type: str) -> None:
-    """Load the library and register its kernels as those of the native operators for a type of device.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
+def load() -> None:
+    """Load the library, which defines ``torch.ops.rmsnorm_fused_prebuilt``.
 
     Raises:
-        LibraryError: when it is not for this machine or this torch.
+        LibraryError: The library is not for this machine or this torch.
     """
     load_library(prebuild.library_path())
-    ops.register_row_kernels("native", device_type.upper(), "prebuilt")
 
 
 def _taken(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -457,7 +457,7 @@ def _add_partials(partials, dweight, count, columns, WIDE: tl.constexpr, ROWS: t
     tl.store(dweight + column, _narrow(tl.sum(sums, axis=0), dweight.dtype.element_ty), mask=inside)
 
 
-# ---- the three entries: see ops.register_row_kernels
+# ---- the three entries: see rmsnorm_fused.ops.rows.register_row_kernels
 
 
 def forward(

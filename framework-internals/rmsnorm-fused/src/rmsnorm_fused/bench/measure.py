@@ -20,8 +20,8 @@ from benchkit.results import Label
 from benchkit.run import Run
 from benchkit.statistics import worst
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
-from rmsnorm_fused.accuracy import Expected, Part, expected, expected_quantised, expected_row_scales
-from rmsnorm_fused.contestants import (
+from rmsnorm_fused.bench.accuracy import Expected, Part, expected, expected_quantised, expected_row_scales
+from rmsnorm_fused.bench.contestants import (
     COPY,
     EAGER,
     EPS,

@@ -6,15 +6,15 @@ import os
 from pathlib import Path
 
 from native_build import ARCHITECTURES, TORCH_VERSIONS, BuildError, Unit, build_library, find_nvcc, instruction_levels
-from rmsnorm_fused.paths import CSRC
 
 VARIABLE = "RMSNORM_FUSED_LIBRARY"
 FILE_NAME = "rms_norm_prebuilt.so"
-HERE = Path(__file__).resolve().parent  # where a wheel carries it
+HERE = Path(__file__).resolve().parents[1]  # the package's folder, where a wheel carries the library
+CSRC = HERE.parents[1] / "csrc"  # in a checkout alone
 
 
 def library_path() -> Path:
-    """Where the library is looked for: what the environment variable names, or else beside this file."""
+    """Where the library is looked for: what the environment variable names, or else in the package's folder."""
     return Path(os.environ[VARIABLE]) if is_asked_for() else HERE / FILE_NAME
 
 

@@ -11,7 +11,7 @@ import torch
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.run import Run
-from rmsnorm_fused.contestants import Contestant
+from rmsnorm_fused.bench.contestants import Contestant
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import batch, load_corpus
 from torch_baseline.model import GPT, NormFactory

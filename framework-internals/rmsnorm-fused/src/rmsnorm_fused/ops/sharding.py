@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import Any
 
-from rmsnorm_fused import ops
+from rmsnorm_fused.ops.operators import FAMILIES, operator
 from rmsnorm_fused.torch_private import constant_under_compile
 
 
@@ -41,24 +41,24 @@ def _register() -> None:
     def given(spec: Any, what: Any) -> Any:
         return None if spec is None else what
 
-    for family in ops.FAMILIES:
+    for family in FAMILIES:
 
-        @register_sharding(ops.operator(family, "forward").default)
+        @register_sharding(operator(family, "forward").default)
         def _forward(x: Any, weight: Any, *_: Any) -> Any:
             return choices(x, (rows, rows), (rows, given(weight, everywhere), None, None, None))
 
-        @register_sharding(ops.operator(family, "forward_add").default)
+        @register_sharding(operator(family, "forward_add").default)
         def _forward_add(x: Any, _residual: Any, weight: Any, *_: Any) -> Any:
             return choices(x, (rows, rows, rows), (rows, rows, given(weight, everywhere), None, None, None))
 
-        @register_sharding(ops.operator(family, "backward").default)
+        @register_sharding(operator(family, "backward").default)
         def _backward(
             dy: Any, ds: Any, _s: Any, weight: Any, _rstd: Any, _offset: Any, _llama: Any, wanted: Any, _d: Any
         ) -> Any:
             inputs = (rows, given(ds, rows), rows, given(weight, everywhere), rows, None, None, None, None)
             return choices(dy, (rows, summed if wanted else everywhere), inputs)
 
-        @register_sharding(ops.operator(family, "quantize").default)
+        @register_sharding(operator(family, "quantize").default)
         def _quantize(x: Any, residual: Any, weight: Any, scale: Any, *_: Any) -> Any:
             outputs = (rows, given(residual, rows) or everywhere, everywhere if scale is not None else rows)
             inputs = (
