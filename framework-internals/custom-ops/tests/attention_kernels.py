@@ -78,8 +78,8 @@ class Kernels:
     """The kernels of one machine.
 
     Attributes:
-        library: the loaded shared library.
-        machine: where its functions run: ``"cpu"`` (the CPU implementation), ``"emulator"`` or ``"cuda"``.
+        library: The loaded shared library.
+        machine: Where the functions run: ``"cpu"`` (the CPU implementation), ``"emulator"`` or ``"cuda"``.
     """
 
     library: ctypes.CDLL
@@ -101,14 +101,14 @@ class Kernels:
         Args:
             q: (batch, heads_q, seq_q, head_size), unit stride in the last dimension.
             k: (batch, heads_kv, seq_kv, head_size).
-            v: as k.
-            causal: query i sees the keys up to i.
-            scale: of the scores; ``head_size ** -0.5`` by default.
-            algorithm: the kernel; the CPU implementation knows one alone.
-            out: where to write the result.
+            v: Same as ``k``.
+            causal: Whether query i attends only to keys j ≤ i.
+            scale: Factor of the scores; ``head_size ** -0.5`` by default.
+            algorithm: Which kernel to run. The CPU has one implementation and ignores this.
+            out: Tensor for the result; a new one by default.
 
         Raises:
-            ValueError: when the kernels refuse the problem.
+            ValueError: If the kernels do not support the problem.
         """
         problem = _problem(q, k, causal, scale, algorithm)
         out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device) if out is None else out
@@ -135,19 +135,19 @@ class Kernels:
         """The gradients of ``forward`` for q, k and v, from its results and the gradients that arrive at them.
 
         Args:
-            q: as forward's.
-            k: as forward's.
-            v: as forward's.
-            out: what forward returned.
-            lse: what forward returned.
-            grad_out: (batch, heads_q, seq_q, head_size).
-            grad_lse: (batch, heads_q, seq_q); zero by default.
-            causal: as forward's.
-            scale: as forward's.
-            algorithm: the kernel.
+            q: Same as in ``forward``.
+            k: Same as in ``forward``.
+            v: Same as in ``forward``.
+            out: Output that ``forward`` returned.
+            lse: Log-sum-exp that ``forward`` returned.
+            grad_out: Gradient of out, (batch, heads_q, seq_q, head_size).
+            grad_lse: Gradient of lse, (batch, heads_q, seq_q); zero by default.
+            causal: Same as in ``forward``.
+            scale: Same as in ``forward``.
+            algorithm: Which kernel to run.
 
         Raises:
-            ValueError: when the kernels refuse the problem.
+            ValueError: If the kernels do not support the problem.
         """
         problem = _problem(q, k, causal, scale, algorithm)
         gradients = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
@@ -209,10 +209,10 @@ def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
 
     Args:
         machine: ``"cpu"`` and ``"emulator"`` need g++ and, for the emulator, CUDA's headers; ``"cuda"`` nvcc and a GPU.
-        architecture: what ``"cuda"`` is compiled for.
+        architecture: Target architecture of the ``"cuda"`` build.
 
     Raises:
-        BuildError: when a compiler is missing or refuses.
+        BuildError: If a compiler is missing or fails.
     """
     nvcc = find_nvcc()
     if machine != "cpu" and nvcc is None:

@@ -29,8 +29,8 @@ def register() -> None:
     """Register the handlers with XLA; the first call of a function does.
 
     Raises:
-        native_build.BuildError: when there is no library, and none can be compiled.
-        native_build.LibraryError: when the library was built where there was no JAX.
+        native_build.BuildError: If there is no library, and none can be compiled.
+        native_build.LibraryError: If the library was built without JAX.
     """
     info = loading.load()
     if info.file is None:

@@ -88,9 +88,9 @@ def _keep(run: Run, what: str, measured: Callable[[], Iterable[Record]]) -> None
     """Keep the records of one measurement; if it fails, say so and go on: the others stand without it.
 
     Args:
-        run: in progress.
-        what: it is, as a reader of the report would look for it.
-        measured: starts it.
+        run: The run in progress.
+        what: Name of the measurement, as the report's readers know it.
+        measured: Starts the measurement.
     """
     with run.working(what):
         try:

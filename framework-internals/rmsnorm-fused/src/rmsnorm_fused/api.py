@@ -93,7 +93,7 @@ def rms_norm(
         weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: all
             ones, and no ``weight_offset``.
         eps: added to the mean square, at least 0; None is the machine epsilon of the arithmetic, as torch has it.
-        residual: like ``x``; added to it first, in the same kernel, and the sum is returned too.
+        residual: Tensor like ``x``, added to it first in the same kernel; the sum is returned too.
         weight_offset: added to the weight in the accumulating dtype: 1.0 for weights that are stored zero-centred
             (Gemma).
         casting: where to round. ``"exact"``: at the end alone. ``"llama"``: x·rstd too before the product with the
@@ -113,10 +113,10 @@ def rms_norm(
         scale (y, scales), scales float32 (..., 1); with both (y, s, scales).
 
     Raises:
-        TypeError: for an argument of a type or dtype that is not taken.
-        ValueError: for shapes or devices that do not fit, a negative ``eps``, an unknown back end, or one that cannot
+        TypeError: If an argument has an unsupported type or dtype.
+        ValueError: If shapes or devices do not match, ``eps`` is negative, or the back end is unknown or cannot
             be used here or for these tensors: an explicit request never falls back.
-        BuildError: (of ``native_build``) when a back end that was asked for does not compile.
+        BuildError: If a requested back end does not compile (an exception of ``native_build``).
     """
     ordinary = casting == "exact" and out_dtype is None and scale is None
     if ordinary and (quick := quick_call(backend)) is not None:
@@ -178,12 +178,12 @@ class RMSNorm(torch.nn.RMSNorm):
     """:class:`torch.nn.RMSNorm` on the kernels of this package: same arguments, same parameters and state dict.
 
     Args:
-        normalized_shape: the last dimensions to normalise over; several are taken as one.
-        eps: as for :func:`rms_norm`.
-        elementwise_affine: whether there is a weight.
-        device: of the weight.
-        dtype: of the weight.
-        backend: as for :func:`rms_norm`.
+        normalized_shape: The last dimensions to normalise over; several are treated as one.
+        eps: Same as for :func:`rms_norm`.
+        elementwise_affine: Whether the module has a weight.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
+        backend: Same as for :func:`rms_norm`.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class RMSNorm(torch.nn.RMSNorm):
             x: (..., *normalized_shape).
 
         Raises:
-            TypeError: for something other than a tensor.
-            ValueError: when the last dimensions of ``x`` are not ``normalized_shape``.
+            TypeError: If ``x`` is not a tensor.
+            ValueError: If the last dimensions of ``x`` are not ``normalized_shape``.
         """
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: expected a tensor, got {type(x).__name__}")

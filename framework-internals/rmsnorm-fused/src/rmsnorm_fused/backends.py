@@ -65,11 +65,11 @@ def resolve(backend: str, device_type: str) -> str:
     Args:
         backend: what the caller asked for. ``"auto"`` is CUDA C++ on a GPU, else Triton; C++ on a CPU; and the PyTorch
             formula where these are not to be had.
-        device_type: of the tensors.
+        device_type: Device type of the tensors.
 
     Raises:
-        ValueError: for an unknown word, or an explicit request that cannot be met here: it never falls back.
-        BuildError: when what was asked for does not compile. ``auto`` warns instead and takes the next one.
+        ValueError: If the back end is unknown or cannot be used here; an explicit request never falls back.
+        BuildError: If a requested back end does not compile. ``auto`` warns instead and tries the next one.
     """
     return _resolve(backend, device_type)
 
@@ -134,6 +134,6 @@ def quick_call(backend: str) -> QuickCall | None:
     without having done anything when the arguments are not ordinary: another device, a wrong shape, a subclass.
 
     Args:
-        backend: what the caller asked for.
+        backend: The requested back end.
     """
     return None if torch.compiler.is_compiling() else _quick_calls.get(backend)

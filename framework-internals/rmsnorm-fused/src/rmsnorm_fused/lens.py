@@ -30,8 +30,8 @@ class Step(NamedTuple):
     """One part of a run.
 
     Attributes:
-        what: it measures, as the report names it where it is missing.
-        measure: does it.
+        what: Name of the measurement, which the report gives if it is missing.
+        measure: Function that takes the measurement.
         needs: seconds that it may take, compilation included: it is left out where fewer are left.
     """
 
@@ -198,6 +198,6 @@ def build_lens(root: Path) -> Lens:
     """The lens of this package.
 
     Args:
-        root: the folder with ``reports/``.
+        root: The folder that contains ``reports/``.
     """
     return Lens("rmsnorm-fused", root, configure, collect, REPORT)

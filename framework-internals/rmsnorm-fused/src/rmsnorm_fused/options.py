@@ -15,8 +15,8 @@ class Options(NamedTuple):
     """The numbers that every operator and implementation of this package takes, in the order that they take them.
 
     Attributes:
-        eps: added to the mean square.
-        weight_offset: added to the weight in the accumulating dtype; 1 for Gemma's zero-centred weight.
+        eps: Number added to the mean square.
+        weight_offset: Number added to the weight in the accumulating dtype; 1 for Gemma's zero-centred weight.
         llama: round x·rstd to the dtype of x before the product with the weight, and dy·weight before what follows, as
             Hugging Face's ``LlamaRMSNorm`` does.
     """

@@ -28,8 +28,8 @@ def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     It refuses to have a view that an operator returns modified in place, and notes views made in the kernel of one.
 
     Args:
-        result: nobody else's.
-        shape: of as many elements.
+        result: Tensor to which nothing else refers.
+        shape: Shape with the same number of elements.
     """
     return torch.ops.aten._unsafe_view(result, shape)
 
@@ -40,7 +40,7 @@ def is_refusal_of_func(error: RuntimeError) -> bool:
     That makes an ``autograd.Function`` without the method that the message is about, which nobody can add to it.
 
     Args:
-        error: that a call of the operator raised.
+        error: Exception raised by a call of the operator.
     """
     return "functorch transforms" in str(error) and "setup_context" in str(error)
 

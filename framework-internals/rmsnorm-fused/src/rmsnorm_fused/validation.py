@@ -22,8 +22,8 @@ def check_input(x: torch.Tensor) -> None:
     """Refuse what cannot be normalised.
 
     Raises:
-        TypeError: for something other than a tensor, or a dtype or layout that is not taken.
-        ValueError: for a tensor without dimensions.
+        TypeError: If ``x`` is not a tensor, or has an unsupported dtype or layout.
+        ValueError: If ``x`` has no dimensions.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
@@ -42,7 +42,7 @@ def check_layout(x: torch.Tensor, implementation: str) -> None:
     """Refuse a jagged tensor for kernels, which take rows of one memory.
 
     Raises:
-        ValueError: for any implementation but the formula.
+        ValueError: If ``x`` is jagged and the implementation is not the PyTorch formula.
     """
     if x.layout == torch.jagged and implementation != "pytorch":
         raise ValueError(
@@ -55,8 +55,8 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
     """Refuse a weight that does not fit ``x``.
 
     Raises:
-        TypeError: for something other than a tensor, or a dtype that is not taken or wider than the arithmetic.
-        ValueError: for a shape other than (N,), or another device.
+        TypeError: If ``weight`` is not a tensor, or its dtype is unsupported or wider than the arithmetic.
+        ValueError: If the shape is not (N,), or the device differs from that of ``x``.
     """
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"weight: expected a tensor or None, got {type(weight).__name__}")
@@ -80,7 +80,7 @@ def check_casting(casting: str) -> None:
     """Refuse an unknown word.
 
     Raises:
-        ValueError: for anything but one of ``options.CASTINGS``.
+        ValueError: If ``casting`` is not one of ``options.CASTINGS``.
     """
     if casting not in CASTINGS:
         raise ValueError(f"casting: expected one of {', '.join(CASTINGS)}, got {casting!r}")
@@ -90,8 +90,8 @@ def check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
     """Refuse a residual that cannot be added to ``x`` element by element.
 
     Raises:
-        TypeError: for something other than a tensor, or another dtype.
-        ValueError: for another shape or device.
+        TypeError: If ``residual`` is not a tensor, or its dtype differs from that of ``x``.
+        ValueError: If the shape or device differs from that of ``x``.
     """
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual: expected a tensor or None, got {type(residual).__name__}")
@@ -154,8 +154,8 @@ def resolve_offset(weight_offset: float) -> float:
     """The number to add to the weight.
 
     Raises:
-        TypeError: for something other than a number.
-        ValueError: for an infinite or undefined number.
+        TypeError: If the argument is not a number.
+        ValueError: If the number is infinite or NaN.
     """
     if isinstance(weight_offset, bool) or not isinstance(weight_offset, int | float):
         raise TypeError(f"weight_offset: expected a number, got {type(weight_offset).__name__}")
@@ -170,11 +170,11 @@ def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
     Args:
         eps: what the caller gave; None is the machine epsilon of the arithmetic, as in ``torch.nn.functional.rms_norm``
             (whose documentation says that of ``dtype``, but which takes float32's for bfloat16 and float16).
-        dtype: of x.
+        dtype: Dtype of x.
 
     Raises:
-        TypeError: for something other than a number.
-        ValueError: for a negative, infinite or undefined number.
+        TypeError: If the argument is not a number.
+        ValueError: If the number is negative, infinite or NaN.
     """
     if eps is None:
         return torch.finfo(wide_dtype(dtype)).eps

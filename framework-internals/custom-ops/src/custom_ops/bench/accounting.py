@@ -19,9 +19,9 @@ class Traffic:
     """Launches and memory traffic of one call.
 
     Attributes:
-        launches: kernels started.
-        read: bytes.
-        written: bytes.
+        launches: Number of kernels launched.
+        read: Bytes read.
+        written: Bytes written.
     """
 
     launches: int = 0
@@ -121,8 +121,8 @@ def count_launches(function: Callable[[], object], *, device: str) -> int:
     """Count the kernels that one call starts, as ``torch.profiler`` sees them.
 
     Args:
-        function: called once before, so that nothing is built or set up while it is watched.
-        device: ``"cuda"``: kernels on the GPU; ``"cpu"``: operators that walk the data.
+        function: Function to profile; it is called once before, so that no one-time set-up is counted.
+        device: ``"cuda"`` counts kernels on the GPU, ``"cpu"`` counts operators that pass over the data.
     """
     from torch.profiler import ProfilerActivity, profile
 

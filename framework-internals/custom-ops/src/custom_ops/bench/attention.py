@@ -42,11 +42,11 @@ class Shape:
     """One problem of self-attention.
 
     Attributes:
-        batch: sequences.
-        heads: of queries and of keys.
-        length: tokens of a sequence.
-        head_size: elements.
-        causal: query i sees the keys j ≤ i.
+        batch: Number of sequences.
+        heads: Number of heads, the same for queries and keys.
+        length: Tokens per sequence.
+        head_size: Elements of a head.
+        causal: Whether query i attends only to keys j ≤ i.
     """
 
     batch: int
@@ -83,13 +83,13 @@ def speeds(
     The operands are the same at every call, far larger than a GPU's L2 cache at the sizes of a report.
 
     Args:
-        device: of the tensors.
-        lengths: tokens of a sequence.
-        head_sizes: elements.
-        dtypes: of the tensors.
-        tokens: in all; sequences that are longer stand alone.
+        device: Device of the tensors.
+        lengths: Tokens per sequence.
+        head_sizes: Elements of a head.
+        dtypes: Dtypes of the tensors.
+        tokens: Tokens of a batch; a longer sequence is a batch of one.
         width: heads × head size.
-        seconds: of sampling for each shape and direction.
+        seconds: Sampling time for each shape and direction.
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length``, ``causal``, ``direction`` (``forward`` or ``backward``), ``form``
@@ -193,9 +193,9 @@ def exact_head(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, r
         q: (S, D).
         k: (T, D).
         v: (T, D).
-        grad: (S, D), of the output.
-        causal: query i sees the keys j ≤ i.
-        rows: queries in a block.
+        grad: Gradient of the output, (S, D).
+        causal: Whether query i attends only to keys j ≤ i.
+        rows: Queries per block.
 
     Returns:
         out, dq, dk and dv.
@@ -237,10 +237,10 @@ def accuracy(
     takes the dtype.
 
     Args:
-        device: of the tensors.
-        lengths: tokens of a sequence.
-        dtypes: of the tensors.
-        head_size: elements.
+        device: Device of the tensors.
+        lengths: Tokens per sequence.
+        dtypes: Dtypes of the tensors.
+        head_size: Elements of a head.
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length``, ``causal`` and ``form`` (:data:`~.contestants.OURS` or ``torch``);
@@ -269,12 +269,12 @@ def kernels(
     """Time the forward kernels one beside another, and torch's with the scores in memory: records ``attention kernel``.
 
     Args:
-        device: of the tensors.
-        length: tokens of the two sequences.
-        head_sizes: elements.
-        dtypes: of the tensors.
+        device: Device of the tensors.
+        length: Tokens in each of the two sequences.
+        head_sizes: Elements of a head.
+        dtypes: Dtypes of the tensors.
         width: heads × head size.
-        seconds: of sampling for each dtype and head size.
+        seconds: Sampling time for each dtype and head size.
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length`` and ``kernel``: ``chosen``, on a GPU also those of
@@ -321,10 +321,10 @@ def memory(
     """Measure what attention, forward and backward, takes of GPU memory: records ``attention memory``.
 
     Args:
-        device: a GPU; the CPU's allocator keeps no count.
-        lengths: tokens of the one sequence.
-        dtypes: of the tensors.
-        head_size: elements.
+        device: A GPU; the CPU allocator keeps no statistics.
+        lengths: Tokens of the one sequence.
+        dtypes: Dtypes of the tensors.
+        head_size: Elements of a head.
         width: heads × head size.
 
     Yields:

@@ -81,9 +81,9 @@ class Built:
     """One road's result.
 
     Attributes:
-        road: its name in the report.
-        file: the shared library, or the wheel that holds it.
-        processor: seconds of processor time, of all processes that took part, the import of torch left out.
+        road: Name of the road in the report.
+        file: The shared library, or the wheel that contains it.
+        processor: Processor seconds of all processes that took part, without the import of torch.
     """
 
     road: str
@@ -98,7 +98,7 @@ class Built:
             ``library`` (bytes of the shared library) and, for a wheel, ``wheel``.
 
         Raises:
-            native_build.BuildError: when it does not load or computes wrongly.
+            native_build.BuildError: If it does not load or computes wrongly.
         """
         seconds, library = self._load()
         values = {
@@ -147,7 +147,7 @@ def build_all(folder: Path) -> dict[str, Built | native_build.BuildError]:
     """Build every road from nothing, side by side, each in a process of its own, and the nodes that go with them.
 
     Args:
-        folder: gets a folder for each road; what is built stays there.
+        folder: Parent of one new folder per road; the results stay there.
 
     Returns:
         By road what was built, or why not: a tool may be missing for one road alone.
@@ -184,7 +184,7 @@ def build_at_run_time() -> Record:
     """Compile one kernel with NVRTC: a record ``build`` with the values ``build`` (processor time) and ``library``.
 
     Raises:
-        native_build.BuildError: when there is no NVRTC.
+        native_build.BuildError: If there is no NVRTC.
     """
     start = time.process_time()
     compiled = runtime_compiled.compile_for("bias_gelu_forward<float, 4, 1, false>", "sm_90")
@@ -197,13 +197,13 @@ def load_wheel(wheel: Path) -> tuple[float, Path]:
     """Load rung 1's wheel, unpacked beside it, in a fresh process, which adds two tensors with it.
 
     Args:
-        wheel: made by :func:`custom_ops.roads.ahead_of_time.build_wheel`.
+        wheel: Wheel from :func:`custom_ops.roads.ahead_of_time.build_wheel`.
 
     Returns:
         The seconds of loading, the import of torch left out, and the shared library.
 
     Raises:
-        native_build.BuildError: when it does not load or adds wrongly.
+        native_build.BuildError: If it does not load or adds wrongly.
     """
     return _load_wheel(wheel, _LOAD.format(road="ahead_of_time"))
 
@@ -221,7 +221,7 @@ def _run_fresh(
     """Run a script in a fresh process, which prints seconds and a file as JSON.
 
     Raises:
-        native_build.BuildError: with the last line of its errors, when it fails.
+        native_build.BuildError: If the script fails, with the last line of its errors.
     """
     path = os.pathsep.join([*map(str, first_on_path), *sys.path])
     answer = subprocess.run(

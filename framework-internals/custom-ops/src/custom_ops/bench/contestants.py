@@ -27,13 +27,13 @@ class Contest:
     """One operator beside its rivals.
 
     Attributes:
-        op: what it is called in tables.
+        op: Name of the operator in tables.
         operands: makes them: (elements, columns, dtype, device) → tensors. Every form takes all of them.
         forms: by name; :data:`OURS` is this package's, ``"torch"`` what torch has without a compiler.
-        traffic: of this package's form.
-        unfused: of torch's operators one after another.
+        traffic: Traffic of this package's form.
+        unfused: Traffic of torch's operators, called one after another.
         limit: the copy-like traffic that it is held against.
-        compiled: a function for ``torch.compile`` to fuse; None where there is nothing to fuse.
+        compiled: Function for ``torch.compile`` to fuse; None if there is nothing to fuse.
     """
 
     op: str

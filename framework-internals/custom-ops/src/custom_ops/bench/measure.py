@@ -30,9 +30,9 @@ def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iter
     On a GPU the clock is the host's and nobody waits for the kernel: what is timed is what the call costs Python.
 
     Args:
-        device: of the tensors.
-        counts: elements, few enough that the call costs more than the sum.
-        seconds: of sampling for each count.
+        device: Device of the tensors.
+        counts: Numbers of elements, small enough that the call costs more than the sum.
+        seconds: Sampling time for each count.
 
     Yields:
         The values ``time``, and ``ratio``: how many times slower than ``torch.add``; at the first count also with an
@@ -57,7 +57,7 @@ def capabilities(device: Device) -> Iterator[Record]:
     """Try what each wrapper can do: records ``wrapper``, labels ``form``, ``differentiable``, ``compilable``.
 
     Args:
-        device: of the tensors.
+        device: Device of the tensors.
     """
     a, b = torch.ones(4, device=device), torch.ones(4, device=device)
     for name, function in wrappers().items():
@@ -103,10 +103,10 @@ def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) ->
     """Time operands that do not lie as the fastest kernel wants them: records ``layout``, labels ``layout``, ``form``.
 
     Args:
-        device: of the tensors.
-        side: of the square operands.
-        dtype: of the tensors.
-        seconds: of sampling for each layout.
+        device: Device of the tensors.
+        side: Rows and columns of the square operands.
+        dtype: Dtype of the tensors.
+        seconds: Sampling time for each layout.
 
     Yields:
         The value ``time`` for ``torch.add`` and for ``custom_ops.vector_add``; for the latter also ``speedup`` over
@@ -142,9 +142,9 @@ def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> It
     """Hold both operators against torch's and against extended precision: records ``correctness``.
 
     Args:
-        device: of the tensors.
-        count: elements.
-        dtypes: of the tensors.
+        device: Device of the tensors.
+        count: Number of elements.
+        dtypes: Dtypes of the tensors.
 
     Yields:
         Labels ``op`` and ``dtype``; values ``elements``, ``differing`` (from torch's result, see :func:`differing`),
@@ -172,10 +172,10 @@ def accuracy(device: Device, dtypes: Sequence[torch.dtype], *, rows: int, column
     """Hold bias_gelu and its gradients against float64, beside torch's operators: records ``accuracy``.
 
     Args:
-        device: of the tensors.
-        dtypes: of the tensors.
-        rows: of x.
-        columns: of x.
+        device: Device of the tensors.
+        dtypes: Dtypes of the tensors.
+        rows: Rows of x.
+        columns: Columns of x.
 
     Yields:
         Labels ``result`` and ``dtype``; values ``error`` and ``torch_error``, ‖result − exact‖ / ‖exact‖.
@@ -207,10 +207,10 @@ def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> It
     ``form``.
 
     Args:
-        device: of the tensors.
-        batch: images.
-        side: pixels of a side; 64 channels in and out, 3 × 3.
-        seconds: of sampling.
+        device: Device of the tensors.
+        batch: Number of images.
+        side: Width and height of the images; the convolution is 3 × 3 with 64 channels in and out.
+        seconds: Sampling time.
 
     Yields:
         The values ``time`` and ``speedup`` over the modules; ``tail``, the same for what follows the convolution alone:
@@ -266,10 +266,10 @@ def largest_error(result: Tensor, x: Tensor, b: Tensor, alpha: float) -> float:
     """The largest |result − (α·x + b)| in units in the last place, where both are finite.
 
     Args:
-        result: of the operator.
-        x: its first operand.
-        b: its second one.
-        alpha: at most three binary digits, so that the reference, in numpy's longdouble, is exact to 64 bits.
+        result: Result of the operator.
+        x: First operand.
+        b: Second operand.
+        alpha: Number of at most three binary digits, so that the reference in numpy's longdouble is exact to 64 bits.
     """
     information = torch.finfo(result.dtype)
     wide = [np.asarray(tensor.detach().cpu().double().numpy(), dtype=np.longdouble) for tensor in (result, x, b)]

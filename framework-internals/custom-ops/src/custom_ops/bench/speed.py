@@ -37,13 +37,13 @@ def operators(
     """Time operators over sizes: records ``speed``, labels ``op``, ``form``, ``dtype``, ``count``, ``clock``.
 
     Args:
-        device: of the tensors.
-        ops: names of :func:`custom_ops.bench.contestants.contests`.
-        counts: elements.
-        dtypes: of the tensors.
-        columns: of those that have rows.
-        compiled: with what ``torch.compile`` makes of torch's operators, where there is something to fuse.
-        seconds: of sampling for each operator, count and dtype.
+        device: Device of the tensors.
+        ops: Names in :func:`custom_ops.bench.contestants.contests`.
+        counts: Numbers of elements.
+        dtypes: Dtypes of the tensors.
+        columns: Columns of the operators that work on rows.
+        compiled: Whether to time ``torch.compile`` of torch's operators too, where it can fuse them.
+        seconds: Sampling time for each operator, count and dtype.
 
     Yields:
         The values ``time``; ``rate``, this package's bytes over it, for every form: what an ideal kernel would have
@@ -118,10 +118,10 @@ def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> 
     """Launches and bytes of each operator, unfused and fused: records ``fusion``, label ``op``.
 
     Args:
-        device: of the tensors.
-        count: elements, more than the caches hold.
-        dtype: of the tensors.
-        columns: of the operators that have rows.
+        device: Device of the tensors.
+        count: Number of elements, more than the caches hold.
+        dtype: Dtype of the tensors.
+        columns: Columns of the operators that work on rows.
 
     Yields:
         ``bytes``, ``predicted_launches`` and ``launches`` as the profiler counts them, each with ``unfused_`` before it
@@ -157,11 +157,11 @@ def accesses(
     ``dtype``.
 
     Args:
-        device: of the tensors.
-        count: elements.
-        dtypes: of the tensors.
-        columns: of the rows.
-        seconds: of sampling for each dtype.
+        device: Device of the tensors.
+        count: Number of elements.
+        dtypes: Dtypes of the tensors.
+        columns: Elements of a row.
+        seconds: Sampling time for each dtype.
 
     Yields:
         The values ``time``, ``rate`` and ``speedup`` over one element at a time.
@@ -185,11 +185,11 @@ def plans(
     """Time bias_gelu's backward kernel by the shape of its blocks: records ``plan``, labels ``across``, ``blocks``.
 
     Args:
-        device: a GPU.
-        count: elements.
-        dtypes: of the tensors.
-        columns: of the rows.
-        seconds: of sampling for each dtype.
+        device: A GPU.
+        count: Number of elements.
+        dtypes: Dtypes of the tensors.
+        columns: Elements of a row.
+        seconds: Sampling time for each dtype.
 
     Yields:
         The values ``time`` and ``rate``.
@@ -218,10 +218,10 @@ def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int)
     """Measure what gelu(x + bias), forward and backward, takes of GPU memory: records ``peak memory``, label ``form``.
 
     Args:
-        device: a GPU; the CPU's allocator keeps no count.
-        count: elements.
-        dtype: of the tensors.
-        columns: of the rows.
+        device: A GPU; the CPU allocator keeps no statistics.
+        count: Number of elements.
+        dtype: Dtype of the tensors.
+        columns: Elements of a row.
 
     Yields:
         The values of :func:`peaks`.
@@ -238,7 +238,7 @@ def peaks(forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -
 
     Args:
         forward: makes a result of the shape and dtype of the first of ``leaves``.
-        leaves: what it is differentiable in; their gradients are counted and then dropped.
+        leaves: Tensors that require a gradient; their gradients are counted and then dropped.
 
     Returns:
         ``saved``, kept from the forward to the backward pass; ``peak``; both beyond the leaves themselves; and

@@ -41,9 +41,9 @@ def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[R
     operator that computes something else shows.
 
     Args:
-        device: of the model.
-        preset: of the baseline, ``"tiny"`` or ``"gpt2-124m"``.
-        seconds: of sampling.
+        device: Device of the model.
+        preset: Preset of the model, ``"tiny"`` or ``"gpt2-124m"``.
+        seconds: Sampling time.
 
     Yields:
         The values ``time``, ``speedup`` over the baseline, and ``loss``.

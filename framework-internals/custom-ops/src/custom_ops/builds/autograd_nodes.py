@@ -44,7 +44,7 @@ def build() -> Path:
     """The library for this torch from the user's cache, compiled if it is not there.
 
     Raises:
-        native_build.BuildError: when there is no compiler, or it fails.
+        native_build.BuildError: If there is no compiler, or it fails.
     """
     return build_library_once(_NAME, _UNITS, **_arguments())
 

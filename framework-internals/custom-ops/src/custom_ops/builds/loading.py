@@ -40,11 +40,11 @@ class BuildInfo:
     """The build that serves the operators in this process.
 
     Attributes:
-        road: where the library comes from; None where there is none, and only run-time compilation serves.
-        cuda: where the CUDA kernels come from; None where there are none.
-        file: the library; None before the first call has compiled it.
+        road: Source of the library; None if there is no library, and only run-time compilation serves.
+        cuda: Source of the CUDA kernels; None if there are none.
+        file: Path of the library; None before the first call has compiled it.
         not_served: what this build is without, and why with the remedy: another road, CUDA kernels, or the nodes.
-        autograd: where the derivatives of the small operators come from (:mod:`custom_ops.builds.autograd_nodes`).
+        autograd: Source of the elementwise operators' derivatives (:mod:`custom_ops.builds.autograd_nodes`).
     """
 
     road: Road | None
@@ -63,7 +63,7 @@ def build_info() -> BuildInfo:
     """Say which build serves the operators, and why not another; builds nothing.
 
     Raises:
-        native_build.LibraryError: when a library is named or installed that does not fit this torch or this processor.
+        native_build.LibraryError: If the named or installed library is not for this torch or this processor.
     """
     road, not_served = _choose()
     autograd = _choose_autograd(road, not_served)
@@ -90,8 +90,8 @@ def load() -> BuildInfo:
     Called by the first call of a function, and by the import where there is nothing to compile.
 
     Raises:
-        native_build.BuildError: when no road is open, or compiling fails.
-        native_build.LibraryError: when a library is named or installed that does not fit.
+        native_build.BuildError: If no build can serve here, or compiling fails.
+        native_build.LibraryError: If the named or installed library is not for this machine.
     """
     with _lock:
         return _load()
@@ -154,7 +154,7 @@ def _callables(
     """What :mod:`custom_ops.operators.calls` offers, by name.
 
     Args:
-        callable_of: what makes a callable of an operator.
+        callable_of: Makes a Python callable from an operator.
         in_nodes: operators whose kernel for autograd is C++, and costs next to nothing where no gradient is wanted.
     """
     public, bare = (getattr(torch.ops, namespace) for namespace in NAMESPACES)

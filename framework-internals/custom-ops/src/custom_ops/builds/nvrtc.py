@@ -52,7 +52,7 @@ def headers() -> Path:
     """The folder of CUDA's own headers.
 
     Raises:
-        BuildError: when there is none.
+        BuildError: If no such folder is found.
     """
     homes = [Path(home) / "include" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
     packages = [path for folder in sys.path if folder for path in sorted(Path(folder).glob("nvidia/*/include"))]
@@ -67,8 +67,8 @@ class Compiled:
     """Machine code and the names in it.
 
     Attributes:
-        cubin: for one architecture.
-        names: of each expression that was asked for, mangled.
+        cubin: Machine code for one architecture.
+        names: Mangled name of each requested expression.
     """
 
     cubin: bytes
@@ -81,13 +81,13 @@ def compile_kernels(
     """Compile instances of kernel templates.
 
     Args:
-        source: CUDA C++.
-        expressions: the instances, ``"name<float, 4>"``.
-        architecture: ``"sm_90"``.
-        include_dirs: searched for headers, besides CUDA's own.
+        source: CUDA C++ source.
+        expressions: Template instances, such as ``"name<float, 4>"``.
+        architecture: Target architecture, for example ``"sm_90"``.
+        include_dirs: Folders to search for headers, besides CUDA's own.
 
     Raises:
-        BuildError: when there is no NVRTC, or the source does not compile.
+        BuildError: If there is no NVRTC, or the source does not compile.
     """
     nvrtc = _library()
     program = ctypes.c_void_p()
@@ -140,13 +140,13 @@ class Kernel:
         """Launch on a stream of the current device.
 
         Args:
-            grid: blocks, in x and in y.
-            block: threads.
-            stream: a cudaStream_t.
-            arguments: of the kernel's own types.
+            grid: Number of blocks in x and in y.
+            block: Threads per block.
+            stream: A ``cudaStream_t``.
+            arguments: The kernel's arguments, in the kernel's own types.
 
         Raises:
-            RuntimeError: when the driver refuses.
+            RuntimeError: If the driver reports an error.
         """
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
         self._check(

@@ -31,7 +31,7 @@ def units(*, cuda: bool) -> list[Unit]:
     """What the library is compiled from, the longest first.
 
     Args:
-        cuda: with the CUDA kernels.
+        cuda: Whether to include the CUDA kernels.
     """
     headers = ("-isystem", sysconfig.get_paths()["include"])
     flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
@@ -73,7 +73,7 @@ def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path
     """Compile the library, for a wheel or to carry elsewhere.
 
     Args:
-        output: path of the library.
+        output: Path of the library.
         architectures: of the CUDA kernels; empty for a library without them, which needs no nvcc; by default
             :data:`native_build.ARCHITECTURES` where there is nvcc, and none elsewhere.
 
@@ -81,7 +81,7 @@ def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path
         ``output``.
 
     Raises:
-        BuildError: when a tool is missing, or something does not compile.
+        BuildError: If a tool is missing or a source does not compile.
     """
     if architectures is None:
         architectures = ARCHITECTURES if find_nvcc() else ()

@@ -105,11 +105,11 @@ def compile_for(expression: str, architecture: str) -> nvrtc.Compiled:
     """Compile one instance of a kernel.
 
     Args:
-        expression: with the namespace left out, ``"bias_gelu_dbias<float>"``.
-        architecture: ``"sm_90"``.
+        expression: Template instance without its namespace, ``"bias_gelu_dbias<float>"``.
+        architecture: Target architecture, for example ``"sm_90"``.
 
     Raises:
-        BuildError: when there is no NVRTC, or the source does not compile.
+        BuildError: If there is no NVRTC, or the source does not compile.
     """
     source = "".join(f'#include "{name}"\n' for name in _SOURCES)
     return nvrtc.compile_kernels(source, [f"custom_ops::{expression}"], architecture, [CSRC])

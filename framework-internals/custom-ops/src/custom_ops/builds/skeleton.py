@@ -43,14 +43,14 @@ def write(name: str, folder: Path) -> list[Path]:
     """Write the package.
 
     Args:
-        name: of the package, of the operator and of its namespace.
-        folder: made if need be; the package goes into a folder of its name in it.
+        name: Name of the package, the operator and its namespace.
+        folder: Parent of the package's folder; created if it does not exist.
 
     Returns:
         The files.
 
     Raises:
-        UserError: for a name that is none or that somebody else has, or a folder that is there already.
+        UserError: If the name is invalid or already taken, or the folder exists.
     """
     _check(name)
     root = folder / name

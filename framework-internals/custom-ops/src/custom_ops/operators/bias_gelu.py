@@ -26,16 +26,16 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
     Args:
         x: (..., N), float32, float64, float16 or bfloat16.
-        bias: (N,), of the dtype and device of ``x``.
+        bias: Tensor of shape (N,), with the dtype and device of ``x``.
 
     Returns:
         y, contiguous, of the shape and dtype of ``x``.
 
     Raises:
-        ValueError: for different devices, or a bias of another shape.
-        TypeError: for different dtypes, or one that has no kernel.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        ValueError: If the devices differ, or the bias has another shape.
+        TypeError: If the dtypes differ or have no kernel.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
         return torch.ops.custom_ops.bias_gelu.default(x, bias)

@@ -64,8 +64,8 @@ def check_vector_add(a: Tensor, b: Tensor) -> None:
     """Check the arguments of vector_add.
 
     Raises:
-        ValueError: for different devices or shapes.
-        TypeError: for different dtypes, or one that has no kernel.
+        ValueError: If the devices or shapes differ.
+        TypeError: If the dtypes differ or have no kernel.
     """
     check_operands("vector_add", "a", a, b)
 
@@ -79,7 +79,7 @@ def check_scale(x: Tensor, alpha: float) -> None:
     """Check the arguments of scale.
 
     Raises:
-        TypeError: for a dtype that has no kernel.
+        TypeError: If the dtype has no kernel.
     """
     _check_kernel_dtype("scale", "x", x)
 
@@ -88,8 +88,8 @@ def check_bias_gelu(x: Tensor, bias: Tensor) -> None:
     """Check the arguments of bias_gelu.
 
     Raises:
-        ValueError: for different devices, or a bias that is not one element for each of the last dimension of ``x``.
-        TypeError: for different dtypes, or one that has no kernel.
+        ValueError: If the devices differ, or the bias does not have one element per column of ``x``.
+        TypeError: If the dtypes differ or have no kernel.
     """
     _check_bias("bias_gelu", x, bias)
 
@@ -108,8 +108,8 @@ def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) 
     """Check the arguments of conv_bn_relu but for the convolution's own.
 
     Raises:
-        ValueError: for different devices, other than four dimensions, or a scale or shift of another shape.
-        TypeError: for a dtype that does not go with that of ``x``, or has no kernel.
+        ValueError: If the devices differ, a tensor is not four-dimensional, or scale or shift has another shape.
+        TypeError: If a dtype does not match that of ``x``, or has no kernel.
     """
     op = "conv_bn_relu"
     for name, tensor, meaning in (
@@ -136,8 +136,8 @@ def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: 
     """Check the arguments of flash_attention.
 
     Raises:
-        ValueError: for different devices, shapes that do not go together, or a scale that is not finite.
-        TypeError: for different dtypes, or one that has no kernel.
+        ValueError: If the devices differ, the shapes do not match, or the scale is not finite.
+        TypeError: If the dtypes differ or have no kernel.
     """
     _check_attention("flash_attention", q, k, v, scale)
 
@@ -203,14 +203,14 @@ def check_operands(op: str, first: str, x: Tensor, b: Tensor) -> None:
     """Check that two operands go together.
 
     Args:
-        op: name of the operator, for the message.
-        first: what it calls the first operand.
-        x: the first operand.
-        b: the second one, which the message is about.
+        op: Name of the operator, for the message.
+        first: Name of the first operand, for the message.
+        x: First operand.
+        b: Second operand, which the message names.
 
     Raises:
-        ValueError: for different devices or shapes.
-        TypeError: for different dtypes, or one that has no kernel.
+        ValueError: If the devices or shapes differ.
+        TypeError: If the dtypes differ or have no kernel.
     """
     _check_device(op, first, x, "b", b)
     _check_dtype(op, first, x, "b", b)

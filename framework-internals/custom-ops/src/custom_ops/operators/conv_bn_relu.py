@@ -37,24 +37,24 @@ def conv_bn_relu(
 
     Args:
         x: (B, C, H, W), contiguous or channels-last, float32, float64, float16 or bfloat16.
-        weight: (K, C / groups, R, S), of the dtype and device of ``x``.
-        scale: (K,), float32, or float64 where ``x`` is.
-        shift: (K,), as ``scale``.
-        stride: of the convolution, one number or one for each of height and width.
-        padding: zeros around the image, likewise.
-        dilation: distance between the weight's elements, likewise.
-        groups: of channels that do not see one another.
+        weight: (K, C / groups, R, S), with the dtype and device of ``x``.
+        scale: Tensor of shape (K,), float32, or float64 if ``x`` is.
+        shift: Tensor like ``scale``.
+        stride: Stride of the convolution, one number or one each for height and width.
+        padding: Zeros around the image, in the same form.
+        dilation: Spacing between the elements of the weight, in the same form.
+        groups: Number of independent groups of channels.
 
     Returns:
         (B, K, H', W'), laid out as torch's convolution does.
 
     Raises:
-        ValueError: for different devices, or shapes that do not go together.
+        ValueError: If the devices differ, or the shapes do not match.
         TypeError: for dtypes that do not, or one that has no kernel; for a stride, padding or dilation that is neither
             a whole number nor two.
-        RuntimeError: torch's own, for what its convolution refuses.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        RuntimeError: If torch's convolution refuses the arguments.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     geometry = (_pair(stride, "stride"), _pair(padding, "padding"), _pair(dilation, "dilation"), groups)
     if is_dynamo_compiling():
@@ -71,14 +71,14 @@ def fold_batch_norm(norm: nn.BatchNorm2d, conv_bias: Tensor | None = None) -> tu
     scale = γ/√(var + ε), shift = β + (bias − mean)·scale (Ioffe and Szegedy, arXiv:1502.03167, section 3.1).
 
     Args:
-        norm: with running statistics.
-        conv_bias: (K,), of the convolution.
+        norm: Batch-norm with running statistics.
+        conv_bias: Bias of the convolution, (K,).
 
     Returns:
         scale and shift, (K,), float32, or float64 where the statistics are.
 
     Raises:
-        ValueError: for a batch-norm without running statistics, which has none to fold.
+        ValueError: If the batch-norm has no running statistics.
     """
     if norm.running_mean is None or norm.running_var is None:
         raise ValueError(
@@ -97,9 +97,9 @@ class ConvBnRelu2d(nn.Module):
     """A convolution, batch-norm and ReLU of a trained model, as :func:`conv_bn_relu`; for inference.
 
     Attributes:
-        weight: of the convolution.
-        scale: of each channel; a buffer.
-        shift: of each channel; a buffer.
+        weight: Weight of the convolution.
+        scale: Buffer (K,) with the factor of each channel.
+        shift: Buffer (K,) with the summand of each channel.
     """
 
     weight: Tensor
@@ -152,14 +152,14 @@ def fuse(model: nn.Module) -> tuple[nn.Module, int]:
     pass on what they get, so that a ``forward`` that indexes or slices it (``self.features[:2]``) gets other numbers.
 
     Args:
-        model: in evaluation mode.
+        model: Model in evaluation mode.
 
     Returns:
         The copy, and how many triples were replaced.
 
     Raises:
-        TypeError: for something other than a module.
-        ValueError: for a model in training mode, whose batch-norms still depend on the batch.
+        TypeError: If ``model`` is not a module.
+        ValueError: If the model is in training mode, in which batch-norms depend on the batch.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: argument 'model': expected a torch.nn.Module, got {type(model).__name__}")

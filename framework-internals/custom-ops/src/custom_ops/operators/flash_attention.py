@@ -26,17 +26,17 @@ def flash_attention(
         q: (B, H, S, D), float32, float64, float16 or bfloat16, D up to 256.
         k: (B, H_kv, T, D), of the dtype and device of ``q``; query head h reads key head h // (H / H_kv).
         v: (B, H_kv, T, D).
-        causal: query i sees the keys j ≤ i, as ``is_causal`` of ``scaled_dot_product_attention``.
-        scale: any finite number; 1/√D if None.
+        causal: Query i attends to keys j ≤ i, like ``is_causal`` of ``scaled_dot_product_attention``.
+        scale: Finite factor of the scores; 1/√D if None.
 
     Returns:
         out (B, H, S, D), contiguous, of the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64).
 
     Raises:
-        ValueError: for different devices, shapes that do not go together, or a scale that is not finite.
-        TypeError: for different dtypes, or one that has no kernel.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        ValueError: If the devices differ, the shapes do not match, or the scale is not finite.
+        TypeError: If the dtypes differ or have no kernel.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
         return torch.ops.custom_ops.flash_attention.default(q, k, v, causal, scale)

@@ -32,11 +32,11 @@ class Rules:
     """What is registered for one operator.
 
     Attributes:
-        name: without the namespace.
+        name: Name of the operator, without its namespace.
         fake: returns results of the right shape, dtype and strides without computing them; raises what the kernel does.
-        autograd: its derivative; None where it has none.
+        autograd: The derivative; None if the operator has none.
         autocast: (arguments, dtype) → the arguments to call it with under autocast; None: as they are.
-        overloads: further ones of the same signature and more arguments; they share ``fake``.
+        overloads: Names of overloads with additional arguments; they share ``fake``.
     """
 
     name: str
@@ -53,7 +53,7 @@ def register(rules: Rules, *, derivative: bool = True) -> None:
     """Register the rules of an operator that a library has defined, in both namespaces.
 
     Args:
-        rules: of the operator.
+        rules: What to register for the operator.
         derivative: from Python too; False where the library ``autograd_nodes`` has brought it.
     """
     for namespace in NAMESPACES:

@@ -31,7 +31,7 @@ def load() -> VectorAddModule:
     """Import the installed module.
 
     Raises:
-        BuildError: when it is not installed, does not load, or was compiled against another torch: it may then load
+        BuildError: If it is not installed, does not load, or was compiled against another torch: it may then load
             and crash later.
     """
     if (reason := missing()) is not None:
@@ -55,14 +55,14 @@ def build_wheel(out: Path, rung: str = SOURCES.name) -> Path:
     """Build the wheel of a rung with the C++ compiler, and nvcc where it is, of this machine.
 
     Args:
-        out: folder for the wheel; made if need be.
-        rung: its folder in ``csrc``: ``"vector_add"`` or ``"scale"``.
+        out: Folder for the wheel; created if it does not exist.
+        rung: Name of the folder in ``csrc``: ``"vector_add"`` or ``"scale"``.
 
     Returns:
         The path of the wheel.
 
     Raises:
-        BuildError: when a compiler is missing or fails.
+        BuildError: If a compiler is missing or fails.
     """
     if (reason := missing_cxx()) is not None:
         raise BuildError(f"cannot build the wheel of {rung}: {reason}")

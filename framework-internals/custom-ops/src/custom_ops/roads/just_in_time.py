@@ -24,7 +24,7 @@ def load() -> VectorAddModule:
         The module; within one process always the same.
 
     Raises:
-        native_build.BuildError: when no C++ compiler is here, or it fails.
+        native_build.BuildError: If there is no C++ compiler, or it fails.
     """
     cuda = native_build.missing_cuda() is None
     files = ["binding.cpp", "cpu.cpp", *(["cuda.cu"] if cuda else [])]

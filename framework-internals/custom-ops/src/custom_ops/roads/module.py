@@ -15,8 +15,8 @@ class VectorAddModule(Protocol):
     """The module that ``binding.cpp`` makes: plain functions, without dispatcher and without autograd.
 
     Attributes:
-        torch_version: of the headers that it was compiled against.
-        with_cuda: whether CUDA kernels are in it.
+        torch_version: Version of the torch headers that it was compiled against.
+        with_cuda: Whether the module contains CUDA kernels.
     """
 
     __file__: str

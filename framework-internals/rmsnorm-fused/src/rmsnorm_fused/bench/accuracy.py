@@ -47,10 +47,10 @@ class Expected:
     """A result in float64, and what its error is made of.
 
     Attributes:
-        value: the result.
-        magnitude: the same sum with every term's absolute value; at least ``|value|``.
-        arithmetic: the dtype that implementations compute in.
-        rounded: what roundings before the last one may add to the error (u · R above); 0 where there is none.
+        value: The result in float64.
+        magnitude: The same sum over the absolute values of its terms; at least ``|value|``.
+        arithmetic: Dtype that the implementations compute in.
+        rounded: Error that roundings before the last one may add (u · R above); 0 without such roundings.
     """
 
     value: torch.Tensor
@@ -74,7 +74,7 @@ class Expected:
         """The largest |error| over its bound: at most 1 for a right implementation.
 
         Args:
-            actual: the result of an implementation, in its own dtype.
+            actual: Result of an implementation, in its own dtype.
         """
         if actual.numel() == 0:
             return 0.0
@@ -102,13 +102,13 @@ def expected(
     Args:
         x: (..., N), any dtype.
         weight: (N,) or None.
-        dy: gradient of y, like x.
-        eps: added to the mean square.
-        residual: like x, or None.
-        ds: gradient that reaches s beside that of y, like x, or None.
-        weight_offset: added to the weight.
-        llama: whether x̂ and g are rounded to the dtype of x.
-        ds_added_apart: whether autograd adds ds to a rounded dx, as behind the PyTorch formula.
+        dy: Gradient of y, like x.
+        eps: Number added to the mean square.
+        residual: Tensor like x, or None.
+        ds: Gradient that reaches s from other uses of it, like x, or None.
+        weight_offset: Number added to the weight.
+        llama: Whether x̂ and g are rounded to the dtype of x.
+        ds_added_apart: Whether autograd adds ds to an already rounded dx, as it does for the PyTorch formula.
     """
     arithmetic, kind = wide_dtype(x.dtype), torch.finfo(x.dtype)
     y, normalised, rstd, w = _formula(x, residual, weight, Options(eps, weight_offset, llama))
@@ -151,9 +151,9 @@ def expected_quantised(
     Args:
         x: (..., N).
         weight: (N,) or None.
-        scale: the one that was used: one element, or (..., 1).
-        options: eps, the weight's offset, and where to round before.
-        residual: like x, or None.
+        scale: The scale that was used: one element, or (..., 1).
+        options: eps, the weight's offset, and whether to round before the end.
+        residual: Tensor like x, or None.
     """
     y, *_ = _formula(x, residual, weight, options)
     by = scale.double()
@@ -169,8 +169,8 @@ def expected_row_scales(
     Args:
         x: (..., N).
         weight: (N,) or None.
-        options: eps, the weight's offset, and where to round before.
-        residual: like x, or None.
+        options: eps, the weight's offset, and whether to round before the end.
+        residual: Tensor like x, or None.
     """
     y, *_ = _formula(x, residual, weight, options)
     largest = y.value.abs().amax(-1, keepdim=True)

@@ -70,7 +70,7 @@ class Contestant:
             no such form.
         quantise: (x, weight) -> (float8 rows, a scale a row); None where that is not asked of it.
         norm: makes a module from (width, eps), for the training step; None likewise.
-        widest: the most columns that this implementation itself takes; None is any number.
+        widest: Largest number of columns that the implementation supports; None if unlimited.
     """
 
     plain: RmsNorm

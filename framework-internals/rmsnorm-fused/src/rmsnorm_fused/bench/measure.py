@@ -58,11 +58,11 @@ class Case:
 
     Attributes:
         group: the section of the report: ``"headline"``, ``"widths"``, ``"add"``, ``"batches"``, ``"dtypes"``.
-        rows: M.
-        columns: N.
-        dtype: of the tensors and the weight.
-        passes: which of them.
-        compile_modes: of the torch.compile contestants; each compiles for each shape.
+        rows: Number of rows, M.
+        columns: Number of columns, N.
+        dtype: Dtype of the tensors and the weight.
+        passes: Which passes to time.
+        compile_modes: Modes of ``torch.compile`` to time as well; each compiles for each shape.
     """
 
     group: str
@@ -116,8 +116,8 @@ class PartError(NamedTuple):
     """How wrong one result of an implementation is.
 
     Attributes:
-        relative: the largest error over the largest value.
-        share_of_bound: the largest error over what is allowed to one that rounds once, see ``accuracy``.
+        relative: Largest error divided by the largest value.
+        share_of_bound: Largest error divided by the bound for an implementation that rounds once, see ``accuracy``.
     """
 
     relative: float
@@ -131,7 +131,7 @@ def measure_case(run: Run, case: Case, contestants: Mapping[str, Contestant]) ->
         The names of those that did the case, torch.compile's among them.
 
     Raises:
-        RuntimeError: when an implementation of this package is beyond its bound: its speed would mean nothing.
+        RuntimeError: If the error of an implementation of this package exceeds its bound; its speed would mean nothing.
     """
     with kept_graphs():
         entrants = {**contestants, **_compiling(case)}
@@ -160,9 +160,9 @@ def measure_calls(
     call takes half as long again: they are to hit every shape alike.
 
     Args:
-        run: where the records go; its configuration says for how many seconds the calls are sampled.
-        taking_part: the names of those that did a case, as :func:`measure_case` returns them.
-        contestants: by name, without torch.compile's.
+        run: The run that receives the records; its configuration sets how many seconds to sample.
+        taking_part: Names of the implementations that computed each case, as :func:`measure_case` returns them.
+        contestants: Implementations by name, without those of ``torch.compile``.
         gradient: whether the weight requires one, so that autograd takes its notes. torch.compile's take no part then:
             they would have to be compiled for a graph that trains, seconds a shape.
     """
@@ -231,12 +231,12 @@ def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser])
     PyTorch has no copy that writes half of what it reads: the limit is the rate of one that writes all of it.
 
     Args:
-        run: where the records go.
-        case: the shape.
-        quantisers: (x, weight) -> (y, scales), by name.
+        run: The run that receives the records.
+        case: The shape and dtype to measure.
+        quantisers: Functions (x, weight) -> (y, scales), by name.
 
     Raises:
-        RuntimeError: when an implementation of this package is beyond its bound.
+        RuntimeError: If the error of an implementation of this package exceeds its bound.
     """
     torch.manual_seed(0)
     x, _ = case.tensors(run.device)

@@ -31,9 +31,9 @@ def measure_training(run: Run, mode: Mode, contestants: Mapping[str, Contestant]
     that computes something else shows.
 
     Args:
-        run: where the records go; its configuration names the preset, and a batch size that is not the preset's.
-        mode: ``"compiled"`` passes each whole model through torch.compile.
-        contestants: those that make a norm are put in, beside PyTorch's module.
+        run: The run that receives the records; its configuration names the preset and may set a batch size.
+        mode: ``"compiled"`` compiles each whole model with ``torch.compile``.
+        contestants: Implementations by name; those with a module are timed beside PyTorch's.
     """
     norms: dict[str, NormFactory] = {BASELINE: lambda width, eps: torch.nn.RMSNorm(width, eps)}
     norms |= {name: contestant.norm for name, contestant in contestants.items() if contestant.norm is not None}

@@ -45,7 +45,7 @@ def load(device_type: str) -> QuickCall:
         The extension's own entry point, see :func:`rmsnorm_fused.backends.quick_call`.
 
     Raises:
-        BuildError: The extension does not compile.
+        BuildError: If the extension does not compile.
     """
     if device_type == "cuda":
         sources = [CSRC / "binding.cpp", *sorted(CSRC.glob("*.cu"))]

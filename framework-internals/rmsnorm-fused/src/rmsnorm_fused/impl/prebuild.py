@@ -27,15 +27,15 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
     """Compile the library.
 
     Args:
-        folder: where it goes; by default where it is found.
-        cuda: with the CUDA kernels; needs nvcc, but no GPU.
-        architectures: of the CUDA kernels.
+        folder: Output folder; by default the one where the package looks for the library.
+        cuda: Whether to include the CUDA kernels; needs nvcc, but no GPU.
+        architectures: Target architectures of the CUDA kernels.
 
     Returns:
         Its path.
 
     Raises:
-        BuildError: when a tool or the sources are missing, or something does not compile.
+        BuildError: If a tool or the sources are missing, or a source does not compile.
     """
     if not CSRC.is_dir():
         raise BuildError(f"the C++ sources are not in {CSRC} (install the package editable from its checkout)")

@@ -41,7 +41,7 @@ def load() -> None:
     """Load the library, which defines ``torch.ops.rmsnorm_fused_prebuilt``.
 
     Raises:
-        LibraryError: The library is not for this machine or this torch.
+        LibraryError: If the library is not for this machine or this torch.
     """
     load_library(prebuild.library_path())
 

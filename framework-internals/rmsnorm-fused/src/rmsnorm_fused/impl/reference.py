@@ -15,7 +15,7 @@ def rms_norm(
 
     Args:
         x: (..., N).
-        residual: like x, or None; s is x + residual in the dtype of x, or x.
+        residual: Tensor like x, or None; s is x + residual in the dtype of x, or x.
         weight: (N,) or None.
         options: eps, the weight's offset, and where to round.
 
@@ -51,10 +51,10 @@ def quantize(
 
     Args:
         x: (..., N).
-        residual: like x, or None.
+        residual: Tensor like x, or None.
         weight: (N,) or None.
-        scale: float32, one element; None: each row's own, its largest |y| / 448 (1 where that is 0, NaN beside a NaN).
-        options: eps, the weight's offset, and where to round before.
+        scale: float32 tensor of one element. None scales each row by its largest |y| / 448 (1 if that is 0).
+        options: eps, the weight's offset, and whether to round before the end.
         dtype: ``torch.float8_e4m3fn``.
 
     Returns:
@@ -94,8 +94,8 @@ def gradients(
     autograd round them; further derivatives take a rounding for the identity, as autograd takes the one in y.
 
     Args:
-        dy: gradient of y, (..., N).
-        ds: gradient that reaches s from elsewhere, or None.
+        dy: Gradient of y, (..., N).
+        ds: Gradient that reaches s from other uses of it, or None.
         s: (..., N).
         weight: (N,), or broadcastable to s, or None.
         options: eps, the weight's offset, and where to round.

@@ -66,13 +66,13 @@ class Cut:
     """How a kernel is cut up.
 
     Attributes:
-        rows: side by side in one program.
-        columns: at a time, a power of two.
-        warps: of a program.
+        rows: Rows that one program processes at a time.
+        columns: Columns processed at a time, a power of two.
+        warps: Warps per program.
         programs: a multiprocessor, each of which walks over rows; 0.5 is one on every other multiprocessor, 0 is one
             for every tile of rows.
-        stages: most iterations of the loop in flight, the current one included.
-        reload: whether the weight is read again for each row, instead of held in registers.
+        stages: Most iterations of the loop in flight, including the current one.
+        reload: Whether the weight is read again for each row, instead of kept in registers.
     """
 
     rows: int
@@ -86,8 +86,8 @@ class Cut:
         """Stages for which the shared memory of a multiprocessor holds the ring of tiles.
 
         Args:
-            bytes_a_row: what the loop reads for one row.
-            shared_bytes: of a multiprocessor.
+            bytes_a_row: Bytes that the loop reads for one row.
+            shared_bytes: Shared memory of a multiprocessor, in bytes.
         """
         ring = shared_bytes / max(self.programs, 1) - _RESERVED_SHARED
         return 1 + max(min(int(ring / (self.rows * bytes_a_row)), self.stages - 1), 0)
@@ -98,8 +98,8 @@ def forward_cut(columns: int, wide_bytes: int) -> Cut:
     """How the forward kernels are cut up.
 
     Args:
-        columns: N.
-        wide_bytes: size of an element of the accumulating type.
+        columns: Number of columns, N.
+        wide_bytes: Size of an element of the accumulating type.
     """
     width = triton.next_power_of_2(columns)
     if width * wide_bytes > _FORWARD_ROW:
@@ -115,8 +115,8 @@ def backward_cut(columns: int, wide_bytes: int) -> Cut:
     """How the backward kernels are cut up; a cut narrower than a row is that of the kernel that owns columns.
 
     Args:
-        columns: N.
-        wide_bytes: size of an element of the accumulating type.
+        columns: Number of columns, N.
+        wide_bytes: Size of an element of the accumulating type.
     """
     width = triton.next_power_of_2(columns)
     if width * wide_bytes > _BACKWARD_ROW:
@@ -132,7 +132,7 @@ def sum_cut(columns: int) -> Cut:
     """How the kernel that adds partial rows is cut up: about 256 programs, most of whose loads are in flight at once.
 
     Args:
-        columns: N.
+        columns: Number of columns, N.
     """
     width = min(max(triton.next_power_of_2(columns) // 256, 16), 128)
     return Cut(_TILE // width, width, warps=8)
@@ -467,7 +467,7 @@ def forward(
 
     Args:
         x: (outer, inner, N).
-        residual: like x, or None.
+        residual: Tensor like x, or None.
         weight: (N,) or None.
         options: eps, the weight's offset, and where to round.
     """
@@ -490,10 +490,10 @@ def quantize(
 
     Args:
         x: (outer, inner, N).
-        residual: like x, or None.
+        residual: Tensor like x, or None.
         weight: (N,) or None.
-        scale: one float32, or None for each row's own.
-        options: eps, the weight's offset, and where to round before.
+        scale: float32 tensor of one element, or None for one scale per row.
+        options: eps, the weight's offset, and whether to round before the end.
         dtype: ``torch.float8_e4m3fn``.
     """
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
@@ -562,14 +562,14 @@ def backward(
 
     Args:
         dy: (outer, inner, N).
-        ds: like dy, added to dx, or None.
-        s: what was normalised, (outer, inner, N).
+        ds: Tensor like dy that is added to dx, or None.
+        s: The tensor that was normalised, (outer, inner, N).
         weight: (N,) or None.
         rstd: (M,).
-        weight_offset: added to the weight.
-        llama: where the forward pass rounded.
-        needs_dweight: whether dweight is wanted.
-        deterministic: nothing changes: every sum here has a fixed order.
+        weight_offset: Number added to the weight.
+        llama: Whether the forward pass rounded like ``LlamaRMSNorm``.
+        needs_dweight: Whether to compute dweight.
+        deterministic: Ignored, because every sum here has a fixed order.
     """
     rows, columns = rstd.numel(), s.shape[-1]
     dx = torch.empty((rows, columns), dtype=s.dtype, device=s.device)

@@ -18,8 +18,8 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
     """Register the batching rules of one family of operators.
 
     Args:
-        library: that defined them.
-        operator: that gives the family's operator of a name, such as ``"forward"``.
+        library: The torch library that defines the operators.
+        operator: Returns the family's operator of a given name, such as ``"forward"``.
     """
 
     def forward(info: Any, dims: tuple[Dim, ...], x: Any, weight: Any, *options: Any) -> Any:

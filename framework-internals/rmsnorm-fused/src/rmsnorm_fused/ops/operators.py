@@ -50,7 +50,7 @@ def operator(family: Family, name: str) -> Any:
     """``torch.ops.rmsnorm_fused.<family>_<name>``.
 
     Args:
-        family: whose kernels.
+        family: ``"native"`` or ``"triton"``.
         name: ``forward``, ``forward_add``, ``backward`` or ``quantize``.
     """
     return getattr(torch.ops.rmsnorm_fused, f"{family}_{name}")

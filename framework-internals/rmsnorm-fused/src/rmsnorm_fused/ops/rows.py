@@ -68,7 +68,7 @@ def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType
 
     Args:
         family: The family of operators that the kernels serve.
-        key: ``"CPU"`` or ``"CUDA"``.
+        key: Dispatch key, ``"CPU"`` or ``"CUDA"``.
         load: Imports the module; the first call of an operator calls it.
     """
     rows = _RowKernels(load)

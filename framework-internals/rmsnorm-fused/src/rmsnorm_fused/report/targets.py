@@ -23,8 +23,8 @@ class Measured:
     """What a run says of a target.
 
     Attributes:
-        value: to hold against the target.
-        where: the implementation, and the shape where the target is for several.
+        value: The value to compare with the target.
+        where: The implementation, and the shape if the target covers several.
     """
 
     value: float
@@ -39,11 +39,11 @@ class Target:
     """One line of the table.
 
     Attributes:
-        what: is to be reached.
-        bound: the number.
+        what: What is to be reached.
+        bound: The number to reach.
         kind: ``"share"`` of the limit or ``"times"`` as fast, at least; ``"seconds"``, at most.
-        measure: finds the value for some implementations in the records; None where they do not hold it.
-        own: the implementations that are to reach it.
+        measure: Finds the value for some implementations in the records; None if the records lack it.
+        own: The implementations that are to reach it.
     """
 
     what: str
