@@ -11,7 +11,7 @@ import torch
 from benchkit import Quantity, Record, Results
 from benchkit.results import load
 from custom_ops.bench import attention
-from custom_ops.bench.contestants import OURS
+from custom_ops.bench.cases import OURS
 from custom_ops.operators.flash_attention import reference
 from custom_ops.report import attention as attention_report
 

@@ -23,7 +23,7 @@ needs_nodes = pytest.mark.usefixtures("nodes")
 @pytest.fixture
 def nodes() -> None:
     if custom_ops.load().autograd != "compiled nodes":
-        pytest.skip("the derivatives of the build that serves are Python's")
+        pytest.skip("the derivatives of the build in use are Python's")
 
 
 def test_python_and_cpp_name_the_same_operators() -> None:
@@ -92,7 +92,7 @@ def test_python_serves_where_the_environment_asks_for_it() -> None:
         "for call, operands in ((ops.vector_add, (x, x)), (lambda x, y: ops.axpb(x, y, 2.0), (x, x)),\n"
         "                       (ops.scale, (x,)), (ops.bias_gelu, (x, b))):\n"
         "    assert torch.autograd.gradgradcheck(call, operands) and torch.autograd.gradcheck(call, operands)\n"
-        "print(ops.load().autograd, ops.build_info().not_served)\n"
+        "print(ops.load().autograd, ops.build_info().missing)\n"
     )
     path = os.pathsep.join(sys.path)
     environment = {**os.environ, "PYTHONPATH": path, loading.AUTOGRAD_VARIABLE: "python"}
@@ -115,7 +115,7 @@ def test_a_wheel_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_build, "missing_cxx", lambda: None)
     found = loading.build_info()
     assert found.autograd == "Python"
-    assert found.not_served["derivatives in C++"].endswith("(custom-ops build autograd)")
+    assert found.missing["derivatives in C++"].endswith("(custom-ops build autograd)")
     monkeypatch.setattr(autograd_nodes, "cached", lambda: Path("nodes.so"))
     assert loading.build_info().autograd == "compiled nodes"
 
@@ -130,7 +130,7 @@ def test_nodes_that_do_not_compile_leave_python(monkeypatch: pytest.MonkeyPatch)
     found, library = loading._load_nodes(asked)
     assert library is None
     assert found.autograd == "Python"
-    assert "set_history" in found.not_served["derivatives in C++"]
+    assert "set_history" in found.missing["derivatives in C++"]
     monkeypatch.setenv(loading.AUTOGRAD_VARIABLE, "nodes")
     with pytest.raises(native_build.BuildError, match="set_history"):
         loading._load_nodes(asked)

@@ -52,7 +52,7 @@ def test_the_library_that_serves_is_reported_and_hashed() -> None:
     assert found.file.suffix == ".so"
     assert len(found.sha256 or "") == 64
     assert found.road in ("named library", "wheel", "compiled here")
-    assert "a named library" in found.not_served or found.road == "named library"
+    assert "a named library" in found.missing or found.road == "named library"
 
 
 def test_a_library_that_is_named_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_no_open_road_names_every_remedy(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_operator_that_the_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError, match="no_such_operator: the build that serves has no kernels for it"):
+    with pytest.raises(NotImplementedError, match="no_such_operator: the build in use has no kernels for it"):
         _ = calls.no_such_operator
 
 

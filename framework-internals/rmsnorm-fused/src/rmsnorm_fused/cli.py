@@ -20,7 +20,7 @@ from native_build import ARCHITECTURES, read_record
 from rmsnorm_fused import rms_norm
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
 from rmsnorm_fused.bench.accuracy import expected
-from rmsnorm_fused.bench.contestants import EAGER, EPS, RmsNorm, usable
+from rmsnorm_fused.bench.candidates import EAGER, EPS, RmsNorm, usable
 from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.validation import DTYPES
 

@@ -17,7 +17,7 @@ from benchkit import Record, progress
 from benchkit.device import Device
 from benchkit.limits import memory_limits, product_limits
 from benchkit.run import Lens, Run
-from rmsnorm_fused.bench.contestants import Contestant, compiled_quantisers, usable
+from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usable
 from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.bench.training import measure_training
 from rmsnorm_fused.report.spec import REPORT
@@ -95,11 +95,11 @@ def collect(run: Run) -> None:
     if run.device == "cpu":
         run.record("freed memory", data={"kept": _keep_freed_memory()})
     with run.working("building the extensions"):
-        contestants, absent = usable(run.device)
+        candidates, absent = usable(run.device)
     for what, why in absent.items():
         run.absent(what, why)
     left_out = []
-    for step in progress.track(list(_steps(run, contestants)), "rmsnorm-fused"):
+    for step in progress.track(list(_steps(run, candidates)), "rmsnorm-fused"):
         if time.monotonic() + step.needs > end:
             left_out.append(step.what)
         else:
@@ -127,18 +127,18 @@ def _keep_freed_memory() -> bool:
     return all(mallopt(option, value) for option, value in _MALLOC_OPTIONS)
 
 
-def _steps(run: Run, contestants: Mapping[str, Contestant]) -> Iterator[Step]:
+def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
     """All that is to be measured, the most important first."""
     configuration = run.configuration
     rows, columns = configuration["headline"]
     headline = Case("headline", rows, columns, getattr(torch, configuration["dtype"]))
     limits = partial(memory_limits, run.device, bytes_per_tensor=rows * columns * headline.dtype.itemsize)
-    a_shape = 15.0 if run.device == "cuda" else 4.0  # of many contestants, some of which compile for it
+    a_shape = 15.0 if run.device == "cuda" else 4.0  # of many candidates, some of which compile for it
     all_calls = a_shape + configuration["call_seconds"]  # more than a shape: with a shape left out, they are too
     batches: dict[Case, tuple[str, ...]] = {}
 
     def measure_shape(case: Case) -> None:
-        names = measure_case(run, case, contestants)
+        names = measure_case(run, case, candidates)
         if case.group == "batches":
             batches[case] = names
 
@@ -146,15 +146,15 @@ def _steps(run: Run, contestants: Mapping[str, Contestant]) -> Iterator[Step]:
     for case in cases(configuration, run.device):
         yield Step(_title(case), partial(measure_shape, case), a_shape)
     for gradient, title in ((False, "Calls from Python"), (True, "Calls from Python, the weight requiring a gradient")):
-        yield Step(title, partial(measure_calls, run, batches, contestants, gradient=gradient), all_calls)
+        yield Step(title, partial(measure_calls, run, batches, candidates, gradient=gradient), all_calls)
     for columns in configuration["determinism_columns"]:
         case = replace(headline, group="determinism", rows=configuration["elements"] // columns, columns=columns)
-        yield Step(f"Determinism at {columns} columns", partial(measure_determinism, run, case, contestants), a_shape)
-    yield Step("The quantised result", lambda: _measure_quantised(run, headline, contestants), a_shape)
+        yield Step(f"Determinism at {columns} columns", partial(measure_determinism, run, case, candidates), a_shape)
+    yield Step("The quantised result", lambda: _measure_quantised(run, headline, candidates), a_shape)
     yield Step("The product limits", lambda: _keep(run, product_limits(run.device)), a_shape)
     for mode in configuration["training"]["modes"]:
         needs = a_shape + configuration["training"]["seconds"] if mode == "eager" else 120.0
-        yield Step(f"The {mode} training step", partial(measure_training, run, mode, contestants), needs)
+        yield Step(f"The {mode} training step", partial(measure_training, run, mode, candidates), needs)
     for name in configuration["other_dtypes"]:
         case = replace(headline, group="dtypes", dtype=getattr(torch, name))
         yield Step(_title(case), partial(measure_shape, case), a_shape)
@@ -188,9 +188,9 @@ def _keep(run: Run, records: Iterable[Record]) -> None:
         run.add(record)
 
 
-def _measure_quantised(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> None:
+def _measure_quantised(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> None:
     quantisers = compiled_quantisers() if "headline" in run.configuration["compile_modes"] else {}
-    quantisers |= {name: entrant.quantise for name, entrant in contestants.items() if entrant.quantise is not None}
+    quantisers |= {name: one.quantise for name, one in candidates.items() if one.quantise is not None}
     measure_quantised(run, case, quantisers)
 
 

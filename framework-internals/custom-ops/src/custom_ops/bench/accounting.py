@@ -1,6 +1,6 @@
-"""What an operator launches and moves, worked out before it is measured.
+"""The kernel launches and memory traffic of each operator, predicted before they are measured.
 
-Every operand counts once, whatever a cache may save or a write may fetch: the least that the operation needs.
+Every operand is counted once. Caches may save traffic and writes may fetch lines first; neither is modelled.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def size_of(x: Tensor) -> int:
 
 
 def kernel(*, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> Traffic:
-    """One kernel that reads some tensors and writes others; none at all where there is nothing to write."""
+    """One kernel that reads some tensors and writes others; no kernel at all if there is nothing to write."""
     written = sum(size_of(x) for x in writes)
     return Traffic(1, sum(size_of(x) for x in reads), written) if written else Traffic()
 
@@ -54,13 +54,13 @@ def elementwise(like: Tensor, *, inputs: int) -> Traffic:
 
 
 def vector_add_traffic(a: Tensor, b: Tensor) -> Traffic:
-    """One kernel of 3·N·itemsize bytes, and before it one copy of 2·N·itemsize for each operand not contiguous."""
+    """One kernel of 3·N·itemsize bytes, after a copy of 2·N·itemsize for each operand that is not contiguous."""
     copies = sum((elementwise(x, inputs=1) for x in (a, b) if not x.is_contiguous()), Traffic())
     return copies + elementwise(a, inputs=2)
 
 
 def axpb_traffic(x: Tensor, b: Tensor) -> Traffic:
-    """The same as :func:`vector_add_traffic`: the multiplication rides along."""
+    """The same as :func:`vector_add_traffic`: the multiplication needs no traffic."""
     return vector_add_traffic(x, b)
 
 
@@ -70,24 +70,24 @@ def axpb_unfused_traffic(x: Tensor) -> Traffic:
 
 
 def scale_traffic(x: Tensor) -> Traffic:
-    """One kernel of 2·N·itemsize bytes: nothing to fuse, the floor of a rung."""
+    """One kernel of 2·N·itemsize bytes; there is nothing to fuse."""
     return elementwise(x, inputs=1)
 
 
 def bias_gelu_traffic(x: Tensor, bias: Tensor) -> Traffic:
-    """One kernel: x and the bias read, y written."""
+    """One kernel that reads x and the bias and writes y."""
     return kernel(reads=(x, bias), writes=(x,))
 
 
 def bias_gelu_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
-    """``x + bias`` written and read again by the GELU: two kernels, twice the bytes."""
+    """Two kernels: the sum ``x + bias`` is written, and GELU reads it again; twice the bytes."""
     return kernel(reads=(x, bias), writes=(x,)) + elementwise(x, inputs=1)
 
 
 def bias_gelu_backward_traffic(x: Tensor, bias: Tensor) -> Traffic:
-    """Gradient, x and bias read, dx and dbias written; the partial sums of dbias are not counted.
+    """Reads the gradient, x and the bias, writes dx and dbias; the partial sums of dbias are not counted.
 
-    Two kernels on a GPU, the second for dbias; on a CPU one operator is all that a profiler sees.
+    On a GPU these are two kernels, the second for dbias. On a CPU the profiler sees one operator.
     """
     if not x.is_cuda:
         return kernel(reads=(x, x, bias), writes=(x, bias))
@@ -95,21 +95,21 @@ def bias_gelu_backward_traffic(x: Tensor, bias: Tensor) -> Traffic:
 
 
 def bias_gelu_backward_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
-    """What autograd does for ``gelu(x + bias)``: the derivative from the saved sum, and the sum of its result."""
+    """Autograd's kernels for ``gelu(x + bias)``: the derivative at the saved sum, and the reduction to dbias."""
     return elementwise(x, inputs=2) + kernel(reads=(x,), writes=(bias,))
 
 
 def scale_shift_relu_traffic(y: Tensor) -> Traffic:
-    """After the convolution: its result read and written once, in place; the channels' numbers are not counted."""
+    """Reads and writes the result of the convolution once, in place; the numbers per channel are not counted."""
     return elementwise(y, inputs=1)
 
 
 def batch_norm_relu_traffic(y: Tensor) -> Traffic:
-    """The same as two operators: each reads and writes all of it."""
+    """Batch-norm and ReLU as two operators, which each read and write everything."""
     return elementwise(y, inputs=1) + elementwise(y, inputs=1)
 
 
-# On a CPU the profiler sees operators, not kernels: these are the ones of this package's examples that walk the data.
+# On a CPU the profiler sees operators, not kernels. Of those in this package's examples, these pass over the data.
 _CPU_KERNELS = {
     "aten::add", "aten::mul", "aten::clone", "aten::gelu", "aten::gelu_backward", "aten::sum", "aten::relu",
     "aten::native_batch_norm",
@@ -118,7 +118,7 @@ _OURS = ("custom_ops::", "custom_ops_kernels::")
 
 
 def count_launches(function: Callable[[], object], *, device: str) -> int:
-    """Count the kernels that one call starts, as ``torch.profiler`` sees them.
+    """Count the kernels that one call launches, with ``torch.profiler``.
 
     Args:
         function: Function to profile; it is called once before, so that no one-time set-up is counted.
@@ -130,7 +130,7 @@ def count_launches(function: Callable[[], object], *, device: str) -> int:
     if device == "cuda":
         torch.cuda.synchronize()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    # Without acc_events some versions warn of clearing.
+    # Without acc_events, some versions warn that they clear events.
     with quiet_profiler(), profile(activities=activities, acc_events=True) as profiler:
         function()
         if device == "cuda":

@@ -19,7 +19,7 @@ from benchkit.device import Device
 from benchkit.results import Label
 from benchkit.statistics import worst
 from benchkit.timing import capturable_stream
-from custom_ops.bench.contestants import OURS
+from custom_ops.bench.cases import OURS
 from custom_ops.bench.speed import name_of, peaks
 
 MATH = "math"
@@ -28,10 +28,11 @@ FUSED = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# The operator's overload ``algorithm``: csrc/flash_attention/flash_attention.h says what each serves.
+# Arguments of the operator's overload ``algorithm``; csrc/flash_attention/flash_attention.h says what each supports.
 ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
 
-# Seven products of the backward pass would be counted as five: what the definition needs, not what a kernel does.
+# By definition the backward pass needs five matrix products and the forward pass two. Kernels that recompute scores do
+# more, which is not counted.
 _BACKWARD_OVER_FORWARD = 2.5
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -39,12 +40,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """One problem of self-attention.
+    """The shape of a self-attention problem.
 
     Attributes:
         batch: Number of sequences.
         heads: Number of heads, the same for queries and keys.
-        length: Tokens per sequence.
+        length: Number of tokens per sequence.
         head_size: Elements of a head.
         causal: Whether query i attends only to keys j ≤ i.
     """
@@ -57,12 +58,12 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Of the forward pass: two products of 2·S²·D operations a head, half of them under a causal mask."""
+        """Operations of the forward pass: two products of 2·S²·D per head, half of that with a causal mask."""
         every = 4.0 * self.batch * self.heads * self.length**2 * self.head_size
         return every / 2 if self.causal else every
 
     def operands(self, dtype: torch.dtype, device: Device, *, number: int = 3) -> list[Tensor]:
-        """Seeded normal tensors (batch, heads, length, head size)."""
+        """Make seeded normal tensors of shape (batch, heads, length, head size)."""
         generator = torch.Generator(device).manual_seed(self.length + self.head_size)
         size = (self.batch, self.heads, self.length, self.head_size)
         return [torch.randn(size, device=device, generator=generator).to(dtype) for _ in range(number)]
@@ -78,9 +79,9 @@ def speeds(
     width: int,
     seconds: float,
 ) -> Iterator[Record]:
-    """Time attention beside each fused back end of torch's: records ``attention``.
+    """Time attention and each fused back end of torch: records ``attention``.
 
-    The operands are the same at every call, far larger than a GPU's L2 cache at the sizes of a report.
+    All calls use the same operands. At the sizes of a report these are far larger than a GPU's L2 cache.
 
     Args:
         device: Device of the tensors.
@@ -93,7 +94,7 @@ def speeds(
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length``, ``causal``, ``direction`` (``forward`` or ``backward``), ``form``
-        (:data:`custom_ops.bench.contestants.OURS` or a key of :data:`FUSED`), ``best`` (of torch's, the fastest) and
+        (:data:`custom_ops.bench.cases.OURS` or a key of :data:`FUSED`), ``best`` (of torch's, the fastest) and
         ``clock``; values ``time``, ``rate`` in operations that the definition asks for, ``error`` (‖x − exact‖ /
         ‖exact‖ of the first head; backward the largest of dq, dk and dv), and for ours ``speedup`` over the best.
     """
@@ -157,27 +158,27 @@ def _labels(shape: Shape, dtype: torch.dtype) -> dict[str, Label]:
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
-    """This package's attention, without the log-sum-exp."""
+    """This package's attention without the log-sum-exp."""
     return custom_ops.flash_attention(q, k, v, causal)[0]
 
 
 def with_back_end(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, back_end: SDPBackend | list[SDPBackend]) -> Tensor:
-    """``scaled_dot_product_attention`` by one of its back ends, or the first of several that serves."""
+    """``scaled_dot_product_attention`` on one of its back ends, or on the first of several that supports the inputs."""
     with sdpa_kernel(back_end):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
 def fused(operands: Sequence[Tensor], causal: bool) -> Mapping[str, Attend]:
-    """Torch's fused back ends that take these operands, forward and backward, by name; math where none does."""
+    """Torch's fused back ends that support these operands, forward and backward, by name; math if none does."""
     named = {form: partial(with_back_end, causal=causal, back_end=back_end) for form, back_end in FUSED.items()}
-    serving = {form: attend for form, attend in named.items() if _serves(attend, operands)}
-    return serving or {MATH: partial(with_back_end, causal=causal, back_end=SDPBackend.MATH)}
+    supported = {form: attend for form, attend in named.items() if _supports(attend, operands)}
+    return supported or {MATH: partial(with_back_end, causal=causal, back_end=SDPBackend.MATH)}
 
 
-def _serves(attend: Attend, operands: Sequence[Tensor]) -> bool:
+def _supports(attend: Attend, operands: Sequence[Tensor]) -> bool:
     leaves = [x.detach().requires_grad_() for x in operands]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns why a back end does not serve, and then raises
+        warnings.simplefilter("ignore")  # torch warns why a back end is not usable, and then raises
         try:
             out = attend(*leaves)
             torch.autograd.grad(out, leaves, torch.ones_like(out))
@@ -187,7 +188,7 @@ def _serves(attend: Attend, operands: Sequence[Tensor]) -> bool:
 
 
 def exact_head(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, rows: int = 1024) -> list[Tensor]:
-    """One head's attention and its gradients in float64, in blocks of queries so that long sequences fit.
+    """Compute one head's attention and its gradients in float64, in blocks of queries so that long sequences fit.
 
     Args:
         q: (S, D).
@@ -224,17 +225,17 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 
 def largest_error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """The largest of the relative errors; NaN where one is."""
+    """The largest of the relative errors; NaN if one of them is NaN."""
     return worst(map(relative_error, results, exact))
 
 
 def accuracy(
     device: Device, lengths: Sequence[int], dtypes: Sequence[torch.dtype], *, head_size: int
 ) -> Iterator[Record]:
-    """Hold attention and its gradients against float64 over the length: records ``attention accuracy``.
+    """Compare attention and its gradients with float64 over the length: records ``attention accuracy``.
 
-    One sequence of two heads, of which the first is compared. Torch's is its flash back end, or the one after it that
-    takes the dtype.
+    The problem is one sequence with two heads, of which the first is compared. Torch's result comes from its flash
+    back end, or from the next one that supports the dtype.
 
     Args:
         device: Device of the tensors.
@@ -243,7 +244,7 @@ def accuracy(
         head_size: Elements of a head.
 
     Yields:
-        Labels ``dtype``, ``head_size``, ``length``, ``causal`` and ``form`` (:data:`~.contestants.OURS` or ``torch``);
+        Labels ``dtype``, ``head_size``, ``length``, ``causal`` and ``form`` (:data:`~.cases.OURS` or ``torch``);
         values ``out``, ``dq``, ``dk`` and ``dv``, each ‖x − exact‖ / ‖exact‖.
     """
     peers = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -266,7 +267,7 @@ def accuracy(
 def kernels(
     device: Device, length: int, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, width: int, seconds: float
 ) -> Iterator[Record]:
-    """Time the forward kernels one beside another, and torch's with the scores in memory: records ``attention kernel``.
+    """Time the forward kernels, and torch's attention with the scores in memory: records ``attention kernel``.
 
     Args:
         device: Device of the tensors.
@@ -277,9 +278,8 @@ def kernels(
         seconds: Sampling time for each dtype and head size.
 
     Yields:
-        Labels ``dtype``, ``head_size``, ``length`` and ``kernel``: ``chosen``, on a GPU also those of
-        :data:`ALGORITHMS` that serve there, and :data:`MATH`; values ``time``, ``rate``, and ``speedup`` over
-        :data:`MATH`.
+        Labels ``dtype``, ``head_size``, ``length`` and ``kernel``: ``chosen``, :data:`MATH`, and on a GPU those of
+        :data:`ALGORITHMS` that it supports; values ``time``, ``rate``, and ``speedup`` over :data:`MATH`.
     """
     for dtype in dtypes:
         for head_size in head_sizes:
@@ -300,14 +300,14 @@ def kernels(
 
 def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
     named = {name: partial(_by_algorithm, number=number) for name, number in ALGORITHMS.items()}
-    serving = {}
+    supported = {}
     for name, attend in named.items():
         try:
             attend(*operands)
-        except RuntimeError:  # the kernel refuses this GPU
+        except RuntimeError:  # the kernel does not support this GPU
             continue
-        serving[name] = attend
-    return serving
+        supported[name] = attend
+    return supported
 
 
 def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
@@ -318,7 +318,7 @@ def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
 def memory(
     device: Device, lengths: Sequence[int], dtypes: Sequence[torch.dtype], *, head_size: int, width: int
 ) -> Iterator[Record]:
-    """Measure what attention, forward and backward, takes of GPU memory: records ``attention memory``.
+    """Measure the GPU memory of attention, forward and backward: records ``attention memory``.
 
     Args:
         device: A GPU; the CPU allocator keeps no statistics.
@@ -328,8 +328,8 @@ def memory(
         width: heads × head size.
 
     Yields:
-        Labels ``dtype``, ``length`` and ``form``: :data:`~.contestants.OURS`, the first of :data:`FUSED` that
-        serves, and :data:`MATH`; the values of :func:`custom_ops.bench.speed.peaks`.
+        Labels ``dtype``, ``length`` and ``form``: :data:`~.cases.OURS`, the first of :data:`FUSED` that
+        is supported, and :data:`MATH`; the values of :func:`custom_ops.bench.speed.peaks`.
     """
     for dtype in dtypes:
         for length in lengths:

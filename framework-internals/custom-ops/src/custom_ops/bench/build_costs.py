@@ -1,6 +1,6 @@
-"""What each road's build costs: all roads built from nothing side by side, then loaded one after another.
+"""The cost of each road's build: all roads are built from scratch in parallel, then loaded one after another.
 
-Side by side they take a fraction of the time; what is counted is processor time, which what else runs hardly changes.
+Building in parallel saves time. The recorded cost is processor time, which other processes hardly affect.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ print(json.dumps([seconds, os.environ["CUSTOM_OPS_LIBRARY"]]))
 
 @dataclass(frozen=True)
 class Built:
-    """One road's result.
+    """The result of one road's build.
 
     Attributes:
         road: Name of the road in the report.
@@ -94,8 +94,8 @@ class Built:
         """Load the result in a fresh process: a record ``build``, label ``road``.
 
         Returns:
-            The values ``build`` (processor time), ``load`` (wall time, in a process that has imported torch),
-            ``library`` (bytes of the shared library) and, for a wheel, ``wheel``.
+            The values ``build`` (processor time), ``load`` (wall time in a process that has imported torch),
+            ``library`` (bytes of the shared library) and, for a wheel, ``wheel`` (its bytes).
 
         Raises:
             native_build.BuildError: If it does not load or computes wrongly.
@@ -121,12 +121,12 @@ class Built:
 
 
 def _build_just_in_time(folder: Path) -> Path:
-    os.environ[_CACHE] = str(folder)  # an empty one; this runs in a process of its own
+    os.environ[_CACHE] = str(folder)  # an empty folder; this function runs in a separate process
     return Path(just_in_time.load().__file__)
 
 
 def _cache_of(library: Path) -> Path:
-    """The folder that :func:`_build_just_in_time` was given: <cache>/<versions>/<module>/<library>."""
+    """The argument of :func:`_build_just_in_time`, from a path <cache>/<versions>/<module>/<library>."""
     return library.parents[2]
 
 
@@ -134,23 +134,23 @@ def _build_stable(folder: Path) -> Path:
     return operator_library.build(folder / operator_library.FILE_NAME, architectures=architectures_here())
 
 
-# The one that takes longest first.
+# The slowest first.
 BUILDERS: dict[str, Callable[[Path], Path]] = {
     STABLE: _build_stable,
     WHEEL: ahead_of_time.build_wheel,
-    TORCH_LIBRARY: partial(ahead_of_time.build_wheel, rung="scale"),
+    TORCH_LIBRARY: partial(ahead_of_time.build_wheel, example="scale"),
     JUST_IN_TIME: _build_just_in_time,
 }
 
 
 def build_all(folder: Path) -> dict[str, Built | native_build.BuildError]:
-    """Build every road from nothing, side by side, each in a process of its own, and the nodes that go with them.
+    """Build every road from scratch, in parallel, each in a separate process; build the autograd nodes as well.
 
     Args:
         folder: Parent of one new folder per road; the results stay there.
 
     Returns:
-        By road what was built, or why not: a tool may be missing for one road alone.
+        For each road the result, or the error: a tool may be missing for one road only.
     """
 
     def build(road: str) -> Built | native_build.BuildError:
@@ -163,12 +163,12 @@ def build_all(folder: Path) -> dict[str, Built | native_build.BuildError]:
 
     with ThreadPoolExecutor(len(BUILDERS) + 1) as pool:
         if autograd_nodes.cached() is None:
-            pool.submit(autograd_nodes.build)  # not measured; loading the operators says why where this fails
+            pool.submit(autograd_nodes.build)  # not measured; if this fails, loading the operators says why
         return dict(zip(BUILDERS, pool.map(build, BUILDERS), strict=True))
 
 
 def use(built: Built) -> None:
-    """Let this process and later ones have what was built, as far as they would compile the same again."""
+    """Keep the result for this process and later ones, if they would otherwise compile the same again."""
     if built.road == STABLE:
         operator_library.keep(built.file, architectures_here())
     if built.road == JUST_IN_TIME:
@@ -194,13 +194,13 @@ def build_at_run_time() -> Record:
 
 
 def load_wheel(wheel: Path) -> tuple[float, Path]:
-    """Load rung 1's wheel, unpacked beside it, in a fresh process, which adds two tensors with it.
+    """Unpack the wheel of vector_add, load it in a fresh process, and add two tensors with it.
 
     Args:
         wheel: Wheel from :func:`custom_ops.roads.ahead_of_time.build_wheel`.
 
     Returns:
-        The seconds of loading, the import of torch left out, and the shared library.
+        The seconds of loading, without the import of torch, and the path of the shared library.
 
     Raises:
         native_build.BuildError: If it does not load or adds wrongly.
@@ -218,7 +218,7 @@ def _load_wheel(wheel: Path, script: str) -> tuple[float, Path]:
 def _run_fresh(
     script: str, *arguments: str, environment: Mapping[str, str] | None = None, first_on_path: Sequence[Path] = ()
 ) -> tuple[float, Path]:
-    """Run a script in a fresh process, which prints seconds and a file as JSON.
+    """Run a script in a fresh process; the script prints seconds and a path as JSON.
 
     Raises:
         native_build.BuildError: If the script fails, with the last line of its errors.

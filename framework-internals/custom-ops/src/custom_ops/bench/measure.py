@@ -1,4 +1,4 @@
-"""The measurements of the report, each a stream of records; the command line's ``bench`` takes one of them."""
+"""The measurements of calls, layouts, correctness and the fused convolution, each as a stream of records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.timing import rotating_inputs
 from custom_ops.bench.accounting import count_launches, vector_add_traffic
-from custom_ops.bench.contestants import ALPHA
+from custom_ops.bench.cases import ALPHA
 from custom_ops.bench.speed import launches, name_of
 from custom_ops.builds.torch_internals import Unsupported
 from custom_ops.operators import calls
@@ -25,9 +25,9 @@ from custom_ops.roads.wrappers import AddFunction, wrappers
 
 
 def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iterator[Record]:
-    """Time one call from Python by every wrapper: records ``call``, labels ``form``, ``count``, ``grad``.
+    """Time one call from Python through every wrapper: records ``call``, labels ``form``, ``count``, ``grad``.
 
-    On a GPU the clock is the host's and nobody waits for the kernel: what is timed is what the call costs Python.
+    On a GPU, this measures host time and does not wait for the kernel: the overhead of the call itself.
 
     Args:
         device: Device of the tensors.
@@ -35,8 +35,8 @@ def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iter
         seconds: Sampling time for each count.
 
     Yields:
-        The values ``time``, and ``ratio``: how many times slower than ``torch.add``; at the first count also with an
-        operand that requires a gradient.
+        The values ``time`` and ``ratio``, the time divided by that of ``torch.add``. The first count is also measured
+        with an operand that requires a gradient.
     """
     functions = wrappers()
     for count, grad in [(counts[0], True), *((count, False) for count in counts)]:
@@ -54,7 +54,7 @@ def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iter
 
 
 def capabilities(device: Device) -> Iterator[Record]:
-    """Try what each wrapper can do: records ``wrapper``, labels ``form``, ``differentiable``, ``compilable``.
+    """Test what each wrapper supports: records ``wrapper``, labels ``form``, ``differentiable``, ``compilable``.
 
     Args:
         device: Device of the tensors.
@@ -74,8 +74,8 @@ def capabilities(device: Device) -> Iterator[Record]:
 def gradients_flow(function: AddFunction, a: Tensor, b: Tensor) -> bool:
     """Whether a backward pass through ``function`` reaches its first operand.
 
-    That the result requires a gradient is not enough: an operator without an autograd kernel gives such a result, and
-    its backward pass warns and leaves the gradient out.
+    A result that requires a gradient is not enough: an operator without an autograd kernel returns such a result, but
+    its backward pass warns and omits the gradient.
     """
     operand = a.detach().clone().requires_grad_()
     result = function(operand, b)
@@ -88,10 +88,10 @@ def gradients_flow(function: AddFunction, a: Tensor, b: Tensor) -> bool:
 
 
 def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
-    """Whether ``torch.compile(fullgraph=True)`` takes ``function`` (tracing only: the back end is ``eager``)."""
-    torch.compiler.reset()  # torch traces every operator through one wrapper, which it compiles eight times at most
+    """Whether ``torch.compile(fullgraph=True)`` can trace ``function`` (with the back end ``eager``)."""
+    torch.compiler.reset()  # torch traces every operator through one wrapper and recompiles it eight times at most
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tracer warns of what it then refuses
+        warnings.simplefilter("ignore")  # the tracer warns before it raises
         try:
             torch.compile(function, fullgraph=True, backend="eager")(a, b)
         except Unsupported:
@@ -100,7 +100,7 @@ def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
 
 
 def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
-    """Time operands that do not lie as the fastest kernel wants them: records ``layout``, labels ``layout``, ``form``.
+    """Time operands that are unaligned or not contiguous: records ``layout``, labels ``layout``, ``form``.
 
     Args:
         device: Device of the tensors.
@@ -115,7 +115,7 @@ def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) ->
 
     def operands(layout: str) -> tuple[Tensor, Tensor]:
         first, second = _random(2, side * side + 1, dtype, device)
-        if layout == "from the second element on":  # contiguous, but aligned to one element only
+        if layout == "from the second element on":  # contiguous, but not aligned to a vector
             return first[1:].view(side, side), second[1:].view(side, side)
         square = first[:-1].view(side, side)
         return square.t() if layout == "first operand transposed" else square, second[:-1].view(side, side)
@@ -139,7 +139,7 @@ def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) ->
 
 
 def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> Iterator[Record]:
-    """Hold both operators against torch's and against extended precision: records ``correctness``.
+    """Compare ``vector_add`` and ``axpb`` with torch and with extended precision: records ``correctness``.
 
     Args:
         device: Device of the tensors.
@@ -147,8 +147,8 @@ def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> It
         dtypes: Dtypes of the tensors.
 
     Yields:
-        Labels ``op`` and ``dtype``; values ``elements``, ``differing`` (from torch's result, see :func:`differing`),
-        and the largest errors ``error`` and ``torch_error`` in units in the last place of the exact result.
+        Labels ``op`` and ``dtype``. Values ``elements``; ``differing``, how many elements differ from torch's result;
+        and the largest errors ``error`` and ``torch_error``, in units in the last place of the exact result.
     """
     for dtype in dtypes:
         a, b = hard_operands(count, dtype, device)
@@ -169,7 +169,7 @@ def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> It
 
 
 def accuracy(device: Device, dtypes: Sequence[torch.dtype], *, rows: int, columns: int) -> Iterator[Record]:
-    """Hold bias_gelu and its gradients against float64, beside torch's operators: records ``accuracy``.
+    """Compare bias_gelu and its gradients, and torch's, with float64: records ``accuracy``.
 
     Args:
         device: Device of the tensors.
@@ -203,7 +203,7 @@ def _gelu_results(x: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> Iterator[Record]:
-    """Time convolution, batch-norm and ReLU for inference, as modules and fused: records ``convolution``, label
+    """Time convolution, batch-norm and ReLU in inference, as modules and fused: records ``convolution``, label
     ``form``.
 
     Args:
@@ -213,8 +213,8 @@ def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> It
         seconds: Sampling time.
 
     Yields:
-        The values ``time`` and ``speedup`` over the modules; ``tail``, the same for what follows the convolution alone:
-        its bytes are ``bytes``.
+        The values ``time``, ``speedup`` over the modules, ``launches``, and ``bytes``, the traffic after the
+        convolution.
     """
     modules = torch.nn.Sequential(
         torch.nn.Conv2d(64, 64, 3, padding=1, bias=False), torch.nn.BatchNorm2d(64), torch.nn.ReLU()
@@ -236,7 +236,7 @@ def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> It
 
 
 def hard_operands(count: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:
-    """Two vectors of seeded values over many binades, with infinities, NaNs, zeros of both signs and subnormals."""
+    """Two seeded vectors over many binades, with infinities, NaNs, zeros of both signs and subnormals."""
     generator = torch.Generator().manual_seed(0)
     smallest, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
     special = torch.tensor(
@@ -256,14 +256,14 @@ def hard_operands(count: int, dtype: torch.dtype, device: Device) -> tuple[Tenso
 
 
 def differing(result: Tensor, other: Tensor) -> int:
-    """How many elements differ in any bit, the sign of a zero included; two NaNs count as equal."""
+    """Count the elements that differ in any bit, including the sign of zero; two NaNs count as equal."""
     integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[result.element_size()]
     differ = result.contiguous().view(integer) != other.contiguous().view(integer)
     return int((differ & ~(result.isnan() & other.isnan())).sum())
 
 
 def largest_error(result: Tensor, x: Tensor, b: Tensor, alpha: float) -> float:
-    """The largest |result − (α·x + b)| in units in the last place, where both are finite.
+    """The largest |result − (α·x + b)|, in units in the last place, over elements where both are finite.
 
     Args:
         result: Result of the operator.

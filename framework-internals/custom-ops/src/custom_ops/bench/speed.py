@@ -1,4 +1,4 @@
-"""How fast the memory-bound operators are, beside torch's and the machine's limit."""
+"""The speed of the memory-bound operators, compared with torch's operators and the machine's memory limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchkit.device import Device
 from benchkit.results import Label
 from benchkit.timing import rotating_inputs
 from custom_ops.bench.accounting import Traffic, count_launches, size_of
-from custom_ops.bench.contestants import COMPILED, OURS, Contest, contests
+from custom_ops.bench.cases import COMPILED, OURS, BenchmarkCase, benchmark_cases
 
 ACCESSES = {"chosen": 0, "one element": 1, "one vector": 2, "two vectors": 3, "four vectors": 4}
 
@@ -34,11 +34,11 @@ def operators(
     compiled: bool,
     seconds: float,
 ) -> Iterator[Record]:
-    """Time operators over sizes: records ``speed``, labels ``op``, ``form``, ``dtype``, ``count``, ``clock``.
+    """Time operators at several sizes: records ``speed``, labels ``op``, ``form``, ``dtype``, ``count``, ``clock``.
 
     Args:
         device: Device of the tensors.
-        ops: Names in :func:`custom_ops.bench.contestants.contests`.
+        ops: Names in :func:`custom_ops.bench.cases.benchmark_cases`.
         counts: Numbers of elements.
         dtypes: Dtypes of the tensors.
         columns: Columns of the operators that work on rows.
@@ -46,21 +46,21 @@ def operators(
         seconds: Sampling time for each operator, count and dtype.
 
     Yields:
-        The values ``time``; ``rate``, this package's bytes over it, for every form: what an ideal kernel would have
-        moved; and ``speedup`` over torch's operators.
+        The values ``time``, ``rate`` and ``speedup`` over torch's operators. For every form, ``rate`` is the bytes that
+        a fused kernel must move, divided by the time.
     """
     for op in ops:
-        contest = contests()[op]
+        case = benchmark_cases()[op]
         for dtype in dtypes:
             for count in counts:
-                forms = dict(contest.forms)
-                if compiled and contest.compiled is not None:
-                    forms[COMPILED] = _compiled(contest.compiled)
-                yield from _one(contest, forms, device, count, dtype, columns=columns, seconds=seconds)
+                forms = dict(case.forms)
+                if compiled and case.compiled is not None:
+                    forms[COMPILED] = _compiled(case.compiled)
+                yield from _one(case, forms, device, count, dtype, columns=columns, seconds=seconds)
 
 
 def _one(
-    contest: Contest,
+    case: BenchmarkCase,
     forms: dict[str, Callable[..., Any]],
     device: Device,
     count: int,
@@ -69,15 +69,15 @@ def _one(
     columns: int,
     seconds: float,
 ) -> Iterator[Record]:
-    timed = _timed(contest, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
+    timed = _timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
     for form, clock, values in timed:
-        labels: dict[str, Label] = {"op": contest.op, "form": form, "dtype": name_of(dtype), "count": count}
+        labels: dict[str, Label] = {"op": case.op, "form": form, "dtype": name_of(dtype), "count": count}
         data = {"compiled": "for each size"} if form == COMPILED else None
-        yield Record("speed", {**labels, "limit": contest.limit, "clock": clock}, values, data)
+        yield Record("speed", {**labels, "limit": case.limit, "clock": clock}, values, data)
 
 
 def _timed(
-    contest: Contest,
+    case: BenchmarkCase,
     forms: Mapping[str, Callable[..., Any]],
     device: Device,
     count: int,
@@ -87,10 +87,10 @@ def _timed(
     seconds: float,
     over: str,
 ) -> Iterator[tuple[str, str, dict[str, Quantity]]]:
-    """Each form with its clock and the values ``time``, ``rate`` and ``speedup`` over the form ``over``."""
-    inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
+    """Time every form; yields its name, its clock, and ``time``, ``rate`` and ``speedup`` over the form ``over``."""
+    inputs = rotating_inputs(partial(case.operands, count, columns, dtype, device), device=device)
     comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
-    moved = contest.traffic(*inputs[0]).bytes
+    moved = case.traffic(*inputs[0]).bytes
     for form in forms:
         time = comparison[form].quantity()
         speedup = comparison.speedup(form, over=over)
@@ -98,15 +98,15 @@ def _timed(
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled anew, for the one size that it is called with.
+    """Compile a function from scratch for the one size with which it is called.
 
-    Called with a second size it would be compiled for any, with the blocks that suit the first: twice the time of
-    torch's own kernels at 128 Mi elements.
+    Without the reset, a second size would compile it for dynamic sizes, with block sizes chosen for the first size.
+    That took twice the time of torch's own kernels at 128 Mi elements.
     """
 
     def call(*operands: Any) -> Any:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the compiler's, of this machine (TF32, few multiprocessors)
+            warnings.simplefilter("ignore")  # the compiler warns about this machine (TF32, few multiprocessors)
             return made(*operands)
 
     torch.compiler.reset()
@@ -115,7 +115,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:
-    """Launches and bytes of each operator, unfused and fused: records ``fusion``, label ``op``.
+    """Compare launches and bytes of each operator, unfused and fused: records ``fusion``, label ``op``.
 
     Args:
         device: Device of the tensors.
@@ -124,25 +124,25 @@ def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> 
         columns: Columns of the operators that work on rows.
 
     Yields:
-        ``bytes``, ``predicted_launches`` and ``launches`` as the profiler counts them, each with ``unfused_`` before it
-        for torch's operators; ``predicted_speedup``, the ratio of the bytes.
+        The values ``bytes``, ``predicted_launches`` and the profiler's ``launches``, each also with the prefix
+        ``unfused_`` for torch's operators; and ``predicted_speedup``, the ratio of the bytes.
     """
-    for contest in contests().values():
-        operands = contest.operands(count, columns, dtype, device)
-        ours, theirs = contest.traffic(*operands), contest.unfused(*operands)
+    for case in benchmark_cases().values():
+        operands = case.operands(count, columns, dtype, device)
+        ours, theirs = case.traffic(*operands), case.unfused(*operands)
         yield Record(
             "fusion",
-            {"op": contest.op, "dtype": name_of(dtype), "count": count},
+            {"op": case.op, "dtype": name_of(dtype), "count": count},
             {
                 "predicted_speedup": Quantity(theirs.bytes / ours.bytes, "×"),
-                **launches(ours, partial(contest.forms[OURS], *operands), device),
-                **launches(theirs, partial(contest.forms["torch"], *operands), device, "unfused_"),
+                **launches(ours, partial(case.forms[OURS], *operands), device),
+                **launches(theirs, partial(case.forms["torch"], *operands), device, "unfused_"),
             },
         )
 
 
 def launches(traffic: Traffic, call: Callable[[], object], device: Device, prefix: str = "") -> dict[str, Quantity]:
-    """Predicted and counted launches, and bytes, as values of a record."""
+    """The predicted and counted launches and the bytes, as values of a record."""
     return {
         f"{prefix}launches": Quantity(count_launches(call, device=device), ""),
         f"{prefix}predicted_launches": Quantity(traffic.launches, ""),
@@ -153,7 +153,7 @@ def launches(traffic: Traffic, call: Callable[[], object], device: Device, prefi
 def accesses(
     device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
 ) -> Iterator[Record]:
-    """Time bias_gelu's forward kernel by how its threads reach memory: records ``access``, labels ``access``,
+    """Time bias_gelu's forward kernel for each width of memory access: records ``access``, labels ``access``,
     ``dtype``.
 
     Args:
@@ -167,10 +167,10 @@ def accesses(
         The values ``time``, ``rate`` and ``speedup`` over one element at a time.
     """
     operator = torch.ops.custom_ops_kernels.bias_gelu.access
-    contest = contests()["bias_gelu"]
+    case = benchmark_cases()["bias_gelu"]
     forms = {name: partial(_with_access, operator, number) for name, number in ACCESSES.items()}
     for dtype in dtypes:
-        timed = _timed(contest, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
+        timed = _timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
         for name, _, values in timed:
             yield Record("access", {"access": name, "dtype": name_of(dtype), "count": count}, values)
 
@@ -182,7 +182,7 @@ def _with_access(operator: Any, access: int, x: torch.Tensor, bias: torch.Tensor
 def plans(
     device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
 ) -> Iterator[Record]:
-    """Time bias_gelu's backward kernel by the shape of its blocks: records ``plan``, labels ``across``, ``blocks``.
+    """Time bias_gelu's backward kernel for each block shape: records ``plan``, labels ``across``, ``blocks``.
 
     Args:
         device: A GPU.
@@ -195,13 +195,13 @@ def plans(
         The values ``time`` and ``rate``.
     """
     operator = torch.ops.custom_ops_kernels.bias_gelu_backward.plan
-    contest = contests()["bias_gelu_backward"]
+    case = benchmark_cases()["bias_gelu_backward"]
     choices = [(across, blocks) for across in (64, 128, 256) for blocks in (2, 4, 5, 8, 16)]
     forms = {f"{across} {blocks}": partial(_with_plan, operator, across, blocks) for across, blocks in choices}
     for dtype in dtypes:
-        inputs = rotating_inputs(partial(contest.operands, count, columns, dtype, device), device=device)
+        inputs = rotating_inputs(partial(case.operands, count, columns, dtype, device), device=device)
         comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
-        moved = contest.traffic(*inputs[0]).bytes
+        moved = case.traffic(*inputs[0]).bytes
         for (across, blocks), name in zip(choices, forms, strict=True):
             time = comparison[name].quantity()
             labels: dict[str, Label] = {
@@ -215,7 +215,7 @@ def _with_plan(operator: Any, across: int, blocks: int, *operands: torch.Tensor)
 
 
 def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:
-    """Measure what gelu(x + bias), forward and backward, takes of GPU memory: records ``peak memory``, label ``form``.
+    """Measure the GPU memory of gelu(x + bias), forward and backward: records ``peak memory``, label ``form``.
 
     Args:
         device: A GPU; the CPU allocator keeps no statistics.
@@ -226,23 +226,23 @@ def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int)
     Yields:
         The values of :func:`peaks`.
     """
-    contest = contests()["bias_gelu"]
-    leaves = [tensor.requires_grad_() for tensor in contest.operands(count, columns, dtype, device)]
+    case = benchmark_cases()["bias_gelu"]
+    leaves = [tensor.requires_grad_() for tensor in case.operands(count, columns, dtype, device)]
     for form in (OURS, "torch"):
-        values = peaks(partial(contest.forms[form], *leaves), leaves)
+        values = peaks(partial(case.forms[form], *leaves), leaves)
         yield Record("peak memory", {"form": form, "dtype": name_of(dtype), "count": count}, values)
 
 
 def peaks(forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -> dict[str, Quantity]:
-    """What a forward and a backward pass take of GPU memory, in bytes.
+    """Measure the GPU memory of a forward and a backward pass, in bytes.
 
     Args:
-        forward: makes a result of the shape and dtype of the first of ``leaves``.
+        forward: Computes a result with the shape and dtype of the first tensor in ``leaves``.
         leaves: Tensors that require a gradient; their gradients are counted and then dropped.
 
     Returns:
-        ``saved``, kept from the forward to the backward pass; ``peak``; both beyond the leaves themselves; and
-        ``operand``, the bytes of the first of ``leaves``.
+        ``saved``, the bytes kept for the backward pass, and ``peak``, both without the leaves themselves; and
+        ``operand``, the bytes of the first tensor in ``leaves``.
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

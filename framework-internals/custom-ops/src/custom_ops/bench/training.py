@@ -1,4 +1,4 @@
-"""The operators inside the repository's GPT: what they change in a whole training step."""
+"""The time of a training step of the repository's GPT with this package's operators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return custom_ops.flash_attention(q, k, v, True)[0]
 
 
-# What replaces the activation and the attention of the baseline.
+# The activation and the attention of each variant.
 PARTS = {
     BASELINE: (bias_gelu, causal_attention),
     "bias_gelu": (custom_ops.bias_gelu, causal_attention),
@@ -35,10 +35,10 @@ PARTS = {
 
 
 def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[Record]:
-    """Time an eager training step with each operator put in: records ``training``, label ``part``.
+    """Time an eager training step with each operator in place: records ``training``, label ``part``.
 
-    All models start from the same weights and see the same batch; the loss of the first step is kept, so that an
-    operator that computes something else shows.
+    All models start from the same weights and see the same batch. The loss of the first step is recorded; it reveals
+    an operator that computes something else.
 
     Args:
         device: Device of the model.

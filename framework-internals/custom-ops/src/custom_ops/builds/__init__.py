@@ -1,1 +1,1 @@
-"""Which build of the kernels serves, how each is made and loaded, and the template of an operator package."""
+"""The builds of the operators: how each is compiled, which one is loaded, and ``custom-ops new``."""

@@ -1,8 +1,9 @@
-"""What fits one version of torch alone, compiled for the one that is installed (``csrc/autograd``).
+"""The parts that work with one version of torch only, compiled for the installed one (``csrc/autograd``).
 
-The derivatives of the small operators in C++, and the operators as callables for Python. The library of the operators
-fits every torch and can hold neither. Without them the derivatives are registered from Python and torch's own callables
-serve: a call costs half a microsecond more, one that wants a gradient 10.
+These are autograd nodes in C++ for the elementwise operators and bias_gelu, and faster Python callables for all
+operators. The library of the operators works with every torch version and can contain neither. Without them, the
+derivatives are registered from Python and torch's own callables are used: a call costs half a microsecond more, and a
+call that needs a gradient 10 µs more.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from custom_ops.builds.operator_library import CSRC
 from custom_ops.builds.torch_internals import OpOverload, in_cpp
 from native_build import Unit, build_library_once, cached_library
 
-# What nodes.cpp implements.
+# The operators that nodes.cpp implements.
 OPERATORS = frozenset(("vector_add", "axpb", "scale", "bias_gelu"))
 
 _NAME = "custom_ops_autograd"
 
-# build_library keeps to the stable ABI; these headers are the whole of torch's, which ask for the newer standard.
+# build_library restricts sources to the stable ABI; these include all of torch's headers, which need C++20.
 _FLAGS = ("-UTORCH_TARGET_VERSION", "-std=c++20", "-isystem", sysconfig.get_paths()["include"])
 _UNITS = tuple(Unit(CSRC / "autograd" / name, _FLAGS) for name in ("calls.cpp", "nodes.cpp"))
 
@@ -35,13 +36,13 @@ def _arguments() -> dict[str, Any]:
 
 
 def cached() -> Path | None:
-    """The library for this torch, if the user's cache has it."""
+    """Return the library for this torch if the user's cache has it, else None."""
     path = cached_library(_NAME, _UNITS, **_arguments()) if CSRC.is_dir() else None
     return path if path is not None and path.is_file() else None
 
 
 def build() -> Path:
-    """The library for this torch from the user's cache, compiled if it is not there.
+    """Return the library for this torch from the user's cache; compile it first if it is missing.
 
     Raises:
         native_build.BuildError: If there is no compiler, or it fails.
@@ -50,10 +51,12 @@ def build() -> Path:
 
 
 def operator_call(library: Path) -> Callable[[OpOverload], Callable[..., Any]]:
-    """What makes a callable of an operator: it gives the short way those calls that can take it, torch the others.
+    """Return a function that makes a Python callable from an operator.
+
+    The callable passes ordinary arguments directly to the dispatcher, and all other calls to torch's own callable.
 
     Args:
-        library: from :func:`build`, loaded.
+        library: Path from :func:`build`, already loaded.
     """
     spec = importlib.util.spec_from_file_location(_NAME, library)
     assert spec is not None

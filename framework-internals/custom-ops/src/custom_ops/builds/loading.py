@@ -1,8 +1,7 @@
-"""Which build of the kernels serves ``torch.ops.custom_ops``, and why not another.
+"""Select and load the build of the kernels behind ``torch.ops.custom_ops``.
 
-The library that the environment names is taken first, then the wheel's, then one that is compiled here. What was chosen
-is never changed behind the caller's back: a library that is there but does not fit is an error, not a reason to
-compile.
+The library that the environment names comes first, then the one in the wheel, then one that is compiled here. There is
+no silent fallback: a library that is present but not for this machine is an error, not a reason to compile another.
 """
 
 from __future__ import annotations
@@ -37,36 +36,36 @@ AutogradRoad = Literal["compiled nodes", "Python"]
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """The build that serves the operators in this process.
+    """The build that provides the operators in this process.
 
     Attributes:
-        road: Source of the library; None if there is no library, and only run-time compilation serves.
+        road: Source of the library; None if there is no library, and kernels are compiled at run time only.
         cuda: Source of the CUDA kernels; None if there are none.
         file: Path of the library; None before the first call has compiled it.
-        not_served: what this build is without, and why with the remedy: another road, CUDA kernels, or the nodes.
+        missing: What this process does without, such as CUDA kernels, and for each the reason and the remedy.
         autograd: Source of the elementwise operators' derivatives (:mod:`custom_ops.builds.autograd_nodes`).
     """
 
     road: Road | None
     cuda: CudaRoad | None
     file: Path | None
-    not_served: Mapping[str, str]
+    missing: Mapping[str, str]
     autograd: AutogradRoad = "Python"
 
     @property
     def sha256(self) -> str | None:
-        """The hash of the library's file, by which two machines know that they run the same one."""
+        """The hash of the library's file; two machines with the same hash run the same library."""
         return hashlib.sha256(self.file.read_bytes()).hexdigest() if self.file else None
 
 
 def build_info() -> BuildInfo:
-    """Say which build serves the operators, and why not another; builds nothing.
+    """Describe the build in use, and say why the other ones are not; builds nothing.
 
     Raises:
         native_build.LibraryError: If the named or installed library is not for this torch or this processor.
     """
-    road, not_served = _choose()
-    autograd = _choose_autograd(road, not_served)
+    road, missing = _choose()
+    autograd = _choose_autograd(road, missing)
     file: Path | None = None
     library_cuda: str | None = "there is no library"
     if road == "compiled here":
@@ -75,19 +74,19 @@ def build_info() -> BuildInfo:
         file = _library_of(road)
         library_cuda = _without_cuda(file)
     if library_cuda is None:
-        return BuildInfo(road, "library", file, not_served, autograd)
-    not_served["the library's CUDA kernels"] = library_cuda
+        return BuildInfo(road, "library", file, missing, autograd)
+    missing["the library's CUDA kernels"] = library_cuda
     reason = runtime_compiled.missing()
     if reason is None:
-        return BuildInfo(road, "run-time compilation", file, not_served, autograd)
-    not_served["run-time compilation"] = reason
-    return BuildInfo(road, None, file, not_served, autograd)
+        return BuildInfo(road, "run-time compilation", file, missing, autograd)
+    missing["run-time compilation"] = reason
+    return BuildInfo(road, None, file, missing, autograd)
 
 
 def load() -> BuildInfo:
-    """Load the build that serves the operators, compiling it first if need be; the operators are there afterwards.
+    """Load the build, compile it first if needed, and register the operators.
 
-    Called by the first call of a function, and by the import where there is nothing to compile.
+    The first call of a function calls this. The import calls it if nothing has to be compiled.
 
     Raises:
         native_build.BuildError: If no build can serve here, or compiling fails.
@@ -105,10 +104,10 @@ calls.loader = load
 def _load() -> BuildInfo:
     info = build_info()
     if info.road is None and info.cuda is None:
-        roads: dict[str, list[str]] = {}
-        for road, reason in info.not_served.items():
-            roads.setdefault(reason, []).append(road)
-        reasons = "; ".join(f"{', '.join(shut)}: {reason}" for reason, shut in roads.items())
+        by_reason: dict[str, list[str]] = {}
+        for what, reason in info.missing.items():
+            by_reason.setdefault(reason, []).append(what)
+        reasons = "; ".join(f"{', '.join(whats)}: {reason}" for reason, whats in by_reason.items())
         raise native_build.BuildError(f"no build of custom_ops: {reasons}")
     if info.road is None:
         runtime_compiled.define()
@@ -133,9 +132,10 @@ def _load() -> BuildInfo:
 
 
 def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:
-    """Put the nodes in, compiled first if need be; the second result is their library.
+    """Load the autograd nodes, compiling them first if needed; the second result is their library.
 
-    Where that fails, the derivatives are Python's and :func:`load` says so, unless the environment asked for the nodes.
+    If that fails, the derivatives are registered from Python and ``missing`` gives the reason, unless the environment
+    requires the nodes.
     """
     try:
         with working(f"compiling derivatives, once for torch {torch.__version__}"):
@@ -144,38 +144,38 @@ def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:
     except (native_build.BuildError, native_build.LibraryError) as error:
         if os.environ.get(AUTOGRAD_VARIABLE) == "nodes":
             raise
-        return replace(info, autograd="Python", not_served={**info.not_served, _NODES: str(error)}), None
+        return replace(info, autograd="Python", missing={**info.missing, _NODES: str(error)}), None
     return info, nodes
 
 
 def _callables(
     callable_of: Callable[[OpOverload], Callable[..., Any]], in_nodes: frozenset[str]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What :mod:`custom_ops.operators.calls` offers, by name.
+    """The contents of :mod:`custom_ops.operators.calls`, by name.
 
     Args:
         callable_of: Makes a Python callable from an operator.
-        in_nodes: operators whose kernel for autograd is C++, and costs next to nothing where no gradient is wanted.
+        in_nodes: Operators with an autograd kernel in C++, which costs almost nothing if no gradient is needed.
     """
     public, bare = (getattr(torch.ops, namespace) for namespace in NAMESPACES)
     for rules in operators():
         if hasattr(public, rules.name):
             whole = callable_of(getattr(public, rules.name).default)
             if rules.autograd is not None and rules.name not in in_nodes:
-                whole = _where_wanted(rules.name, whole, callable_of(getattr(bare, rules.name).default))
+                whole = _with_gradient_if_needed(rules.name, whole, callable_of(getattr(bare, rules.name).default))
             yield rules.name, whole
 
 
-def _where_wanted(name: str, whole: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The operator with its derivative where a gradient is wanted or a graph is recorded, and without elsewhere.
+def _with_gradient_if_needed(name: str, whole: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``whole`` if a gradient is needed or a graph is recorded, and the bare ``kernel`` otherwise.
 
-    A derivative that Python registered has no forward mode, and would drop the tangent without a word; and torch.func
-    takes none of it, in words about somebody else's class.
+    Two errors replace torch's behaviour. A derivative registered from Python has no forward mode and would silently
+    drop the tangent. ``torch.func`` does not support it, and says so in terms of an internal class.
     """
 
     def call(*arguments: Any) -> Any:
         if has_tangent(*arguments):
-            raise NotImplementedError(f"custom_ops::{name} has no forward-mode derivative; take reverse mode")
+            raise NotImplementedError(f"custom_ops::{name} has no forward-mode derivative; use reverse mode")
         if not ((torch.is_grad_enabled() and any_requires_grad(*arguments)) or torch.compiler.is_compiling()):
             return kernel(*arguments)
         try:
@@ -184,58 +184,59 @@ def _where_wanted(name: str, whole: Callable[..., Any], kernel: Callable[..., An
             if "must override the setup_context" not in str(error):
                 raise
             raise NotImplementedError(
-                f"custom_ops::{name}: torch.func takes no derivatives that Python registered; take torch.autograd.grad"
+                f"custom_ops::{name}: torch.func does not support derivatives that Python registered; "
+                "use torch.autograd.grad"
             ) from error
 
     return call
 
 
 def load_if_built() -> None:
-    """Load the build that serves if nothing has to be compiled for it, so that ``torch.ops.custom_ops`` is there."""
+    """Load the build and register ``torch.ops.custom_ops``, unless something would have to be compiled first."""
     try:
         info = build_info()
     except native_build.LibraryError:
-        return  # the first call says so: an import is the wrong place to fail
+        return  # the first call raises it: an import is the wrong place to fail
     if info.file is not None and (info.autograd == "Python" or autograd_nodes.cached() is not None):
         load()
 
 
 def operators() -> Iterator[Rules]:
-    """What is registered for the operators, in the order of the ladder."""
+    """What is registered for each operator."""
     for module in (elementwise, bias_gelu, conv_bn_relu, flash_attention):
         yield from module.RULES
 
 
 def _choose() -> tuple[Road | None, dict[str, str]]:
-    """The road, and why not those before it."""
+    """The road, and for each earlier one the reason why it is not used."""
     if os.environ.get(VARIABLE):
         named = _library_of("named library")
         if not named.is_file():
             raise native_build.LibraryError(
-                f"{VARIABLE} names {named}, and there is no such file; name the library, or unset {VARIABLE}"
+                f"{VARIABLE} names {named}, which does not exist; set it to the library's path, or unset it"
             )
         _check_fits(named)
         return "named library", {}
-    not_served = {"a named library": f"{VARIABLE} is not set"}
+    missing = {"a named library": f"{VARIABLE} is not set"}
     if _library_of("wheel").is_file():
         _check_fits(_library_of("wheel"))
-        return "wheel", not_served
-    not_served["the wheel"] = (
+        return "wheel", missing
+    missing["the wheel"] = (
         f"there is no {operator_library.FILE_NAME} beside the package (custom-ops build, then pip install)"
     )
     if (reason := _cannot_compile()) is None:
-        return "compiled here", not_served
-    not_served["compiling here"] = reason
-    return None, not_served
+        return "compiled here", missing
+    missing["compiling here"] = reason
+    return None, missing
 
 
-def _choose_autograd(road: Road | None, not_served: dict[str, str]) -> AutogradRoad:
-    """What the environment asks for; else nodes that are compiled already, or whose operators are compiled here too."""
+def _choose_autograd(road: Road | None, missing: dict[str, str]) -> AutogradRoad:
+    """What the environment requires; else nodes, if they are compiled already or the operators are compiled here."""
     asked = os.environ.get(AUTOGRAD_VARIABLE)
     if asked not in (None, "", "nodes", "python"):
         raise native_build.LibraryError(f"{AUTOGRAD_VARIABLE}: expected nodes or python, got {asked!r}")
     if asked == "python":
-        not_served[_NODES] = f"{AUTOGRAD_VARIABLE} is python"
+        missing[_NODES] = f"{AUTOGRAD_VARIABLE} is python"
         return "Python"
     if asked == "nodes" or autograd_nodes.cached() is not None:
         return "compiled nodes"
@@ -243,7 +244,7 @@ def _choose_autograd(road: Road | None, not_served: dict[str, str]) -> AutogradR
         if road == "compiled here":
             return "compiled nodes"
         reason = f"not compiled yet for torch {torch.__version__} (custom-ops build autograd)"
-    not_served[_NODES] = reason
+    missing[_NODES] = reason
     return "Python"
 
 
@@ -265,7 +266,7 @@ def _check_fits(library: Path) -> None:
     reason = native_build.read_record(library).refusal(torch.__version__)
     if reason is not None:
         raise native_build.LibraryError(
-            f"cannot load {library}: {reason}; build it again here, or install what it is for"
+            f"cannot load {library}: {reason}; build it again here, or install what it was built for"
         )
 
 
@@ -277,7 +278,7 @@ def _without_cuda(library: Path) -> str | None:
 
 @functools.cache
 def architectures_here() -> tuple[str, ...]:
-    """What to compile CUDA kernels for on this machine: the GPU's own code, or nothing."""
+    """Target architectures of the CUDA kernels on this machine: that of its GPU, or none."""
     if native_build.missing_cuda() is not None:
         return ()
     major, minor = torch.cuda.get_device_capability()

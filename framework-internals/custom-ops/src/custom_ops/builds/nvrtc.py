@@ -1,7 +1,8 @@
-"""CUDA C++ compiled at run time by NVRTC, which comes with a CUDA build of torch, and launched through the driver.
+"""Compile CUDA C++ at run time with NVRTC, which a CUDA build of torch installs, and launch it through the driver.
 
-No nvcc, no C++ compiler, no headers of torch: a library of 60 MB in place of a toolkit. Plain ctypes: the functions are
-documented and have not changed for years (NVRTC user guide; CUDA driver API, "Module Management", "Execution Control").
+This needs no nvcc, no C++ compiler and no torch headers: a library of 60 MB replaces the toolkit. The calls go through
+ctypes; the functions are documented and have not changed for years (NVRTC user guide; CUDA driver API, "Module
+Management", "Execution Control").
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Argument = ctypes.Structure | ctypes._SimpleCData
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled at run time here, with the remedy; None where it can."""
+    """Say why nothing can be compiled at run time here, with the remedy; None if it can."""
     try:
         _library()
         headers()
@@ -49,7 +50,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def headers() -> Path:
-    """The folder of CUDA's own headers.
+    """Find the folder of CUDA's headers.
 
     Raises:
         BuildError: If no such folder is found.
@@ -64,7 +65,7 @@ def headers() -> Path:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code and the names in it.
+    """Machine code, and the names of the kernels in it.
 
     Attributes:
         cubin: Machine code for one architecture.
@@ -78,7 +79,7 @@ class Compiled:
 def compile_kernels(
     source: str, expressions: Sequence[str], architecture: str, include_dirs: Sequence[Path]
 ) -> Compiled:
-    """Compile instances of kernel templates.
+    """Compile instances of kernel templates to machine code.
 
     Args:
         source: CUDA C++ source.
@@ -126,7 +127,7 @@ def _check(status: int) -> None:
 
 
 class Kernel:
-    """A kernel in the context of the current device."""
+    """A compiled kernel, loaded into the context of the current device."""
 
     def __init__(self, compiled: Compiled, index: int = 0) -> None:
         self._driver = _driver()
@@ -137,7 +138,7 @@ class Kernel:
         self._function = function
 
     def launch(self, grid: tuple[int, int], block: int, stream: int, arguments: Sequence[Argument]) -> None:
-        """Launch on a stream of the current device.
+        """Launch the kernel on a stream of the current device.
 
         Args:
             grid: Number of blocks in x and in y.

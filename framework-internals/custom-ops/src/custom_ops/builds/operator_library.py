@@ -1,4 +1,4 @@
-"""The one library of all operators: what it is made of, and how it is built."""
+"""The library of all operators: its sources, how it is compiled, and where it is cached."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from native_build import (
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 FILE_NAME = "_C.abi3.so"
 
-RUNGS = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
+EXAMPLES = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
 
 
 def units(*, cuda: bool) -> list[Unit]:
-    """What the library is compiled from, the longest first.
+    """The compilation units of the library, the slowest first.
 
     Args:
         cuda: Whether to include the CUDA kernels.
     """
     headers = ("-isystem", sysconfig.get_paths()["include"])
     flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
-    folders = [CSRC / rung for rung in RUNGS]
+    folders = [CSRC / example for example in EXAMPLES]
     device = [path for folder in reversed(folders) for path in sorted(folder.glob("*.cu"))]
     found = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
     found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
@@ -43,7 +43,7 @@ def units(*, cuda: bool) -> list[Unit]:
     found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
     for name in ("bias_gelu", "conv_bn_relu", "scale"):
         for level, instructions in instruction_levels().items():
-            # Nobody reads the processor's floating-point flags, and GCC vectorises no comparison while somebody might.
+            # No code here reads the floating-point status flags; GCC vectorises comparisons only if told so.
             options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
             found.append(Unit(CSRC / name / "cpu.cpp", options))
     found.append(Unit(CSRC / "scale" / "module.cpp", headers))
@@ -53,7 +53,7 @@ def units(*, cuda: bool) -> list[Unit]:
 
 
 def _jax_headers() -> Path | None:
-    """What ``jax.ffi.include_dir()`` says, without the seconds that importing jax takes."""
+    """The folder that ``jax.ffi.include_dir()`` returns, found without importing jax, which takes seconds."""
     spec = importlib.util.find_spec("jaxlib")
     folders = spec.submodule_search_locations if spec else None
     headers = Path(folders[0]) / "include" if folders else None
@@ -70,12 +70,12 @@ def _arguments(architectures: tuple[str, ...]) -> Mapping[str, Any]:
 
 
 def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path:
-    """Compile the library, for a wheel or to carry elsewhere.
+    """Compile the library for a wheel or for another machine.
 
     Args:
         output: Path of the library.
-        architectures: of the CUDA kernels; empty for a library without them, which needs no nvcc; by default
-            :data:`native_build.ARCHITECTURES` where there is nvcc, and none elsewhere.
+        architectures: Target architectures of the CUDA kernels. An empty tuple builds none and needs no nvcc. The
+            default is :data:`native_build.ARCHITECTURES` if there is nvcc, else none.
 
     Returns:
         ``output``.
@@ -90,14 +90,14 @@ def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path
 
 
 def build_once(architectures: tuple[str, ...]) -> Path:
-    """The library for this machine from the user's cache, compiled if it is not there; as :func:`build`."""
+    """Return the library for this machine from the user's cache; compile it first if it is missing."""
     return build_library_once(
         "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
     )
 
 
 def keep(library: Path, architectures: tuple[str, ...]) -> None:
-    """Put a library that :func:`build` made for this machine into the user's cache, unless one is there."""
+    """Copy a library that :func:`build` made for this machine into the user's cache, unless the cache has one."""
     path = _cache_path(architectures)
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def keep(library: Path, architectures: tuple[str, ...]) -> None:
 
 
 def cached(architectures: tuple[str, ...]) -> Path | None:
-    """The library for this machine if the user's cache has it."""
+    """Return the library for this machine if the user's cache has it, else None."""
     path = _cache_path(architectures)
     return path if path.is_file() else None
 
@@ -118,4 +118,4 @@ def _cache_path(architectures: tuple[str, ...]) -> Path:
 
 
 def _folders() -> list[Path]:
-    return [CSRC / name for name in ("common", *RUNGS)]
+    return [CSRC / name for name in ("common", *EXAMPLES)]

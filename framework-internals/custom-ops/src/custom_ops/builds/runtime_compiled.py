@@ -1,7 +1,7 @@
-"""The CUDA kernels where there is neither nvcc nor a wheel: the same sources, compiled at their first use by NVRTC.
+"""The CUDA kernels for machines without nvcc and without a wheel: NVRTC compiles the same sources at first use.
 
-Each instance of a kernel takes about a second, once a process. The launches are in Python and cost some 20 µs: this
-road is for trying things, and for machines that have nothing else. flash_attention is not on it.
+Each instance of a kernel takes about a second to compile, once per process. Launches run through Python and cost about
+20 µs. This is for experiments and for machines that have nothing else. It has no flash_attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from custom_ops.operators.checks import (
 )
 from custom_ops.operators.registration import NAMESPACES
 
-# As csrc/stable defines them: a test holds the two together.
+# The same as in csrc/stable; a test compares the two.
 SCHEMAS = (
     "vector_add(Tensor a, Tensor b) -> Tensor",
     "axpb(Tensor x, Tensor b, float alpha) -> Tensor",
@@ -45,11 +45,11 @@ _TYPES = {
 }  # fmt: skip
 _THREADS = 256
 
-_libraries: list[torch.library.Library] = []  # a registration ends with its object
+_libraries: list[torch.library.Library] = []  # a registration lasts as long as its object
 
 
 class _Divisor(ctypes.Structure):
-    """FastDivisor of csrc/common/device.cuh."""
+    """The struct FastDivisor of csrc/common/device.cuh."""
 
     _fields_ = (("divisor", ctypes.c_uint32), ("magic", ctypes.c_uint32), ("shift", ctypes.c_uint32))
 
@@ -59,19 +59,19 @@ class _Divisor(ctypes.Structure):
 
 
 class _Empty(ctypes.Structure):
-    """A functor without members, which C++ gives one byte."""
+    """A functor without members; its size in C++ is one byte."""
 
     _fields_ = (("nothing", ctypes.c_uint8),)
 
 
 class _Alpha(ctypes.Structure):
-    """A functor with a factor."""
+    """A functor with one factor."""
 
     _fields_ = (("alpha", ctypes.c_double),)
 
 
 def missing() -> str | None:
-    """Why this road is closed here, with the remedy; None where it is open."""
+    """Say why the kernels cannot be compiled at run time here, with the remedy; None if they can."""
     if (reason := native_build.missing_gpu()) is not None:
         return reason
     if not CSRC.is_dir():
@@ -80,7 +80,7 @@ def missing() -> str | None:
 
 
 def define() -> None:
-    """Define the operators that have kernels on this road, where no library has."""
+    """Define the operators that have kernels here; for processes in which no library defines them."""
     for namespace in NAMESPACES:
         library = torch.library.Library(namespace, "FRAGMENT")
         _libraries.append(library)
@@ -102,7 +102,7 @@ def register() -> None:
 
 
 def compile_for(expression: str, architecture: str) -> nvrtc.Compiled:
-    """Compile one instance of a kernel.
+    """Compile one instance of a kernel template.
 
     Args:
         expression: Template instance without its namespace, ``"bias_gelu_dbias<float>"``.
@@ -191,7 +191,7 @@ def _bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, 
         width = _width(grad, x, bias, dx)
         width = width if columns % width == 0 else 1
         across = 256 if columns >= 256 * width else 64
-        # Groups of rows: enough blocks for any GPU, few enough groups that their sums are little traffic.
+        # Enough groups of rows to occupy any GPU, but few enough that their partial sums cause little traffic.
         groups = min(512, math.ceil(rows / 32))
         sums = torch.empty(groups, columns, dtype=wide(x.dtype), device=x.device)
         larger_than_l2 = x.nbytes > torch.cuda.get_device_properties(x.device).L2_cache_size

@@ -1,4 +1,4 @@
-"""The private parts of torch that this package and its tests use; tests fail where one moves."""
+"""The private parts of torch that this package and its tests use; a test fails if one moves."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +26,12 @@ __all__ = [
 
 
 def in_cpp(overload: OpOverload) -> Callable[..., Any]:
-    """Return what an overload calls: the same operator, without the Python function around it (0.3 µs a call)."""
+    """Return the C++ callable of an overload, which skips its Python wrapper (0.3 µs per call)."""
     return overload._op
 
 
 def has_tangent(*arguments: Any) -> bool:
-    """Whether forward-mode differentiation, torch.func's too, is on its way through one of the arguments."""
+    """Whether an argument carries a tangent of forward-mode differentiation, including that of ``torch.func``."""
     if forward_ad._current_level < 0:
         return False
     stack = functorch.get_interpreter_stack() or []
@@ -40,7 +40,7 @@ def has_tangent(*arguments: Any) -> bool:
         if not isinstance(tensor, torch.Tensor):
             continue
         while functorch.is_functorch_wrapped_tensor(tensor):
-            if under_jvp:  # a vmap inside cannot be asked whether it maps over a tangent
+            if under_jvp:  # an inner vmap does not tell whether it maps over a tangent
                 return True
             tensor = functorch.get_unwrapped(tensor)
         if forward_ad.unpack_dual(tensor).tangent is not None:
@@ -49,5 +49,5 @@ def has_tangent(*arguments: Any) -> bool:
 
 
 def operator_namespaces() -> frozenset[str]:
-    """What is in ``torch.ops``: the namespaces that have operators, and the attributes that are none."""
+    """All names in ``torch.ops``: the namespaces of operators, and its other attributes."""
     return frozenset(dir(torch.ops)).union(name.split("::")[0] for name in operator_names())

@@ -1,7 +1,7 @@
-"""The operators as callables, by name, as attributes of this module: ``calls.vector_add(a, b)``.
+"""The operators as callables, as attributes of this module: ``calls.vector_add(a, b)``.
 
-There is nothing in it before a build is loaded; the first operator that is asked for loads one. Attributes of a module
-are what Python finds fastest.
+The module is empty until a build is loaded; the first access to an operator loads one. Operators are attributes of a
+module because Python looks these up fastest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ loader: Callable[[], object] | None = None
 
 
 def fill(operators: Mapping[str, Callable[..., Any]]) -> None:
-    """Set the attributes."""
+    """Set the operators as attributes of this module."""
     globals().update(operators)
 
 
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
         return globals()[name]
     except KeyError:
         raise NotImplementedError(
-            f"{name}: the build that serves has no kernels for it (custom_ops.build_info() says why)"
+            f"{name}: the build in use has no kernels for it (custom_ops.build_info() says why)"
         ) from None

@@ -1,7 +1,7 @@
-"""What the operators refuse: the same arguments, in the same words, as the C++ checks in ``csrc/stable``.
+"""Checks of the operators' arguments: the same conditions and messages as the C++ checks in ``csrc/stable``.
 
-The fake kernels call these. So do the public functions after the C++ has refused something: through the stable ABI
-every refusal arrives as a RuntimeError, and here it becomes the ValueError or TypeError that it is.
+The fake kernels call these checks. The public functions call them after the C++ code has raised: every error crosses
+the stable ABI as a RuntimeError, and the check turns it into a ValueError or TypeError.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a dtype is computed in: float32 for the 16-bit ones."""
+    """The dtype in which ``dtype`` is computed: float32 for the 16-bit dtypes."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def explain(error: Exception, check: Callable[..., None], *arguments: Any) -> NoReturn:
-    """Raise what ``check`` has against the arguments, or else the error itself."""
+    """Raise the error that ``check`` finds in the arguments, or else ``error`` itself."""
     for name, value in zip(check.__code__.co_varnames, arguments, strict=False):
-        if (wanted := _kind_that_is_wanted(check.__annotations__.get(name, ""), value)) is not None:
-            raise TypeError(f"{_op_of(check)}: argument '{name}': expected {wanted}, got {_kind(value)}") from None
+        if (expected := _expected_kind(check.__annotations__.get(name, ""), value)) is not None:
+            op = check.__name__.removeprefix("check_")
+            raise TypeError(f"{op}: argument '{name}': expected {expected}, got {_kind(value)}") from None
     try:
         check(*arguments)
     except (TypeError, ValueError) as known:
@@ -40,11 +41,11 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 }
 
 
-def _kind_that_is_wanted(annotation: str, value: Any) -> str | None:
-    """What an argument has to be, where it is something else."""
-    words, kinds = _KINDS.get(annotation, ("", (object,)))
+def _expected_kind(annotation: str, value: Any) -> str | None:
+    """What the annotation requires, in words; None if ``value`` satisfies it."""
+    expected, kinds = _KINDS.get(annotation, ("", (object,)))
     if not isinstance(value, kinds):
-        return words
+        return expected
     if annotation == "Tensor" and isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
         return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
     return None
@@ -54,10 +55,6 @@ def _kind(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return "a nested one" if value.is_nested else str(value.layout)
-
-
-def _op_of(check: Callable[..., None]) -> str:
-    return check.__name__.removeprefix("check_")
 
 
 def check_vector_add(a: Tensor, b: Tensor) -> None:
@@ -71,7 +68,7 @@ def check_vector_add(a: Tensor, b: Tensor) -> None:
 
 
 def check_axpb(x: Tensor, b: Tensor, alpha: float) -> None:
-    """Check the arguments of axpb, as :func:`check_vector_add`."""
+    """Check the arguments of axpb, like :func:`check_vector_add`."""
     check_operands("axpb", "x", x, b)
 
 
@@ -95,7 +92,7 @@ def check_bias_gelu(x: Tensor, bias: Tensor) -> None:
 
 
 def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
-    """Check the arguments of bias_gelu_backward, as :func:`check_bias_gelu`."""
+    """Check the arguments of bias_gelu_backward, like :func:`check_bias_gelu`."""
     op = "bias_gelu_backward"
     _check_bias(op, x, bias, dtype_last=True)
     _check_device(op, "x", x, "grad", grad)
@@ -105,7 +102,7 @@ def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
 
 
 def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """Check the arguments of conv_bn_relu but for the convolution's own.
+    """Check the arguments of conv_bn_relu, except what torch's convolution checks.
 
     Raises:
         ValueError: If the devices differ, a tensor is not four-dimensional, or scale or shift has another shape.
@@ -127,8 +124,7 @@ def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) 
         if tensor.dim() != 1 or tensor.shape[0] != weight.shape[0]:
             raise ValueError(
                 f"{op}: argument '{name}': expected shape {[weight.shape[0]]}, an element for each channel of "
-                f"'weight', "
-                f"got {list(tensor.shape)}"
+                f"'weight', got {list(tensor.shape)}"
             )
 
 
@@ -153,7 +149,7 @@ def check_flash_attention_backward(
     causal: bool,
     scale: float | None,
 ) -> None:
-    """Check the arguments of flash_attention_backward, as :func:`check_flash_attention`."""
+    """Check the arguments of flash_attention_backward, like :func:`check_flash_attention`."""
     op = "flash_attention_backward"
     _check_attention(op, q, k, v, scale)
     for name, tensor in (("grad_out", grad_out), ("out", out)):
@@ -200,7 +196,7 @@ def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | No
 
 
 def check_operands(op: str, first: str, x: Tensor, b: Tensor) -> None:
-    """Check that two operands go together.
+    """Check that two operands have the same device, dtype and shape, and that the dtype has a kernel.
 
     Args:
         op: Name of the operator, for the message.

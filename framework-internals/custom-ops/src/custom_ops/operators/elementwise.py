@@ -1,7 +1,7 @@
-"""Sums and multiples, element by element.
+"""Elementwise sums and products: ``vector_add``, ``axpb`` and ``scale``.
 
-Operands are of equal shape, dtype and device; those that are not contiguous are copied first, and the result is
-contiguous. The four floating dtypes of :data:`custom_ops.operators.checks.DTYPES` have kernels.
+The operands have equal shape, dtype and device. Operands that are not contiguous are copied first; the result is
+contiguous. There are kernels for the four dtypes of :data:`custom_ops.operators.checks.DTYPES`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from custom_ops.operators.registration import Autograd, Rules, to_widest
 
 
 def vector_add(a: Tensor, b: Tensor) -> Tensor:
-    """Add two tensors: ``a + b``, rounded once, so that the result is bit-equal to :func:`torch.add`.
+    """Add two tensors: ``a + b``, rounded once, and therefore bit-equal to :func:`torch.add`.
 
     Args:
         a: Tensor of any shape, float32, float64, float16 or bfloat16.
@@ -45,7 +45,8 @@ def vector_add(a: Tensor, b: Tensor) -> Tensor:
 def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
     """Scale and add in one kernel: ``alpha * x + b``, a fused multiply-add in float32 (float64 for float64).
 
-    Two operators would read x, write alpha·x, read it back with b and write the sum: five passes over memory for three.
+    Two separate operators read x, write alpha·x, read it back with b and write the sum. That is five passes over
+    memory; one kernel needs three.
 
     Args:
         x: Tensor of any shape, float32, float64, float16 or bfloat16.
@@ -70,7 +71,7 @@ def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 
 def scale(x: Tensor, alpha: float = 1.23) -> Tensor:
-    """Multiply by a number: ``alpha * x``, in float32 for the 16-bit dtypes, rounded once.
+    """Multiply by a number: ``alpha * x``, computed in float32 for the 16-bit dtypes and rounded once.
 
     Args:
         x: Tensor of any shape, float32, float64, float16 or bfloat16.

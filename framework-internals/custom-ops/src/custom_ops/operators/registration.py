@@ -1,10 +1,10 @@
-"""What the operators of the library get from Python: fake kernels, derivatives, rules for autocast.
+"""What Python registers for the operators of the library: fake kernels, derivatives and autocast rules.
 
-The library defines every operator twice. ``custom_ops`` is the public namespace, with derivatives. Those of the small
-operators are nodes in C++ where they could be compiled (:mod:`custom_ops.builds.autograd_nodes`). The kernel that
-``torch.library.register_autograd`` puts in for the others is written in Python, and every call passes it, whether a
-gradient is wanted or not: 6 µs. ``custom_ops_kernels`` does without; the functions of this package take it for calls
-of those that need no gradient.
+The library defines every operator in two namespaces. ``custom_ops`` is public and has derivatives. For the elementwise
+operators and bias_gelu these are autograd nodes in C++, if they could be compiled
+(:mod:`custom_ops.builds.autograd_nodes`). The others use ``torch.library.register_autograd``, whose Python kernel costs
+every call 6 µs, even a call that needs no gradient. ``custom_ops_kernels`` has no derivatives; the functions of this
+package call it when no gradient is needed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Rules:
 
     Attributes:
         name: Name of the operator, without its namespace.
-        fake: returns results of the right shape, dtype and strides without computing them; raises what the kernel does.
+        fake: Fake kernel: returns results of the right shape, dtype and strides, and raises the kernel's errors.
         autograd: The derivative; None if the operator has none.
-        autocast: (arguments, dtype) → the arguments to call it with under autocast; None: as they are.
+        autocast: Maps (arguments, dtype) to the arguments under autocast; None leaves them as they are.
         overloads: Names of overloads with additional arguments; they share ``fake``.
     """
 
@@ -46,7 +46,7 @@ class Rules:
     overloads: tuple[str, ...] = ()
 
 
-_libraries: list[torch.library.Library] = []  # a registration ends with its object
+_libraries: list[torch.library.Library] = []  # a registration lasts as long as its object
 
 
 def register(rules: Rules, *, derivative: bool = True) -> None:
@@ -54,7 +54,7 @@ def register(rules: Rules, *, derivative: bool = True) -> None:
 
     Args:
         rules: What to register for the operator.
-        derivative: from Python too; False where the library ``autograd_nodes`` has brought it.
+        derivative: Whether to register the derivative too; False if ``autograd_nodes`` has registered it.
     """
     for namespace in NAMESPACES:
         library = torch.library.Library(namespace, "FRAGMENT")
@@ -90,13 +90,13 @@ def _register_autocast(
 
 
 def to_lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A floating tensor in autocast's dtype; float64 and integers are left alone, as torch's own rules do."""
-    takes_part = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if takes_part else tensor
+    """Cast a floating-point tensor to autocast's dtype; float64 and integers stay, as under torch's own rules."""
+    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if is_cast else tensor
 
 
 def to_widest(*tensors: Tensor) -> list[Tensor]:
-    """Tensors in the widest of their dtypes: autocast's rule for operators that take operands together."""
+    """Cast tensors to the widest of their dtypes: autocast's rule for operators with several operands."""
     widest = tensors[0].dtype
     for tensor in tensors[1:]:
         widest = torch.promote_types(widest, tensor.dtype)

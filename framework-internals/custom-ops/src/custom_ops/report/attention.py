@@ -1,4 +1,4 @@
-"""What the report says of attention, from the results alone."""
+"""The report's section on attention, computed from the results alone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchkit import Record, Results, numbers
-from custom_ops.bench.contestants import OURS
+from custom_ops.bench.cases import OURS
 
-# Both errors are dominated by the rounding of the same results; a tenth more is no difference between two kernels.
+# Rounding of the same results dominates both errors; a tenth more is no difference between two kernels.
 SAME_ERROR = 1.1
 
 
 @dataclass(frozen=True)
-class Must:
-    """A speed-up over PyTorch's best fused back end that the operator is to reach from ``length`` tokens on."""
+class SpeedTarget:
+    """The speed-up over PyTorch's fastest fused back end that the operator should reach from ``length`` tokens on."""
 
     dtype: str
     direction: str
@@ -24,21 +24,21 @@ class Must:
     length: int = 4096
 
 
-MUSTS = (
-    Must("float32", "forward", 64, 3.0),
-    Must("float32", "forward", 128, 2.5),
-    Must("float32", "backward", 64, 1.5),
-    Must("float32", "backward", 128, 1.5),
-    Must("bfloat16", "forward", 64, 0.8),
-    Must("bfloat16", "forward", 128, 0.7),
+SPEED_TARGETS = (
+    SpeedTarget("float32", "forward", 64, 3.0),
+    SpeedTarget("float32", "forward", 128, 2.5),
+    SpeedTarget("float32", "backward", 64, 1.5),
+    SpeedTarget("float32", "backward", 128, 1.5),
+    SpeedTarget("bfloat16", "forward", 64, 0.8),
+    SpeedTarget("bfloat16", "forward", 128, 0.7),
 )
 
 
 def context(results: Results) -> dict[str, Any]:
-    """The template's variables; without records of attention every table is empty."""
+    """The variables of the template. Without records of attention, every table is empty."""
     return {
-        "attention_sums": _sums(results),
-        "attention_verdicts": [text for must in MUSTS if (text := _verdict(results, must))],
+        "attention_summaries": _summaries(results),
+        "attention_verdicts": [text for target in SPEED_TARGETS if (text := _verdict(results, target))],
         "attention_tables": {
             direction: [_speed_row(results, record) for record in own(results, direction=direction)]
             for direction in ("forward", "backward")
@@ -53,7 +53,7 @@ def context(results: Results) -> dict[str, Any]:
 
 
 def finding(results: Results) -> str | None:
-    """One sentence about the longest sequences; None without records of attention."""
+    """A sentence about the longest sequences; None without records of attention."""
     records = own(results, direction="forward")
     if not records:
         return None
@@ -64,8 +64,8 @@ def finding(results: Results) -> str | None:
     }
     clauses = " and ".join(f"{found} ({dtype})" for dtype, found in speeds.items())
     return (
-        f"In sequences of {numbers.count(longest)} tokens attention's forward pass runs at {clauses} the speed of "
-        "PyTorch's best fused back end."
+        f"On sequences of {numbers.count(longest)} tokens, the forward pass of attention runs at {clauses} the speed "
+        "of PyTorch's fastest fused back end."
     )
 
 
@@ -75,16 +75,16 @@ def own(results: Results, **labels: Any) -> list[Record]:
 
 
 def best_of_torch(results: Results, record: Record) -> Record:
-    """The fastest of torch's back ends on the problem of ``record``."""
+    """The record of torch's fastest back end on the problem of ``record``."""
     same = {key: value for key, value in record.labels.items() if key not in ("form", "best", "clock")}
     return results.one("attention", best=True, **same)
 
 
 def ceilings(results: Results, dtype: str) -> dict[str, float]:
-    """What products alone reach, operations per second, by name; the first is what the kernels are held against."""
+    """Measured matrix-product rates in operations per second, by name; the kernels are compared with the first."""
     rates = {str(record.labels["dtype"]): record["rate"].value for record in results.select("product limit")}
     found = {f"{dtype} product": rates[dtype]} if dtype in rates else {}
-    if dtype == "float32" and "float16" in rates:  # a GPU's: three products of float16 for one
+    if dtype == "float32" and "float16" in rates:  # on a GPU, a float32 product is three float16 products
         return {"float16 product ÷ 3": rates["float16"] / 3, **found}
     return found
 
@@ -98,7 +98,7 @@ def _tokens(record: Record) -> int:
 
 
 def _range(values: Iterable[float]) -> str:
-    """The smallest and the largest ratio, once where both read the same."""
+    """The smallest and the largest ratio, or one number if both print the same."""
     in_order = sorted(values)
     ends = dict.fromkeys(numbers.significant(value) for value in (in_order[0], in_order[-1]))
     return f"{'–'.join(ends)}×"
@@ -108,8 +108,8 @@ def _error_ratio(results: Results, record: Record) -> float:
     return record["error"].value / best_of_torch(results, record)["error"].value
 
 
-def _sums(results: Results) -> list[str]:
-    """A clause for each dtype and direction, over all shapes."""
+def _summaries(results: Results) -> list[str]:
+    """One clause per dtype and direction, over all shapes."""
     clauses = []
     for dtype in dict.fromkeys(str(record.labels["dtype"]) for record in own(results)):
         for direction in ("forward", "backward"):
@@ -121,23 +121,23 @@ def _sums(results: Results) -> list[str]:
     return clauses
 
 
-def _verdict(results: Results, must: Must) -> str | None:
-    """Whether a must is met, with the figures that say so; None where this run has no such shapes."""
-    records = own(results, dtype=must.dtype, direction=must.direction, head_size=must.head_size)
-    records = [record for record in records if _length(record) >= must.length]
+def _verdict(results: Results, target: SpeedTarget) -> str | None:
+    """A sentence that says whether a target is met; None if this run has no such shapes."""
+    records = own(results, dtype=target.dtype, direction=target.direction, head_size=target.head_size)
+    records = [record for record in records if _length(record) >= target.length]
     if not records:
         return None
     speeds = [record["speedup"].value for record in records]
     errors = [_error_ratio(results, record) for record in records]
     if max(errors) > SAME_ERROR:
-        verdict = "not met, for the error is larger"
+        verdict = "not met, because the error is larger"
     else:
-        verdict = "met" if min(speeds) >= must.speedup else "not met"
+        verdict = "met" if min(speeds) >= target.speedup else "not met"
     rivals = "/".join(dict.fromkeys(str(best_of_torch(results, record).labels["form"]) for record in records))
     return (
-        f"{must.dtype}, {must.direction}, head size {must.head_size}, {numbers.count(must.length)} tokens and more: "
-        f"{_range(speeds)} as fast as {rivals}, at {_range(errors)} its error; at least {must.speedup}× is asked: "
-        f"**{verdict}**"
+        f"{target.dtype}, {target.direction}, head size {target.head_size}, {numbers.count(target.length)} tokens "
+        f"and more: {_range(speeds)} as fast as {rivals}, at {_range(errors)} its error; the target is at least "
+        f"{target.speedup}×: **{verdict}**"
     )
 
 
@@ -161,7 +161,7 @@ def _speed_row(results: Results, record: Record) -> tuple[str, ...]:
 
 
 def _accuracy_rows(results: Results) -> list[tuple[str, ...]]:
-    """For each dtype and length the larger of the errors with and without a mask."""
+    """One row per dtype and length, with the larger of the errors with and without a mask."""
     rows = []
     for dtype, length in dict.fromkeys(
         (str(record.labels["dtype"]), _length(record)) for record in results.select("attention accuracy")

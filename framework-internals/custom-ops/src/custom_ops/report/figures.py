@@ -1,4 +1,4 @@
-"""The figures of the report, from the results alone."""
+"""The figures of the report, drawn from the results alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from custom_ops.report.attention import best_of_torch, ceilings, own
 
 
 def speed_figure(results: Results) -> Figure:
-    """Bandwidth over size, a panel for each operator."""
+    """Bandwidth over size, with one panel per operator."""
     ops = list(dict.fromkeys(str(record.labels["op"]) for record in results.select("speed")))
     figure, grid = new_panels(2, 3, width=10.0, height=6.2, sharey="all")
     forms = list(dict.fromkeys(str(record.labels["form"]) for record in results.select("speed")))
@@ -50,13 +50,11 @@ def speed_figure(results: Results) -> Figure:
 
 
 def calls_figure(results: Results) -> Figure:
-    """The time of one call, a bar for each way to reach the kernel."""
+    """The time of one call, with one bar for each way to reach the kernel."""
     figure, axes = new_figure(7.5, 4.2)
     forms = [str(record.labels["form"]) for record in results.select("wrapper")]
     smallest = min(int(record.labels["count"]) for record in results.select("call"))
-    for offset, (grad, label) in enumerate(
-        ((False, "no gradient asked for"), (True, "an operand requires a gradient"))
-    ):
+    for offset, (grad, label) in enumerate(((False, "no gradient needed"), (True, "an operand requires a gradient"))):
         records: list[Record] = [results.one("call", form=form, count=smallest, grad=grad) for form in forms]
         times = [record["time"] for record in records]
         axes.barh(
@@ -81,7 +79,7 @@ def calls_figure(results: Results) -> Figure:
 
 
 def attention_figure(results: Results) -> Figure:
-    """Operations per second over the length: a column for each dtype and head size, forward above backward."""
+    """Operations per second over the length: one column per dtype and head size, forward above backward."""
     columns = list(
         dict.fromkeys((str(record.labels["dtype"]), int(record.labels["head_size"])) for record in own(results))
     )
@@ -111,7 +109,7 @@ def attention_figure(results: Results) -> Figure:
 
 
 def _draw_rates(axes: Axes, records: Sequence[Record], name: str, index: int, scale: float) -> None:
-    """A line without a mask and a broken one with it."""
+    """Draw a solid line without a mask, and a dotted line with one."""
     for causal, style in ((False, "-"), (True, ":")):
         chosen = [record for record in records if record.labels["causal"] == causal]
         axes.plot(

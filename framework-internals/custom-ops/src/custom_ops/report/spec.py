@@ -1,36 +1,36 @@
-"""The report, from the results alone."""
+"""The report's text and tables, computed from the results alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from benchkit import Quantity, Record, Results, numbers
+from benchkit import Record, Results, numbers
 from benchkit.report import Figure, ReportSpec
 from custom_ops.bench import build_costs
-from custom_ops.bench.contestants import COMPILED, OURS
+from custom_ops.bench.cases import COMPILED, OURS
 from custom_ops.report import attention
 from custom_ops.report.figures import attention_figure, calls_figure, speed_figure
 from custom_ops.roads.wrappers import SHIPPED
 
-# What no measurement tells: for each road what it fits, and what it cannot do.
+# Facts that are not measured: for each road what it works with, and what it lacks.
 _ROADS = {
     build_costs.JUST_IN_TIME: (
-        "the sources; a compiler at every user's",
-        "no dispatch, no derivative, no graph: a function, until Python registers it",
+        "the sources and a compiler on every user's machine",
+        "no dispatch, derivative or graph: a function, until Python registers it",
     ),
-    build_costs.WHEEL: ("one Python, one torch", "as above, and built again for each torch"),
-    build_costs.TORCH_LIBRARY: ("every Python from 3.11, one torch", "derivatives of its own take more C++"),
+    build_costs.WHEEL: ("one Python, one torch", "the same, and it is built again for each torch"),
+    build_costs.TORCH_LIBRARY: ("every Python from 3.11, one torch", "derivatives need more C++"),
     build_costs.STABLE: (
         "every Python from 3.11, torch 2.10 to 2.15",
-        "no autograd nodes: derivatives are Python's, or nodes compiled beside it for one torch",
+        "no autograd nodes: derivatives are registered from Python, or compiled as nodes for one torch",
     ),
-    build_costs.RUN_TIME: ("every torch with CUDA; no compiler at all", "no CPU; a launch is Python's"),
+    build_costs.RUN_TIME: ("every torch with CUDA; no compiler", "no CPU; launches run through Python"),
 }
 
 
 def _context(results: Results) -> dict[str, Any]:
-    """The template's variables. A measurement that failed has no records: its table is empty then."""
+    """The variables of the template. A failed measurement has no records, and its table is empty."""
     counts = [_count(record) for record in results.select("call")]
     smallest, largest = min(counts, default=0), max(counts, default=0)
     largest_speeds = _largest_of_each(results)
@@ -63,9 +63,7 @@ def _context(results: Results) -> dict[str, Any]:
         "bit_equal": _bit_equal(results),
         "training_rows": [_training_row(record) for record in results.select("training")],
         "preset": next((record.labels["preset"] for record in results.select("training")), None),
-        "worth": _worth(results),
-        "not_worth": _not_worth(results),
-        "undecided": _undecided(results),
+        **_gains(results),
         **attention.context(results),
     }
 
@@ -82,9 +80,9 @@ def _speed_finding(results: Results) -> str | None:
     gelu, add = (max(records, key=_count) for records in found)
     exact = "bit-equal to torch.add" if _bit_equal(results) else "not bit-equal to torch.add"
     return (
-        f"On {numbers.count(_count(gelu))} float32 elements bias_gelu in one kernel is "
-        f"{numbers.quantity(gelu['speedup'])} as fast as torch's two, at {_share(results, gelu)} of what this "
-        f"machine's memory allows; vector_add, which has nothing to fuse, is {exact} and runs at "
+        f"On {numbers.count(_count(gelu))} float32 elements, bias_gelu in one kernel is "
+        f"{numbers.quantity(gelu['speedup'])} as fast as torch's two kernels and reaches {_share(results, gelu)} of "
+        f"the memory limit; vector_add, which has nothing to fuse, is {exact} and runs at "
         f"{numbers.quantity(add['speedup'])} its speed."
     )
 
@@ -97,7 +95,7 @@ def _call_finding(results: Results) -> str | None:
         results.one("call", form=form, count=min(counts), grad=False)["time"].value for form in (SHIPPED, "torch.add")
     )
     return (
-        f"A call on {min(counts)} element costs {numbers.with_unit(own, 's')} from Python, torch.add "
+        f"A call on {min(counts)} element takes {numbers.with_unit(own, 's')} from Python; torch.add takes "
         f"{numbers.with_unit(peer, 's')}."
     )
 
@@ -122,25 +120,24 @@ def _bit_equal(results: Results) -> bool:
 
 
 def _own_call(results: Results, count: int) -> str | None:
-    """What a call costs beside torch.add's, and what follows for small operands."""
+    """The overhead of a call compared with torch.add, and its consequence for small operands."""
     if not results.select("call"):
         return None
     own, graded = (results.one("call", form=SHIPPED, count=count, grad=grad) for grad in (False, True))
     peer, other = (results.one("call", form="torch.add", count=count, grad=grad) for grad in (False, True))
-    dearer = any((record["ratio"].low or 0.0) > 1 for record in (own, graded))
-    follows = (
-        "below the sizes where that is lost in the kernel's time, a kernel of one's own gains only if it replaces "
-        "several calls"
-        if dearer
-        else "at no size does the call speak against a kernel of one's own"
+    slower = any((record["ratio"].low or 0.0) > 1 for record in (own, graded))
+    consequence = (
+        "on operands so small that this matters, a custom kernel gains only if it replaces several calls"
+        if slower
+        else "the call is no reason against a custom kernel at any size"
     )
-    return f"{_beside(own, peer)} without a gradient, {_beside(graded, other)} with one: {follows}"
+    return f"{_beside(own, peer)} without a gradient and {_beside(graded, other)} with one: {consequence}"
 
 
 def _beside(own: Record, peer: Record) -> str:
     ratio = own["ratio"]
     if (ratio.low or ratio.value) <= 1 <= (ratio.high or ratio.value):
-        return "as much as torch.add"
+        return "the same as torch.add"
     difference = own["time"].value - peer["time"].value
     return f"{numbers.with_unit(abs(difference), 's')} {'more' if ratio.value > 1 else 'less'} than torch.add"
 
@@ -195,7 +192,7 @@ def _speed_row(results: Results, record: Record) -> tuple[str, ...]:
 
 
 def _compiled_how(results: Results) -> str:
-    """For which sizes torch compiled, where it did."""
+    """Whether torch compiled once per size or once for all sizes; empty if it did not compile."""
     records = results.select("speed", form=COMPILED)
     if not records:
         return ""
@@ -264,7 +261,7 @@ def _choice_row(record: Record, label: str) -> tuple[str, ...]:
 
 
 def _best_plans(results: Results) -> list[Record]:
-    """For each dtype and width the best number of blocks."""
+    """The record with the best number of blocks, for each dtype and width."""
     best: dict[tuple[Any, Any], Record] = {}
     for record in results.select("plan"):
         key = (record.labels["dtype"], record.labels["across"])
@@ -296,12 +293,12 @@ def _correctness_row(record: Record) -> tuple[str, ...]:
 
 
 def _ulps(error: float) -> str:
-    """With the decimals that tell one rounding from two; thousands need none."""
+    """Format an error in ulp: small errors with four decimals, which tell one rounding from two."""
     return f"{error:.4f}" if error < 10 else numbers.count(error)
 
 
 def _cancelled(results: Results) -> str:
-    """Torch's largest error of a product and a sum, where it is more than two roundings of the result."""
+    """Torch's largest error of a product and a sum, if it exceeds two roundings of the result, else empty."""
     largest = max((record["torch_error"].value for record in results.select("correctness", op="axpb")), default=0.0)
     return f"{_ulps(largest)} ulp" if largest > 2 else ""
 
@@ -320,60 +317,41 @@ def _training_row(record: Record) -> tuple[str, ...]:
     )
 
 
-def _gain(record: Record) -> Quantity:
-    return record["speedup"]
-
-
-def _worth(results: Results) -> list[str]:
-    """The operators whose gain over torch is certain at the largest size, as clauses."""
-    return [
-        _clause(record) for record in _largest_of_each(results) if (_gain(record).low or _gain(record).value) > 1.05
-    ]
-
-
-def _not_worth(results: Results) -> list[str]:
-    return [
-        _clause(record) for record in _largest_of_each(results) if (_gain(record).high or _gain(record).value) < 1.05
-    ]
-
-
-def _undecided(results: Results) -> list[str]:
-    """Those whose interval lies on both sides of what is asked for."""
-    decided = {*_worth(results), *_not_worth(results)}
-    return [clause for record in _largest_of_each(results) if (clause := _clause(record)) not in decided]
-
-
-def _clause(record: Record) -> str:
-    return f"{record.labels['op']} in {record.labels['dtype']}, {numbers.quantity(_gain(record))}"
+def _gains(results: Results) -> dict[str, list[str]]:
+    """The operators at the largest size, as clauses: the interval of the speed-up lies above 1.05, below, or around."""
+    gains: dict[str, list[str]] = {"worth": [], "not_worth": [], "undecided": []}
+    for record in _largest_of_each(results):
+        gain = record["speedup"]
+        low, high = gain.low or gain.value, gain.high or gain.value
+        verdict = "worth" if low > 1.05 else "not_worth" if high < 1.05 else "undecided"
+        gains[verdict].append(f"{record.labels['op']} in {record.labels['dtype']}, {numbers.quantity(gain)}")
+    return gains
 
 
 def _figures(results: Results) -> Sequence[Figure]:
-    """Those that there are records for."""
+    """The figures for which there are records."""
     speeds, figures = results.select("speed", form=OURS), []
     if speeds:
-        timed = "the kernels alone, replayed from a CUDA graph" if _replayed(speeds) else "whole calls"
+        replayed = speeds[0].labels["clock"] == "cuda-graph"
+        timed = "kernels alone, replayed from a CUDA graph" if replayed else "whole calls"
         caption = (
-            f"The bytes that an ideal kernel moves, over the time that each form takes ({timed}), float32; "
-            "small operands lie in a cache and may pass the limit of memory."
+            f"The bytes that a fused kernel must move, divided by the time of each form ({timed}), in float32. "
+            "Small operands fit in a cache and may exceed the memory limit."
         )
         figures.append(Figure("speed", caption, lambda: speed_figure(results)))
     if results.select("attention"):
         caption = (
-            "Attention's operations, as many as its definition asks for, over the time; dashed the products alone that "
-            "this machine reached in the same run."
+            "The operations in the definition of attention, divided by the time. Dashed lines: the rate of matrix "
+            "products alone, measured in the same run."
         )
         figures.append(Figure("attention", caption, lambda: attention_figure(results)))
     if results.select("call") and results.select("wrapper"):
         caption = (
-            "What one call costs Python, by the way the same kernel is reached; bars are medians, lines reach "
+            "The time of one call from Python, for each way to reach the same kernel. Bars are medians; lines reach "
             "from the 20th to the 80th percentile."
         )
         figures.append(Figure("calls", caption, lambda: calls_figure(results)))
     return figures
-
-
-def _replayed(records: Sequence[Record]) -> bool:
-    return records[0].labels["clock"] == "cuda-graph"
 
 
 REPORT = ReportSpec("custom_ops", _context, _figures, _finding)

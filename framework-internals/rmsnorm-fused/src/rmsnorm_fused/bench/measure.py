@@ -21,13 +21,13 @@ from benchkit.run import Run
 from benchkit.statistics import worst
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
 from rmsnorm_fused.bench.accuracy import Expected, Part, expected, expected_quantised, expected_row_scales
-from rmsnorm_fused.bench.contestants import (
+from rmsnorm_fused.bench.candidates import (
     COPY,
     EAGER,
     EPS,
     OWN,
+    Candidate,
     CompileMode,
-    Contestant,
     Quantiser,
     compiled,
     compiled_name,
@@ -102,14 +102,14 @@ class Case:
         middle = len(tensors) // 2
         return tensors[:middle], tensors[middle:]
 
-    def outputs(self, contestant: Contestant, inputs: Tensors, weight: torch.Tensor) -> Tensors:
+    def outputs(self, candidate: Candidate, inputs: Tensors, weight: torch.Tensor) -> Tensors:
         """(y,), or with a residual (y, s)."""
         if not self.residual:
             (x,) = inputs
-            return (contestant.plain(x, weight),)
-        assert contestant.add is not None
+            return (candidate.plain(x, weight),)
+        assert candidate.add is not None
         x, residual = inputs
-        return contestant.add(x, residual, weight)
+        return candidate.add(x, residual, weight)
 
 
 class PartError(NamedTuple):
@@ -124,8 +124,8 @@ class PartError(NamedTuple):
     share_of_bound: float
 
 
-def measure_case(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> tuple[str, ...]:
-    """Check and time every contestant at one shape; the headline also says what memory each needs.
+def measure_case(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> tuple[str, ...]:
+    """Check and time every candidate at one shape; the headline also says what memory each needs.
 
     Returns:
         The names of those that did the case, torch.compile's among them.
@@ -134,23 +134,23 @@ def measure_case(run: Run, case: Case, contestants: Mapping[str, Contestant]) ->
         RuntimeError: If the error of an implementation of this package exceeds its bound; its speed would mean nothing.
     """
     with kept_graphs():
-        entrants = {**contestants, **_compiling(case)}
-        errors = _errors(run, case, entrants)
-        entrants = {name: entrants[name] for name in errors}
+        timed = {**candidates, **_compiling(case)}
+        errors = _errors(run, case, timed)
+        timed = {name: timed[name] for name in errors}
         for which in case.passes:
-            timings = _timings(run, case, entrants, which)
+            timings = _timings(run, case, timed, which)
             for name in timings.timings:
                 run.add(_record(case, which, name, timings, {} if name == COPY else errors[name]))
         if case.group == "headline" and run.device == "cuda":
-            for name, contestant in entrants.items():
-                run.record("memory", {**case.labels, "implementation": name}, {"peak": _peak_memory(case, contestant)})
-    return tuple(entrants)
+            for name, candidate in timed.items():
+                run.record("memory", {**case.labels, "implementation": name}, {"peak": _peak_memory(case, candidate)})
+    return tuple(timed)
 
 
 def measure_calls(
     run: Run,
     taking_part: Mapping[Case, Collection[str]],
-    contestants: Mapping[str, Contestant],
+    candidates: Mapping[str, Candidate],
     *,
     gradient: bool,
 ) -> None:
@@ -162,19 +162,19 @@ def measure_calls(
     Args:
         run: The run that receives the records; its configuration sets how many seconds to sample.
         taking_part: Names of the implementations that computed each case, as :func:`measure_case` returns them.
-        contestants: Implementations by name, without those of ``torch.compile``.
+        candidates: Implementations by name, without those of ``torch.compile``.
         gradient: whether the weight requires one, so that autograd takes its notes. torch.compile's take no part then:
             they would have to be compiled for a graph that trains, seconds a shape.
     """
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     labels: dict[str, dict[str, Label]] = {}
     for case, names in taking_part.items():
-        entrants = contestants if gradient else {**contestants, **_compiling(case)}
+        timed = candidates if gradient else {**candidates, **_compiling(case)}
         x, _ = case.tensors(run.device)
         weight = case.weight(run.device).requires_grad_(gradient)
         for name in names:
-            if name in entrants:
-                calls[_at(name, case)] = partial(entrants[name].plain, x, weight)
+            if name in timed:
+                calls[_at(name, case)] = partial(timed[name].plain, x, weight)
                 labels[_at(name, case)] = {**case.labels, "implementation": name, "gradient": gradient}
     with kept_graphs(), torch.set_grad_enabled(gradient):
         timings = compare(
@@ -189,21 +189,21 @@ def measure_calls(
     run.add_all(Record("call", labels[call], {"time": timings[call].quantity()}) for call in calls)
 
 
-def _compiling(case: Case) -> dict[str, Contestant]:
-    """The torch.compile contestants of a case, by name, which compile at their first call."""
+def _compiling(case: Case) -> dict[str, Candidate]:
+    """The torch.compile candidates of a case, by name, which compile at their first call."""
     return {compiled_name(mode): compiled(mode) for mode in case.compile_modes}
 
 
-def measure_determinism(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> None:
+def measure_determinism(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> None:
     """The backward pass with torch's deterministic mode on and off: its time, and whether its bits repeat."""
-    own = [name for name in contestants if name in OWN]
+    own = [name for name in candidates if name in OWN]
     if not own:
         return
     weight = case.weight(run.device)
     sets = rotating_inputs(lambda: case.tensors(run.device), device=run.device)
     default, deterministic = _gradients_in_mode(False), _gradients_in_mode(True)
     with capturable_stream(run.device):
-        graphs = {name: _graphs(case, contestants[name], sets, weight) for name in own}
+        graphs = {name: _graphs(case, candidates[name], sets, weight) for name in own}
         timings = compare(
             dict.fromkeys(own, default) | {f"{name}, deterministic": deterministic for name in own},
             device=run.device,
@@ -280,21 +280,21 @@ def _float8_share_of_bound(quantise: Quantiser, x: torch.Tensor, weight: torch.T
     )
 
 
-def _errors(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> dict[str, dict[Part, PartError]]:
-    """Errors against float64 of every contestant that does this case, before anything is timed."""
+def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[str, dict[Part, PartError]]:
+    """Errors against float64 of every candidate that does this case, before anything is timed."""
     torch.manual_seed(0)
     inputs, gradients = case.halves(case.tensors(run.device))
     weight = case.weight(run.device)
     references = _references(case, inputs, gradients, weight)
     found: dict[str, dict[Part, PartError]] = {}
-    for name, contestant in contestants.items():
-        if case.residual and contestant.add is None:
+    for name, candidate in candidates.items():
+        if case.residual and candidate.add is None:
             continue
-        if contestant.widest is not None and case.columns > contestant.widest:
-            run.absent(_at(name, case), f"it takes at most {contestant.widest} columns")
+        if candidate.widest is not None and case.columns > candidate.widest:
+            run.absent(_at(name, case), f"it takes at most {candidate.widest} columns")
             continue
         try:
-            results = _results(case, contestant, inputs, gradients, weight)
+            results = _results(case, candidate, inputs, gradients, weight)
         except Exception as error:  # a library of others: whatever it raises is its answer at this shape
             if name in (EAGER, *OWN):
                 raise
@@ -324,12 +324,12 @@ def _references(case: Case, inputs: Tensors, gradients: Tensors, weight: torch.T
 
 
 def _results(
-    case: Case, contestant: Contestant, inputs: Tensors, gradients: Tensors, weight: torch.Tensor
+    case: Case, candidate: Candidate, inputs: Tensors, gradients: Tensors, weight: torch.Tensor
 ) -> dict[Part, torch.Tensor]:
     backward = "backward" in case.passes
     with torch.set_grad_enabled(backward):
         leaves = tuple(x.detach().requires_grad_(backward) for x in inputs)
-        outputs = case.outputs(contestant, leaves, weight)
+        outputs = case.outputs(candidate, leaves, weight)
         names: tuple[Part, ...] = ("y", "s")
         results = dict(zip(names, (output.detach() for output in outputs), strict=False))
         if backward:
@@ -338,22 +338,22 @@ def _results(
     return results
 
 
-def _timings(run: Run, case: Case, contestants: Mapping[str, Contestant], which: Pass) -> Comparison:
+def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: Pass) -> Comparison:
     weight = case.weight(run.device)
     sets = rotating_inputs(lambda: case.tensors(run.device), device=run.device)
     seconds = run.configuration["seconds"] * (0.3 if case.group == "batches" else 1.0)
     copy = _copy(case, which, run.device, sets)
     functions: dict[str, Callable[..., Any]] = {} if copy is None else {COPY: copy}
     if which == "forward":
-        for name, contestant in contestants.items():
-            functions[name] = lambda *tensors, c=contestant: case.outputs(c, case.halves(tensors)[0], weight)
+        for name, candidate in candidates.items():
+            functions[name] = lambda *tensors, c=candidate: case.outputs(c, case.halves(tensors)[0], weight)
         with torch.no_grad():
             return compare(functions, device=run.device, inputs=sets, seconds=seconds)
     # Through autograd, as a training step calls it, on graphs that are kept.
     with capturable_stream(run.device):
         inputs: dict[str, Inputs] = {} if copy is None else {COPY: sets}
-        inputs |= {name: _graphs(case, contestant, sets, weight) for name, contestant in contestants.items()}
-        functions |= dict.fromkeys(contestants, _gradients)
+        inputs |= {name: _graphs(case, candidate, sets, weight) for name, candidate in candidates.items()}
+        functions |= dict.fromkeys(candidates, _gradients)
         return compare(functions, device=run.device, inputs=inputs, seconds=seconds)
 
 
@@ -381,13 +381,13 @@ def _plain_copy(device: Device, sets: Sequence[Tensors]) -> Callable[..., Any]:
     return ways[min(ways, key=lambda way: timings[way].median)]
 
 
-def _graphs(case: Case, contestant: Contestant, sets: Sequence[Tensors], weight: torch.Tensor) -> Inputs:
+def _graphs(case: Case, candidate: Candidate, sets: Sequence[Tensors], weight: torch.Tensor) -> Inputs:
     """Arguments of :func:`_gradients`, the forward pass done."""
     graphs: list[tuple[Tensors, Tensors, Tensors]] = []
     for tensors in sets:
         inputs, gradients = case.halves(tensors)
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
-        graphs.append((case.outputs(contestant, leaves, weight), (*leaves, weight), gradients))
+        graphs.append((case.outputs(candidate, leaves, weight), (*leaves, weight), gradients))
     return graphs
 
 
@@ -441,7 +441,7 @@ def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Map
     return Record(which, {**case.labels, "implementation": name}, values, data)
 
 
-def _peak_memory(case: Case, contestant: Contestant) -> Quantity:
+def _peak_memory(case: Case, candidate: Candidate) -> Quantity:
     """The most that forward and backward hold at once besides their inputs, results included."""
     inputs, gradients = case.halves(case.tensors("cuda"))
     weight = case.weight("cuda")
@@ -449,7 +449,7 @@ def _peak_memory(case: Case, contestant: Contestant) -> Quantity:
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    outputs = case.outputs(contestant, leaves, weight)
+    outputs = case.outputs(candidate, leaves, weight)
     found = torch.autograd.grad(outputs, (*leaves, weight), gradients)
     peak = torch.cuda.max_memory_allocated() - before
     del outputs, found

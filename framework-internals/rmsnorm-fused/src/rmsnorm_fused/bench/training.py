@@ -11,7 +11,7 @@ import torch
 from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.run import Run
-from rmsnorm_fused.bench.contestants import Contestant
+from rmsnorm_fused.bench.candidates import Candidate
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import batch, load_corpus
 from torch_baseline.model import GPT, NormFactory
@@ -24,7 +24,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 BASELINE = "nn.RMSNorm"
 
 
-def measure_training(run: Run, mode: Mode, contestants: Mapping[str, Contestant]) -> None:
+def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) -> None:
     """Time the step with each norm, round by round in one process: records ``training``.
 
     All models start from the same weights and see the same batch; the loss of their first step is kept, so that a norm
@@ -33,10 +33,10 @@ def measure_training(run: Run, mode: Mode, contestants: Mapping[str, Contestant]
     Args:
         run: The run that receives the records; its configuration names the preset and may set a batch size.
         mode: ``"compiled"`` compiles each whole model with ``torch.compile``.
-        contestants: Implementations by name; those with a module are timed beside PyTorch's.
+        candidates: Implementations by name; those with a module are timed beside PyTorch's.
     """
     norms: dict[str, NormFactory] = {BASELINE: lambda width, eps: torch.nn.RMSNorm(width, eps)}
-    norms |= {name: contestant.norm for name, contestant in contestants.items() if contestant.norm is not None}
+    norms |= {name: candidate.norm for name, candidate in candidates.items() if candidate.norm is not None}
     asked = run.configuration["training"]
     shape, config = GPTConfig.preset(asked["preset"]), TrainConfig.preset(asked["preset"])
     if asked["batch_size"] is not None:

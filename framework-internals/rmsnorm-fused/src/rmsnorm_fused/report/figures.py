@@ -12,7 +12,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from benchkit import Record, Results, numbers
 from benchkit.plotting import COLOURS, HATCHES, LIMIT_COLOUR, MARKERS, draw_limit, label_ticks, new_figure
 from benchkit.report import Figure
-from rmsnorm_fused.bench.contestants import (
+from rmsnorm_fused.bench.candidates import (
     ABOUT,
     AUTOTUNED,
     COMPILED,

@@ -8,7 +8,7 @@ from typing import Any
 from benchkit import Record, Results, numbers
 from benchkit.report import ReportSpec, markdown_table
 from rmsnorm_fused.bench.accuracy import ARITHMETIC_FACTOR
-from rmsnorm_fused.bench.contestants import ABOUT, COPY, EAGER, LIGER, OWN, QUACK, SEPARATE
+from rmsnorm_fused.bench.candidates import ABOUT, COPY, EAGER, LIGER, OWN, QUACK, SEPARATE
 from rmsnorm_fused.bench.training import BASELINE
 from rmsnorm_fused.report.figures import ITEM_BYTES, OPERATIONS, PASSES, figures, implementations, shape, width_records
 from rmsnorm_fused.report.targets import GPU, TARGETS, Measured, Target, applies, fastest, others

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchkit import Record, Results
-from rmsnorm_fused.bench.contestants import COPY, EAGER, OWN
+from rmsnorm_fused.bench.candidates import COPY, EAGER, OWN
 
 GPU = "H200"
 SHAPE = ([32768, 4096], "bfloat16")

@@ -61,7 +61,7 @@ _LIGER_ARGUMENTS = (EPS, 0.0, "llama", False)  # eps, offset, casting mode, in p
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Candidate:
     """One way to compute RMSNorm.
 
     Attributes:
@@ -80,13 +80,13 @@ class Contestant:
     widest: int | None = None
 
 
-def usable(device: Device) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """The contestants on a device, but for :func:`compiled`, which is made for each shape.
+def usable(device: Device) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """The candidates on a device, but for :func:`compiled`, which is made for each shape.
 
     Returns:
-        The contestants by name, and for the ones that are left out: why.
+        The candidates by name, and for the ones that are left out: why.
     """
-    found = {EAGER: _of_this_package("pytorch"), TORCH: Contestant(_torch_rms_norm, _torch_add)}
+    found = {EAGER: _of_this_package("pytorch"), TORCH: Candidate(_torch_rms_norm, _torch_add)}
     if device == "cpu":
         absent = dict.fromkeys(_PEERS, "its kernels are for GPUs")
     else:
@@ -102,7 +102,7 @@ def usable(device: Device) -> tuple[dict[str, Contestant], dict[str, str]]:
     return found, absent
 
 
-def compiled(mode: CompileMode = "default") -> Contestant:
+def compiled(mode: CompileMode = "default") -> Candidate:
     """The formula under torch.compile, compiled anew for the shape that it is first called with."""
     torch.compiler.reset()
 
@@ -113,14 +113,14 @@ def compiled(mode: CompileMode = "default") -> Contestant:
         return cast("tuple[torch.Tensor, torch.Tensor]", reference.rms_norm(x, residual, weight, _OPTIONS))
 
     compile_one: Any = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
-    return Contestant(compile_one(_with_code_of_its_own(formula)), compile_one(_with_code_of_its_own(add_formula)))
+    return Candidate(compile_one(_with_code_of_its_own(formula)), compile_one(_with_code_of_its_own(add_formula)))
 
 
 def _with_code_of_its_own(function: Any) -> FunctionType:
     """A copy that torch.compile tells from other copies.
 
     It keeps what it compiled by code object, eight at most (``torch.compiler.config.recompile_limit``), and tries one
-    after another at each call: contestants of several shapes that live at once would pay for, and refuse, one another.
+    after another at each call: candidates of several shapes that live at once would pay for, and refuse, one another.
     """
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
@@ -148,9 +148,9 @@ def compiled_quantisers() -> dict[str, Quantiser]:
     return {SEPARATE: lambda x, weight: second(_torch_rms_norm(x, weight)), COMPILED: compile_one(formula)}
 
 
-def installed_peers() -> tuple[dict[str, Contestant], dict[str, str]]:
+def installed_peers() -> tuple[dict[str, Candidate], dict[str, str]]:
     """The libraries of others by name, and for the ones that are left out: why."""
-    found: dict[str, Contestant] = {}
+    found: dict[str, Candidate] = {}
     absent: dict[str, str] = {}
     for name, load in _PEERS.items():
         try:
@@ -160,7 +160,7 @@ def installed_peers() -> tuple[dict[str, Contestant], dict[str, str]]:
     return found, absent
 
 
-def _of_this_package(backend: Backend) -> Contestant:
+def _of_this_package(backend: Backend) -> Candidate:
     def add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rms_norm(x, weight, eps=EPS, residual=residual, backend=backend)
 
@@ -170,7 +170,7 @@ def _of_this_package(backend: Backend) -> Contestant:
     def norm(width: int, eps: float) -> torch.nn.Module:
         return RMSNorm(width, eps, backend=backend)
 
-    return Contestant(partial(rms_norm, eps=EPS, backend=backend), add, quantise, norm)
+    return Candidate(partial(rms_norm, eps=EPS, backend=backend), add, quantise, norm)
 
 
 def _why_not(name: Implementation, device: Device) -> str | None:
@@ -199,32 +199,32 @@ def _torch_add(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) ->
     return _torch_rms_norm(s, weight), s
 
 
-def _quack() -> Contestant:
+def _quack() -> Candidate:
     rmsnorm: Any = importlib.import_module("quack.rmsnorm").rmsnorm
-    return Contestant(
+    return Candidate(
         lambda x, weight: rmsnorm(x, weight, eps=EPS),
         lambda x, residual, weight: rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True),
     )
 
 
-def _liger() -> Contestant:
+def _liger() -> Candidate:
     plain: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
     add: Any = importlib.import_module("liger_kernel.ops.fused_add_rms_norm").LigerFusedAddRMSNormFunction
-    return Contestant(
+    return Candidate(
         lambda x, weight: plain.apply(x, weight, *_LIGER_ARGUMENTS),
         lambda x, residual, weight: add.apply(x, residual, weight, *_LIGER_ARGUMENTS),
     )
 
 
-def _liger_cute() -> Contestant:
+def _liger_cute() -> Candidate:
     plain: Any = importlib.import_module("liger_kernel.ops.backends._cutedsl.rms_norm").rms_norm_cutedsl
     module = importlib.import_module("liger_kernel.ops.backends._cutedsl.fused_add_rms_norm")
     add: Any = module.fused_add_rms_norm_cutedsl
-    return Contestant(
+    return Candidate(
         lambda x, weight: plain(x, weight, *_LIGER_ARGUMENTS),
         lambda x, residual, weight: add(x, residual, weight, *_LIGER_ARGUMENTS),
         widest=32768,  # beyond, it calls Liger's Triton kernels
     )
 
 
-_PEERS: dict[str, Callable[[], Contestant]] = {QUACK: _quack, LIGER: _liger, LIGER_CUTE: _liger_cute}
+_PEERS: dict[str, Callable[[], Candidate]] = {QUACK: _quack, LIGER: _liger, LIGER_CUTE: _liger_cute}

@@ -1,4 +1,4 @@
-"""What is timed against what: each operator beside what torch offers, with the bytes that it must move."""
+"""The memory-bound operators to time: their operands, torch's equivalents, and the bytes that they must move."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from custom_ops.operators import calls
 OURS = "custom_ops"
 COMPILED = "torch.compile"
 
-# Three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
+# A number of three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
 ALPHA = 1.25
 
 
 @dataclass(frozen=True)
-class Contest:
-    """One operator beside its rivals.
+class BenchmarkCase:
+    """One operator and the functions to compare it with.
 
     Attributes:
         op: Name of the operator in tables.
-        operands: makes them: (elements, columns, dtype, device) → tensors. Every form takes all of them.
-        forms: by name; :data:`OURS` is this package's, ``"torch"`` what torch has without a compiler.
+        operands: Makes the operands of every form from (elements, columns, dtype, device).
+        forms: Functions by name: :data:`OURS` is this package's, ``"torch"`` uses torch's operators without a compiler.
         traffic: Traffic of this package's form.
         unfused: Traffic of torch's operators, called one after another.
-        limit: the copy-like traffic that it is held against.
+        limit: The measured memory limit with which the operator is compared.
         compiled: Function for ``torch.compile`` to fuse; None if there is nothing to fuse.
     """
 
@@ -75,28 +75,28 @@ def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     return dx, dx.sum(0)
 
 
-def contests() -> Mapping[str, Contest]:
-    """All memory-bound operators of one kernel, by name."""
+def benchmark_cases() -> Mapping[str, BenchmarkCase]:
+    """All memory-bound operators that are a single kernel, by name."""
     found = (
-        Contest(
+        BenchmarkCase(
             "vector_add", _vectors(2), {OURS: custom_ops.vector_add, "torch": torch.add},
             accounting.vector_add_traffic, lambda a, b: accounting.elementwise(a, inputs=2), "2 reads 1 write",
         ),
-        Contest(
+        BenchmarkCase(
             "axpb", _vectors(2),
             {OURS: lambda x, b: custom_ops.axpb(x, b, ALPHA), "torch": lambda x, b: ALPHA * x + b},
             accounting.axpb_traffic, lambda x, b: accounting.axpb_unfused_traffic(x), "2 reads 1 write",
             lambda x, b: ALPHA * x + b,
         ),
-        Contest(
+        BenchmarkCase(
             "scale", _vectors(1), {OURS: custom_ops.scale, "torch": lambda x: 1.23 * x},
             accounting.scale_traffic, accounting.scale_traffic, "1 read 1 write",
         ),
-        Contest(
+        BenchmarkCase(
             "bias_gelu", _rows(1), {OURS: custom_ops.bias_gelu, "torch": _unfused_gelu},
             accounting.bias_gelu_traffic, accounting.bias_gelu_unfused_traffic, "1 read 1 write", _unfused_gelu,
         ),
-        Contest(
+        BenchmarkCase(
             "bias_gelu_backward", _rows(2),
             {OURS: lambda *operands: calls.bias_gelu_backward(*operands), "torch": _unfused_gelu_backward},
             lambda grad, x, bias: accounting.bias_gelu_backward_traffic(x, bias),
@@ -104,4 +104,4 @@ def contests() -> Mapping[str, Contest]:
             _gelu_backward,
         ),
     )  # fmt: skip
-    return {contest.op: contest for contest in found}
+    return {case.op: case for case in found}
