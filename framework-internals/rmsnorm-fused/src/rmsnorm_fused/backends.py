@@ -21,8 +21,8 @@ Implementation = Literal["pytorch", "triton", "cuda", "cpp"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-# What `auto` tries on each type of device. CUDA C++ before Triton: as fast or faster at nearly every measured width,
-# and a call costs a tenth (NOTES.md).
+# What `auto` tries on each type of device. CUDA C++ comes before Triton: it is as fast or faster at nearly every
+# measured width, and a call takes a tenth of the time (NOTES.md).
 _PREFERRED: dict[str, tuple[Implementation, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}
 
 _quick_calls: dict[str, QuickCall] = {}
@@ -60,11 +60,13 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
 
 @constant_under_compile
 def resolve(backend: str, device_type: str) -> str:
-    """The implementation to use, made ready; one word, so that torch.compile takes it as a constant instead of tracing.
+    """Return the name of the implementation to use, compiled and loaded.
+
+    torch.compile treats the string as a constant instead of tracing this function.
 
     Args:
-        backend: what the caller asked for. ``"auto"`` is CUDA C++ on a GPU, else Triton; C++ on a CPU; and the PyTorch
-            formula where these are not to be had.
+        backend: The requested back end. ``"auto"`` tries CUDA C++ and then Triton on a GPU, and C++ on a CPU; if
+            none of these is available, it is the PyTorch formula.
         device_type: Device type of the tensors.
 
     Raises:
@@ -74,7 +76,7 @@ def resolve(backend: str, device_type: str) -> str:
     return _resolve(backend, device_type)
 
 
-@functools.cache  # looking for compilers takes longer than a small normalisation
+@functools.cache  # the search for compilers takes longer than a small normalisation
 def _resolve(backend: str, device_type: str) -> str:
     if backend == "auto":
         return _first_that_works(device_type)
@@ -93,10 +95,10 @@ def _first_that_works(device_type: str) -> str:
         try:
             _make_ready(candidate, device_type)
         except (BuildError, LibraryError) as error:
-            warnings.warn(f"rmsnorm_fused does without its {candidate} back end: {error}", stacklevel=2)
+            warnings.warn(f"rmsnorm_fused cannot use its {candidate} back end: {error}", stacklevel=2)
             continue
         if candidate in _quick_calls and (device_type == "cuda" or "auto" not in _quick_calls):
-            _quick_calls["auto"] = _quick_calls[candidate]  # one for all: a GPU's, where a call is waited for
+            _quick_calls["auto"] = _quick_calls[candidate]  # one for both devices; a GPU's has priority
         return candidate
     return "pytorch"
 
@@ -123,15 +125,16 @@ def _load_native(device_type: str) -> QuickCall | None:
 
 
 def family_of(implementation: str) -> Literal["native", "triton"]:
-    """The family of operators that an implementation is behind."""
+    """The family of operators that an implementation provides."""
     return "triton" if implementation == "triton" else "native"
 
 
 def quick_call(backend: str) -> QuickCall | None:
-    """The way past Python for an ordinary call in eager mode, where the back end has one.
+    """Return the back end's C++ entry point for ordinary eager calls, if it has one.
 
-    It takes (x, residual, weight, eps, weight_offset) and returns what :func:`rmsnorm_fused.rms_norm` does, or None
-    without having done anything when the arguments are not ordinary: another device, a wrong shape, a subclass.
+    The function takes (x, residual, weight, eps, weight_offset) and returns the result of
+    :func:`rmsnorm_fused.rms_norm`. For other arguments (another device, a wrong shape, a subclass) it does nothing and
+    returns None.
 
     Args:
         backend: The requested back end.

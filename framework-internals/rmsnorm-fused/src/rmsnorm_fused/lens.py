@@ -1,4 +1,4 @@
-"""The main job: what is measured on which machine, in which order, and in how much time."""
+"""What a run of the report measures on which machine, in which order, and in how much time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case,
 from rmsnorm_fused.bench.training import measure_training
 from rmsnorm_fused.report.spec import REPORT
 
-# M_MMAP_THRESHOLD at the most that it takes, M_TRIM_THRESHOLD (malloc.h).
+# (option, value) from malloc.h: M_MMAP_THRESHOLD at its maximum, and M_TRIM_THRESHOLD.
 _MALLOC_OPTIONS = ((-3, 1 << 25), (-1, (1 << 31) - 1))
 
 
 class Step(NamedTuple):
-    """One part of a run.
+    """One measurement of a run.
 
     Attributes:
         what: Name of the measurement, which the report gives if it is missing.
         measure: Function that takes the measurement.
-        needs: seconds that it may take, compilation included: it is left out where fewer are left.
+        needs: Seconds that it may take, including compilation; it is skipped if less time is left.
     """
 
     what: str
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
-    """Sizes and times for a machine, as plain JSON."""
+    """The sizes and times of a run on a type of device, as plain JSON."""
     if device == "cuda":
         widths = [65536, 262144, 8192, 1024, 16384, 131072, 32768, 2048, 512]
         return {
@@ -90,7 +90,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
 
 
 def collect(run: Run) -> None:
-    """Measure what :func:`configure` asks for, the most important first, as far as the budget of time goes."""
+    """Take the measurements of :func:`configure`, the most important first, within the time budget."""
     end = time.monotonic() + run.configuration["budget"]
     if run.device == "cpu":
         run.record("freed memory", data={"kept": _keep_freed_memory()})
@@ -108,17 +108,19 @@ def collect(run: Run) -> None:
             if run.device == "cuda":
                 torch.cuda.empty_cache()
     if left_out:
-        run.absent("; ".join(left_out), f"the {run.configuration['budget']} s that a run takes were used up before")
+        run.absent("; ".join(left_out), f"the time budget of {run.configuration['budget']} s was used up before")
     if "compiled" not in run.configuration["training"]["modes"]:
-        run.absent("The compiled training step", "to compile a model for each norm takes longer than all the rest here")
+        run.absent(
+            "The compiled training step", "compiling a model for each norm takes longer than everything else here"
+        )
 
 
 def _keep_freed_memory() -> bool:
-    """Have glibc's malloc keep the memory of freed results for the next ones; False where there is another malloc.
+    """Make glibc's malloc keep the memory of freed results for the next ones; returns False for another malloc.
 
-    By default it gives pages back to the kernel once more than some lie free at the end of its heap. A round with the
-    eager formula then took eight thousand page faults, against some hundreds, and the formula a third more time
-    (4096 x 1024 float32; two cores, 2026-11-21).
+    By default, malloc returns pages to the kernel when too many are free at the end of the heap. A round with the eager
+    formula then took eight thousand page faults instead of a few hundred, and a third more time (4096 x 1024 float32,
+    two cores, 2026-11-21).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -128,13 +130,15 @@ def _keep_freed_memory() -> bool:
 
 
 def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
-    """All that is to be measured, the most important first."""
+    """All measurements, the most important first."""
     configuration = run.configuration
     rows, columns = configuration["headline"]
     headline = Case("headline", rows, columns, getattr(torch, configuration["dtype"]))
     limits = partial(memory_limits, run.device, bytes_per_tensor=rows * columns * headline.dtype.itemsize)
-    a_shape = 15.0 if run.device == "cuda" else 4.0  # of many candidates, some of which compile for it
-    all_calls = a_shape + configuration["call_seconds"]  # more than a shape: with a shape left out, they are too
+    a_shape = 15.0 if run.device == "cuda" else 4.0  # seconds for all candidates, some of which compile for the shape
+    all_calls = (
+        a_shape + configuration["call_seconds"]
+    )  # more than for a shape: if a shape is skipped, so are the calls
     batches: dict[Case, tuple[str, ...]] = {}
 
     def measure_shape(case: Case) -> None:
@@ -161,7 +165,7 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
 
 
 def cases(configuration: Mapping[str, Any], device: Device) -> Iterator[Case]:
-    """The shapes to check and time, the most important first."""
+    """The cases to check and time, the most important first."""
     dtype = getattr(torch, configuration["dtype"])
     modes = configuration["compile_modes"]
     rows, columns = configuration["headline"]
@@ -171,7 +175,7 @@ def cases(configuration: Mapping[str, Any], device: Device) -> Iterator[Case]:
     for width in configuration["widths"]:
         rows = max(configuration["elements"] // width, 1)
         yield Case("widths", rows, width, dtype, compile_modes=tuple(modes.get("widths", ())))
-    # Without CUDA graphs a kernel cannot be told from its call: on a CPU the calls alone are timed.
+    # Without CUDA graphs a kernel cannot be timed apart from its call: on a CPU only the calls are timed.
     passes: tuple[Pass, ...] = ("forward",) if device == "cuda" else ()
     for columns in configuration["batch_columns"]:
         for rows in configuration["batches"]:

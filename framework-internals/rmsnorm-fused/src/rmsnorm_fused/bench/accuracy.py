@@ -1,30 +1,32 @@
-"""How wrong a result may be, and how wrong it is, against float64.
+"""Error bounds of RMSNorm's results, and their measured errors, against float64.
 
 An implementation that computes in float32 (unit roundoff U = 2⁻²⁴) and rounds once, to a dtype with unit roundoff u,
 stays within
 
     |error| <= ulp(|result| + δ) / 2 + δ,    δ = C · U · (sum of the magnitudes of the terms of the result) + u · R
 
-The first part is the rounding floor: half the distance between neighbours of the dtype, down to the distance between
-its subnormal numbers; no implementation gets below it. It is taken at |result| + δ, because what is rounded may already
-lie beyond a power of two. The same holds for a float8 result, cut off at ±448: the cut makes no error larger.
+The first part is the rounding error: half the distance between neighbouring numbers of the dtype, or of its subnormal
+numbers. No implementation can be below it. It is taken at |result| + δ, because the number that is rounded may already
+lie beyond a power of two. The same bound holds for a float8 result clamped to ±448, because clamping does not increase
+an error.
 
-δ is what the number that is rounded may be wrong by. Its first part is the arithmetic: a float32 sum of n terms is
-wrong by about λ√n · U of their magnitudes (Higham & Mary, 2019, SIAM J. Sci. Comput. 41), and no kernel here adds more
-than 256 terms in a row before it starts another partial sum; a dozen single operations come on top. C = 32 covers both.
-For bfloat16 and float16 it is a few thousandths of the floor: an implementation that rounds twice on the way fails.
+δ bounds the error of the number before rounding. Its first part is the arithmetic: a float32 sum of n terms has an
+error of about λ√n · U times the magnitudes of its terms (Higham & Mary, 2019, SIAM J. Sci. Comput. 41). No kernel here
+adds more than 256 terms in a row before it starts another partial sum; about a dozen single operations follow. C = 32
+covers both. For bfloat16 and float16, δ is a few thousandths of the rounding error, so an implementation that rounds
+twice fails.
 
-R is the magnitude of what is rounded to the dtype of x before the end, where that is asked for: nothing with
-``casting="exact"``. With ``casting="llama"``, x̂ = s·rstd and g = dy·w are, each wrong by u of itself, which reaches
+R is the magnitude of what is rounded to the dtype of x before the end. With ``casting="exact"`` it is zero. With
+``casting="llama"``, x̂ = s·rstd and g = dy·w are rounded, each with a relative error u, which contributes
 
     y = x̂·w                                R = |x̂·w|
     dweight = Σ dy·x̂ over the rows         R = Σ |dy·x̂|
     dx = rstd·(g - x̂·mean(g·x̂)) + ds       R = rstd·(|g| + |x̂|·mean|g·x̂|)    (x̂ is not rounded in this formula)
 
-Where autograd adds ds to a dx that is already rounded, as behind the PyTorch formula, |dx - ds| joins R.
+If autograd adds ds to an already rounded dx, as it does for the PyTorch formula, |dx - ds| is added to R.
 
-A row's scale is the largest |y| / 448; two maxima differ by no more than the numbers do, so that R / 448 is the row's
-largest. A quantised y is held against y / scale with the scale that the implementation used.
+A row's scale is the largest |y| / 448. Two maxima differ by no more than their elements do, so the scale's R is the
+row's largest R / 448. A quantised y is compared with y / scale, with the scale that the implementation used.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ Part = Literal["y", "s", "dx", "dweight"]
 
 @dataclass(frozen=True)
 class Expected:
-    """A result in float64, and what its error is made of.
+    """A result in float64, and the terms of its error bound.
 
     Attributes:
         value: The result in float64.
@@ -62,16 +64,16 @@ class Expected:
         """The largest error that each element of a result of that dtype may have."""
         kind = torch.finfo(dtype)
         before = ARITHMETIC_FACTOR * torch.finfo(self.arithmetic).eps / 2 * self.magnitude + self.rounded
-        if self.arithmetic == torch.float64 and kind.bits < 32:  # processors go from float64 by way of float32
+        if self.arithmetic == torch.float64 and kind.bits < 32:  # processors convert from float64 via float32
             before = before + torch.finfo(torch.float32).eps / 2 * self.value.abs()
         reached = (self.value.abs() + before).clamp(min=kind.smallest_normal)
-        # Over its mantissa in [1/2, 1) a number is a power of two, exactly; torch.ldexp would compute on the current
-        # GPU, whatever the tensor's (pytorch/pytorch#189567).
+        # A number divided by its mantissa in [1/2, 1) is exactly a power of two. torch.ldexp would compute on the
+        # current GPU instead of the tensor's (pytorch/pytorch#189567).
         floor = reached / torch.frexp(reached).mantissa * (kind.eps / 4)
-        return (floor + before).clamp(min=torch.finfo(torch.float64).tiny)  # an exact zero is allowed to be one
+        return (floor + before).clamp(min=torch.finfo(torch.float64).tiny)  # avoids 0 / 0 for an exact zero
 
     def share_of_bound(self, actual: torch.Tensor) -> float:
-        """The largest |error| over its bound: at most 1 for a right implementation.
+        """The largest |error| divided by its bound; at most 1 for a correct implementation.
 
         Args:
             actual: Result of an implementation, in its own dtype.
@@ -81,7 +83,7 @@ class Expected:
         return ((actual.double() - self.value).abs() / self.bound(actual.dtype)).max().item()
 
     def relative_error(self, actual: torch.Tensor) -> float:
-        """The largest |error| over the largest |result|."""
+        """The largest |error| divided by the largest |result|."""
         return ((actual.double() - self.value).abs().max() / self.value.abs().max()).item()
 
 
@@ -97,7 +99,7 @@ def expected(
     llama: bool = False,
     ds_added_apart: bool = False,
 ) -> dict[Part, Expected]:
-    """y, dx, with a residual s, and with a weight dweight in float64, from the tensors as they are given.
+    """Y and dx in float64 with their bounds; also s if there is a residual, and dweight if there is a weight.
 
     Args:
         x: (..., N), any dtype.
@@ -146,7 +148,7 @@ def expected_quantised(
     *,
     residual: torch.Tensor | None = None,
 ) -> Expected:
-    """The quotient y / scale, cut off at ±448, in float64.
+    """The quotient y / scale, clamped to ±448, in float64.
 
     Args:
         x: (..., N).
@@ -164,7 +166,7 @@ def expected_quantised(
 def expected_row_scales(
     x: torch.Tensor, weight: torch.Tensor | None, options: Options, *, residual: torch.Tensor | None = None
 ) -> Expected:
-    """The largest magnitude of each row of y, over 448 (1 for a row of zeros), (..., 1), in float64.
+    """The largest magnitude of each row of y divided by 448 (1 for a row of zeros), (..., 1), in float64.
 
     Args:
         x: (..., N).
@@ -182,7 +184,7 @@ def expected_row_scales(
 def _formula(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
 ) -> tuple[Expected, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, and in float64 x̂, rstd and w."""
+    """Y with its bound, and x̂, rstd and w in float64."""
     x = x.detach()
     s64 = (x if residual is None else x + residual.detach()).double()  # y is computed from the rounded s
     w = s64.new_ones(()) if weight is None else weight.detach().double() + options.weight_offset

@@ -1,7 +1,7 @@
-"""What is timed: this package's implementations beside PyTorch's own ways of doing the same and two libraries.
+"""The implementations to time: this package's, PyTorch's, and those of two libraries.
 
-quack (Dao-AILab) and Liger (LinkedIn) are optional, the extra ``peers``: where one is not installed it is absent, with
-a line that says so.
+quack (Dao-AILab) and Liger (LinkedIn) are optional; the extra ``peers`` installs them. If one is not installed, the
+report says so.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ SEPARATE = "F.rms_norm, then float8"
 OWN = ("triton", "cuda", "cpp")
 
 ABOUT = {
-    COPY: "the same number of bytes read and written, and nothing else: the limit",
+    COPY: "reads and writes the same number of bytes and does nothing else: the limit",
     EAGER: 'the formula in PyTorch operators, one kernel each (`backend="pytorch"`)',
     TORCH: "`torch.nn.functional.rms_norm`, PyTorch's own",
-    COMPILED: "`torch.compile` of that formula for this shape",
+    COMPILED: "`torch.compile` of the eager formula for this shape",
     AUTOTUNED: 'the same with `mode="max-autotune-no-cudagraphs"`',
     QUACK: "`quack.rmsnorm` (Dao-AILab, CuTe DSL)",
-    LIGER: '`liger_kernel`\'s Triton kernels, `casting_mode="llama"`, its default, not in place',
-    LIGER_CUTE: "`liger_kernel`'s CuTe DSL kernels, the same way",
-    SEPARATE: "`torch.nn.functional.rms_norm`, then scale and rounding as one kernel of torch.compile",
+    LIGER: '`liger_kernel`\'s Triton kernels with `casting_mode="llama"`, the default, not in place',
+    LIGER_CUTE: "`liger_kernel`'s CuTe DSL kernels with the same options",
+    SEPARATE: "`torch.nn.functional.rms_norm`, then scaling and rounding in one kernel of torch.compile",
     "triton": "this package's Triton kernels",
     "cuda": "this package's CUDA C++ kernels",
     "cpp": "this package's C++ kernels",
@@ -62,14 +62,13 @@ _LIGER_ARGUMENTS = (EPS, 0.0, "llama", False)  # eps, offset, casting mode, in p
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute RMSNorm.
+    """One implementation of RMSNorm.
 
     Attributes:
-        plain: (x, weight) -> y.
-        add: (x, residual, weight) -> (y, x + residual), fused as far as this implementation fuses it; None where it has
-            no such form.
-        quantise: (x, weight) -> (float8 rows, a scale a row); None where that is not asked of it.
-        norm: makes a module from (width, eps), for the training step; None likewise.
+        plain: Function (x, weight) -> y.
+        add: Function (x, residual, weight) -> (y, x + residual), as far as it is fused; None if there is none.
+        quantise: Function (x, weight) -> (float8 rows, scale of each row); None if it is not timed.
+        norm: Makes a module from (width, eps) for the training step; None if it is not timed.
         widest: Largest number of columns that the implementation supports; None if unlimited.
     """
 
@@ -81,10 +80,10 @@ class Candidate:
 
 
 def usable(device: Device) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """The candidates on a device, but for :func:`compiled`, which is made for each shape.
+    """The candidates on a device, except :func:`compiled`, which is made for each shape.
 
     Returns:
-        The candidates by name, and for the ones that are left out: why.
+        The candidates by name, and the reasons for those that are absent.
     """
     found = {EAGER: _of_this_package("pytorch"), TORCH: Candidate(_torch_rms_norm, _torch_add)}
     if device == "cpu":
@@ -103,7 +102,7 @@ def usable(device: Device) -> tuple[dict[str, Candidate], dict[str, str]]:
 
 
 def compiled(mode: CompileMode = "default") -> Candidate:
-    """The formula under torch.compile, compiled anew for the shape that it is first called with."""
+    """The formula under torch.compile, compiled from scratch for the shape of its first call."""
     torch.compiler.reset()
 
     def formula(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -113,25 +112,25 @@ def compiled(mode: CompileMode = "default") -> Candidate:
         return cast("tuple[torch.Tensor, torch.Tensor]", reference.rms_norm(x, residual, weight, _OPTIONS))
 
     compile_one: Any = partial(torch.compile, dynamic=False, fullgraph=True, mode=mode)
-    return Candidate(compile_one(_with_code_of_its_own(formula)), compile_one(_with_code_of_its_own(add_formula)))
+    return Candidate(compile_one(_copy_of(formula)), compile_one(_copy_of(add_formula)))
 
 
-def _with_code_of_its_own(function: Any) -> FunctionType:
-    """A copy that torch.compile tells from other copies.
+def _copy_of(function: Any) -> FunctionType:
+    """A copy of a function with a separate code object.
 
-    It keeps what it compiled by code object, eight at most (``torch.compiler.config.recompile_limit``), and tries one
-    after another at each call: candidates of several shapes that live at once would pay for, and refuse, one another.
+    torch.compile caches at most eight compilations per code object (``torch.compiler.config.recompile_limit``) and
+    checks them one after another at each call. Candidates for several shapes would slow down, and exclude, one another.
     """
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def compiled_name(mode: CompileMode) -> str:
-    """The name under which a mode of torch.compile takes part."""
+    """The name of the candidate for a mode of torch.compile."""
     return COMPILED if mode == "default" else AUTOTUNED
 
 
 def compiled_quantisers() -> dict[str, Quantiser]:
-    """What torch.compile makes of a quantised result, by name: the whole formula, and the second of two kernels."""
+    """The quantisers with torch.compile, by name: the whole formula, and a norm followed by a second kernel."""
     torch.compiler.reset()
 
     def formula(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,13 +148,13 @@ def compiled_quantisers() -> dict[str, Quantiser]:
 
 
 def installed_peers() -> tuple[dict[str, Candidate], dict[str, str]]:
-    """The libraries of others by name, and for the ones that are left out: why."""
+    """The optional libraries by name, and the reasons for those that are absent."""
     found: dict[str, Candidate] = {}
     absent: dict[str, str] = {}
     for name, load in _PEERS.items():
         try:
             found[name] = load()
-        except Exception as error:  # whatever a library of others raises while it loads must not end the run
+        except Exception as error:  # an error while an optional library loads must not end the run
             absent[name] = f"it could not be loaded ({first_line(error)}); the extra `peers` installs it"
     return found, absent
 
@@ -182,7 +181,7 @@ def _why_not(name: Implementation, device: Device) -> str | None:
 
 
 def _build_failure(name: Implementation, device: Device) -> str | None:
-    """What is wrong when an implementation that seems to be there does not build; builds it if need be."""
+    """Build an implementation if needed; returns the first line of the error, or None."""
     try:
         rms_norm(torch.ones(1, 8, device=device), eps=EPS, backend=name)
     except UserError as error:  # no compiler, a compiler's error, a prebuilt library for another machine
@@ -223,7 +222,7 @@ def _liger_cute() -> Candidate:
     return Candidate(
         lambda x, weight: plain(x, weight, *_LIGER_ARGUMENTS),
         lambda x, residual, weight: add(x, residual, weight, *_LIGER_ARGUMENTS),
-        widest=32768,  # beyond, it calls Liger's Triton kernels
+        widest=32768,  # for wider rows it calls Liger's Triton kernels
     )
 
 

@@ -1,4 +1,4 @@
-"""How one shape is checked against float64 and timed against a copy of the same bytes."""
+"""Measurements of one shape: errors against float64, and times against a copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from rmsnorm_fused.torch_private import kept_graphs
 Pass = Literal["forward", "backward"]
 Tensors = tuple[torch.Tensor, ...]
 
-# Tensors of rows x columns that a pass must read or write at least: forward x and y; backward x, dy and dx. With a
-# residual: x, residual, y and s; s, dy, ds and dx. The weight, its gradient and one number a row are left out: a few
-# thousandths at 4096 columns.
+# How many rows x columns tensors a pass must at least read or write. Forward: x and y; backward: x, dy and dx. With a
+# residual: x, residual, y and s; and s, dy, ds and dx. The weight, its gradient and one number per row are not counted;
+# they are a few thousandths at 4096 columns.
 _TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
     ("forward", False): 2,
     ("backward", False): 3,
@@ -48,8 +48,8 @@ _TENSORS_MOVED: dict[tuple[Pass, bool], int] = {
     ("backward", True): 4,
 }
 _PARTS: dict[Pass, tuple[Part, ...]] = {"forward": ("y", "s"), "backward": ("dx", "dweight")}
-_REPEATS = 3  # of a backward pass whose bits are compared
-_CHOICE_SECONDS = 0.05  # of sampling, to tell which of two copies is the faster
+_REPEATS = 3  # runs of a backward pass whose bits are compared
+_CHOICE_SECONDS = 0.05  # sampling time to find the faster of two copies
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Case:
     """One shape to time.
 
     Attributes:
-        group: the section of the report: ``"headline"``, ``"widths"``, ``"add"``, ``"batches"``, ``"dtypes"``.
+        group: Section of the report: ``"headline"``, ``"widths"``, ``"add"``, ``"batches"`` or ``"dtypes"``.
         rows: Number of rows, M.
         columns: Number of columns, N.
         dtype: Dtype of the tensors and the weight.
@@ -79,26 +79,26 @@ class Case:
 
     @property
     def labels(self) -> dict[str, Label]:
-        """What identifies the case in a record."""
+        """The labels that identify the case in a record."""
         kind = str(self.dtype).removeprefix("torch.")
         return {"group": self.group, "rows": self.rows, "columns": self.columns, "dtype": kind}
 
     def bytes_moved(self, which: Pass) -> int:
-        """The least that a pass can read and write."""
+        """The least number of bytes that a pass must read and write."""
         return _TENSORS_MOVED[which, self.residual] * self.rows * self.columns * self.dtype.itemsize
 
     def tensors(self, device: Device) -> Tensors:
-        """(x, dy), or with a residual (x, residual, dy, ds): what goes in, then the gradients of what comes out."""
+        """(x, dy), or with a residual (x, residual, dy, ds): the inputs, then the gradients of the outputs."""
         shape = (self.rows, self.columns)
         return tuple(torch.randn(shape, device=device).to(self.dtype) for _ in range(4 if self.residual else 2))
 
     def weight(self, device: Device) -> torch.Tensor:
-        """Near one, requiring a gradient."""
+        """A weight near one that requires a gradient."""
         return (1 + 0.1 * torch.randn(self.columns, device=device)).to(self.dtype).requires_grad_()
 
     @staticmethod
     def halves(tensors: Tensors) -> tuple[Tensors, Tensors]:
-        """What goes in, and the gradients of what comes out."""
+        """Split the result of :meth:`tensors` into the inputs and the gradients of the outputs."""
         middle = len(tensors) // 2
         return tensors[:middle], tensors[middle:]
 
@@ -113,7 +113,7 @@ class Case:
 
 
 class PartError(NamedTuple):
-    """How wrong one result of an implementation is.
+    """The error of one result of an implementation.
 
     Attributes:
         relative: Largest error divided by the largest value.
@@ -125,10 +125,10 @@ class PartError(NamedTuple):
 
 
 def measure_case(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> tuple[str, ...]:
-    """Check and time every candidate at one shape; the headline also says what memory each needs.
+    """Check and time every candidate at one shape; for the headline, also measure the memory of each.
 
     Returns:
-        The names of those that did the case, torch.compile's among them.
+        The names of the candidates that computed the case, including those of torch.compile.
 
     Raises:
         RuntimeError: If the error of an implementation of this package exceeds its bound; its speed would mean nothing.
@@ -154,17 +154,17 @@ def measure_calls(
     *,
     gradient: bool,
 ) -> None:
-    """The time until a call returns to Python, on a GPU with the kernel working behind: what a small batch pays.
+    """Time a call until it returns to Python, without waiting for a GPU's kernel: the overhead that small batches see.
 
-    All shapes are timed in the same rounds. A host that others use too has phases of some ten seconds in which every
-    call takes half as long again: they are to hit every shape alike.
+    All shapes are timed in the same rounds. A shared host has phases of about ten seconds in which every call takes
+    half as long again; they should affect every shape equally.
 
     Args:
         run: The run that receives the records; its configuration sets how many seconds to sample.
         taking_part: Names of the implementations that computed each case, as :func:`measure_case` returns them.
         candidates: Implementations by name, without those of ``torch.compile``.
-        gradient: whether the weight requires one, so that autograd takes its notes. torch.compile's take no part then:
-            they would have to be compiled for a graph that trains, seconds a shape.
+        gradient: Whether the weight requires a gradient, so that autograd records the call. Candidates of torch.compile
+            are then left out: compiling each for training would take seconds per shape.
     """
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     labels: dict[str, dict[str, Label]] = {}
@@ -190,12 +190,12 @@ def measure_calls(
 
 
 def _compiling(case: Case) -> dict[str, Candidate]:
-    """The torch.compile candidates of a case, by name, which compile at their first call."""
+    """The torch.compile candidates of a case by name; they compile at their first call."""
     return {compiled_name(mode): compiled(mode) for mode in case.compile_modes}
 
 
 def measure_determinism(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> None:
-    """The backward pass with torch's deterministic mode on and off: its time, and whether its bits repeat."""
+    """Measure the backward pass with torch's deterministic mode on and off: its time, and whether its bits repeat."""
     own = [name for name in candidates if name in OWN]
     if not own:
         return
@@ -226,9 +226,9 @@ def measure_determinism(run: Run, case: Case, candidates: Mapping[str, Candidate
 
 
 def measure_quantised(run: Run, case: Case, quantisers: Mapping[str, Quantiser]) -> None:
-    """Rows as float8 with a scale of their own each, in one kernel and in several.
+    """Measure float8 results with one scale per row, computed in one kernel or in several.
 
-    PyTorch has no copy that writes half of what it reads: the limit is the rate of one that writes all of it.
+    PyTorch has no copy that writes fewer bytes than it reads, so the limit is the rate of a plain copy.
 
     Args:
         run: The run that receives the records.
@@ -281,7 +281,7 @@ def _float8_share_of_bound(quantise: Quantiser, x: torch.Tensor, weight: torch.T
 
 
 def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[str, dict[Part, PartError]]:
-    """Errors against float64 of every candidate that does this case, before anything is timed."""
+    """Compute the errors against float64 of every candidate for this case, before anything is timed."""
     torch.manual_seed(0)
     inputs, gradients = case.halves(case.tensors(run.device))
     weight = case.weight(run.device)
@@ -295,7 +295,7 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
             continue
         try:
             results = _results(case, candidate, inputs, gradients, weight)
-        except Exception as error:  # a library of others: whatever it raises is its answer at this shape
+        except Exception as error:  # an optional library may not support this shape
             if name in (EAGER, *OWN):
                 raise
             run.absent(_at(name, case), f"it raised {first_line(error)}")
@@ -307,7 +307,7 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
         share = worst(error.share_of_bound for error in errors.values())
         if name in OWN and not share <= 1:
             raise RuntimeError(f"{_at(name, case)}, {case.dtype}: error over its bound: {errors}")
-        if not math.isfinite(share):  # nothing that a record can hold
+        if not math.isfinite(share):  # a record holds finite numbers only
             run.absent(_at(name, case), "its results are not finite")
             continue
         found[name] = errors
@@ -349,7 +349,7 @@ def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: P
             functions[name] = lambda *tensors, c=candidate: case.outputs(c, case.halves(tensors)[0], weight)
         with torch.no_grad():
             return compare(functions, device=run.device, inputs=sets, seconds=seconds)
-    # Through autograd, as a training step calls it, on graphs that are kept.
+    # Through autograd, as in a training step, on retained graphs.
     with capturable_stream(run.device):
         inputs: dict[str, Inputs] = {} if copy is None else {COPY: sets}
         inputs |= {name: _graphs(case, candidate, sets, weight) for name, candidate in candidates.items()}
@@ -358,7 +358,7 @@ def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: P
 
 
 def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
-    """As many reads and writes and nothing else, results in new memory too; None where PyTorch has no such operator."""
+    """An operator with as many reads and writes as the pass, into new memory; None if PyTorch has no such operator."""
     if not case.residual:
         return _plain_copy(device, sets) if which == "forward" else (lambda x, dy: x + dy)
     if device == "cpu":
@@ -369,10 +369,10 @@ def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> C
 
 
 def _plain_copy(device: Device, sets: Sequence[Tensors]) -> Callable[..., Any]:
-    """One read and one write: of the first of each set, by the faster of a GPU's two ways.
+    """A copy of the first tensor of each set, one read and one write, by the faster of two ways on a GPU.
 
-    ``clone`` is a node of its own kind in a CUDA graph, and beyond 256 MiB up to a third slower there than a kernel
-    (H200, driver 580); a kernel that changes the sign moves the same bytes.
+    In a CUDA graph, ``clone`` is a memcpy node, which beyond 256 MiB is up to a third slower than a kernel (H200,
+    driver 580). A kernel that changes the sign moves the same bytes.
     """
     ways: dict[str, Callable[..., Any]] = {"clone": lambda x, *_: x.clone(), "kernel": lambda x, *_: torch.neg(x)}
     if device == "cpu":
@@ -382,7 +382,7 @@ def _plain_copy(device: Device, sets: Sequence[Tensors]) -> Callable[..., Any]:
 
 
 def _graphs(case: Case, candidate: Candidate, sets: Sequence[Tensors], weight: torch.Tensor) -> Inputs:
-    """Arguments of :func:`_gradients`, the forward pass done."""
+    """Run the forward pass and return the arguments of :func:`_gradients`."""
     graphs: list[tuple[Tensors, Tensors, Tensors]] = []
     for tensors in sets:
         inputs, gradients = case.halves(tensors)
@@ -396,7 +396,7 @@ def _gradients(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> Tensors
 
 
 def _gradients_in_mode(deterministic: bool) -> Callable[..., Tensors]:
-    """:func:`_gradients` with torch's deterministic mode on or off, set in every call, so that both pay for that."""
+    """:func:`_gradients` with torch's deterministic mode on or off; both set it in every call, at the same cost."""
 
     def gradients(outputs: Tensors, inputs: Tensors, given: Tensors) -> Tensors:
         with _deterministic_algorithms(deterministic):
@@ -407,7 +407,7 @@ def _gradients_in_mode(deterministic: bool) -> Callable[..., Tensors]:
 
 @contextmanager
 def _deterministic_algorithms(on: bool) -> Iterator[None]:
-    """Torch's deterministic mode, but for its filling of all new memory, which is no part of any kernel."""
+    """Set torch's deterministic mode without its filling of new memory, which is not part of any kernel."""
     settings: Any = torch.utils.deterministic
     enabled, fills = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(on)
@@ -420,7 +420,7 @@ def _deterministic_algorithms(on: bool) -> Iterator[None]:
 
 
 def _repeats(function: Callable[..., Tensors], arguments: tuple[Any, ...]) -> bool:
-    """Whether a backward pass gives the same bits every time."""
+    """Whether a backward pass gives the same bits in every run."""
     first = function(*arguments)
     again = [function(*arguments) for _ in range(_REPEATS - 1)]
     return all(torch.equal(a, b) for other in again for a, b in zip(first, other, strict=True))
@@ -442,7 +442,7 @@ def _record(case: Case, which: Pass, name: str, timings: Comparison, errors: Map
 
 
 def _peak_memory(case: Case, candidate: Candidate) -> Quantity:
-    """The most that forward and backward hold at once besides their inputs, results included."""
+    """The peak memory of forward and backward, with their results but without their inputs."""
     inputs, gradients = case.halves(case.tensors("cuda"))
     weight = case.weight("cuda")
     leaves = tuple(x.detach().requires_grad_() for x in inputs)

@@ -1,4 +1,4 @@
-"""What the norm changes in a whole training step of the repository's GPT."""
+"""The time of a whole training step of the repository's GPT with each norm."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BASELINE = "nn.RMSNorm"
 
 
 def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) -> None:
-    """Time the step with each norm, round by round in one process: records ``training``.
+    """Time the step with each norm, in interleaved rounds in one process: records ``training``.
 
-    All models start from the same weights and see the same batch; the loss of their first step is kept, so that a norm
-    that computes something else shows.
+    All models start from the same weights and see the same batch. The loss of the first step is recorded; it reveals a
+    norm that computes something else.
 
     Args:
         run: The run that receives the records; its configuration names the preset and may set a batch size.

@@ -1,4 +1,4 @@
-"""The kernels as one prebuilt library, for machines without a compiler: where it lies, and how it is made."""
+"""The kernels as one prebuilt library for machines without a compiler: its path, and how it is compiled."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CSRC = HERE.parents[1] / "csrc"  # in a checkout alone
 
 
 def library_path() -> Path:
-    """Where the library is looked for: what the environment variable names, or else in the package's folder."""
+    """The path of the library: the one that the environment variable names, or one in the package's folder."""
     return Path(os.environ[VARIABLE]) if is_asked_for() else HERE / FILE_NAME
 
 
 def is_asked_for() -> bool:
-    """Whether the environment variable names a library, which is then used even where there is a compiler."""
+    """Whether the environment variable names a library, which is then used even if there is a compiler."""
     return bool(os.environ.get(VARIABLE))
 
 
@@ -32,7 +32,7 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
         architectures: Target architectures of the CUDA kernels.
 
     Returns:
-        Its path.
+        The path of the library.
 
     Raises:
         BuildError: If a tool or the sources are missing, or a source does not compile.
@@ -40,7 +40,7 @@ def build(folder: Path = HERE, *, cuda: bool = True, architectures: tuple[str, .
     if not CSRC.is_dir():
         raise BuildError(f"the C++ sources are not in {CSRC} (install the package editable from its checkout)")
     if cuda and find_nvcc() is None:
-        raise BuildError("no nvcc (install the CUDA toolkit, set CUDA_HOME to where it is, or do without: --no-cuda)")
+        raise BuildError("no nvcc (install the CUDA toolkit, set CUDA_HOME to its folder, or use --no-cuda)")
     units = [Unit(path) for path in sorted(CSRC.glob("*.cu"))] if cuda else []
     units += [
         Unit(CSRC / "rms_norm_cpu.cpp", ("-fopenmp-simd", f"-DRMS_NORM_CPU_LEVEL={level}", *flags))

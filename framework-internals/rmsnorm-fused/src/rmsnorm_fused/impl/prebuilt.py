@@ -1,6 +1,6 @@
 """The C++ and CUDA C++ kernels from the prebuilt library (``csrc/stable.cpp``), on rows.
 
-What the functions take and return is in :func:`rmsnorm_fused.ops.rows.register_row_kernels`.
+:func:`rmsnorm_fused.ops.rows.register_row_kernels` documents the arguments and results.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from rmsnorm_fused.validation import wide_dtype
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why the prebuilt library cannot be used on such a device here, with the remedy; None where it can.
+    """Say why the prebuilt library cannot be used for a type of device, with the remedy; None if it can.
 
     Args:
-        device_type: ``"cpu"``, or ``"cuda"`` where there is a GPU.
+        device_type: ``"cpu"``, or ``"cuda"`` if there is a GPU.
     """
     library = prebuild.library_path()
-    remedy = (
-        f"python -m rmsnorm_fused build makes one where there is a compiler; {prebuild.VARIABLE} names one elsewhere"
-    )
+    remedy = f"python -m rmsnorm_fused build makes one if there is a compiler; {prebuild.VARIABLE} names one elsewhere"
     if not library.is_file():
         return f"there is no prebuilt library {library} ({remedy})"
     try:
@@ -47,7 +45,7 @@ def load() -> None:
 
 
 def _taken(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """The weight in a dtype that the kernels take: that of x (on a GPU) or the accumulating one."""
+    """The weight in a dtype that the kernels support: that of x (on a GPU only) or the accumulating one."""
     if weight is None:
         return None
     wide = wide_dtype(x.dtype)
@@ -93,6 +91,6 @@ def quantize(
     options: Options,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Y as float8, s and the rows' scales."""
+    """Y as float8, s and the row scales."""
     y, s, row_scales = torch.ops.rmsnorm_fused_prebuilt.quantize(x, residual, _taken(weight, x), scale, *options)
     return y, _optional(s, residual is not None), _optional(row_scales, scale is None)

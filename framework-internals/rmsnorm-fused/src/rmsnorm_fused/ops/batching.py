@@ -1,4 +1,4 @@
-"""What ``torch.vmap`` makes of the operators: the mapped dimension becomes one more dimension of rows."""
+"""Batching rules of the operators for ``torch.vmap``: the mapped dimension becomes one more dimension of rows."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
         x = _first(x, dims[0], info.batch_size)
         if dims[1] is None:
             return operator("forward")(x, weight, *options), (0, 0)
-        return _by_formula(x, _beside(x, weight, dims[1]), Options(*options)), (0, 0)
+        return _by_formula(x, _broadcastable(x, weight, dims[1]), Options(*options)), (0, 0)
 
     def forward_add(info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, *options: Any) -> Any:
         x, residual = _first(x, dims[0], info.batch_size), _first(residual, dims[1], info.batch_size)
         if dims[2] is None:
             return operator("forward_add")(x, residual, weight, *options), (0, 0, 0)
         s = x + residual
-        y, rstd = _by_formula(s, _beside(s, weight, dims[2]), Options(*options))
+        y, rstd = _by_formula(s, _broadcastable(s, weight, dims[2]), Options(*options))
         return (y, s, rstd), (0, 0, 0)
 
     def backward(info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any) -> Any:
@@ -43,7 +43,9 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
         if dims[3] is None:
             dx = operator("backward")(dy, ds, s, weight, rstd, weight_offset, llama, False, deterministic)[0]
         else:
-            dx = _dx_beside(operator("backward"), dy, ds, s, _beside(s, weight, dims[3]), rstd, *rest)
+            dx = _dx_with_mapped_weight(
+                operator("backward"), dy, ds, s, _broadcastable(s, weight, dims[3]), rstd, *rest
+            )
         if not needs_dweight:
             return (dx, s.new_empty(0)), (0, None)
         wide = rstd.dtype
@@ -54,7 +56,9 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
 
     def quantize(info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any) -> Any:
         if dims[2] is not None or dims[3] is not None:
-            raise NotImplementedError("rms_norm(out_dtype=...) under vmap takes one weight and one scale for all")
+            raise NotImplementedError(
+                "rms_norm(out_dtype=...) under vmap: expected one weight and one scale for the whole batch"
+            )
         x = _first(x, dims[0], info.batch_size)
         residual = None if residual is None else _first(residual, dims[1], info.batch_size)
         y, s, row_scales = operator("quantize")(x, residual, weight, scale, *rest)
@@ -70,17 +74,17 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
 
 
 def _first(x: torch.Tensor, dim: Dim, size: int) -> torch.Tensor:
-    """X with the mapped dimension in front; repeated where it has none."""
+    """X with the mapped dimension first; expanded if it is not mapped."""
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _beside(x: torch.Tensor, weight: torch.Tensor, dim: Dim) -> torch.Tensor:
-    """A mapped weight (B, N) with the dimensions between that x (B, ..., N) has."""
+def _broadcastable(x: torch.Tensor, weight: torch.Tensor, dim: Dim) -> torch.Tensor:
+    """A mapped weight, reshaped from (B, N) to (B, 1, ..., 1, N), which broadcasts to x (B, ..., N)."""
     weight = weight.movedim(dim or 0, 0)
     return weight.reshape(weight.shape[0], *(1,) * (x.dim() - 2), weight.shape[-1])
 
 
-def _dx_beside(
+def _dx_with_mapped_weight(
     backward: Any,
     dy: torch.Tensor,
     ds: torch.Tensor | None,
@@ -92,9 +96,9 @@ def _dx_beside(
     _needs_dweight: bool,
     deterministic: bool,
 ) -> torch.Tensor:
-    """Dx where every element of the batch has a weight of its own: the operator gets dy·weight, and no weight.
+    """Dx if the weight is mapped: the operator gets dy·weight and no weight.
 
-    It gets it in the dtype of the sums, as it gets ds, so that dx is rounded once.
+    It gets dy·weight and ds in the accumulating dtype, so that dx is rounded once.
     """
     wide = rstd.dtype
     g = _rounded(dy.to(wide) * (weight.to(wide) + weight_offset), s.dtype, llama)
@@ -103,12 +107,12 @@ def _dx_beside(
 
 
 def _rounded(values: torch.Tensor, dtype: torch.dtype, llama: bool) -> torch.Tensor:
-    """What a kernel rounds to the dtype of x before the end, in the dtype of the sums again."""
+    """Round to the dtype of x and back, if the kernel rounds there."""
     return values.to(dtype).to(values.dtype) if llama else values
 
 
 def _by_formula(s: torch.Tensor, weight: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y and rstd where every element of the batch has a weight of its own, which no kernel takes."""
+    """Y and rstd if the weight is mapped, which the kernels do not support."""
     y = reference.rms_norm(s, None, weight, options)
     assert isinstance(y, torch.Tensor)
     wide = s.to(wide_dtype(s.dtype))

@@ -1,21 +1,20 @@
-"""The operators of this package as PyTorch's dispatcher knows them.
+"""The schemas and derivatives of this package's operators.
 
-Two families, ``native`` and ``triton``, share schemas, fake kernels, derivatives and batching rules. In ``native`` the
-dispatcher itself picks the C++ kernel on a CPU and the CUDA kernel on a GPU, as it does for PyTorch's own operators.
-Triton needs a family of its own, because it serves the same devices and a caller may ask for either.
+Two families, ``native`` and ``triton``, share schemas, fake kernels, derivatives and batching rules. In ``native``, the
+dispatcher selects the C++ kernel on a CPU and the CUDA kernel on a GPU, as it does for PyTorch's own operators. Triton
+needs a separate family because it supports the same devices and a caller may request either.
 
-``forward(x, weight, …) -> (y, rstd)`` also gives rstd, which the derivative needs. ``forward_add`` adds a residual
-first and gives the sum too. ``backward`` serves both; it is an operator too, opaque to torch.compile as a whole. Where
-a graph of the gradients is wanted (double backward, torch.func), a formula in torch's operators takes its place.
-``quantize`` is for inference and has no derivative.
+``forward(x, weight, …) -> (y, rstd)`` also returns rstd, which the derivative needs. ``forward_add`` adds a residual
+first and returns the sum too. ``backward`` is the derivative of both; torch.compile treats it as one opaque operator.
+For double backward and torch.func, a formula in torch's operators replaces it. ``quantize`` is for inference and has no
+derivative.
 
-They are plain operators and not ``torch.library.triton_op``, which lets Inductor see the kernels: Inductor fuses
-nothing into a kernel that a user wrote, and under Triton's interpreter there is no kernel for it to see.
+These are plain operators and not ``torch.library.triton_op``, which shows the kernels to Inductor. Inductor does not
+fuse into a user's kernel, and Triton's interpreter has no kernel to show.
 
-Schemas, fakes and derivatives are registered when this module is imported; kernels by whoever provides them (see
-``impl``). The just-in-time extension registers its derivative of the forward pass in C++, at AutogradCPU and
-AutogradCUDA, where it goes before the one from Python here, at the alias Autograd: a call through Python's costs 10 to
-20 µs more.
+Importing this module registers schemas, fake kernels and derivatives. The compiled extension registers its kernels, and
+a derivative of the forward pass in C++ under AutogradCPU and AutogradCUDA. These take precedence over the Python
+derivative registered here under the alias Autograd, whose calls take 10 to 20 µs longer.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SCHEMAS = (
     " -> (Tensor y, Tensor s, Tensor row_scales)",
 )
 
-LIBRARY = torch.library.Library("rmsnorm_fused", "DEF")  # lives as long as the process
+LIBRARY = torch.library.Library("rmsnorm_fused", "DEF")  # registrations last as long as this object
 
 
 def operator(family: Family, name: str) -> Any:
@@ -57,27 +56,27 @@ def operator(family: Family, name: str) -> Any:
 
 
 def forward(family: Family, x: torch.Tensor, weight: torch.Tensor | None, options: Options) -> torch.Tensor:
-    """Y, differentiable; the arguments were checked by the caller."""
-    return _called(operator(family, "forward"), x, weight, *options)[0]
+    """Y, differentiable; the caller has checked the arguments."""
+    return _call(operator(family, "forward"), x, weight, *options)[0]
 
 
 def forward_add(
     family: Family, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Y and s = x + residual, both differentiable; the arguments were checked by the caller."""
-    y, s, _ = _called(operator(family, "forward_add"), x, residual, weight, *options)
+    """Y and s = x + residual, both differentiable; the caller has checked the arguments."""
+    y, s, _ = _call(operator(family, "forward_add"), x, residual, weight, *options)
     return y, s
 
 
-def _called(differentiable: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+def _call(differentiable: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
     try:
         return cast("tuple[torch.Tensor, ...]", differentiable(*arguments))
     except RuntimeError as error:
         if not is_refusal_of_func(error):
             raise
         raise NotImplementedError(
-            "torch.func takes no derivative that is registered from Python, as that of Triton and of the prebuilt "
-            'library is; use backend="pytorch", or "cpp" or "cuda" compiled here'
+            "torch.func does not support derivatives registered from Python, which Triton and the prebuilt library "
+            'use; use backend="pytorch", or "cpp" or "cuda" compiled here'
         ) from error
 
 
@@ -90,7 +89,7 @@ def quantize(
     options: Options,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantised y, s (empty without a residual) and the rows' scales (..., 1) (empty with a static scale)."""
+    """Quantised y, s (empty without a residual) and the row scales (..., 1) (empty with a static scale)."""
     return cast(
         "tuple[torch.Tensor, torch.Tensor, torch.Tensor]",
         operator(family, "quantize")(x, residual, weight, scale, *options, dtype),
@@ -119,10 +118,10 @@ def _gradients(
     family: Family, ctx: Any, dy: torch.Tensor | None, ds: torch.Tensor | None, weight_wanted: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     s, weight, rstd = ctx.saved_tensors
-    if dy is None:  # y was not used: the sum passes its gradient on
+    if dy is None:  # y was not used; only the sum has a gradient
         return ds, None
     needs_dweight = weight is not None and weight_wanted
-    if torch.is_grad_enabled():  # a graph of the gradients is wanted
+    if torch.is_grad_enabled():  # create_graph=True
         return reference.gradients(dy, ds, s, weight, ctx.options)
     dx, dweight = operator(family, "backward")(
         dy, ds, s, weight, rstd, *ctx.options[1:], needs_dweight, torch.are_deterministic_algorithms_enabled()
@@ -132,8 +131,7 @@ def _gradients(
 
 def _no_second_derivative(*_: object) -> Any:
     raise NotImplementedError(
-        "the backward operators of rmsnorm_fused have no derivative themselves; "
-        "differentiate rms_norm with create_graph=True"
+        "the backward operators of rmsnorm_fused have no derivative; differentiate rms_norm with create_graph=True"
     )
 
 

@@ -19,16 +19,16 @@ from rmsnorm_fused.torch_private import reshaped
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """View ``x`` as (outer, inner, N) with adjacent columns: the layout that every kernel of this package takes.
+    """View ``x`` as (outer, inner, N) with adjacent columns, the layout that every kernel of this package takes.
 
-    Row r of M = outer * inner is then [r // inner, r % inner]. One stride between rows is outer = 1. Two are what
-    slices of a fused projection have: q of (B, T, 3 * H * D) as (B, T, H, D) is (B * T, H, D).
+    Row r of M = outer * inner is then [r // inner, r % inner]. Rows at one stride have outer = 1. Slices of a fused
+    projection have two strides: q, a slice of (B, T, 3 * H * D) seen as (B, T, H, D), becomes (B * T, H, D).
 
     Args:
         x: (..., N) with at least one element.
 
     Returns:
-        A view of ``x``, or of a contiguous copy of it where its columns are not adjacent or its rows need more strides.
+        A view of ``x``, or of a contiguous copy if its columns are not adjacent or its rows need more strides.
     """
     columns = x.shape[-1]
     if columns > 1 and x.stride(-1) != 1:
@@ -42,7 +42,7 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _merged(x: torch.Tensor) -> list[tuple[int, int]]:
-    """(size, stride) of the dimensions before the last one, outermost first, neighbours merged where they can be."""
+    """(size, stride) of the dimensions before the last one, outermost first, with mergeable neighbours merged."""
     merged: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:

@@ -1,4 +1,4 @@
-"""What ``torch.distributed.tensor`` makes of the operators: rows may be sharded, a row may not."""
+"""Sharding rules of the operators for ``torch.distributed.tensor``: rows may be sharded, columns may not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rmsnorm_fused.torch_private import constant_under_compile
 
 @constant_under_compile
 def prepare() -> None:
-    """Register how DTensors go through the operators, if DTensor is imported here; to import it takes a second."""
+    """Register the sharding rules if DTensor has been imported; importing it here would take a second."""
     if "torch.distributed.tensor" in sys.modules:
         _register()
 
@@ -23,8 +23,8 @@ def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     def choices(x: Any, outputs: Any, inputs: Any) -> list[Any]:
-        """Everything replicated, or everything with rows sharded along the same dimension; ``outputs`` and ``inputs``
-        say what each tensor then is: rows, or the same everywhere.
+        """All tensors replicated, or all rows sharded along the same dimension. ``outputs`` and ``inputs`` give the
+        placement of each tensor: sharded with the rows, or the same everywhere.
         """
         ways = [Replicate(), *(Shard(dim) for dim in range(x.ndim - 1))]
         return [([f(way) for f in outputs], [f and f(way) for f in inputs]) for way in ways]

@@ -1,8 +1,8 @@
-"""The speeds that this package is to reach on an NVIDIA H200, and what a run says of them.
+"""The speed targets of this package on an NVIDIA H200, and their values in a run.
 
 Shares are of the copy limit of the same run: one read and one write forward, two reads and one write backward, two
-reads and two writes with a residual. A target that names no back end is for the best of this package's; one for several
-shapes counts the shape where that best does worst. What the others reach in the same run stands beside it.
+reads and two writes with a residual. A target that names no back end applies to the best one of this package. A target
+for several shapes takes the shape where that best one is worst. The table also shows the other implementations' values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SHAPE = ([32768, 4096], "bfloat16")
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run says of a target.
+    """The value of a target in a run.
 
     Attributes:
         value: The value to compare with the target.
@@ -36,12 +36,12 @@ Measure = Callable[[Results, Sequence[str]], Measured | None]
 
 @dataclass(frozen=True)
 class Target:
-    """One line of the table.
+    """One line of the table of targets.
 
     Attributes:
         what: What is to be reached.
         bound: The number to reach.
-        kind: ``"share"`` of the limit or ``"times"`` as fast, at least; ``"seconds"``, at most.
+        kind: ``"share"`` of the limit or ``"times"`` as fast are minima; ``"seconds"`` is a maximum.
         measure: Finds the value for some implementations in the records; None if the records lack it.
         own: The implementations that are to reach it.
     """
@@ -53,27 +53,27 @@ class Target:
     own: tuple[str, ...] = OWN
 
     def met(self, measured: Measured) -> bool:
-        """Whether the value reaches the number, as many digits of it as the table shows."""
+        """Whether the value reaches the bound, in the digits that the table shows."""
         if self.kind == "seconds":
             return measured.value <= self.bound
         return round(measured.value, 3) >= self.bound
 
 
 def applies(results: Results) -> bool:
-    """Whether a run is of the machine, the shape and the dtype that the targets are for."""
+    """Whether a run has the machine, the shape and the dtype of the targets."""
     gpu = results.environment.gpu
     shape = results.configuration["headline"], results.configuration["dtype"]
     return gpu is not None and GPU in gpu.name and shape == SHAPE
 
 
 def others(records: Iterable[Record]) -> list[str]:
-    """The implementations that are not of this package."""
+    """The names of the implementations outside this package."""
     names = dict.fromkeys(str(record.labels["implementation"]) for record in records)
     return [name for name in names if name not in (COPY, *OWN)]
 
 
 def fastest(records: Iterable[Record], names: Sequence[str]) -> Record | None:
-    """The record of least time among those of some implementations; None where there is none."""
+    """The record with the shortest time among those of some implementations; None if there is none."""
     return min(_of(records, names), key=lambda record: record["time"].value, default=None)
 
 
@@ -119,7 +119,7 @@ def _over_widths(which: str, columns: range) -> Measure:
 
 
 def _small_kernels(results: Results, names: Sequence[str]) -> Measured | None:
-    """The time of the fastest of all others over that of the fastest of these."""
+    """The shortest time of all other implementations divided by that of ``names``, at the worst shape."""
     found = []
     for rows, columns in _shapes(results.select("forward", group="batches")):
         records = results.select("forward", group="batches", rows=rows, columns=columns)
