@@ -116,8 +116,8 @@ def test_the_report_renders(results):
     assert "64 × 128 float32" in text
     assert "## Targets" not in text
     assert "there is no such limit here" in text
-    assert "Deterministic, a pass takes at most" in text
-    assert "is that until it returns. The calls of all these shapes" in text
+    assert "A deterministic pass takes at most" in text
+    assert "is the time until it returns. The calls of all these shapes" in text
     before = {key: value for key, value in results.configuration.items() if key != "call_seconds"}
     assert "The calls of all these shapes" not in render(replace(results, configuration=before), lens.REPORT)
     kept = results.one("freed memory").data["kept"]
@@ -146,7 +146,7 @@ def test_steps_beyond_the_budget_are_left_out_and_named(tmp_path, monkeypatch):
     assert not run.recorder.results.select("forward")
     left_out = run.recorder.results.absences[0]
     assert "64 × 128 float32; 64 × 128 float32 with a residual" in left_out.what
-    assert "Calls from Python; Calls from Python, the weight requiring a gradient" in left_out.what
+    assert "Calls from Python; Calls from Python, with a weight that requires a gradient" in left_out.what
     assert "0.001 s" in left_out.why
 
 
@@ -237,10 +237,11 @@ def test_targets_are_for_one_machine_and_shape(on_h200):
 def test_the_report_of_a_gpu_has_kernels_calls_and_memory(on_h200):
     text = render(on_h200, lens.REPORT)
     assert "replayed from CUDA graphs" in text
-    assert "is that until it returns, with the kernel at work behind it. The calls of all these shapes" in text
+    assert "is the time until it returns, while the kernel may still run. The calls of all these shapes" in text
     assert "two reads and two writes, for both passes" in text
-    assert "quack, with a residual, goes on with the sum" in text
-    assert "is the fastest of all at 1 of 2 shapes; it does worst at 8 × 4096: 2.00 µs (`cuda`) against 1.90 µs" in text
+    assert "With a residual, quack continues with the sum before rounding" in text
+    assert "is the fastest of all at 1 of 2 shapes. Its worst shape is 8 × 4096: 2.00 µs (`cuda`)" in text
+    assert "(`cuda`) against 1.90 µs" in text
     assert "| `cuda` | 768 MiB | 3.00 |" in text
     drawn = {figure.name: figure for figure in figures(on_h200)}
     assert drawn.keys() == {"headline", "add", "roofline", "widths-forward", "batches-kernels", "batches-calls"}

@@ -149,7 +149,8 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
     yield Step("The memory limits", lambda: _keep(run, limits()), 0)
     for case in cases(configuration, run.device):
         yield Step(_title(case), partial(measure_shape, case), a_shape)
-    for gradient, title in ((False, "Calls from Python"), (True, "Calls from Python, the weight requiring a gradient")):
+    for gradient in (False, True):
+        title = f"Calls from Python{', with a weight that requires a gradient' if gradient else ''}"
         yield Step(title, partial(measure_calls, run, batches, candidates, gradient=gradient), all_calls)
     for columns in configuration["determinism_columns"]:
         case = replace(headline, group="determinism", rows=configuration["elements"] // columns, columns=columns)

@@ -1,4 +1,4 @@
-"""The figures of the report, from the results alone."""
+"""The figures of the report, drawn from the results alone."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rmsnorm_fused.bench.candidates import (
 PASSES = ("forward", "backward")
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
-# Operations an element, by pass and whether a residual is added. Forward: square, add; two products. Backward: g, two
-# for the sum of g · x, x · rstd, two for dweight, three for dx. A residual adds one to either.
+# Operations per element, by pass and with or without a residual. Forward: square, add, two products. Backward: g, two
+# for the sum of g · x, x · rstd, two for dweight, three for dx. A residual adds one to each pass.
 OPERATIONS = {
     ("forward", "headline"): 4,
     ("backward", "headline"): 9,
@@ -37,7 +37,7 @@ OPERATIONS = {
     ("backward", "add"): 10,
 }
 
-# A colour and a marker for each; cpp is never in one figure with cuda.
+# The index of each implementation's colour and marker. cpp and cuda are never in the same figure.
 _STYLES = {
     "cuda": 0,
     "cpp": 0,
@@ -53,13 +53,13 @@ _STYLES = {
 
 
 def implementations(records: Sequence[Record], *, copy: bool = False) -> list[str]:
-    """Their names in the order of the report, with the copy first where it is wanted."""
+    """The implementations' names in the order of the report, with the copy first if requested."""
     present = {str(record.labels["implementation"]) for record in records}
     return [name for name in ABOUT if name in present and (copy or name != COPY)]
 
 
 def width_records(results: Results, which: str) -> list[Record]:
-    """The sweep over widths, with the headline where it has as many elements."""
+    """The records over widths, including the headline if it has the same number of elements."""
     records = results.select(which, group="widths")
     rows, columns = results.configuration["headline"]
     if rows * columns == results.configuration["elements"] and not any(r.labels["columns"] == columns for r in records):
@@ -68,13 +68,13 @@ def width_records(results: Results, which: str) -> list[Record]:
 
 
 def shape(results: Results) -> str:
-    """The headline's shape and dtype."""
+    """The shape and dtype of the headline, as text."""
     rows, columns = results.configuration["headline"]
     return f"{rows} × {columns} {results.configuration['dtype']}"
 
 
 def figures(results: Results) -> list[Figure]:
-    """Those that the records suffice for."""
+    """The figures for which there are records."""
     return [
         *_bars(results, "headline", f"Share of the copy limit at {shape(results)}: 100 % is a copy of the same bytes."),
         *_bars(results, "add", f"With a residual added, at {shape(results)}: 100 % is two reads and two writes."),
@@ -129,12 +129,12 @@ def _draw_bars(results: Results, group: str) -> MatplotlibFigure:
             linewidth=0.6,
         )
         labels = [f"{shares[name]:.0f}" if name in shares else "" for name in names]
-        # On white, over the line of the limit: that is where most of them stand.
+        # A white background, because most labels lie on the line of the limit.
         paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         for label in axes.bar_label(bars, labels, padding=3, fontsize=8, zorder=5):
             label.set_bbox(paper if label.get_text() else None)
     draw_limit(axes, 100, "copy limit")
-    axes.set_xlim(-0.6, len(names) + 0.4)  # room for the name of the line, beside the bars
+    axes.set_xlim(-0.6, len(names) + 0.4)  # space for the line's label to the right of the bars
     axes.set_xticks(range(len(names)), names, rotation=25, ha="right", rotation_mode="anchor")
     axes.set_ylabel("share of the copy limit, %")
     axes.set_ylim(0, max(118, 1.12 * top))
@@ -147,8 +147,8 @@ def _roofline(results: Results) -> list[Figure]:
     if not (results.select("product limit") and results.select("forward", group="headline", implementation=COPY)):
         return []
     caption = (
-        f"Roofline. Each column of marks is one pass at {shape(results)}; the slope is the rate of a copy, the flat "
-        "line that of float32 products."
+        f"Roofline. Each column of markers is one pass at {shape(results)}. The sloped line is the rate of a copy, the "
+        "flat line the rate of float32 matrix products."
     )
     return [Figure("roofline", caption, partial(_draw_roofline, results))]
 
@@ -175,7 +175,7 @@ def _draw_roofline(results: Results) -> MatplotlibFigure:
     label_ticks(axes.xaxis, (1, 2, 5))
     _draw_roofs(axes, results, left=min(columns_drawn) / 1.7)
     low, high = min(rates) / 1.6, axes.get_ylim()[1]
-    axes.set_ylim(low * (low / high) ** 0.6, high)  # three eighths of the height for the names of the columns
+    axes.set_ylim(low * (low / high) ** 0.6, high)  # three eighths of the height for the labels of the columns
     for intensity, text in columns_drawn.items():
         axes.annotate(text, (intensity, low), rotation=90, ha="center", va="top", fontsize=8)
     axes.set_xlabel("arithmetic intensity, FLOP/byte")
@@ -185,7 +185,7 @@ def _draw_roofline(results: Results) -> MatplotlibFigure:
 
 
 def _draw_roofs(axes: Axes, results: Results, left: float) -> None:
-    """The slope of the copy rate up to the float32 rate: what the kernels compute in, whatever they read."""
+    """Draw the slope of the copy rate up to the float32 rate; the kernels compute in float32 for all these dtypes."""
     bandwidth = results.one("forward", group="headline", implementation=COPY)["bandwidth"].value
     rate = results.one("product limit", dtype="float32")["rate"].value
     ridge, right = rate / bandwidth, 4 * rate / bandwidth
@@ -201,8 +201,8 @@ def _widths(results: Results, which: str) -> list[Figure]:
     if not results.select(which, group="widths"):
         return []
     caption = (
-        f"The {which} pass over rows of different width, as many elements in all: share of the copy limit. "
-        "Solid lines: this package; dotted: the others."
+        f"The {which} pass for rows of different widths with the same number of elements: share of the copy limit. "
+        "Solid lines: this package; dotted lines: the others."
     )
     return [Figure(f"widths-{which}", caption, partial(_draw_widths, results, which))]
 
@@ -212,7 +212,7 @@ def _draw_widths(results: Results, which: str) -> MatplotlibFigure:
     records = [record for record in width_records(results, which) if "fraction" in record.values]
     top = 100 * max((record["fraction"].value for record in records), default=1.0)
     for name in implementations(records):
-        if name == AUTOTUNED:  # at one width alone
+        if name == AUTOTUNED:  # measured at one width only
             continue
         own = sorted((r for r in records if r.labels["implementation"] == name), key=lambda r: int(r.labels["columns"]))
         axes.plot(
@@ -238,8 +238,8 @@ def _batch_kernels(results: Results) -> list[Figure]:
     if len({record.labels["rows"] for record in records}) < 2:
         return []
     caption = (
-        f"Few rows of {min(results.configuration['batch_columns'])} columns, forward: the kernel alone, replayed "
-        "from a CUDA graph. The dashed line is a copy of the rows."
+        f"The forward pass on few rows of {min(results.configuration['batch_columns'])} columns: the kernel alone, "
+        "replayed from a CUDA graph. The dashed line is a copy of the rows."
     )
     return [Figure("batches-kernels", caption, partial(_draw_batch_kernels, records))]
 
@@ -267,8 +267,8 @@ def _calls(results: Results) -> list[Figure]:
     if not records:
         return []
     caption = (
-        f"One call from Python at {rows} × {columns}: full marks without gradients, empty ones with a weight that "
-        "requires one."
+        f"One call from Python at {rows} × {columns}: filled markers without gradients, empty markers with a weight "
+        "that requires a gradient."
     )
     return [Figure("batches-calls", caption, partial(_draw_calls, records))]
 

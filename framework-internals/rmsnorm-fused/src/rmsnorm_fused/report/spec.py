@@ -1,4 +1,4 @@
-"""The report: tables, sentences and the finding, from the results alone."""
+"""The report's tables, sentences and finding, computed from the results alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NONE = "–"
 
 
 def finding(results: Results) -> str:
-    """The best of this package's implementations at the headline shape, in one sentence."""
+    """One sentence about this package's fastest implementation at the headline shape."""
     parts = []
     for which in PASSES:
         record = fastest(results.select(which, group="headline"), OWN)
@@ -28,7 +28,7 @@ def finding(results: Results) -> str:
                 f"({_shown(record.labels['implementation'])})"
             )
     if not parts:
-        return f"RMSNorm at {shape(results)}: none of this package's kernels could run here."
+        return f"RMSNorm at {shape(results)}: none of this package's kernels can run here."
     return f"RMSNorm at {shape(results)}: {'; '.join(parts)}."
 
 
@@ -57,7 +57,7 @@ def _target_rows(results: Results) -> list[tuple[str, ...]]:
 
 
 def _pass_table(records: Sequence[Record]) -> str:
-    """One row an implementation: time, rate, share of the limit, speed against eager, errors."""
+    """One row per implementation: time, rate, share of the limit, speed-up over eager, errors."""
     errors = list(dict.fromkeys(key for record in records for key in record.values if key.startswith("error_")))
     limited = any("fraction" in record.values for record in records)
 
@@ -112,7 +112,7 @@ def _width_table(results: Results, which: str) -> str:
 
 
 def _width_sentence(results: Results, which: str) -> str:
-    """How far the best of this package's implementations and the best of the others keep to the limit."""
+    """The worst width of this package's fastest implementation, and of the fastest other one."""
     records = [record for record in width_records(results, which) if "fraction" in record.values]
 
     def worst(names: Sequence[str]) -> tuple[float, int]:
@@ -127,8 +127,8 @@ def _width_sentence(results: Results, which: str) -> str:
         return ""
     (own, own_at), (peers, peers_at) = worst(OWN), worst(others(records))
     return (
-        f"At its worst width the fastest of this package's implementations reaches {numbers.percent(own, 0)} of the "
-        f"limit ({own_at} columns), the fastest of the others {numbers.percent(peers, 0)} ({peers_at})."
+        f"At its worst width, the fastest of this package's implementations reaches {numbers.percent(own, 0)} of the "
+        f"limit ({own_at} columns); the fastest other implementation reaches {numbers.percent(peers, 0)} ({peers_at})."
     )
 
 
@@ -156,7 +156,7 @@ def _batch_tables(results: Results) -> dict[str, str]:
     sources = {
         "The kernel alone": results.select("forward", group="batches"),
         "The call from Python": results.select("call", gradient=False),
-        "The call from Python, the weight requiring a gradient": results.select("call", gradient=True),
+        "The call from Python, with a weight that requires a gradient": results.select("call", gradient=True),
     }
     return {
         what: f"{_batch_table(results, records)}\n\n{_batch_sentence(records)}"
@@ -166,7 +166,7 @@ def _batch_tables(results: Results) -> dict[str, str]:
 
 
 def _batch_sentence(records: Sequence[Record]) -> str:
-    """Who is ahead, this package or the others, and where."""
+    """At how many shapes this package is the fastest, and where it is worst."""
     ahead, shapes, best = 0, 0, []
     for place in dict.fromkeys((r.labels["rows"], r.labels["columns"]) for r in records):
         here = [r for r in records if (r.labels["rows"], r.labels["columns"]) == place]
@@ -181,7 +181,7 @@ def _batch_sentence(records: Sequence[Record]) -> str:
     _, (rows, columns), own, other = max(best, key=lambda entry: entry[0])
     return (
         f"The fastest of this package's implementations is the fastest of all at {ahead} of {shapes} "
-        f"shape{'s' if shapes > 1 else ''}; it does worst at {rows} × {columns}: "
+        f"shape{'s' if shapes > 1 else ''}. Its worst shape is {rows} × {columns}: "
         f"{numbers.with_unit(own['time'].value, 's')} ({_shown(own.labels['implementation'])}) against "
         f"{numbers.with_unit(other['time'].value, 's')} ({other.labels['implementation']})."
     )
@@ -211,7 +211,7 @@ def _determinism_sentence(results: Results) -> str:
         return ""
     worst = max(records, key=lambda record: record["speedup"].value)
     return (
-        f"Deterministic, a pass takes at most {numbers.quantity(worst['speedup'])} the time of the default "
+        f"A deterministic pass takes at most {numbers.quantity(worst['speedup'])} the time of the default "
         f"({_shown(worst.labels['implementation'])} at {worst.labels['rows']} × {worst.labels['columns']})."
     )
 
@@ -234,11 +234,11 @@ def _quantised_sentence(results: Results) -> str:
     own, separate = fastest(records, OWN), fastest(records, (SEPARATE,))
     if own is None or separate is None:
         return ""
+    one, two = (numbers.with_unit(record["time"].value, "s") for record in (own, separate))
     ratio = numbers.with_unit(separate["time"].value / own["time"].value, "×")
     return (
-        f"One kernel ({_shown(own.labels['implementation'])}) takes {numbers.with_unit(own['time'].value, 's')}; a "
-        f"norm, and then a kernel that scales and rounds, {numbers.with_unit(separate['time'].value, 's')}: {ratio} "
-        "as long."
+        f"One kernel ({_shown(own.labels['implementation'])}) takes {one}. A norm followed by a kernel that scales and "
+        f"rounds takes {two}, {ratio} as long."
     )
 
 
@@ -263,11 +263,11 @@ def _training_sentence(results: Results) -> str:
         if own:
             best = max(own, key=lambda record: record["speedup"].value)
             speed = best["speedup"]
-            verdict = "no difference that shows" if _covers_one(best) else f"{numbers.quantity(speed)} the speed"
+            verdict = "no measurable difference" if _covers_one(best) else f"{numbers.quantity(speed)} the speed"
             parts.append(f"{mode}, {verdict} with {_shown(best.labels['norm'])}")
     if not parts:
         return ""
-    return f"Against the model's own {BASELINE}: {'; '.join(parts)}."
+    return f"Compared with the model's {BASELINE}: {'; '.join(parts)}."
 
 
 def _covers_one(record: Record) -> bool:
@@ -276,7 +276,7 @@ def _covers_one(record: Record) -> bool:
 
 
 def _clock_notes(results: Results) -> list[str]:
-    """Which implementations could not be replayed from a CUDA graph, and why."""
+    """The implementations that could not be replayed from a CUDA graph, with the reason."""
     notes: dict[tuple[str, str], None] = {}
     for name in (*PASSES, "determinism", "quantised"):
         for record in results.select(name):
@@ -290,7 +290,7 @@ def _limit_rows(results: Results) -> list[tuple[str, str, str]]:
         (
             str(record.labels["traffic"]),
             numbers.quantity(record["bandwidth"]),
-            f"{numbers.with_unit(record['tensor'].value, 'B')} a tensor",
+            f"{numbers.with_unit(record['tensor'].value, 'B')} per tensor",
         )
         for record in results.select("memory limit")
     ]
@@ -306,13 +306,13 @@ def _limit_rows(results: Results) -> list[tuple[str, str, str]]:
 
 
 def _context(results: Results) -> dict[str, Any]:
-    """The template's variables."""
-    taking_part = [record for name in (*PASSES, "call", "quantised") for record in results.select(name)]
+    """The variables of the template."""
+    timed = [record for name in (*PASSES, "call", "quantised") for record in results.select(name)]
     target_rows = _target_rows(results) if applies(results) else []
     return {
         "shape": shape(results),
-        "about": [(_shown(name), ABOUT[name]) for name in implementations(taking_part, copy=True)],
-        "names": implementations(taking_part),
+        "about": [(_shown(name), ABOUT[name]) for name in implementations(timed, copy=True)],
+        "names": implementations(timed),
         "quack": QUACK,
         "liger": LIGER,
         "baseline": BASELINE,
@@ -325,7 +325,7 @@ def _context(results: Results) -> dict[str, Any]:
         "widths": {which: _width_table(results, which) for which in PASSES if results.select(which, group="widths")},
         "width_sentences": {which: _width_sentence(results, which) for which in PASSES},
         "batches": _batch_tables(results),
-        # Runs without this setting timed the calls shape by shape.
+        # Runs without this setting timed the calls of each shape separately.
         "calls_together": "call_seconds" in results.configuration and bool(results.select("call")),
         "determinism_rows": _determinism_rows(results),
         "determinism_sentence": _determinism_sentence(results),
