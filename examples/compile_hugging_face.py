@@ -6,7 +6,7 @@ compile-bench triage examples/compile_hugging_face.py:target --device cpu
 import torch
 from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 
 def target() -> Target:

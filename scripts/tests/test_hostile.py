@@ -28,7 +28,7 @@ from benchkit.report import render
 from benchkit.results import Absence, load
 from compile_bench.catalogue import page as catalogue
 from compile_bench.catalogue.cause import CAUSES
-from compile_bench.mending.source import unified_diff
+from compile_bench.fixes.source import unified_diff
 from dispatcher_trace import viewer
 from jax_baseline.diff import explanation
 from jax_baseline.hlo import lock

@@ -11,8 +11,8 @@ from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.progress import working
 from compile_bench import Case, Harness
-from compile_bench.results import Steady
-from compile_bench.verdict import BUSY, difference
+from compile_bench.measure.measurements import Steady
+from compile_bench.measure.verdict import BUSY, difference
 
 ALLOWED = 0.05
 

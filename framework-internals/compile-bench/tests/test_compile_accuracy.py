@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from compile_bench.accuracy import ATTEMPTS, compare_with_eager, draws_random_numbers, vector
-from compile_bench.target import Target
+from compile_bench.measure.accuracy import ATTEMPTS, compare_with_eager, draws_random_numbers, vector
+from compile_bench.targets.target import Target
 
 
 def target(*layers):

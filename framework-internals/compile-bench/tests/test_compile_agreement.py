@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compile_bench.agreement_worker import agreement, places
-from compile_bench.results import Case
+from compile_bench.measure.agreement_worker import agreement, places
+from compile_bench.targets.case import Case
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from compile_bench.catalogue.examine import examine
 from compile_bench.catalogue.page import describe, html, markdown, program
 from compile_bench.catalogue.versions import recorded, standing, this_torch
 from compile_bench.cli import app
-from compile_bench.mending.rewrites import REWRITES
+from compile_bench.fixes.rewrites import REWRITES
 
 PAGE = Path(__file__).parents[1] / "catalogue"
 

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from compile_bench.findings import Trial
-from compile_bench.mending.choosing import choose
+from compile_bench.fixes.choosing import choose
+from compile_bench.fixes.types import Trial
 
 A, B, C, D, E = (("model.py", line) for line in (3, 5, 8, 13, 21))
 
@@ -52,9 +52,9 @@ def test_one_that_is_wrong_takes_no_other_with_it():
     assert len(trials.asked) == 5
 
 
-def test_of_two_in_each_others_way_the_dearer_is_kept():
-    for dearest_first, lost in (((A, B, C), B), ((B, C, A), A)):
-        choice = choose(dearest_first, Trials([A, B]))
+def test_of_two_in_each_others_way_the_costlier_is_kept():
+    for costliest_first, lost in (((A, B, C), B), ((B, C, A), A)):
+        choice = choose(costliest_first, Trials([A, B]))
         assert choice.kept == {A, B, C} - {lost}
         assert choice.refused == {}
         assert choice.apart == {lost: "off with [3, 5]"}

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from compile_bench.capture.collector import Collector, autotuning_within, missing_surface
+from compile_bench.capture.frames import UserCodeFilter
+from compile_bench.capture.reasons import RECOMPILE_LIMIT
+from compile_bench.capture.trace import read_events
 from compile_bench.cli.options import recompiled
-from compile_bench.collector import Collector, autotuning_within, missing_surface
-from compile_bench.frames import Folders
-from compile_bench.trace import read_events
-from compile_bench.wording import RECOMPILE_LIMIT
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -33,7 +33,7 @@ def program():
 
 def test_the_private_surface_is_there():
     missing = missing_surface()
-    assert not missing, f"torch {torch.__version__} has moved {missing}: compile_bench.collector needs an update"
+    assert not missing, f"torch {torch.__version__} has moved {missing}: compile_bench.capture needs an update"
 
 
 def test_what_inductor_times_on_a_gpu_is_within_a_guard(monkeypatch):
@@ -113,7 +113,7 @@ def test_the_trace_of_this_torch_reads_as_the_recorded_ones_do(program, guarded)
         program.breaks()
     trace = collector.trace()
     what = (
-        f"torch {torch.__version__} writes its structured trace differently: update compile_bench.trace and record it"
+        f"torch {torch.__version__} writes its structured trace differently: update compile_bench.capture and record it"
     )
     assert [entry.category for entry in trace.breaks] == [
         "data-dependent control flow",
@@ -157,7 +157,7 @@ def test_an_entry_that_cannot_be_read_is_reported():
 
 
 def test_results_and_report_need_no_torch():
-    code = "import compile_bench.report, compile_bench.harness, sys; assert 'torch' not in sys.modules"
+    code = "import compile_bench.report.sections, compile_bench.measure.harness, sys; assert 'torch' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
 
@@ -198,10 +198,10 @@ def test_what_is_compiled_again_in_a_library_names_the_users_call(tmp_path, monk
         for _ in range(10):
             outer(torch.ones(2))
     torch._dynamo.reset()
-    folders = Folders(
+    user_code = UserCodeFilter(
         torch=str(Path(torch.__file__).parent), library=[str(installed)], launcher=str(Path(__file__).parent)
     )
-    trace = read_events(collector.events, folders=folders)
+    trace = read_events(collector.events, user_code=user_code)
     limit = next(each for each in trace.breaks if each.category == RECOMPILE_LIMIT)
     line = next(number for number, text in enumerate(CALLER.splitlines(), 1) if text.endswith("# the user's call"))
     assert (limit.place, limit.function) == (f"{tmp_path / 'caller.py'}:{line}", "forward")

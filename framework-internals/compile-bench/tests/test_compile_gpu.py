@@ -11,10 +11,10 @@ from benchkit.results import load
 from benchkit.run import sweep_and_write
 from compile_bench import Case, Harness, judge
 from compile_bench.lens import build_lens
-from compile_bench.loading import load_target
-from compile_bench.results import MODES
-from compile_bench.zoo import SURVEY
-from compile_bench.zoo_transformers import ARCHITECTURES
+from compile_bench.targets.case import MODES
+from compile_bench.targets.hugging_face import ARCHITECTURES
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.zoo import SURVEY
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +65,7 @@ def test_a_compiled_step_runs_fewer_kernels_and_covers_its_forward_and_backward(
     assert 0 < compiled.kernels < eager.kernels
     assert 0 < compiled.launches <= eager.launches
     assert compiled.busy_seconds > 0
-    assert compiled.dearest[0].seconds >= compiled.dearest[-1].seconds > 0
+    assert compiled.costliest[0].seconds >= compiled.costliest[-1].seconds > 0
     assert eager.covered == 0
     assert 0.3 < compiled.covered <= 1  # clipping and the optimizer stay outside
     assert eager.fused_attention >= 2  # forward and backward

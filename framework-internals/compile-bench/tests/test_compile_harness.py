@@ -11,13 +11,23 @@ import torch
 from typer.testing import CliRunner
 
 from benchkit import Quantity, UserError, numbers
-from compile_bench import Case, Harness, WorkerFailure, judge, measuring
+from compile_bench import Case, Harness, WorkerFailure, judge
+from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
 from compile_bench.cli.measuring import describe_bench
-from compile_bench.measuring import load_case, sample, self_comparison
-from compile_bench.results import Accuracy, Bench, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Triage
-from compile_bench.trace import Break, CompileTrace, Recompile
+from compile_bench.measure import steps as measuring
+from compile_bench.measure.measurements import (
+    Accuracy,
+    Bench,
+    ErrorPair,
+    FirstSteps,
+    Memory,
+    Steady,
+    StepProfile,
+    Triage,
+)
+from compile_bench.measure.steps import load_case, sample, self_comparison
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -156,7 +166,7 @@ def test_a_target_at_fault_says_so_before_the_compiler_is_prepared(file, monkeyp
         raise AssertionError("the compiler was prepared for nothing")
 
     monkeypatch.setattr(Harness, "toolchain_seconds", prepared)
-    monkeypatch.setattr("compile_bench.harness.missing_inductor", lambda device: None)
+    monkeypatch.setattr("compile_bench.measure.harness.missing_inductor", lambda device: None)
     result = command("run", f"{file}:raises", "--device", "cpu")
     assert result.exit_code == 2
     assert result.output.endswith("targets.py:raises raised ValueError: three words here\n")

@@ -12,12 +12,12 @@ from benchkit.report import render
 from benchkit.results import Record, Recorder
 from benchkit.run import Run
 from compile_bench import Bench, Case, Harness, WorkerFailure
-from compile_bench.agreement import Agreement
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import _Measuring, collect, configure
-from compile_bench.report import REPORT
-from compile_bench.results import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
-from compile_bench.shapes import Passes, ShapeAnswer
-from compile_bench.trace import CompileTrace
+from compile_bench.measure.agreement import Agreement
+from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
+from compile_bench.measure.shapes import Passes, ShapeAnswer
+from compile_bench.report.sections import REPORT
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from benchkit import UserError
 from compile_bench import Case, Harness, pytest_plugin
+from compile_bench.capture.trace import CompileTrace, Graph
 from compile_bench.cli import app
 from compile_bench.lock import Inventory, key_of, locked, read_lock, update_lock
-from compile_bench.results import Triage
-from compile_bench.trace import CompileTrace, Graph
+from compile_bench.measure.measurements import Triage
 
 COUNTS = Inventory(graphs=1, breaks=0, recompiles=0, guards=12, kernels=3, torch="2.13.0")
 
@@ -86,7 +86,7 @@ def test_cases_have_keys_of_their_own():
     assert len({key_of(case) for case in cases}) == len(cases)
 
 
-def test_check_fails_on_drift_and_lock_mends_it(tmp_path, monkeypatch):
+def test_check_fails_on_drift_and_lock_fixes_it(tmp_path, monkeypatch):
     now = [COUNTS]
     monkeypatch.setattr(Harness, "triage", lambda self, case: Triage(case, CompileTrace(), 2))
     monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 1.0)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from compile_bench import measuring
-from compile_bench.profiling import largest_rise, peak_rise, read_profile, record_steps, summarise
-from compile_bench.regional import compile_case, repeated_blocks
-from compile_bench.results import Case
+from compile_bench.measure import steps as measuring
+from compile_bench.measure.profiling import largest_rise, peak_rise, read_profile, record_steps, summarise
+from compile_bench.targets.case import Case
+from compile_bench.targets.regional import compile_case, repeated_blocks
 
 
 @dataclass
@@ -94,8 +94,8 @@ def test_kernels_of_one_template_count_together_and_those_that_overlap_once():
         steps=2,
     )
     assert found.busy_seconds == pytest.approx((25 + 40 + 10) * 1e-6 / 2)
-    assert [(each.name, each.calls) for each in found.dearest] == [("index", 0.5), ("at::native::fill", 1.0)]
-    assert [each.seconds for each in found.dearest] == pytest.approx([20e-6, 15e-6])
+    assert [(each.name, each.calls) for each in found.costliest] == [("index", 0.5), ("at::native::fill", 1.0)]
+    assert [each.seconds for each in found.costliest] == pytest.approx([20e-6, 15e-6])
 
 
 def test_attention_is_fused_where_one_operator_or_kernel_does_it():

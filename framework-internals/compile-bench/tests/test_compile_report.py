@@ -10,25 +10,13 @@ from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Record, Results
-from compile_bench.agreement import Agreement
-from compile_bench.frames import Frame
+from compile_bench.capture.frames import Frame
+from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 from compile_bench.lens import build_lens, configure
-from compile_bench.losses import attention_table
-from compile_bench.reading import in_order
-from compile_bench.records import (
-    agreement_record,
-    bench_records,
-    eager_record,
-    neutral,
-    shape_record,
-    shorten,
-    triage_record,
-)
-from compile_bench.report import REPORT
-from compile_bench.results import (
+from compile_bench.measure.agreement import Agreement
+from compile_bench.measure.measurements import (
     Accuracy,
     Bench,
-    Case,
     ErrorPair,
     FirstSteps,
     KernelTime,
@@ -38,8 +26,20 @@ from compile_bench.results import (
     Triage,
     Untuned,
 )
-from compile_bench.shapes import Passes, ShapeStudy
-from compile_bench.trace import Break, CompileTrace, Graph, Recompile
+from compile_bench.measure.serialize import (
+    agreement_record,
+    bench_records,
+    eager_record,
+    neutral,
+    shape_record,
+    shorten,
+    triage_record,
+)
+from compile_bench.measure.shapes import Passes, ShapeStudy
+from compile_bench.report.queries import in_order
+from compile_bench.report.regressions import attention_table
+from compile_bench.report.sections import REPORT
+from compile_bench.targets.case import Case
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,7 +141,7 @@ def test_what_a_step_does_is_shown():
     assert "with 33 % less memory at the peak of a step" in text
 
 
-def test_a_slower_step_shows_the_gpus_time_and_its_dearest_kernels():
+def test_a_slower_step_shows_the_gpus_time_and_its_costliest_kernels():
     eager = StepProfile(0.0, 9, 7, 7, 0.0, 0.08, (KernelTime("gemm", 4, 0.06), KernelTime("softmax", 2, 0.01)))
     compiled = StepProfile(0.9, 2, 5, 5, 0.0, 0.11, (KernelTime("triton_poi_fused_gelu", 4.5, 0.1),))
     slower = replace(bench(0.8, 0.85, 0.9), eager_profile=eager, compiled_profile=compiled)
@@ -179,7 +179,7 @@ def test_starts_with_artifacts_and_restarts_are_in_the_plan():
     assert "with cache artifacts." in text.splitlines()[2]
 
 
-def test_modes_and_models_are_a_table_and_autotuning_has_its_price():
+def test_modes_and_models_are_a_table_and_autotuning_has_its_cost():
     modes = ("default", "max-autotune")
     benches = [
         replace(bench(0.8, 0.9, 0.95) if name == "b" else bench(1.9, 2.0, 2.1), case=Case(name, mode=mode))
@@ -308,7 +308,7 @@ def test_names_outside_the_root_lose_their_folders():
     assert shorten(str(ROOT / "a/x.py"), ROOT) == "a/x.py"
 
 
-def test_a_price_below_zero_is_no_price():
+def test_a_cost_below_zero_is_no_cost():
     slow_eager = replace(bench(), eager=FirstSteps((12.0, 0.1, 0.1)))
     text = render(results(*records_of(slow_eager)), REPORT)
     assert "**It costs:** no more with empty caches than eager for the first 3 steps" in text

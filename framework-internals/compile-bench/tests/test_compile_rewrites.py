@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from compile_bench.frames import Frame
-from compile_bench.mending.rewrites import candidates, with_torch
-from compile_bench.mending.source import Edit, Source, line_before, unified_diff
-from compile_bench.trace import Break
-from compile_bench.wording import categorise
+from compile_bench.capture.frames import Frame
+from compile_bench.capture.reasons import categorise
+from compile_bench.capture.trace import Break
+from compile_bench.fixes.rewrites import candidates, with_torch
+from compile_bench.fixes.source import Edit, Source, line_before, unified_diff
 
 BRANCH = "Data-dependent branching"
 ITEM = "Unsupported Tensor.item() call with capture_scalar_outputs=False"

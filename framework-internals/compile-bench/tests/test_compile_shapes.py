@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from benchkit import Quantity, UserError
+from compile_bench.capture.trace import Recompile
 from compile_bench.cli.measuring import describe_shapes
-from compile_bench.results import Case
-from compile_bench.shape_worker import _prepare, make_calls, shapes, varying_sizes
-from compile_bench.shapes import Passes, ShapeStudy
-from compile_bench.target import Target
-from compile_bench.trace import Recompile
+from compile_bench.measure.shape_schedule import _prepare, make_calls, shapes, varying_sizes
+from compile_bench.measure.shapes import Passes, ShapeStudy
+from compile_bench.targets.case import Case
+from compile_bench.targets.target import Target
 
 
 def target(*args, **kwargs):
@@ -94,7 +94,7 @@ def test_a_strategy_that_fails_is_shown_and_never_recommended():
 FILE = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 class Collate:
     def __iter__(self):

@@ -15,13 +15,15 @@ from benchkit.report import render
 from benchkit.results import Recorder, Results, load
 from benchkit.run import Run, sweep_and_write
 from compile_bench import Bench, Case, Harness, WorkerFailure
-from compile_bench.figures import draw_autotuning, draw_speedup, figures
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import build_lens, configure
-from compile_bench.report import REPORT
-from compile_bench.results import MODES, Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Untuned
-from compile_bench.sweep import cells, missing, sweep, units
-from compile_bench.sweep_report import autotuned
-from compile_bench.trace import CompileTrace
+from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Untuned
+from compile_bench.report.figures import draw_autotuning, draw_speedup, figures
+from compile_bench.report.sections import REPORT
+from compile_bench.report.sweep import autotuned
+from compile_bench.sweep.cells import cells, missing, units
+from compile_bench.sweep.run import sweep
+from compile_bench.targets.case import MODES
 
 ROOT = Path(__file__).parents[3]
 FIRST = FirstSteps((1.0, 0.1, 0.1))

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from benchkit import UserError
-from compile_bench.accuracy import widened
-from compile_bench.loading import load_target
-from compile_bench.target import Target
+from compile_bench.measure.accuracy import widened
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.target import Target
 
 FILE = """
 import torch
@@ -39,7 +39,7 @@ def kwargs_of_another_kind():
     return torch.nn.Linear(4, 2), (), [1]
 
 def schedule_of_another_kind():
-    from compile_bench.target import Target
+    from compile_bench.targets.target import Target
     return Target(torch.nn.Linear(4, 2), (torch.ones(3, 4),), schedule=4)
 
 def needs_arguments(device):
@@ -119,7 +119,7 @@ def test_a_bad_function_is_one_line(file, name, message):
 def test_a_schedule_that_raises_is_one_line(tmp_path):
     path = tmp_path / "loader.py"
     path.write_text(
-        "import torch\nfrom compile_bench.target import Target\n"
+        "import torch\nfrom compile_bench.targets.target import Target\n"
         "def calls():\n    yield torch.ones(2, 1)\n    raise OSError('the disk is gone')\n"
         "def target():\n    return Target(torch.nn.Linear(1, 1), (torch.ones(3, 1),), schedule=calls())\n"
     )

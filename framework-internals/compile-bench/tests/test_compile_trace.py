@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from compile_bench.frames import Folders
-from compile_bench.phases import phase_seconds
-from compile_bench.trace import Event, read_events
-from compile_bench.wording import categorise, parse_message
+from compile_bench.capture.frames import UserCodeFilter
+from compile_bench.capture.phases import phase_seconds
+from compile_bench.capture.reasons import categorise, parse_message
+from compile_bench.capture.trace import Event, read_events
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})
@@ -16,7 +16,7 @@ VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.json
 
 def golden(name, version):
     lines = (GOLDEN / f"{name}-torch-{version}.jsonl").read_text().splitlines()
-    return read_events([Event(*json.loads(line)) for line in lines], folders=Folders(torch="/library/torch"))
+    return read_events([Event(*json.loads(line)) for line in lines], user_code=UserCodeFilter(torch="/library/torch"))
 
 
 def line_of(comment):
@@ -66,7 +66,7 @@ def test_graphs_are_counted_with_operations_and_guards(version):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_break_in_a_loop_gives_up_the_whole_frame(version):
+def test_a_break_in_a_loop_skips_the_whole_frame(version):
     trace = golden("loop", version)
     assert trace.graphs == ()
     (found,) = trace.breaks
@@ -91,7 +91,7 @@ def test_two_places_of_a_library_that_one_line_calls_are_two_breaks():
         for name in ("boxes", "masks", "boxes")
     ]
     events = [Event("dynamo_graph_break_reason", f"{n}/0", {}, text) for n, text in enumerate(texts)]
-    breaks = read_events(events, folders=Folders(library=["/library"])).breaks
+    breaks = read_events(events, user_code=UserCodeFilter(library=["/library"])).breaks
     assert [(each.place, each.library, each.times) for each in breaks] == [
         ("/user/model.py:5", "/library/heads/boxes.py:9", 2),
         ("/user/model.py:5", "/library/heads/masks.py:9", 1),
@@ -109,7 +109,7 @@ def test_a_library_that_is_compiled_by_itself_breaks_at_the_users_line():
         Event("dynamo_start", "3/0", {"stack": stack}, ""),
         Event("dynamo_graph_break_reason", "3/0", {}, text),
     ]
-    (found,) = read_events(events, folders=Folders(library=["/library"])).breaks
+    (found,) = read_events(events, user_code=UserCodeFilter(library=["/library"])).breaks
     assert (found.place, found.function, found.source) == ("/user/model.py:5", "forward", "return chosen(x)")
     assert found.library == "/library/heads/loss.py:9"
 
@@ -144,7 +144,7 @@ def library_breaks(*stacks):
         Event("dynamo_graph_break_reason", f"{number}/0", {}, LIBRARY_BREAK.format(stack=stack))
         for number, stack in enumerate(stacks)
     ]
-    return read_events(events, folders=Folders(torch="/library/torch", library=["/library"])).breaks
+    return read_events(events, user_code=UserCodeFilter(torch="/library/torch", library=["/library"])).breaks
 
 
 def test_a_break_in_a_library_is_the_users_line_even_where_one_message_leaves_it_out():
@@ -228,7 +228,7 @@ User code traceback:
 )
 def test_a_break_that_pytorch_asks_for_is_not_the_codes(stack, category, hint):
     event = Event("dynamo_graph_break_reason", "0/0", {}, ASKED.format(stack=stack))
-    (found,) = read_events([event], folders=Folders(torch="/library/torch")).breaks
+    (found,) = read_events([event], user_code=UserCodeFilter(torch="/library/torch")).breaks
     assert (found.place, found.category) == ("/user/model.py:5", category)
     assert found.hints[0].startswith(hint)
 

@@ -15,28 +15,32 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from compile_bench import Case, Harness, pricing
-from compile_bench import bill as billing
-from compile_bench.bill import draw_up
+from compile_bench import Case, Harness
+from compile_bench.capture.collector import Collector, CudaGraphSkips, user_code_filter
+from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
+from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
+from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli import app
-from compile_bench.cli.triaging import describe_bill, write_patches
-from compile_bench.collector import Collector, CudaGraphSkips, folders
-from compile_bench.eager_frames import EagerFrame, EagerWatch
-from compile_bench.findings import Bill, Finding, Proposal, Trial, mark
-from compile_bench.frames import RESUMED, Folders, Frame
-from compile_bench.loading import load_target
-from compile_bench.mending import mend, proof
-from compile_bench.mending.holding import Held, Marked, overlays, rewind
-from compile_bench.mending.mend import Mender
-from compile_bench.mending.overlay import forget_user_modules, overlaid
-from compile_bench.mending.proof import reference, refusal
-from compile_bench.mending.source import Edit
-from compile_bench.mending.trial import trials
-from compile_bench.pricing import GapProfiler, recompile_limits, why_no_gap
-from compile_bench.trace import Break, CompileTrace, Recompile
-from compile_bench.triage_records import bill_records
-from compile_bench.triage_worker import lost_graphs, read_lost_graphs, survey, triage, unexplained
+from compile_bench.cli.triaging import describe_report, write_patches
+from compile_bench.fixes import fixer as fix
+from compile_bench.fixes import verify as proof
+from compile_bench.fixes.fixer import Fixer
+from compile_bench.fixes.holding import Held, Marked, overlays, rewind
+from compile_bench.fixes.source import Edit
+from compile_bench.fixes.trial import trials
+from compile_bench.fixes.types import Proposal, Trial
+from compile_bench.fixes.verify import reference, refusal
+from compile_bench.measure.survey import lost_graphs, read_lost_graphs, survey, triage, unexplained
+from compile_bench.measure.survey_types import mark
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.overlay import forget_user_modules, overlaid
+from compile_bench.triage import break_cost as pricing
+from compile_bench.triage import run as billing
+from compile_bench.triage.break_cost import GapProfiler, recompile_limits, why_no_gap
+from compile_bench.triage.run import run_triage
+from compile_bench.triage.serialize import triage_report_records
+from compile_bench.triage.types import Finding, TriageReport
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the models do
 
@@ -122,7 +126,7 @@ def test_a_guess_of_pytorchs_that_the_code_is_wrong_is_no_advice():
 def test_a_recompilation_is_told_with_what_to_do():
     known = Recompile("1/1", "forward", "/elsewhere/model.py", 9, "self.calls == 1", "self.calls += 1")
     new = Recompile("2/1", "forward", "/elsewhere/model.py", 12, "something new")
-    printed = describe_bill(Bill("m", (), (known, replace(known, guard="self.calls == 2"), new), ()), {})
+    printed = describe_report(TriageReport("m", (), (known, replace(known, guard="self.calls == 2"), new), ()), {})
     assert printed.count("(catalogue: counter)") == 1
     assert f"model.py:9: {CAUSES['counter'].advice} (catalogue: counter)" in printed
     assert "| model.py:12 | other | something new | forward |" in printed
@@ -132,41 +136,41 @@ def test_a_recompilation_is_told_with_what_to_do():
 def test_patches_of_an_earlier_triage_are_removed(tmp_path):
     for name in ("07-item.patch", "all.patch", "mine.patch"):
         (tmp_path / name).write_text("")
-    assert write_patches(Bill("", (), (), ()), tmp_path) == {}
+    assert write_patches(TriageReport("", (), (), ()), tmp_path) == {}
     assert [each.name for each in tmp_path.iterdir()] == ["mine.patch"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_breaks_are_found_priced_mended_and_proved(folder):
+def test_breaks_are_found_costed_fixed_and_proved(folder):
     target = f"{folder / 'triage_model.py'}:target"
     with Harness.open("cpu", limit=400) as harness:
-        bill = draw_up(harness, Case(target, "cpu"))
-    assert not bill.absent
-    places = {each.place: each for each in bill.findings}
+        report = run_triage(harness, Case(target, "cpu"))
+    assert not report.absent
+    places = {each.place: each for each in report.findings}
     model, helper = folder / "triage_model.py", folder / "triage_helper.py"
     assert set(places) == {f"{model}:14", f"{model}:17", f"{helper}:4"}
-    assert {each.kinds for each in bill.findings} == {("training", "inference")}
-    assert {each.case for each in bill.findings} == {"branch-on-value", "print", "item"}
-    gaps = [each.price.gap.value for each in bill.findings]
+    assert {each.kinds for each in report.findings} == {("training", "inference")}
+    assert {each.case for each in report.findings} == {"branch-on-value", "print", "item"}
+    gaps = [each.cost.gap.value for each in report.findings]
     assert gaps == sorted(gaps, reverse=True)
     # The first graph hands over x, the condition and what the backward pass needs: x is 4 · 8 numbers of 4 bytes.
-    assert places[f"{model}:14"].price.crossing >= 128
-    assert [each.mend.verdict for each in bill.findings if not each.mend.accepted] == []
-    assert (bill.together.before.breaks, bill.together.after.breaks) == (3, 0)
-    assert (bill.together.before.graphs, bill.together.after.graphs) == (4, 1)
-    assert bill.together.after.step is not None
+    assert places[f"{model}:14"].cost.crossing >= 128
+    assert [each.fix.verdict for each in report.findings if not each.fix.accepted] == []
+    assert (report.together.before.breaks, report.together.after.breaks) == (3, 0)
+    assert (report.together.before.graphs, report.together.after.graphs) == (4, 1)
+    assert report.together.after.step is not None
 
-    patches = write_patches(bill, folder / "patches")
-    printed = describe_bill(bill, patches)
+    patches = write_patches(report, folder / "patches")
+    printed = describe_report(report, patches)
     assert "triage_model.py:14: Data-dependent branching" in printed
     assert "patches/" in printed
     for patch in patches.values():
         subprocess.run(["git", "apply", "--check", str(patch)], cwd=folder, check=True)
-    records = bill_records(bill, folder)
+    records = triage_report_records(report, folder)
     assert [record.name for record in records] == ["bill", "finding", "finding", "finding", "mended"]
     subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
-    forget_user_modules(folders())
+    forget_user_modules(user_code_filter())
     assert survey(Case(target, "cpu"), seeds=(0,)).breaks == ()
 
 
@@ -181,7 +185,7 @@ def test_a_change_of_what_is_computed_is_refused(folder, tmp_path):
         (MODEL.replace("return self.b(x)", "return self.b(x.detach())"), "is there in one of the two only", False),
     ):
         with overlaid({str(folder / "triage_model.py"): wrong.encode()}):
-            forget_user_modules(folders())
+            forget_user_modules(user_code_filter())
             refused = refusal(case, path=path, with_inductor=False)
             assert message in refused.why
             assert refused.off == off
@@ -193,7 +197,7 @@ def test_an_overlay_is_what_is_imported_and_shown(folder):
         assert load_target(f"{path}:target", "cpu").model.b.out_features == 3
         assert "nn.Linear(8, 3)" in linecache.getline(str(path), 9)
     assert "nn.Linear(8, 8)" in linecache.getline(str(path), 9)
-    forget_user_modules(folders())
+    forget_user_modules(user_code_filter())
     assert load_target(f"{path}:target", "cpu").model.b.out_features == 8
     assert path.read_text() == MODEL
 
@@ -371,8 +375,10 @@ def test_a_model_that_raises_only_where_it_is_compiled_is_told_first(folder):
     found = triage(case)
     (failure,) = found.failures
     assert "double backward" in failure
-    bill = Bill("m", (), (), (survey(case, seeds=(0,)),))
-    assert describe_bill(bill, {}).splitlines()[1].startswith("training raises where it is compiled, which ended its")
+    report = TriageReport("m", (), (), (survey(case, seeds=(0,)),))
+    assert (
+        describe_report(report, {}).splitlines()[1].startswith("training raises where it is compiled, which ended its")
+    )
 
 
 def test_what_is_held_raises_again_what_is_handled_around_it(tmp_path):
@@ -402,7 +408,7 @@ DOUBLE_BACKWARD = """\
 import torch
 from torch import nn
 
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 
 def target():
@@ -653,7 +659,7 @@ def test_what_lies_behind_lambdas_and_iterators_is_found(folder, capsys):
 GROWING = """\
 import torch
 
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 
 class Growing(torch.nn.Module):
@@ -768,7 +774,7 @@ def target():
 """
 
 
-def test_a_generator_in_a_function_that_was_given_up_is_no_finding(folder, capsys):
+def test_a_generator_in_a_function_that_was_skipped_is_no_finding(folder, capsys):
     (folder / "triage_model.py").write_text(YIELDING)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert [each.line for each in found.breaks] == [12]
@@ -844,7 +850,7 @@ class InThisProcess:
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason=NO_LINE)
-def test_what_stays_hidden_is_neither_counted_as_mended_nor_proved(folder, capsys):
+def test_what_stays_hidden_is_neither_counted_as_fixed_nor_proved(folder, capsys):
     (folder / "triage_model.py").write_text(HIDING)
     case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
@@ -854,12 +860,12 @@ def test_what_stays_hidden_is_neither_counted_as_mended_nor_proved(folder, capsy
         Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
         for each in found.breaks
     ]
-    mending = Mender(InThisProcess(folder), case, [found], folder).mend(findings)
-    mends = {line: mend for (_, line), mend in mending.mends.items()}
-    assert (mends[8].accepted, mends[8].before.breaks, mends[8].after.breaks) == (True, 3, 2)
-    assert not mends[11].accepted
-    assert "a function around it is still given up" in mends[11].verdict
-    assert mending.together.accepted
+    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    fixes = {line: fix for (_, line), fix in fix_results.fixes.items()}
+    assert (fixes[8].accepted, fixes[8].before.breaks, fixes[8].after.breaks) == (True, 3, 2)
+    assert not fixes[11].accepted
+    assert "a function around it is still given up" in fixes[11].verdict
+    assert fix_results.together.accepted
 
 
 TWICE = """\
@@ -880,7 +886,7 @@ def target():
 """
 
 
-def test_a_line_that_is_there_twice_is_mended_twice(folder, capsys):
+def test_a_line_that_is_there_twice_is_fixed_twice(folder, capsys):
     path = folder / "triage_model.py"
     path.write_text(TWICE)
     case = Case(f"{path}:target", "cpu", train=False)
@@ -889,20 +895,20 @@ def test_a_line_that_is_there_twice_is_mended_twice(folder, capsys):
         Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
         for each in found.breaks
     ]
-    mending = Mender(InThisProcess(folder), case, [found], folder).mend(findings)
-    assert {line: (each.before.breaks, each.after.breaks) for (_, line), each in mending.mends.items()} == {
+    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    assert {line: (each.before.breaks, each.after.breaks) for (_, line), each in fix_results.fixes.items()} == {
         7: (2, 1),
         9: (2, 1),
     }
-    assert mending.together.after.breaks == 0
+    assert fix_results.together.after.breaks == 0
 
 
-def test_of_two_changes_in_each_others_way_the_dearer_is_made(folder, capsys, monkeypatch):
+def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, monkeypatch):
     """Each is right by itself. The third one is in nobody's way, and is not lost with them."""
     path = folder / "triage_model.py"
     thrice = TWICE.replace("return x * 2", 'x = x * 2\n        print("seen", end="")\n        return x')
     path.write_text(thrice)
-    proposed = mend._candidates
+    proposed = fix._candidates
 
     def wide(found):
         """The first print leaves, and all up to the second one is written once more."""
@@ -914,7 +920,7 @@ def test_of_two_changes_in_each_others_way_the_dearer_is_made(folder, capsys, mo
         text = f"{source.line(8).strip()}\n        {source.text(second)}"
         return [replace(narrow, edits=(Edit(source.start(first), source.end(second), text),))]
 
-    monkeypatch.setattr(mend, "_candidates", wide)
+    monkeypatch.setattr(fix, "_candidates", wide)
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
     findings = {
@@ -923,28 +929,32 @@ def test_of_two_changes_in_each_others_way_the_dearer_is_made(folder, capsys, mo
         )
         for each in found.breaks
     }
-    mending = Mender(InThisProcess(folder), case, [found], folder).mend([findings[line] for line in (9, 7, 11)])
-    mends = {line: each for (_, line), each in mending.mends.items()}
-    assert {line: (each.accepted, bool(each.apart)) for line, each in mends.items()} == {
+    fix_results = Fixer(InThisProcess(folder), case, [found], folder).fix(
+        [(findings[line].file, line) for line in (9, 7, 11)]
+    )
+    fixes = {line: each for (_, line), each in fix_results.fixes.items()}
+    assert {line: (each.accepted, bool(each.apart)) for line, each in fixes.items()} == {
         9: (True, False),
         7: (True, True),
         11: (True, False),
     }
-    assert mending.together.title == "mends that hold together"
-    assert (mending.together.before.breaks, mending.together.after.breaks) == (3, 1)
-    bill = Bill("", tuple(replace(findings[line], mend=mends[line]) for line in mends), (), (), mending.together)
-    printed = describe_bill(bill, write_patches(bill, folder / "patches"))
+    assert fix_results.together.title == "mends that hold together"
+    assert (fix_results.together.before.breaks, fix_results.together.after.breaks) == (3, 1)
+    report = TriageReport(
+        "", tuple(replace(findings[line], fix=fixes[line]) for line in fixes), (), (), fix_results.together
+    )
+    printed = describe_report(report, write_patches(report, folder / "patches"))
     assert "  not among those that hold together: two of the changes are in each other's way" in printed
     assert "| mends that hold together | breaks |" in printed
     subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
-    assert path.read_bytes() == mending.overlay[str(path)]
+    assert path.read_bytes() == fix_results.overlay[str(path)]
     assert path.read_text().splitlines()[6] == '        print("seen", end="")'
 
 
 def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, monkeypatch):
     path = folder / "triage_model.py"
     path.write_text(TWICE)
-    proposed, proofs = mend._candidates, []
+    proposed, proofs = fix._candidates, []
 
     def two_ways(found):
         """Of the first print, before its own change one that the proof refuses."""
@@ -960,28 +970,28 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
                     return Trial("the changed model raised an error")
             return super().ask(job, *arguments, **words)
 
-    monkeypatch.setattr(mend, "_candidates", two_ways)
+    monkeypatch.setattr(fix, "_candidates", two_ways)
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
     findings = [
         Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
         for each in found.breaks
     ]
-    mending = Mender(Counting(folder), case, [found], folder).mend(findings)
-    assert {line: (each.accepted, each.apart) for (_, line), each in mending.mends.items()} == {
+    fix_results = Fixer(Counting(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
+    assert {line: (each.accepted, each.apart) for (_, line), each in fix_results.fixes.items()} == {
         7: (True, ""),
         9: (True, ""),
     }
-    assert (mending.together.before.breaks, mending.together.after.breaks) == (2, 0)
-    assert b"0 * x" not in mending.overlay[str(path)]
+    assert (fix_results.together.before.breaks, fix_results.together.after.breaks) == (2, 0)
+    assert b"0 * x" not in fix_results.overlay[str(path)]
     assert len(proofs) == 4  # both, each by itself, both in the other way
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_mend_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
+def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
     """One is made so that it is right until Inductor compiles it: nothing but the proof can tell."""
-    proposed = mend._candidates
+    proposed = fix._candidates
 
     def spoiled(found):
         if not found.source.startswith("print"):
@@ -990,19 +1000,22 @@ def test_a_mend_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
         wrong = "x = x + 0.1 * torch.compiler.is_compiling()"
         return [replace(fair, edits=(fair.source.replace(fair.source.statement(found.line), wrong),))]
 
-    monkeypatch.setattr(mend, "_candidates", spoiled)
+    monkeypatch.setattr(fix, "_candidates", spoiled)
     with Harness.open("cpu", limit=400) as harness:
-        bill = draw_up(harness, Case(f"{folder / 'triage_model.py'}:target", "cpu"), kinds=(False,), price=False)
-    assert not bill.absent
-    mends = {each.source: each.mend for each in bill.findings}
-    assert {source.split("(")[0]: each.accepted for source, each in mends.items()} == {
+        report = run_triage(harness, Case(f"{folder / 'triage_model.py'}:target", "cpu"), kinds=(False,), cost=False)
+    assert not report.absent
+    fixes = {each.source: each.fix for each in report.findings}
+    assert {source.split("(")[0]: each.accepted for source, each in fixes.items()} == {
         "if x.mean": True,
         "print": False,
         "/ x.abs": True,
     }
-    assert "output is off by" in next(each.verdict for each in mends.values() if not each.accepted)
-    assert (bill.together.title, bill.together.case) == ("all mends together", "item, branch-on-value")
-    assert (bill.together.before.breaks, bill.together.after.breaks) == (3, 1)
+    assert "output is off by" in next(each.verdict for each in fixes.values() if not each.accepted)
+    assert (report.together.title, report.together.case) == (
+        "all mends together",
+        "item, branch-on-value",
+    )
+    assert (report.together.before.breaks, report.together.after.breaks) == (3, 1)
 
 
 def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder, monkeypatch):
@@ -1061,10 +1074,10 @@ def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder, mo
     assert [each.allowance["output"] < 1e-6 for each in expected] == [True] * 4
 
 
-def test_the_rest_of_a_function_that_was_given_up_is_no_finding():
-    given_up = Break("/user/model.py", 9, "forward", "if x.sum() > 0:", "", "", (), "", whole_frame=True)
+def test_the_rest_of_a_function_that_was_skipped_is_no_finding():
+    skipped = Break("/user/model.py", 9, "forward", "if x.sum() > 0:", "", "", (), "", whole_frame=True)
     rest = EagerFrame(Frame("/user/model.py", 5, f"{RESUMED}forward_at_5"), ())
-    assert unexplained([rest], CompileTrace(breaks=(given_up,))) == []
+    assert unexplained([rest], CompileTrace(breaks=(skipped,))) == []
     (silent,) = unexplained([rest], CompileTrace())
     assert (silent.kind, silent.function) == ("silent eager", "forward")
 
@@ -1114,7 +1127,7 @@ def test_a_step_that_trains_is_compared_with_its_first_call(folder, monkeypatch)
     case = Case(f"{path}:step", "cpu")
     torch.manual_seed(0)
     reference(case, path=folder / "reference.pt")
-    forget_user_modules(folders())
+    forget_user_modules(user_code_filter())
     torch.manual_seed(0)
     assert refusal(case, path=folder / "reference.pt", with_inductor=False) is None
 
@@ -1127,17 +1140,17 @@ def test_a_function_with_a_backward_pass_of_its_own_is_surveyed(folder, capsys):
 
 
 def test_the_innermost_line_is_the_users():
-    whose = Folders("/site/torch", ["/site"], "/bench", ["zoo.py"])
+    user_code = UserCodeFilter("/site/torch", ["/site"], "/bench", ["zoo.py"])
     stack = [
         Frame("/bench/worker.py", 1, "main"),
         Frame("/site/torch/nn/modules/module.py", 1, "_call_impl"),
         Frame("/home/model.py", 5, "forward"),
         Frame("/site/other/layer.py", 7, "forward"),
     ]
-    assert whose.innermost(stack) == stack[2]
-    assert whose.inside(stack) == tuple(stack[2:])
-    assert whose.innermost([stack[0], stack[3]]) == stack[3]  # nothing of the user's
-    assert whose.innermost(stack[:2]) is None
+    assert user_code.innermost(stack) == stack[2]
+    assert user_code.inside(stack) == tuple(stack[2:])
+    assert user_code.innermost([stack[0], stack[3]]) == stack[3]  # nothing of the user's
+    assert user_code.innermost(stack[:2]) is None
 
 
 class Encoder(nn.Module):
@@ -1161,7 +1174,7 @@ def test_functions_that_compute_eagerly_are_seen():
     compiled = torch.compile(model, backend="eager")
     x = torch.ones(2, 4)
     compiled(x)
-    watch = EagerWatch(model.modules(), folders())
+    watch = EagerWatch(model.modules(), user_code_filter())
     assert watch.run(lambda: compiled(x)) == ()
     assert watch.run(lambda: compiled.passed(x)) == ()
     (found,) = watch.run(lambda: compiled.encode(x))
@@ -1174,7 +1187,7 @@ def test_code_that_cannot_be_hashed_is_watched():
     code = Encoder.encode.__code__
     encode = type(Encoder.encode)(code.replace(co_consts=(*code.co_consts, {})), Encoder.encode.__globals__)
     model = Encoder()
-    (found,) = EagerWatch(model.modules(), folders()).run(lambda: encode(model, torch.ones(2, 4)))
+    (found,) = EagerWatch(model.modules(), user_code_filter()).run(lambda: encode(model, torch.ones(2, 4)))
     assert found.frame.function == "encode"
 
 
@@ -1263,7 +1276,7 @@ def test_a_lost_cuda_graph_has_its_line(logger, messages, reason):
     with CudaGraphSkips() as skips:
         for message in messages:
             logging.getLogger(logger).debug(message)
-    (found,) = read_lost_graphs(skips, Folders())
+    (found,) = read_lost_graphs(skips, UserCodeFilter())
     assert (found.frame.file, found.frame.line) == ("/home/model.py", 7)
     assert found.frame.source == "self.seen.add_(1)"
     assert found.reason == f"CUDA graphs are left out: {reason}"
@@ -1304,13 +1317,13 @@ def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message
 ZOO_CHANGED = """
 import importlib.util
 from pathlib import Path
-import compile_bench.triage_worker
-from compile_bench.collector import folders
-from compile_bench.loading import load_target
-from compile_bench.mending.overlay import forget_user_modules, overlaid
-from compile_bench.mending.trial import trials
+import compile_bench.measure.survey
+from compile_bench.capture.collector import folders
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.overlay import forget_user_modules, overlaid
+from compile_bench.fixes.trial import trials
 
-zoo = Path(importlib.util.find_spec("compile_bench.zoo").origin)
+zoo = Path(importlib.util.find_spec("compile_bench.targets.zoo").origin)
 before, after = "self.outer = nn.Linear(64, 64)", "self.outer = nn.Linear(64, 3)"
 changed = zoo.read_text().replace(before, after).encode()
 for overlay in ({}, {str(zoo): changed}, {}):
@@ -1329,7 +1342,7 @@ def test_a_change_of_the_zoo_itself_is_tried():
 STEPPER = """\
 import torch
 from torch import nn
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 
 class Warming(nn.Module):

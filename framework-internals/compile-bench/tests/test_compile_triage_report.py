@@ -7,20 +7,22 @@ from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Results
+from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
-from compile_bench.findings import Bill, Figures, Finding, Mend, Price, Survey
-from compile_bench.report import REPORT
-from compile_bench.results import Case
-from compile_bench.trace import CompileTrace, Recompile
-from compile_bench.triage_records import bill_records
+from compile_bench.fixes.types import Figures, Fix
+from compile_bench.measure.survey_types import Survey
+from compile_bench.report.sections import REPORT
+from compile_bench.targets.case import Case
+from compile_bench.triage.serialize import triage_report_records
+from compile_bench.triage.types import BreakCost, Finding, TriageReport
 
 ROOT = Path(__file__).parents[3]
 PATCH = "--- a/a/model.py\n+++ b/a/model.py\n@@ -12 +12 @@\n-if x:\n+x = torch.where(x)\n"
 
 
-def finding(line, gap, mend=None, share=1):
+def finding(line, gap, fix=None, share=1):
     quantity = Quantity(gap, "s", gap, gap, 40, "p20-p80") if gap else None
-    price = Price(quantity, share, 4096, 1.5, "" if gap else "forward is given up")
+    cost = BreakCost(quantity, share, 4096, 1.5, "" if gap else "forward is given up")
     return Finding(
         kind="graph break",
         file=str(ROOT / "a/model.py"),
@@ -36,27 +38,27 @@ def finding(line, gap, mend=None, share=1):
         kinds=("training", "inference"),
         seeds=(0,),
         times=3,
-        price=price,
-        mend=mend,
+        cost=cost,
+        fix=fix,
     )
 
 
-def bill():
+def triage_report():
     survey = Survey(Case("planted"), (), (), (), CompileTrace(), (), 3, (), 0.01, 2.0)
-    mended = Mend("branch-on-value", "choose", "both sides run", PATCH, ("a",), True, "", Figures(4, 2), Figures(3, 1))
-    refused = Mend("item", "keep", "", "", ("a",), False, "output is off by 1")
-    alone = replace(mended, title="leave out", effect="", apart=f"two edits of {ROOT / 'a/model.py'} overlap at byte 9")
+    fixed = Fix("branch-on-value", "choose", "both sides run", PATCH, ("a",), True, "", Figures(4, 2), Figures(3, 1))
+    refused = Fix("item", "keep", "", "", ("a",), False, "output is off by 1")
+    alone = replace(fixed, title="leave out", effect="", apart=f"two edits of {ROOT / 'a/model.py'} overlap at byte 9")
     step = Quantity(2e-3, "s", 1.9e-3, 2.1e-3, 40, "p20-p80")
     faster = Quantity(1e-3, "s", 0.9e-3, 1.1e-3, 40, "p20-p80")
     sides = Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
-    together = Mend("branch-on-value", "mends that hold together", "", PATCH, ("a",), True, "", *sides)
-    findings = (finding(12, 3e-4, mended), finding(20, 1e-4, refused, share=2), finding(30, 0, alone))
+    together = Fix("branch-on-value", "mends that hold together", "", PATCH, ("a",), True, "", *sides)
+    findings = (finding(12, 3e-4, fixed), finding(20, 1e-4, refused, share=2), finding(30, 0, alone))
     again = Recompile("0/1", "forward", str(ROOT / "a/model.py"), 9, "self.calls == 1", "self.calls += 1")
-    return Bill("planted", findings, (again,), (survey,), together, ("prices: a process was ended",))
+    return TriageReport("planted", findings, (again,), (survey,), together, ("prices: a process was ended",))
 
 
-def test_the_bill_is_shown_dearest_first():
-    records = bill_records(bill(), ROOT)
+def test_the_triage_report_is_shown_costliest_first():
+    records = triage_report_records(triage_report(), ROOT)
     text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, tuple(records), (), complete=True), REPORT)
     section = text[text.index("What a model with trouble gets") :]
     assert "(`planted`, training): 3 findings, the dearest `model.py:12` with 300 µs of Python a step." in section
@@ -80,8 +82,8 @@ def test_the_bill_is_shown_dearest_first():
     assert "Not done: prices: a process was ended." in section
 
 
-def test_a_bill_without_findings_has_no_table():
-    (record,) = bill_records(Bill("mlp", (), (), bill().surveys), ROOT)
+def test_a_triage_report_without_findings_has_no_table():
+    (record,) = triage_report_records(TriageReport("mlp", (), (), triage_report().surveys), ROOT)
     text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, (record,), (), complete=True), REPORT)
     assert "(`mlp`, training): 0 findings." in text
     assert "gap a step" not in text

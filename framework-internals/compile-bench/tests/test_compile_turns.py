@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import pytest
 
 from compile_bench import Case, Harness, WorkerFailure
-from compile_bench.nursery import Nursery, Order
-from compile_bench.phases import phase_seconds, without_pauses
-from compile_bench.turns import Conductor, Stopwatch, alone, one_at_a_time, pauses
+from compile_bench.capture.phases import phase_seconds, without_pauses
+from compile_bench.measure.nursery import Nursery, Order
+from compile_bench.measure.turns import Conductor, Stopwatch, alone, one_at_a_time, pauses
 
 # Writes down the time every few milliseconds, and at the end how long it took by its own stopwatch.
 WORKING = """
 import sys, time
 from pathlib import Path
-from compile_bench.turns import Stopwatch
+from compile_bench.measure.turns import Stopwatch
 folder, ticks = map(Path, sys.argv[1:])
 with Stopwatch(folder) as watch:
     for _ in range(300):
@@ -36,7 +36,7 @@ with ticks.open("a") as file:
 SAMPLING = """
 import os, sys, time
 from pathlib import Path
-from compile_bench.turns import alone
+from compile_bench.measure.turns import alone
 with alone(Path(sys.argv[1])):
     time.sleep(0.5)
     if "dies" in sys.argv:
@@ -182,7 +182,7 @@ def test_no_process_has_longer_than_all_measurements_together(monkeypatch, deadl
         yield Hanging()
 
     monkeypatch.setattr(Harness, "_nursery", hanging)
-    monkeypatch.setattr("compile_bench.harness.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("compile_bench.measure.harness.time", SimpleNamespace(monotonic=lambda: now))
     with Harness.open("cpu", limit=6.0) as harness:
         harness.deadline = deadline
         harness.stood_still = lambda group, since: 100.0
@@ -205,7 +205,7 @@ def test_who_waits_for_a_lock_has_that_taken_off_once(tmp_path):
     code = """
 import sys, time
 from pathlib import Path
-from compile_bench.turns import Stopwatch, one_at_a_time, pauses
+from compile_bench.measure.turns import Stopwatch, one_at_a_time, pauses
 folder = Path(sys.argv[1])
 with Stopwatch(folder) as watch:
     (folder / "begun").touch()
@@ -259,7 +259,7 @@ def test_a_nursery_whose_owner_is_killed_ends_what_it_has_forked(tmp_path):
     """Else a sweep that is killed would leave its processes behind, and some of them stopped for good."""
     owner = """
 import sys
-from compile_bench.nursery import Nursery, Order
+from compile_bench.measure.nursery import Nursery, Order
 folder = sys.argv[1]
 import threading, os
 nursery = Nursery((), dict(os.environ))

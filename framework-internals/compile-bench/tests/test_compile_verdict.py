@@ -7,9 +7,10 @@ import pytest
 
 from benchkit import Quantity
 from benchkit.timing import Comparison, Timing
-from compile_bench.results import Accuracy, Bench, Case, ErrorPair, FirstSteps, Steady
-from compile_bench.trace import CompileTrace
-from compile_bench.verdict import break_even, difference, judge, plan
+from compile_bench.capture.trace import CompileTrace
+from compile_bench.measure.measurements import Accuracy, Bench, ErrorPair, FirstSteps, Steady
+from compile_bench.measure.verdict import break_even, difference, judge, plan
+from compile_bench.targets.case import Case
 
 EAGER = FirstSteps((0.2, 0.1, 0.1))
 COMPILED = FirstSteps((9.0, 0.1, 0.1), import_seconds=1.0, toolchain_seconds=0.2, trace=CompileTrace())

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchkit import UserError
-from compile_bench import zoo_transformers
-from compile_bench.loading import load_target
-from compile_bench.resnet import ResNet
-from compile_bench.zoo import SURVEY, ZOO
-from compile_bench.zoo_transformers import ARCHITECTURES
+from compile_bench.targets import hugging_face as zoo_transformers
+from compile_bench.targets.hugging_face import ARCHITECTURES
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.resnet import ResNet
+from compile_bench.targets.zoo import SURVEY, ZOO
 
 # Not "planted": that it breaks is its point.
 OURS = [name for name in ZOO if name not in (*ARCHITECTURES, "planted")]
@@ -57,7 +57,7 @@ def test_a_missing_library_is_one_line_with_the_remedy(monkeypatch):
 
 
 def test_the_library_is_not_loaded_before_it_is_asked_for():
-    code = "import compile_bench.zoo, sys; assert 'transformers' not in sys.modules"
+    code = "import compile_bench.targets.zoo, sys; assert 'transformers' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
 

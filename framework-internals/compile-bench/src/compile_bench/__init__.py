@@ -1,7 +1,8 @@
 """torch.compile measured: what it costs, what it gives, what breaks the graph."""
 
-from compile_bench.harness import Harness, WorkerFailure
-from compile_bench.results import Bench, Case, Triage
-from compile_bench.verdict import Verdict, judge
+from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.measurements import Bench, Triage
+from compile_bench.measure.verdict import Verdict, judge
+from compile_bench.targets.case import Case
 
 __all__ = ["Bench", "Case", "Harness", "Triage", "Verdict", "WorkerFailure", "judge"]

@@ -14,14 +14,15 @@ from benchkit import UserError
 from benchkit.device import Device
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
-from compile_bench.agreement import Agreement
-from compile_bench.harness import Harness, WorkerFailure
-from compile_bench.records import agreement_record, bench_records, eager_record, plural, shape_record
-from compile_bench.report import REPORT
-from compile_bench.results import MODES, Case, FirstSteps, Mode
-from compile_bench.shapes import Strategy, study_shapes
-from compile_bench.sweep import MEMORY, sweep
-from compile_bench.triage_lens import collect_triage, configure_triage
+from compile_bench.measure.agreement import Agreement
+from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.measurements import FirstSteps
+from compile_bench.measure.serialize import agreement_record, bench_records, eager_record, plural, shape_record
+from compile_bench.measure.shapes import Strategy, study_shapes
+from compile_bench.report.sections import REPORT
+from compile_bench.sweep.run import MEMORY, sweep
+from compile_bench.targets.case import MODES, Case, Mode
+from compile_bench.triage.job import collect_triage, configure_triage
 
 # What a sweep that is cut short has first. Mamba, whose scan in Python is unrolled, takes minutes to compile: begun
 # last, it would go on alone when all others are done.

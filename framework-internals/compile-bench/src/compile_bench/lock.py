@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.results import write_text_atomically
-from compile_bench.results import Case
-from compile_bench.trace import CompileTrace
+from compile_bench.capture.trace import CompileTrace
+from compile_bench.targets.case import Case
 
 VERSION = 1
 DEFAULT_FILE = Path("compile.lock.json")

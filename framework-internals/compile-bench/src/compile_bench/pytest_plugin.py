@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from compile_bench.trace import CompileTrace
+    from compile_bench.capture.trace import CompileTrace
 
 _MARK = "compile_budget"
 _UPDATE = "--compile-lock-update"
@@ -69,7 +69,7 @@ class Budget:
             "breaks": [f"{entry.place}: {entry.reason}" for entry in trace.breaks],
             "recompiles": [f"{entry.place}: {entry.guard} no longer held" for entry in trace.recompiles],
         }
-        from compile_bench.records import plural
+        from compile_bench.measure.serialize import plural
 
         lines = []
         for name, count in counts.items():
@@ -102,7 +102,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     budget = Budget.of(mark)
     import torch
 
-    from compile_bench.collector import Collector, without_caches
+    from compile_bench.capture.collector import Collector, without_caches
 
     torch.compiler.reset()
     # From a cache a kernel is loaded and not generated: it would not be counted.

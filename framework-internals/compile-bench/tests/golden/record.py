@@ -6,7 +6,7 @@ from pathlib import Path
 import program
 import torch
 
-from compile_bench.collector import Collector
+from compile_bench.capture.collector import Collector
 
 FOLDER = Path(__file__).parent
 METRICS = ("fail_type", "fail_reason", "co_name", "co_filename", "co_firstlineno", "guard_count", "graph_op_count")

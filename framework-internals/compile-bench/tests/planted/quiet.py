@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from compile_bench.target import Target
+from compile_bench.targets.target import Target
 
 
 class Quiet(nn.Module):

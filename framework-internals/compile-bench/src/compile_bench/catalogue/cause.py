@@ -25,9 +25,9 @@ class Repro:
     """
 
     broken: Callable[..., Any]
-    mended: Callable[..., Any]
+    fixed: Callable[..., Any]
     calls: Sequence[tuple[Any, ...]]
-    mended_calls: Sequence[tuple[Any, ...]] | None = None
+    fixed_calls: Sequence[tuple[Any, ...]] | None = None
     around: Callable[[int], AbstractContextManager[Any]] | None = None
     method: str = ""
 

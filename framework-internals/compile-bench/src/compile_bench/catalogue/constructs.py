@@ -44,12 +44,12 @@ def _in_loop() -> Repro:
             print(end="")
         return x
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         for _ in range(3):
             x = x.sin()
         return x
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -85,11 +85,11 @@ def _in_with() -> Repro:
             print(end="")
             return x.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         with _scope():
             return x.sin().cos()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -106,10 +106,10 @@ def _exec() -> Repro:
         exec("def double(x):\n    return x * 2", names)
         return names["double"](x)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 2
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -127,10 +127,10 @@ def _class() -> Repro:
 
         return x * Pair.first
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 2
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -146,10 +146,10 @@ def _dataclass() -> Repro:
         point = dataclasses.make_dataclass("point", ["value"])
         return x * point(2).value
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 2
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -164,10 +164,10 @@ def _globals() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(globals()["_VECTOR"])
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * len(_VECTOR)
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -182,10 +182,10 @@ def _cache() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * functools.lru_cache(None)(lambda n: n)(2)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 2
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -203,10 +203,10 @@ def _weak() -> Repro:
         kept["x"] = x
         return x.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -221,10 +221,10 @@ def _deepcopy() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return copy.deepcopy(x).sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.clone().sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @constructs.cause(
@@ -241,10 +241,10 @@ def _signature() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(inspect.signature(nn.functional.relu).parameters)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 2
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @requests.cause(
@@ -279,10 +279,10 @@ def _disabled() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return kept_out(x.sin()).cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return (x.sin() * 2).cos()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @requests.cause(
@@ -307,7 +307,7 @@ def _foreign() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(x.numpy().tobytes())
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * torch.ops.compile_bench_catalogue.bytes_of(x)
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])

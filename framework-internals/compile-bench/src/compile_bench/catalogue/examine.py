@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from compile_bench.capture.collector import Collector, settings, user_code_filter
+from compile_bench.capture.eager_frames import EagerWatch
+from compile_bench.capture.trace import CompileTrace
 from compile_bench.catalogue.cause import Cause, Repro
-from compile_bench.collector import Collector, folders, settings
-from compile_bench.eager_frames import EagerWatch
-from compile_bench.trace import CompileTrace
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def examine(cause: Cause) -> Outcome:
     with quiet[0], quiet[1], warnings.catch_warnings():
         warnings.simplefilter("ignore")
         seen, registry = _broken(cause, cause.make())
-        outputs, error = _mended(cause, cause.make())
+        outputs, error = _fixed(cause, cause.make())
         happens = any(re.search(cause.pattern, each) for each in seen)
         if error or outputs is None:
             return Outcome(happens, seen, registry, False, None, error)
@@ -72,7 +72,7 @@ def _broken(cause: Cause, repro: Repro) -> tuple[tuple[str, ...], tuple[str, ...
         for index, arguments in enumerate(repro.calls):
             with _around(repro, index):
                 function(*arguments)
-    trace = collector.trace(_WHOSE)
+    trace = collector.trace(_USER_CODE)
     registry = tuple(sorted({each.registry for each in trace.breaks if each.registry}))
     if cause.kind == "break":
         return tuple(dict.fromkeys(each.reason for each in trace.breaks)), registry
@@ -87,13 +87,13 @@ def _anywhere(guard: str) -> str:
 
 
 # Here the catalogue's own files are the user's.
-_WHOSE = folders(launcher=False)
+_USER_CODE = user_code_filter(launcher=False)
 
 
 def _silent(repro: Repro, function: Any, trace: CompileTrace) -> tuple[str, ...]:
     """What the last call computed outside any graph."""
     holder = repro.broken if isinstance(repro.broken, nn.Module) else _Holder(function)
-    watch = EagerWatch([holder], _WHOSE)
+    watch = EagerWatch([holder], _USER_CODE)
     step = function if isinstance(repro.broken, nn.Module) else holder
     found = watch.run(lambda: step(*repro.calls[-1]))
     limits = tuple(each.reason for each in trace.breaks if each.category == "recompile limit")
@@ -116,22 +116,22 @@ class _Holder(nn.Module):
         return self.function(*args)
 
 
-def _mended(cause: Cause, repro: Repro) -> tuple[list[Any] | None, str]:
+def _fixed(cause: Cause, repro: Repro) -> tuple[list[Any] | None, str]:
     torch.compiler.reset()
     torch.manual_seed(0)
     outputs = []
-    calls = repro.calls if repro.mended_calls is None else repro.mended_calls
+    calls = repro.calls if repro.fixed_calls is None else repro.fixed_calls
     with settings(cause.settings):
-        compiled: Any = torch.compile(repro.mended, backend="eager", fullgraph=True)
+        compiled: Any = torch.compile(repro.fixed, backend="eager", fullgraph=True)
         with Collector() as collector:
             for index, arguments in enumerate(calls):
                 # What differs from call to call is what the mended program is spared.
-                with _around(repro, 0 if cause.kind == "recompile" and repro.mended_calls is None else index):
+                with _around(repro, 0 if cause.kind == "recompile" and repro.fixed_calls is None else index):
                     try:
                         outputs.append(pytree.tree_map(_detached, compiled(*arguments)))
                     except Exception as error:  # whatever Dynamo raises with fullgraph=True
                         return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    again = collector.trace(_WHOSE).recompiles
+    again = collector.trace(_USER_CODE).recompiles
     return outputs, f"recompiled: {again[0].guard}" if again else ""
 
 
@@ -153,10 +153,10 @@ def _detached(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _agree(eager: Sequence[Any], mended: Sequence[Any]) -> bool:
+def _agree(eager: Sequence[Any], fixed: Sequence[Any]) -> bool:
     try:
         # dtype and shape too; the tolerance is torch's own for the dtype.
-        torch.testing.assert_close(list(mended), list(eager))
+        torch.testing.assert_close(list(fixed), list(eager))
     except AssertionError:
         return False
     return True

@@ -43,10 +43,10 @@ def _json() -> Repro:
     def factor() -> int:
         return int(json.loads("[2]")[0])
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * factor()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @library.cause(
@@ -61,10 +61,10 @@ def _pickle() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(pickle.dumps(1)[:1])
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 1
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @library.cause(
@@ -79,10 +79,10 @@ def _hashed() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * (len(hashlib.md5(b"a").hexdigest()) + zlib.crc32(b"") + (uuid.uuid4() is None))
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 32
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @library.cause(
@@ -97,10 +97,10 @@ def _date() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * (datetime.datetime.now().year > 0)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * True
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @library.cause(
@@ -115,10 +115,10 @@ def _decimal() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * float(decimal.Decimal("1.5") + 1)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 2.5
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @library.cause(
@@ -133,10 +133,10 @@ def _context_variable() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * _gain.get()
 
-    def mended(x: Tensor, gain: float) -> Tensor:
+    def fixed(x: Tensor, gain: float) -> Tensor:
         return x * gain
 
-    return Repro(broken, mended, [_VECTOR], [(*_VECTOR, 2.0)])
+    return Repro(broken, fixed, [_VECTOR], [(*_VECTOR, 2.0)])
 
 
 @library.cause(
@@ -154,10 +154,10 @@ def _lock() -> Repro:
         with lock:
             return x.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @library.cause(
@@ -174,10 +174,10 @@ def _thread() -> Repro:
         handed.put(1)
         return x.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @numbers.cause(
@@ -193,10 +193,10 @@ def _python_random() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * random.random()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * torch.rand(())
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @numbers.cause(
@@ -212,10 +212,10 @@ def _python_seed() -> Repro:
         random.seed(0)
         return x.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @numbers.cause(
@@ -231,10 +231,10 @@ def _numpy_random() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * float(np.random.rand())
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * torch.rand(())
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @numbers.cause(
@@ -250,10 +250,10 @@ def _numpy_generator() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * float(np.random.default_rng(0).normal())
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * torch.randn(())
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @numbers.cause(
@@ -270,10 +270,10 @@ def _torch_seed() -> Repro:
         torch.manual_seed(0)
         return x + torch.randn_like(x)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x + torch.randn_like(x)
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @numbers.cause(
@@ -292,10 +292,10 @@ def _random_state() -> Repro:
         torch.set_rng_state(state)
         return y
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x + torch.randn(4)
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @numbers.cause(
@@ -311,7 +311,7 @@ def _generator() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x + torch.randn(4, generator=torch.Generator().manual_seed(0))
 
-    def mended(x: Tensor, noise: Tensor) -> Tensor:
+    def fixed(x: Tensor, noise: Tensor) -> Tensor:
         return x + noise
 
-    return Repro(broken, mended, [_VECTOR], [(*_VECTOR, torch.zeros(4))])
+    return Repro(broken, fixed, [_VECTOR], [(*_VECTOR, torch.zeros(4))])

@@ -41,13 +41,13 @@ def _print() -> Repro:
         print(end="")
         return y.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         y = x.sin()
         if not torch.compiler.is_compiling():
             print(end="")
         return y.cos()
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(
@@ -64,13 +64,13 @@ def _logging() -> Repro:
         _log.info("between")
         return y.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         y = x.sin()
         if not torch.compiler.is_compiling():
             _log.info("between")
         return y.cos()
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(
@@ -88,13 +88,13 @@ def _warning() -> Repro:
         warnings.warn("scaled", stacklevel=2)
         return with_warning
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         y = x.sin()
         if not torch.compiler.is_compiling():
             warnings.warn("scaled", stacklevel=2)
         return y * 2
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(
@@ -128,10 +128,10 @@ def _clock() -> Repro:
         y = x.sin()
         return y + 0.0 * (time.perf_counter() - start)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(
@@ -165,10 +165,10 @@ def _file() -> Repro:
             stream.write("a line")
         return x.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(
@@ -187,10 +187,10 @@ def _save() -> Repro:
         torch.save(y, target)
         return y
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(
@@ -207,10 +207,10 @@ def _path() -> Repro:
 
     there = Path("/").exists()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin() if there else x.cos()
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(
@@ -259,10 +259,10 @@ def _stack() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(traceback.format_stack()[:1])
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 1
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(
@@ -298,10 +298,10 @@ def _process() -> Repro:
 
     own = os.getpid()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * (own > 0)
 
-    return Repro(broken, mended, [(torch.ones(8),)])
+    return Repro(broken, fixed, [(torch.ones(8),)])
 
 
 @theme.cause(

@@ -56,12 +56,12 @@ def _growing() -> Repro:
     def broken(x: Tensor, cache: Tensor) -> Tensor:
         return torch.cat([cache, x]).sum(0)
 
-    def mended(x: Tensor, cache: Tensor, position: Tensor) -> Tensor:
+    def fixed(x: Tensor, cache: Tensor, position: Tensor) -> Tensor:
         return cache.index_copy(0, position, x).sum(0)
 
     growing = [(torch.ones(1, 4), torch.ones(length, 4)) for length in range(2, 6)]
     static = [(torch.ones(1, 4), torch.zeros(8, 4), torch.tensor([position])) for position in range(4)]
-    return Repro(broken, mended, growing, static)
+    return Repro(broken, fixed, growing, static)
 
 
 @shapes.cause(
@@ -108,10 +108,10 @@ def _tested() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.sin() if x.shape[0] % 8 == 0 else x.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [(torch.ones(n, 8),) for n in (16, 24, 21)], [(torch.ones(24, 8),)] * 3)
+    return Repro(broken, fixed, [(torch.ones(n, 8),) for n in (16, 24, 21)], [(torch.ones(24, 8),)] * 3)
 
 
 @shapes.cause(
@@ -448,7 +448,7 @@ def _global() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * _scale
 
-    def mended(x: Tensor, scale: Tensor) -> Tensor:
+    def fixed(x: Tensor, scale: Tensor) -> Tensor:
         return x * scale
 
     @contextlib.contextmanager
@@ -457,7 +457,7 @@ def _global() -> Repro:
         _scale = index + 2
         yield
 
-    return Repro(broken, mended, [_VECTOR] * 3, [(*_VECTOR, torch.tensor(n)) for n in (2, 3, 4)], around=changed)
+    return Repro(broken, fixed, [_VECTOR] * 3, [(*_VECTOR, torch.tensor(n)) for n in (2, 3, 4)], around=changed)
 
 
 @values.cause(
@@ -472,10 +472,10 @@ def _across() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * round(x.sum().item())
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * x.sum().round()
 
-    return Repro(broken, mended, [(torch.full((4,), float(n)),) for n in (2, 3, 4)])
+    return Repro(broken, fixed, [(torch.full((4,), float(n)),) for n in (2, 3, 4)])
 
 
 @values.cause(
@@ -489,13 +489,13 @@ def _keys() -> Repro:
     def broken(x: Tensor, extra: dict[str, Tensor]) -> Tensor:
         return x + sum(extra.values())
 
-    def mended(x: Tensor, extra: Tensor) -> Tensor:
+    def fixed(x: Tensor, extra: Tensor) -> Tensor:
         return x + extra.sum(0)
 
     ones = torch.ones(4)
     calls = [(ones, {str(key): ones for key in range(size)}) for size in (1, 2, 3)]
     stacked = [(ones, torch.cat([torch.ones(size, 4), torch.zeros(3 - size, 4)])) for size in (1, 2, 3)]
-    return Repro(broken, mended, calls, stacked)
+    return Repro(broken, fixed, calls, stacked)
 
 
 @limits.cause(
@@ -575,11 +575,11 @@ def _list() -> Repro:
     def broken(x: Tensor, cache: list[Tensor]) -> Tensor:
         return x + torch.stack(cache).sum(0)
 
-    def mended(x: Tensor, cache: Tensor) -> Tensor:
+    def fixed(x: Tensor, cache: Tensor) -> Tensor:
         return x + cache.sum(0)
 
     ones = torch.ones(4)
-    return Repro(broken, mended, [(ones, [ones] * n) for n in range(1, 13)], [(ones, torch.zeros(16, 4))] * 12)
+    return Repro(broken, fixed, [(ones, [ones] * n) for n in range(1, 13)], [(ones, torch.zeros(16, 4))] * 12)
 
 
 @limits.cause(

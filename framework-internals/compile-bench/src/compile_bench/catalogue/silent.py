@@ -22,11 +22,11 @@ def _empty() -> Repro:
     def broken(x: Tensor, mask: Tensor | None) -> Tensor:
         return x if mask is None else (x * mask).sin()
 
-    def mended(x: Tensor, mask: Tensor) -> Tensor:
+    def fixed(x: Tensor, mask: Tensor) -> Tensor:
         return (x * mask).sin()
 
     ones = torch.ones(4)
-    return Repro(broken, mended, [(ones, None), (ones, ones)], [(ones, ones)] * 2)
+    return Repro(broken, fixed, [(ones, None), (ones, ones)], [(ones, ones)] * 2)
 
 
 @theme.cause(

@@ -33,10 +33,10 @@ def _backward() -> Repro:
         loss.backward()
         return loss.detach()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return layer(x).sum()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @gradients.cause(
@@ -52,10 +52,10 @@ def _grad() -> Repro:
         x = x.detach().requires_grad_()
         return torch.autograd.grad((x**2).sum(), x)[0]
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return torch.func.grad(lambda x: (x**2).sum())(x)
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @gradients.cause(
@@ -72,10 +72,10 @@ def _requires_grad() -> Repro:
         y.requires_grad = True
         return y.detach() * 2
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.clone() * 2
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @gradients.cause(
@@ -93,10 +93,10 @@ def _parameter() -> Repro:
 
     weight = nn.Parameter(torch.ones(4))
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * weight
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @gradients.cause(
@@ -133,10 +133,10 @@ def _function() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return cubed(x) * 2
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return quiet(x) * 2
 
-    return Repro(broken, mended, [(torch.ones(4, requires_grad=True),)])
+    return Repro(broken, fixed, [(torch.ones(4, requires_grad=True),)])
 
 
 @gradients.cause(
@@ -155,10 +155,10 @@ def _saved_hooks() -> Repro:
         with torch.autograd.graph.saved_tensors_hooks(kept, kept):
             return x.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @gradients.cause(
@@ -174,10 +174,10 @@ def _anomaly() -> Repro:
         torch.autograd.set_detect_anomaly(False)
         return x.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @gradients.cause(
@@ -194,10 +194,10 @@ def _scaler() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return scaler.scale(x.sum())
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sum() * 2.0
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @gradients.cause(
@@ -214,10 +214,10 @@ def _data() -> Repro:
         y.data = x * 2
         return y.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return (x * 2).sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @special.cause(
@@ -251,10 +251,10 @@ def _packed() -> Repro:
     def broken(x: Tensor, lengths: Tensor) -> Tensor:
         return nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True).data.sum()
 
-    def mended(x: Tensor, lengths: Tensor) -> Tensor:
+    def fixed(x: Tensor, lengths: Tensor) -> Tensor:
         return (x * (torch.arange(5) < lengths[:, None])[..., None]).sum()
 
-    return Repro(broken, mended, [(torch.ones(2, 5, 4), torch.tensor([5, 3]))])
+    return Repro(broken, fixed, [(torch.ones(2, 5, 4), torch.tensor([5, 3]))])
 
 
 @special.cause(
@@ -269,10 +269,10 @@ def _sparse() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.to_sparse().to_dense() * 2
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 2
 
-    return Repro(broken, mended, [(torch.eye(4),)])
+    return Repro(broken, fixed, [(torch.eye(4),)])
 
 
 @special.cause(
@@ -289,10 +289,10 @@ def _resized() -> Repro:
         y.resize_(2)
         return y.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x[:2].sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @special.cause(
@@ -307,10 +307,10 @@ def _storage() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * x.untyped_storage().nbytes()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * x.nbytes
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @special.cause(
@@ -325,10 +325,10 @@ def _pinned() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.sin() if x.is_pinned() else x.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.cos()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @special.cause(
@@ -345,10 +345,10 @@ def _copied() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return copy.copy(x).sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.detach().sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @special.cause(
@@ -366,10 +366,10 @@ def _subclass() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.as_subclass(Marked).as_subclass(torch.Tensor) * 2
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * 2
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @special.cause(
@@ -384,10 +384,10 @@ def _dlpack() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return torch.utils.dlpack.from_dlpack(x.detach()).sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @special.cause(
@@ -420,10 +420,10 @@ def _threads() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * (torch.get_num_threads() > 0)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * True
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @state.cause(
@@ -439,10 +439,10 @@ def _threads_set() -> Repro:
         torch.set_num_threads(torch.get_num_threads())
         return x.sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x.sin()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @state.cause(

@@ -25,10 +25,10 @@ def _mask() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x[x > 0].sum()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return torch.where(x > 0, x, 0).sum()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -58,10 +58,10 @@ def _nonzero() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * len(torch.nonzero(x > 0))
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * (x > 0).sum()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -76,10 +76,10 @@ def _masked_select() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x.masked_select(x > 0).mean()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return torch.where(x > 0, x, 0).sum() / (x > 0).sum()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -94,11 +94,11 @@ def _unique() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * torch.unique(x).shape[0]
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         ordered = x.sort().values
         return x * (1 + (ordered[1:] != ordered[:-1]).sum())
 
-    return Repro(broken, mended, [(torch.tensor([1, 2, 2, 3]),)])
+    return Repro(broken, fixed, [(torch.tensor([1, 2, 2, 3]),)])
 
 
 @theme.cause(
@@ -113,10 +113,10 @@ def _unique_consecutive() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * torch.unique_consecutive(x).shape[0]
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * (1 + (x[1:] != x[:-1]).sum())
 
-    return Repro(broken, mended, [(torch.tensor([1, 2, 2, 3]),)])
+    return Repro(broken, fixed, [(torch.tensor([1, 2, 2, 3]),)])
 
 
 @theme.cause(
@@ -131,10 +131,10 @@ def _repeat() -> Repro:
     def broken(x: Tensor, repeats: Tensor) -> Tensor:
         return torch.repeat_interleave(x, repeats)
 
-    def mended(x: Tensor, repeats: Tensor) -> Tensor:
+    def fixed(x: Tensor, repeats: Tensor) -> Tensor:
         return torch.repeat_interleave(x, repeats, output_size=6)
 
-    return Repro(broken, mended, [(*_VECTOR, torch.tensor([1, 2, 1, 2]))])
+    return Repro(broken, fixed, [(*_VECTOR, torch.tensor([1, 2, 1, 2]))])
 
 
 @theme.cause(
@@ -149,10 +149,10 @@ def _one_hot() -> Repro:
     def broken(labels: Tensor) -> Tensor:
         return F.one_hot(labels) * 2
 
-    def mended(labels: Tensor) -> Tensor:
+    def fixed(labels: Tensor) -> Tensor:
         return F.one_hot(labels, num_classes=4) * 2
 
-    return Repro(broken, mended, [(torch.tensor([0, 3, 1]),)])
+    return Repro(broken, fixed, [(torch.tensor([0, 3, 1]),)])
 
 
 @theme.cause(
@@ -167,10 +167,10 @@ def _bincount() -> Repro:
     def broken(labels: Tensor) -> Tensor:
         return torch.bincount(labels, minlength=4) * 2
 
-    def mended(labels: Tensor) -> Tensor:
+    def fixed(labels: Tensor) -> Tensor:
         return labels.new_zeros(4).scatter_add(0, labels, torch.ones_like(labels)) * 2
 
-    return Repro(broken, mended, [(torch.tensor([0, 3, 1, 1]),)])
+    return Repro(broken, fixed, [(torch.tensor([0, 3, 1, 1]),)])
 
 
 @theme.cause(
@@ -185,10 +185,10 @@ def _slice() -> Repro:
     def broken(x: Tensor, length: Tensor) -> Tensor:
         return x[: int(length)].sum()
 
-    def mended(x: Tensor, length: Tensor) -> Tensor:
+    def fixed(x: Tensor, length: Tensor) -> Tensor:
         return (x * (torch.arange(len(x)) < length)).sum()
 
-    return Repro(broken, mended, [(*_VECTOR, torch.tensor(2))])
+    return Repro(broken, fixed, [(*_VECTOR, torch.tensor(2))])
 
 
 @theme.cause(
@@ -203,11 +203,11 @@ def _length() -> Repro:
     def broken(x: Tensor, length: Tensor) -> Tensor:
         return torch.arange(int(length)).sum() * x
 
-    def mended(x: Tensor, length: Tensor) -> Tensor:
+    def fixed(x: Tensor, length: Tensor) -> Tensor:
         positions = torch.arange(8)
         return torch.where(positions < length, positions, 0).sum() * x
 
-    return Repro(broken, mended, [(*_VECTOR, torch.tensor(3))])
+    return Repro(broken, fixed, [(*_VECTOR, torch.tensor(3))])
 
 
 @theme.cause(
@@ -222,8 +222,8 @@ def _topk() -> Repro:
     def broken(x: Tensor, k: Tensor) -> Tensor:
         return x.topk(k.item()).values.sum()  # type: ignore[arg-type]
 
-    def mended(x: Tensor, k: Tensor) -> Tensor:
+    def fixed(x: Tensor, k: Tensor) -> Tensor:
         ordered = x.sort(descending=True).values
         return torch.where(torch.arange(len(x)) < k, ordered, 0).sum()
 
-    return Repro(broken, mended, [(*_VECTOR, torch.tensor(2))])
+    return Repro(broken, fixed, [(*_VECTOR, torch.tensor(2))])

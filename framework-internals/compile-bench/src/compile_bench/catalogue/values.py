@@ -32,11 +32,11 @@ def _branch() -> Repro:
             x = x * 0.5
         return x.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         x = torch.where(x.mean() > 0, x * 0.5, x)
         return x.cos()
 
-    return Repro(broken, mended, [_VECTOR, (-_VECTOR[0],)])
+    return Repro(broken, fixed, [_VECTOR, (-_VECTOR[0],)])
 
 
 @theme.cause(
@@ -53,10 +53,10 @@ def _branch_cond() -> Repro:
             return (x @ x).relu()
         return (x @ x).sin()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda x: (x @ x).relu(), lambda x: (x @ x).sin(), (x,))
 
-    return Repro(broken, mended, [(torch.eye(4),), (-torch.eye(4),)])
+    return Repro(broken, fixed, [(torch.eye(4),), (-torch.eye(4),)])
 
 
 @theme.cause(
@@ -72,10 +72,10 @@ def _choice() -> Repro:
         scale = 2.0 if x.norm() > 1 else 0.5
         return x * scale
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * torch.where(x.norm() > 1, 2.0, 0.5)
 
-    return Repro(broken, mended, [_VECTOR, (_VECTOR[0] * 0.1,)])
+    return Repro(broken, fixed, [_VECTOR, (_VECTOR[0] * 0.1,)])
 
 
 @theme.cause(
@@ -92,10 +92,10 @@ def _and() -> Repro:
         both = x[0] > 0 and x[1] > 0
         return x * both
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * torch.logical_and(x[0] > 0, x[1] > 0)
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -111,10 +111,10 @@ def _any() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * any(x > 0)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * (x > 0).any()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -130,11 +130,11 @@ def _chained() -> Repro:
         inside = 0 < x.sum() < 3
         return x * inside
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         total = x.sum()
         return x * ((total > 0) & (total < 3))
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -149,10 +149,10 @@ def _filtered() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return torch.stack([value for value in x if value > 0.2]).sum()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return torch.where(x > 0.2, x, 0).sum()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -169,12 +169,12 @@ def _loop() -> Repro:
             x = x * 0.5
         return x
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         for _ in range(8):
             x = torch.where(x.norm() > 1, x * 0.5, x)
         return x
 
-    return Repro(broken, mended, [(torch.full((4,), 8.0),)])
+    return Repro(broken, fixed, [(torch.full((4,), 8.0),)])
 
 
 @theme.cause(
@@ -192,11 +192,11 @@ def _raise() -> Repro:
             raise ValueError("not a number")
         return x.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         torch._assert_async(~torch.isnan(x).any(), "not a number")
         return x.cos()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -214,12 +214,12 @@ def _warn() -> Repro:
             warnings.warn("large", stacklevel=2)
         return x.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and x.abs().max() > 10:
             warnings.warn("large", stacklevel=2)
         return x.cos()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -236,11 +236,11 @@ def _branch_on_item() -> Repro:
             x = x * 0.5
         return x.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         x = torch.where(x.max() > 0.5, x * 0.5, x)
         return x.cos()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -255,10 +255,10 @@ def _equal() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * torch.equal(x, x.clone())
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * (x == x.clone()).all()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -273,10 +273,10 @@ def _item() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x / x.abs().max().item()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x / x.abs().max().detach()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -307,10 +307,10 @@ def _text() -> Repro:
     def broken(x: Tensor) -> tuple[Tensor, str]:
         return x.cos(), f"{x.sum().item():.1f}"
 
-    def mended(x: Tensor) -> tuple[Tensor, Tensor]:
+    def fixed(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.cos(), x.sum()
 
-    return Repro(lambda x: broken(x)[0], lambda x: mended(x)[0], [_VECTOR])
+    return Repro(lambda x: broken(x)[0], lambda x: fixed(x)[0], [_VECTOR])
 
 
 @theme.cause(
@@ -325,10 +325,10 @@ def _str() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * (len(str(x)) > 0)
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * True
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -346,10 +346,10 @@ def _key() -> Repro:
     def broken(x: Tensor, index: Tensor) -> Tensor:
         return x * scales[int(index)]
 
-    def mended(x: Tensor, index: Tensor) -> Tensor:
+    def fixed(x: Tensor, index: Tensor) -> Tensor:
         return x * table[index]
 
-    return Repro(broken, mended, [(*_VECTOR, torch.tensor(1))])
+    return Repro(broken, fixed, [(*_VECTOR, torch.tensor(1))])
 
 
 @theme.cause(
@@ -364,10 +364,10 @@ def _list() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return [x.sin(), x.cos(), x, -x][x.argmax()]
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return torch.stack([x.sin(), x.cos(), x, -x]).index_select(0, x.argmax().view(1))[0]
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -386,10 +386,10 @@ def _match() -> Repro:
             case _:
                 return x - 1
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return torch.where(x.argmax() == 3, x + 1, x - 1)
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -406,12 +406,12 @@ def _range() -> Repro:
             x = x.sin()
         return x
 
-    def mended(x: Tensor, rounds: int) -> Tensor:
+    def fixed(x: Tensor, rounds: int) -> Tensor:
         for _ in range(rounds):
             x = x.sin()
         return x
 
-    return Repro(broken, mended, [(*_VECTOR, torch.tensor(2))], [(*_VECTOR, 2)])
+    return Repro(broken, fixed, [(*_VECTOR, torch.tensor(2))], [(*_VECTOR, 2)])
 
 
 @theme.cause(
@@ -426,10 +426,10 @@ def _math() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * math.sqrt(x.sum())
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * x.sum().sqrt()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -444,11 +444,11 @@ def _sorted() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return sorted([x[:2], x[2:]], key=lambda part: part.sum())[0] * 1.0
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         parts = torch.stack([x[:2], x[2:]])
         return parts.index_select(0, parts.sum(1).argmin().view(1))[0]
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -463,10 +463,10 @@ def _tolist() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * max(x.tolist())
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * x.max()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -481,10 +481,10 @@ def _sizes() -> Repro:
     def broken(x: Tensor, sizes: Tensor) -> Tensor:
         return torch.cat([part.relu() for part in x.split(sizes.tolist())])
 
-    def mended(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def fixed(x: Tensor, sizes: tuple[int, ...]) -> Tensor:
         return torch.cat([part.relu() for part in x.split(sizes)])
 
-    return Repro(broken, mended, [(*_VECTOR, torch.tensor([1, 3]))], [(*_VECTOR, (1, 3))])
+    return Repro(broken, fixed, [(*_VECTOR, torch.tensor([1, 3]))], [(*_VECTOR, (1, 3))])
 
 
 @theme.cause(
@@ -499,10 +499,10 @@ def _from_values() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return torch.tensor([x.min().item(), x.max().item()])
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return torch.stack([x.min(), x.max()])
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -517,10 +517,10 @@ def _numpy() -> Repro:
     def broken(x: Tensor) -> Tensor:
         return x * float(np.linalg.norm(x.numpy()))
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x * torch.linalg.vector_norm(x)
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -541,11 +541,11 @@ def _clip() -> Repro:
         nn.utils.clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=True)
         return x.cos()
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
         return x.cos()
 
-    return Repro(broken, mended, [_VECTOR])
+    return Repro(broken, fixed, [_VECTOR])
 
 
 @theme.cause(
@@ -563,10 +563,10 @@ def _layerdrop() -> Repro:
             x = x + x.sin()
         return x
 
-    def mended(x: Tensor) -> Tensor:
+    def fixed(x: Tensor) -> Tensor:
         return x + (torch.rand([]) < 0.5) * x.sin()
 
-    return Repro(broken, mended, [_VECTOR] * 4)
+    return Repro(broken, fixed, [_VECTOR] * 4)
 
 
 @theme.cause(

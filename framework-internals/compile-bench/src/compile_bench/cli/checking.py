@@ -23,11 +23,12 @@ from compile_bench.cli.options import (
     place,
     recompiled,
 )
-from compile_bench.harness import DEFAULT_LIMIT, Harness
 from compile_bench.lock import DEFAULT_FILE, Inventory, key_of, locked, update_lock
-from compile_bench.records import plural
-from compile_bench.results import Bench, Case, Triage
-from compile_bench.verdict import BUSY
+from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
+from compile_bench.measure.measurements import Bench, Triage
+from compile_bench.measure.serialize import plural
+from compile_bench.measure.verdict import BUSY
+from compile_bench.targets.case import Case
 
 
 def check(

@@ -24,11 +24,11 @@ from compile_bench.cli.options import (
     leave,
 )
 from compile_bench.cli.triaging import describe_triage
-from compile_bench.harness import DEFAULT_LIMIT, Harness, WorkerFailure
-from compile_bench.records import plural
-from compile_bench.results import Bench, Triage
-from compile_bench.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
-from compile_bench.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, difference, judge, plan
+from compile_bench.measure.harness import DEFAULT_LIMIT, Harness, WorkerFailure
+from compile_bench.measure.measurements import Bench, Triage
+from compile_bench.measure.serialize import plural
+from compile_bench.measure.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
+from compile_bench.measure.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, difference, judge, plan
 
 
 def run(
@@ -114,7 +114,7 @@ def shapes(
 
 def describe_zoo() -> str:
     """The zoo as Markdown."""
-    from compile_bench.zoo import ZOO
+    from compile_bench.targets.zoo import ZOO
 
     return markdown_table(["target", "what it is"], [(name, entry.about) for name, entry in ZOO.items()], left=2)
 
@@ -125,7 +125,7 @@ def _zoo_row(bench: Bench) -> tuple[str, ...]:
         bench.case.target,
         verdict.advice,
         numbers.quantity(bench.steady.speedup),
-        numbers.with_unit(verdict.price, "s"),
+        numbers.with_unit(verdict.cost, "s"),
         _steps(verdict.cold.steps),
         numbers.count(len(bench.trace.breaks)),
         _covered(bench),
@@ -180,7 +180,7 @@ def describe_bench(bench: Bench) -> str:
         ("step, eager", numbers.quantity(steady.eager)),
         ("step, compiled", numbers.quantity(steady.compiled)),
         *_untuned_rows(bench),
-        ("price, empty caches", numbers.with_unit(verdict.price, "s")),
+        ("price, empty caches", numbers.with_unit(verdict.cost, "s")),
         ("break-even, empty caches", _steps(verdict.cold.steps)),
     ]
     if verdict.warm is not None:

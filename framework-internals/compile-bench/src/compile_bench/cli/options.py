@@ -12,10 +12,10 @@ import typer
 from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
-from compile_bench.harness import WorkerFailure
-from compile_bench.records import shorten
-from compile_bench.results import MODES, SCOPES, Case
-from compile_bench.trace import Recompile
+from compile_bench.capture.trace import Recompile
+from compile_bench.measure.harness import WorkerFailure
+from compile_bench.measure.serialize import shorten
+from compile_bench.targets.case import MODES, SCOPES, Case
 
 OVER_BUDGET, UNUSABLE, NOT_MEASURED = 1, 2, 3
 

@@ -17,19 +17,20 @@ from benchkit.progress import working
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place, recompiled
-from compile_bench.findings import Bill, Finding, Mend
-from compile_bench.harness import DEFAULT_LIMIT, Harness
-from compile_bench.records import plural
-from compile_bench.results import Triage
+from compile_bench.fixes.types import Fix
+from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
+from compile_bench.measure.measurements import Triage
+from compile_bench.measure.serialize import plural
+from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
+    from compile_bench.capture.trace import Recompile
     from compile_bench.catalogue import Cause
-    from compile_bench.trace import Recompile
 
 Kinds = Annotated[
     bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; both else.")
 ]
-Prices = Annotated[bool, typer.Option("--price/--no-price", help="Compile with Inductor and measure every break.")]
+BreakCosts = Annotated[bool, typer.Option("--price/--no-price", help="Compile with Inductor and measure every break.")]
 Mends = Annotated[bool, typer.Option("--mend/--no-mend", help="Try changes of the source and prove them.")]
 Patches = Annotated[
     Path, typer.Option(help="Folder for the patches that were proved; those of an earlier triage in it are removed.")
@@ -42,8 +43,8 @@ _OWN_PATCH = re.compile(r"\d\d+-[\w-]+\.patch|all\.patch")
 def triage(
     target: TargetName,
     train: Kinds = None,
-    price: Prices = True,
-    mend: Mends = True,
+    cost: BreakCosts = True,
+    fix: Mends = True,
     patches: Patches = Path("compile-bench-patches"),
     dynamic: Dynamic = None,
     device: DeviceName = "auto",
@@ -52,27 +53,27 @@ def triage(
     """Find every graph break and all else that runs eagerly: line, reason, price, and a proved patch."""
 
     def draw() -> int:
-        from compile_bench.bill import draw_up
+        from compile_bench.triage.run import run_triage
 
         case = case_of(target, True, "default", dynamic, device)
         kinds = (True, False) if train is None else (train,)
         with Harness.open(case.device, limit=limit) as harness, working(f"triage of {target}"):
-            bill = draw_up(harness, case, kinds=kinds, price=price, mend=mend)
-        print(describe_bill(bill, write_patches(bill, patches)))
+            report = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix)
+        print(describe_report(report, write_patches(report, patches)))
         return 0
 
     leave(draw)
 
 
-def write_patches(bill: Bill, folder: Path) -> dict[str, Path]:
+def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
     """Write a file for every accepted change, and one for those that hold together, in an earlier triage's place.
 
     Returns:
         The files by patch.
     """
-    accepted = [finding.mend for finding in bill.findings if finding.mend is not None and finding.mend.accepted]
-    if bill.together is not None and len(accepted) > 1:
-        accepted.append(replace(bill.together, case="all"))
+    accepted = [finding.fix for finding in report.findings if finding.fix is not None and finding.fix.accepted]
+    if report.together is not None and len(accepted) > 1:
+        accepted.append(replace(report.together, case="all"))
     for earlier in folder.glob("*.patch"):
         if _OWN_PATCH.fullmatch(earlier.name):
             earlier.unlink()
@@ -86,20 +87,20 @@ def write_patches(bill: Bill, folder: Path) -> dict[str, Path]:
     return written
 
 
-def describe_bill(bill: Bill, patches: dict[str, Path]) -> str:
+def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     """The bill as Markdown: what was found, dearest first, then line by line what to do."""
-    lines = [_headline(bill), *bill.raised]
-    if bill.findings:
-        rows = [_row(finding) for finding in bill.findings]
+    lines = [_headline(report), *report.raised]
+    if report.findings:
+        rows = [_row(finding) for finding in report.findings]
         header = ["line", "what", "category", "in", "gap a step", "bytes across", "compiling", "mend"]
         lines += ["", markdown_table(header, rows, left=4)]
-    for finding in bill.findings:
+    for finding in report.findings:
         lines += ["", *_details(finding, patches)]
-    if bill.recompiles:
-        lines += ["", *_recompilations(bill.recompiles)]
-    if bill.together is not None:
-        lines += ["", *_together(bill.together, patches)]
-    lines += [f"not done: {each}" for each in bill.absent]
+    if report.recompiles:
+        lines += ["", *_recompilations(report.recompiles)]
+    if report.together is not None:
+        lines += ["", *_together(report.together, patches)]
+    lines += [f"not done: {each}" for each in report.absent]
     return "\n".join(lines)
 
 
@@ -114,27 +115,27 @@ def _recompilations(recompiles: Sequence[Recompile]) -> list[str]:
     return [*lines, "", *dict.fromkeys(advice)] if advice else lines
 
 
-def _headline(bill: Bill) -> str:
-    kinds = " and ".join(survey.case.kind for survey in bill.surveys)
-    counted = [plural(len({(f.file, f.line) for f in bill.findings}), "line")]
-    share = sum(s.collect_seconds for s in bill.surveys) / max(sum(s.trace_seconds for s in bill.surveys), 1e-9)
+def _headline(report: TriageReport) -> str:
+    kinds = " and ".join(survey.case.kind for survey in report.surveys)
+    counted = [plural(len({(f.file, f.line) for f in report.findings}), "line")]
+    share = sum(s.collect_seconds for s in report.surveys) / max(sum(s.trace_seconds for s in report.surveys), 1e-9)
     return (
-        f"{bill.target}, {kinds}: {counted[0]} out of the graph, {plural(len(bill.recompiles), 'cause')} of "
+        f"{report.target}, {kinds}: {counted[0]} out of the graph, {plural(len(report.recompiles), 'cause')} of "
         f"recompilation; collecting took {share * 100:.1f} % of the tracing"
     )
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
-    price = finding.price
+    cost = finding.cost
     return (
         place(finding.file, finding.line),
         finding.kind,
         finding.category,
         "both" if len(finding.kinds) > 1 else finding.kinds[0],
-        "–" if price is None or price.gap is None else numbers.with_unit(price.gap.value, "s"),
-        "–" if price is None else numbers.with_unit(price.crossing, "B"),
-        "–" if price is None else numbers.with_unit(price.compile_seconds, "s"),
-        "–" if finding.mend is None else ("yes" if finding.mend.accepted else "no"),
+        "–" if cost is None or cost.gap is None else numbers.with_unit(cost.gap.value, "s"),
+        "–" if cost is None else numbers.with_unit(cost.crossing, "B"),
+        "–" if cost is None else numbers.with_unit(cost.compile_seconds, "s"),
+        "–" if finding.fix is None else ("yes" if finding.fix.accepted else "no"),
     )
 
 
@@ -144,33 +145,33 @@ def _details(finding: Finding, patches: dict[str, Path]) -> list[str]:
         lines.append(f"    … to line {finding.end_line}")
     if finding.library:
         lines.append(f"  in the library: {finding.library}")
-    if finding.price is not None and finding.price.share > 1:
-        lines.append(f"  the gap is shared by {finding.price.share} breaks")
-    if finding.price is not None and finding.price.no_gap:
-        lines.append(f"  no gap: {finding.price.no_gap}")
+    if finding.cost is not None and finding.cost.share > 1:
+        lines.append(f"  the gap is shared by {finding.cost.share} breaks")
+    if finding.cost is not None and finding.cost.no_gap:
+        lines.append(f"  no gap: {finding.cost.no_gap}")
     if finding.advice:
         named = f" (catalogue: {finding.case})" if finding.case else ""
         lines.append(f"  do: {finding.advice}{named}")
-    if finding.mend is not None:
-        lines += _mend(finding.mend, patches)
+    if finding.fix is not None:
+        lines += _fix(finding.fix, patches)
     return lines
 
 
-def _mend(mend: Mend, patches: dict[str, Path]) -> list[str]:
-    if not mend.accepted:
-        return [f"  tried, not accepted: {mend.title}: {mend.verdict}"]
-    assert mend.before is not None
-    assert mend.after is not None
+def _fix(fix: Fix, patches: dict[str, Path]) -> list[str]:
+    if not fix.accepted:
+        return [f"  tried, not accepted: {fix.title}: {fix.verdict}"]
+    assert fix.before is not None
+    assert fix.after is not None
     lines = [
-        f"  mended: {mend.title}; {plural(mend.before.breaks, 'break')} before, {mend.after.breaks} after, "
-        f"{plural(mend.before.graphs, 'graph')} before, {mend.after.graphs} after; {mend.verdict}",
-        f"  patch: {patches[mend.patch]}",
+        f"  mended: {fix.title}; {plural(fix.before.breaks, 'break')} before, {fix.after.breaks} after, "
+        f"{plural(fix.before.graphs, 'graph')} before, {fix.after.graphs} after; {fix.verdict}",
+        f"  patch: {patches[fix.patch]}",
     ]
-    lines += [f"  not among those that hold together: {mend.apart}"] if mend.apart else []
-    return [*lines, f"  note: {mend.effect}"] if mend.effect else lines
+    lines += [f"  not among those that hold together: {fix.apart}"] if fix.apart else []
+    return [*lines, f"  note: {fix.effect}"] if fix.effect else lines
 
 
-def _together(together: Mend, patches: dict[str, Path]) -> list[str]:
+def _together(together: Fix, patches: dict[str, Path]) -> list[str]:
     rows = []
     for name, figures in (("before", together.before), ("after", together.after)):
         assert figures is not None

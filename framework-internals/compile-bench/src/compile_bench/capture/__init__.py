@@ -1,0 +1,1 @@
+"""What torch.compile did: events, frames and phases, as typed records."""

@@ -1,0 +1,1 @@
+"""Changes of the source that remove a graph break, and their verification."""

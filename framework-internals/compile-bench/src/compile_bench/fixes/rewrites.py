@@ -1,0 +1,639 @@
+"""Changes of the source that mend a break, each tied to a case of the catalogue.
+
+A rewrite looks at the statement that broke and either proposes edits or nothing. It proposes only what computes the
+same by construction, says what else is different afterwards (``effect``), and leaves the proof to
+:mod:`compile_bench.fixes.fixer`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+from compile_bench.capture.trace import Break
+from compile_bench.fixes.purity import is_elementwise, is_exact_in_float32, is_quiet
+from compile_bench.fixes.source import Edit, Source
+
+Make = Callable[[Source, ast.stmt, Break], list[Edit]]
+
+_COMPILING = "torch.compiler.is_compiling()"
+_LOG_METHODS = frozenset(("debug", "info", "warning", "warn", "error", "critical", "exception", "log"))
+_OUTPUT = frozenset(
+    [
+        "print",
+        "pprint",
+        "pprint.pprint",
+        "warnings.warn",
+        "sys.stdout.write",
+        "sys.stderr.write",
+        "sys.stdout.flush",
+        "sys.stderr.flush",
+        "traceback.print_stack",
+        "traceback.print_exc",
+        "tqdm.write",
+        "click.echo",
+    ]
+)
+_UPKEEP = frozenset(
+    [
+        "gc.collect",
+        "torch.cuda.synchronize",
+        "torch.cuda.empty_cache",
+        "torch.cuda.reset_peak_memory_stats",
+        "breakpoint",
+        "pdb.set_trace",
+    ]
+)
+_KEEPING = frozenset(("append", "appendleft", "extend", "insert", "put", "setdefault", "update"))
+_CLOCKS = frozenset(("time", "perf_counter", "monotonic", "process_time", "thread_time"))
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A way to change a statement.
+
+    Attributes:
+        case: of the catalogue.
+        title: what it does.
+        effect: what is different for the user afterwards; empty if nothing is.
+        make: from the file, the statement and the break to edits; none where it does not apply.
+    """
+
+    case: str
+    title: str
+    effect: str
+    make: Make
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rewrite with its edits of one file."""
+
+    rewrite: Rewrite
+    source: Source
+    edits: tuple[Edit, ...]
+
+
+def candidates(source: Source, found: Break) -> Iterator[Candidate]:
+    """What may mend a break, the least invasive first.
+
+    Args:
+        source: the file that the break is in.
+        found: the break.
+    """
+    statements = source.statements(found.line)
+    for rewrite in REWRITES:
+        ways = (tuple(rewrite.make(source, statement, found)) for statement in statements)
+        for edits in dict.fromkeys(ways):
+            if edits:
+                yield Candidate(rewrite, source, edits)
+
+
+# -- output and upkeep ---------------------------------------------------------------------------------------------
+
+
+def _guard_output(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    return _guarded(source, statement) if _writes(statement) else []
+
+
+def _writes(statement: ast.stmt) -> bool:
+    """Whether a statement does nothing but print, warn or log."""
+    call = _called(statement)
+    if call is None or not all(is_quiet(each) for each in [*call.args, *(word.value for word in call.keywords)]):
+        return False
+    name = _dotted(call.func)
+    logs = isinstance(call.func, ast.Attribute) and call.func.attr in _LOG_METHODS and "log" in name.lower()
+    return name in _OUTPUT or logs
+
+
+def _guard_report(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    """``if x.isnan().any(): log.warning(…)``: the value is read only where something may be written."""
+    if not isinstance(statement, ast.If) or statement.orelse or not all(map(_writes, statement.body)):
+        return []
+    if not is_quiet(statement.test) or not source.line(statement.lineno).lstrip().startswith("if "):
+        return []
+    start, end = source.start(statement.test), source.end(statement.test)
+    if isinstance(statement.test, (ast.Compare, ast.Call, ast.Name, ast.Attribute, ast.UnaryOp)):
+        return [Edit(start, start, f"not {_COMPILING} and "), *with_torch(source)]
+    return [Edit(start, start, f"not {_COMPILING} and ("), Edit(end, end, ")"), *with_torch(source)]
+
+
+def _guard_upkeep(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    call = _called(statement)
+    return _guarded(source, statement) if call is not None and _dotted(call.func) in _UPKEEP else []
+
+
+def _guarded(source: Source, statement: ast.stmt) -> list[Edit]:
+    """The statement, only while not compiling."""
+    if not source.alone(statement):
+        text = source.text(statement)
+        return [source.replace(statement, f"{text} if not {_COMPILING} else None"), *with_torch(source)]
+    return [*_indented(source, statement, f"if not {_COMPILING}:"), *with_torch(source)]
+
+
+def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
+    """Put a statement into a block of its own. Lines inside of multi-line strings stay where they are."""
+    indent, unit = source.indent(statement), _unit(source.indent(statement))
+    edits = [Edit(source.start(statement), source.start(statement), f"{head}{source.newline}{indent}{unit}")]
+    frozen = {
+        line
+        for node in ast.walk(statement)
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno is not None
+        for line in range(node.lineno + 1, node.end_lineno + 1)
+    }
+    assert statement.end_lineno is not None
+    inner = range(statement.lineno + 1, statement.end_lineno + 1)
+    starts = [source.line_start(line) for line in inner if line not in frozen and source.line(line).strip()]
+    return edits + [Edit(start, start, unit) for start in starts]
+
+
+def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    """All clocks of the function: with one of two left as it is, their difference would be the time since 1970."""
+    bare = _imported_clocks(source)
+    if not any(_reads_clock(node, bare) for node in _expressions(statement)):
+        return []
+    function = source.function(statement)
+    if _decides(source, function or statement, bare):
+        return []
+    edits = [
+        source.replace(node, f"({_zero_of(source.text(node.func))} if {_COMPILING} else {source.text(node)})")
+        for node in ast.walk(function or statement)
+        if _reads_clock(node, bare) and source.function(node) in (function, None)
+    ]
+    return [*edits, *with_torch(source)]
+
+
+def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
+    """Whether a time that is read in a function decides anything, as one that is compared with a deadline does."""
+    timed: set[str] = set()
+
+    def of_time(node: ast.AST) -> bool:
+        return any(
+            _reads_clock(each, bare) or (isinstance(each, ast.expr) and _dotted(each) in timed)
+            for each in ast.walk(node)
+        )
+
+    assignments = [each for each in ast.walk(scope) if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
+    before = None
+    while before != timed:  # a time may go through as many names as there are
+        before = set(timed)
+        for each in assignments:
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            if each.value is not None and of_time(each.value):
+                timed |= {_dotted(target) for target in targets} - {""}
+    kept = {name for name in timed if "." in name}
+    compared = [each for each in ast.walk(scope) if isinstance(each, ast.Compare)]
+    elsewhere = (each for each in ast.walk(source.tree) if isinstance(each, ast.Compare))
+    return any(map(of_time, compared)) or any(
+        _dotted(part) in kept for each in elsewhere for part in ast.walk(each) if isinstance(part, ast.Attribute)
+    )
+
+
+def _imported_clocks(source: Source) -> frozenset[str]:
+    """The names that ``from time import …`` gives clocks in a module."""
+    imports = (node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.module == "time")
+    names = (alias for node in imports for alias in node.names if alias.name.removesuffix("_ns") in _CLOCKS)
+    return frozenset(alias.asname or alias.name for alias in names)
+
+
+def _reads_clock(node: ast.AST, bare: frozenset[str]) -> TypeGuard[ast.Call]:
+    if not isinstance(node, ast.Call) or node.args or node.keywords:
+        return False
+    owner, _, name = _dotted(node.func).rpartition(".")
+    return owner == "time" and name.removesuffix("_ns") in _CLOCKS if owner else name in bare
+
+
+def _zero_of(clock: str) -> str:
+    return "0" if clock.endswith("_ns") else "0.0"
+
+
+# -- what the code asks for ----------------------------------------------------------------------------------------
+
+
+def _drop_graph_break(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+    call = _called(statement)
+    if call is None or _dotted(call.func).rpartition(".")[2] != "graph_break":
+        return []
+    if len(source.block(statement)) == 1 or not source.alone(statement):
+        return [source.replace(statement, "pass")]
+    assert statement.end_lineno is not None
+    return [Edit(source.line_start(statement.lineno), source.line_start(statement.end_lineno + 1), "")]
+
+
+def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if "disable" not in found.reason:
+        return []
+    called = {_dotted(node.func).rpartition(".")[2] for node in _expressions(statement) if isinstance(node, ast.Call)}
+    edits = []
+    for function in ast.walk(source.tree):
+        if isinstance(function, ast.FunctionDef) and function.name in called:
+            for decorator in function.decorator_list:
+                bare = decorator.func if isinstance(decorator, ast.Call) else decorator
+                if _dotted(bare) in ("torch.compiler.disable", "torch._dynamo.disable"):
+                    assert decorator.end_lineno is not None
+                    first, last = source.line_start(decorator.lineno), source.line_start(decorator.end_lineno + 1)
+                    edits.append(Edit(first, last, ""))
+    return edits
+
+
+# -- branches on values --------------------------------------------------------------------------------------------
+
+
+def _where(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if found.category not in ("data-dependent control flow", "tensor value read by Python"):
+        return []
+    edits = (
+        _where_statement(source, statement)
+        if isinstance(statement, ast.If)
+        else _where_expression(source, _run(source, statement, found))
+    )
+    return [*edits, *with_torch(source)] if edits else []
+
+
+def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
+    if isinstance(branch.test, ast.BoolOp):
+        return _where_nested(source, branch, branch.test)
+    condition = _condition(source, branch.test)
+    if (
+        condition is None
+        or len(branch.body) != 1
+        or not source.alone(branch)
+        or source.line(branch.lineno).lstrip()[:2] != "if"
+    ):
+        return []
+    taken, other = branch.body[0], branch.orelse[0] if len(branch.orelse) == 1 else None
+    if isinstance(taken, ast.Return) and taken.value is not None:
+        block = source.block(branch)
+        behind = block[block.index(branch) + 1 :]
+        last = other if other is not None else (behind[0] if not branch.orelse and behind else None)
+        if isinstance(last, ast.Return) and last.value is not None:
+            chosen = _chosen(source, condition, taken.value, last.value)
+            return [_instead(source, branch, last, f"return {chosen}")] if chosen else []
+        return []
+    name = _assigned(taken)
+    if name is None or not isinstance(taken, ast.Assign):
+        return []
+    if other is not None:
+        if _assigned(other) != name or not isinstance(other, ast.Assign):
+            return []
+        chosen = _chosen(source, condition, taken.value, other.value)
+    elif branch.orelse:
+        return []
+    else:
+        chosen = _chosen(source, condition, taken.value, ast.parse(name, mode="eval").body, name)
+    return [_instead(source, branch, branch, f"{name} = {chosen}")] if chosen else []
+
+
+def _instead(source: Source, first: ast.stmt, last: ast.stmt, text: str) -> Edit:
+    """``text`` in the place of statements; their comments go above it."""
+    start, end = source.start(first), source.end(last)
+    above = "".join(f"{comment}{source.newline}{source.indent(first)}" for comment in source.comments(start, end))
+    return Edit(start, end, above + text)
+
+
+def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit]:
+    """``if self.flag and tensor: x = f(x)``: the flag stays a branch."""
+    *flags, last = test.values
+    plain = all(_dotted(flag.operand if isinstance(flag, ast.UnaryOp) else flag).startswith("self.") for flag in flags)
+    if not isinstance(test.op, ast.And) or not plain or branch.orelse or len(branch.body) != 1:
+        return []
+    condition, taken = _condition(source, last), branch.body[0]
+    name = _assigned(taken)
+    if condition is None or name is None or not isinstance(taken, ast.Assign):
+        return []
+    chosen = _chosen(source, condition, taken.value, ast.parse(name, mode="eval").body, name)
+    return [Edit(source.end(flags[-1]), source.end(last), ""), source.replace(taken.value, chosen)] if chosen else []
+
+
+def _where_expression(source: Source, nodes: Iterable[ast.AST]) -> list[Edit]:
+    edits = []
+    for node in nodes:
+        if isinstance(node, ast.IfExp):
+            if isinstance(node.body, ast.Constant) and _is_kept(source, node):
+                continue
+            condition = _condition(source, node.test)
+            chosen = condition and _chosen(source, condition, node.body, node.orelse)
+            if chosen:
+                edits.append(source.replace(node, chosen))
+    return edits
+
+
+def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr, other_text: str = "") -> str:
+    """``torch.where`` over both values; over the argument where both are the same call of one argument."""
+    text = other_text or source.text(other)
+    if isinstance(taken, ast.Call) and isinstance(other, ast.Call) and not other_text:
+        same = source.text(taken.func) == source.text(other.func) and not taken.keywords and not other.keywords
+        if same and len(taken.args) == len(other.args) == 1 and not isinstance(taken.args[0], ast.Starred):
+            inner = _chosen(source, condition, taken.args[0], other.args[0])
+            return f"{source.text(taken.func)}({inner})" if inner else ""
+    numbers = [node for node in (taken, other) if isinstance(node, ast.Constant)]
+    if len(numbers) == 1 or len({type(number.value) for number in numbers}) > 1:
+        return ""  # a number in one case, a tensor or another kind of number in the other
+    if not all(is_exact_in_float32(number) for number in numbers):
+        return ""
+    if not (is_elementwise(taken) and is_elementwise(other)):
+        return ""
+    return f"torch.where({condition}, {source.text(taken)}, {text})"
+
+
+def _condition(source: Source, test: ast.expr) -> str | None:
+    """A condition as a tensor: without the ``bool()``, ``float()`` and ``.item()`` that read it."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _condition(source, test.operand)
+        return None if inner is None else f"torch.logical_not({inner})"
+    if isinstance(test, ast.Call) and _dotted(test.func) == "bool" and len(test.args) == 1:
+        return _condition(source, test.args[0])
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        if isinstance(test.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
+            return None
+        return _without_reads(source, test)
+    if isinstance(test, (ast.Name, ast.Subscript)) or (
+        isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute)
+    ):
+        return _without_reads(source, test)
+    return None
+
+
+def _without_reads(source: Source, node: ast.expr) -> str:
+    start, text = source.start(node), source.text(node).encode("utf-8")
+    reads = [each for each in ast.walk(node) if isinstance(each, ast.Call) and _read_tensor(each) is not None]
+    for read in sorted(reads, key=source.start, reverse=True):
+        tensor = _read_tensor(read)
+        assert tensor is not None
+        if source.end(read) <= start + len(text):
+            inner = source.text(tensor).encode("utf-8")
+            text = text[: source.start(read) - start] + inner + text[source.end(read) - start :]
+    return text.decode("utf-8")
+
+
+def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if not isinstance(statement, ast.If) or found.category != "data-dependent control flow":
+        return []
+    if len(statement.body) != 1 or statement.orelse or not isinstance(statement.body[0], ast.Raise):
+        return []
+    if _is_caught(source, statement, found):
+        return []
+    condition = _condition(source, statement.test)
+    if condition is None or source.line(statement.lineno).lstrip()[:3] != "if ":
+        return []
+    raised = statement.body[0].exc
+    said = raised.args[0] if isinstance(raised, ast.Call) and raised.args else None
+    told = isinstance(said, ast.Constant) and isinstance(said.value, str)
+    message = source.text(said) if said is not None and told else repr(source.text(statement.test))
+    indent, unit = source.indent(statement), _unit(source.indent(statement))
+    kept = f"torch._assert_async(torch.logical_not({condition}), {message})"
+    start = source.start(statement)
+    newline = source.newline
+    head = f"if {_COMPILING}:{newline}{indent}{unit}{kept}{newline}{indent}elif"
+    return [Edit(start, start + 2, head), *with_torch(source)]
+
+
+def _is_caught(source: Source, statement: ast.stmt, found: Break) -> bool:
+    """Whether an error is dealt with where it is raised, or where that is called: one of the device would not be."""
+    function = source.function(statement)
+    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+    called = [call for call in calls if function and _dotted(call.func).rpartition(".")[2] == function.name]
+    around = [(source, node) for node in (statement, *called)]
+    for frame in found.stack:
+        try:
+            other = Source.read(Path(frame.file))
+        except (OSError, SyntaxError):
+            continue
+        around += [(other, node) for node in other.statements(frame.line)]
+    return any(_is_handled(each, node) for each, node in around)
+
+
+def _is_handled(source: Source, node: ast.AST) -> bool:
+    """Whether the function that a node is in handles errors around it."""
+    function = source.function(node)
+    for around in source.above(node):
+        if around is function:
+            return False
+        if isinstance(around, ast.Try) and around.handlers:
+            return True
+        if isinstance(around, ast.With):
+            calls = [item.context_expr for item in around.items if isinstance(item.context_expr, ast.Call)]
+            if any(_dotted(call.func).rpartition(".")[2] == "suppress" for call in calls):
+                return True
+    return False
+
+
+# -- values that Python reads --------------------------------------------------------------------------------------
+
+
+def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if found.category != "tensor value read by Python":
+        return []
+    edits = []
+    for node in _run(source, statement, found):
+        if not isinstance(node, ast.Call) or not _only_computed_with(source, node):
+            continue
+        tensor = _read_tensor(node)
+        if tensor is None:
+            continue
+        text = source.text(tensor)
+        atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
+        # item() cuts the gradient; so does detach(). What is written into the tensor later is not in the value.
+        kept = f"{text}.detach()" if atom else f"({text}).detach()"
+        kept += ".clone()" if isinstance(tensor, (ast.Name, ast.Attribute, ast.Subscript)) else ""
+        edits.append(source.replace(node, f"{kept}.long()" if _dotted(node.func) == "int" else kept))
+    return edits
+
+
+def _read_tensor(node: ast.Call) -> ast.expr | None:
+    """The expression whose value a call reads into Python."""
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
+        return node.func.value
+    if isinstance(node.func, ast.Name) and node.func.id in ("float", "int") and len(node.args) == 1:
+        argument = node.args[0]
+        inner = _read_tensor(argument) if isinstance(argument, ast.Call) else None
+        return inner or (argument if not isinstance(argument, (ast.Constant, ast.Starred)) else None)
+    return None
+
+
+def _only_computed_with(source: Source, node: ast.expr) -> bool:
+    """Whether a value goes into arithmetic alone, where a tensor of no dimensions does as well as a number."""
+    parent = source.parents[node]
+    if isinstance(parent, (ast.BinOp, ast.UnaryOp)):
+        return _goes_into_arithmetic(source, node)
+    if isinstance(parent, (ast.Return, ast.Assign)):
+        function = source.function(node)
+        if isinstance(parent, ast.Assign) and function is not None and (name := _assigned(parent)) is not None:
+            uses = [each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == name]
+            loads = [each for each in uses if isinstance(each.ctx, ast.Load)]
+            return bool(loads) and all(_goes_into_arithmetic(source, each) for each in loads)
+        return isinstance(parent, ast.Return) and function is not None and _calls_compute(source, function.name)
+    return False
+
+
+def _goes_into_arithmetic(source: Source, node: ast.expr) -> bool:
+    return isinstance(source.parents[node], (ast.BinOp, ast.UnaryOp)) and not _is_kept(source, node)
+
+
+def _is_kept(source: Source, node: ast.expr) -> bool:
+    """Whether what is computed with a value outlives the call, or is shown: who reads it later expects a number."""
+    parent = source.parents[node]
+    while isinstance(parent, (ast.BinOp, ast.UnaryOp)):
+        node, parent = parent, source.parents[parent]
+    if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+        return any(isinstance(each, ast.Attribute) or _is_named_entry(each) for each in targets)
+    if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute):
+        return parent.func.attr in _KEEPING
+    return isinstance(parent, (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.FormattedValue))
+
+
+def _is_named_entry(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+    )
+
+
+def _calls_compute(source: Source, name: str) -> bool:
+    """Whether all calls of a function in its file go into arithmetic."""
+    calls = [
+        node
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] == name
+    ]
+    return bool(calls) and all(isinstance(source.parents[call], (ast.BinOp, ast.UnaryOp)) for call in calls)
+
+
+def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    if found.category != "data-dependent shape":
+        return []
+    edits = []
+    for node in _expressions(statement):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sum"):
+            continue
+        picked = node.func.value
+        if node.args or node.keywords or not isinstance(picked, ast.Subscript):
+            continue
+        mask, values = picked.slice, source.text(picked.value)
+        if isinstance(mask, ast.Compare) and source.text(mask.left) in (values, f"{values}.abs()"):
+            edits.append(source.replace(node, f"torch.where({source.text(mask)}, {values}, 0).sum()"))
+    return [*edits, *with_torch(source)] if edits else []
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+def _setting(name: str, value: str, mark: str) -> Make:
+    def make(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+        text = f"{found.category} {found.reason}"
+        return with_torch(source, f"torch._dynamo.config.{name} = {value}") if mark in text else []
+
+    return make
+
+
+# Case of the catalogue, name in torch._dynamo.config, value, and what the category or reason of a break says.
+_SETTINGS = (
+    ("item-captured", "capture_scalar_outputs", "True", "tensor value read by Python"),
+    ("dynamic-shape-captured", "capture_dynamic_output_shape_ops", "True", "data-dependent shape"),
+    ("rnn-allowed", "allow_rnn", "True", "RNN, GRU, or LSTM"),
+    ("parameter-made-inside", "graph_break_on_nn_param_ctor", "False", "`torch.nn.Parameter()` constructor"),
+)
+CHANGED_SETTINGS = tuple(name for _, name, _, _ in _SETTINGS)
+_PROCESS_WIDE = "a setting of the whole process: every model compiled in it is traced like that"
+
+REWRITES = (
+    Rewrite("graph-break-call", "remove the call of graph_break()", "", _drop_graph_break),
+    Rewrite("print", "write only while not compiling", "a compiled model no longer writes this", _guard_output),
+    Rewrite(
+        "warn-on-value",
+        "check only while not compiling",
+        "a compiled model neither checks this nor writes it",
+        _guard_report,
+    ),
+    Rewrite("upkeep", "do it only while not compiling", "a compiled model no longer does this", _guard_upkeep),
+    Rewrite("clock", "read the clock only while not compiling", "times read 0 in a compiled model", _read_no_clock),
+    Rewrite(
+        "raise-on-value",
+        "check on the device while compiling",
+        "compiled, the error is a RuntimeError, and on a GPU one of the device",
+        _assert_async,
+    ),
+    Rewrite(
+        "branch-on-value",
+        "compute both sides and choose with torch.where",
+        "both sides are computed; NaN or infinity in the one not chosen can reach the gradient",
+        _where,
+    ),
+    Rewrite("item", "keep the value a tensor without dimensions", "", _keep_tensor),
+    Rewrite("boolean-mask", "sum with zeros in the place of what is masked", "the order of the sum", _masked_sum),
+    Rewrite(
+        "disabled-function", "compile the function too", "a function kept out on purpose is compiled", _drop_disable
+    ),
+    *(Rewrite(case, name, _PROCESS_WIDE, _setting(name, value, mark)) for case, name, value, mark in _SETTINGS),
+)
+
+
+# -- helpers -------------------------------------------------------------------------------------------------------
+
+
+def with_torch(source: Source, line: str = "") -> list[Edit]:
+    """Edits that give a module ``import torch``, where it has not, and then ``line``, both after its imports."""
+    imports = [node for node in source.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    has_torch = any(
+        isinstance(node, ast.Import) and any(a.name.partition(".")[0] == "torch" and not a.asname for a in node.names)
+        for node in imports
+    )
+    lines = ([] if has_torch else ["import torch"]) + (["", line] if line else [])
+    if not lines:
+        return []
+    first = source.tree.body[0]
+    has_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    last = imports[-1] if imports else (first if has_docstring else None)
+    offset = 0 if last is None else source.line_start((last.end_lineno or last.lineno) + 1)
+    text = "".join(f"{each}{source.newline}" for each in lines)
+    if offset and not source.content[:offset].endswith(b"\n"):  # the last line of a file may have no end
+        text = source.newline + text
+    return [Edit(offset, offset, text)]
+
+
+def _called(statement: ast.stmt) -> ast.Call | None:
+    """The call that is all of a statement."""
+    return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+
+
+def _expressions(statement: ast.stmt | ast.expr) -> Iterator[ast.AST]:
+    """The nodes of a statement without the statements inside of it, and without functions that run later."""
+    waiting: list[ast.AST] = [statement]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        later = (ast.stmt, ast.Lambda)
+        waiting += [child for child in ast.iter_child_nodes(node) if not isinstance(child, later)]
+
+
+def _run(source: Source, statement: ast.stmt, found: Break) -> Iterator[ast.AST]:
+    """The nodes that run in the function of a break: of a lambda its body, not the statement that makes it."""
+    if found.function != "<lambda>":
+        yield from _expressions(statement)
+        return
+    for body in source.lambda_bodies(found.line):
+        yield from _expressions(body)
+
+
+def _assigned(statement: ast.AST) -> str | None:
+    """The one plain name that a statement assigns to."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
+        return statement.targets[0].id
+    return None
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c`` of names and attributes; empty for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        owner = _dotted(node.value)
+        return f"{owner}.{node.attr}" if owner else ""
+    return ""
+
+
+def _unit(indent: str) -> str:
+    return "\t" if indent.endswith("\t") else "    "

@@ -1,0 +1,205 @@
+"""Does a changed model compute what the unchanged one does? Outputs and gradients, on several inputs.
+
+The unchanged model's values are written down once (:func:`reference`), and every changed one is compared with them
+(:func:`refusal`), the last one compiled with Inductor in a process of its own. Branches are only told apart by inputs
+that take either side, so every floating-point argument is also negated and scaled. The bound is that of
+:mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same seed, with
+Inductor drawing as eager does, and the bound is then calibrated by what compiling the unchanged model alone does to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchkit.errors import first_line
+from compile_bench.fixes.types import Refusal
+from compile_bench.measure.accuracy import (
+    FACTOR,
+    draws_random_numbers,
+    error_pair,
+    flat,
+    rounding_allowance,
+    vector,
+    widened,
+)
+from compile_bench.measure.steps import load_case
+from compile_bench.measure.survey import own_model
+from compile_bench.targets.case import Case
+from compile_bench.targets.randomness import seed_everything
+from compile_bench.targets.target import Target, tensors_in
+
+_SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one step of a model gave.
+
+    Attributes:
+        values: outputs as one vector, every gradient and every floating-point buffer, in float64.
+        signature: shape and dtype of every output tensor.
+    """
+
+    values: dict[str, Tensor]
+    signature: tuple[tuple[tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the unchanged model gives for one variant of the arguments.
+
+    Attributes:
+        scale: that floating-point arguments are multiplied by.
+        eager: as it is.
+        exact: in float64; ``eager`` where it draws random numbers or does not run in float64.
+        allowance: by value, what the bound adds to the eager error.
+    """
+
+    scale: float
+    eager: Observation
+    exact: Observation
+    allowance: dict[str, float]
+
+
+def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
+    """Write what the unchanged model of a case gives, for :func:`refusal`.
+
+    Args:
+        case: whose target.
+        path: of the file.
+        calibrated: whether to allow for what compiling the unchanged model alone does to its values, as is done of one
+            that draws random numbers in any case: sums in another order may exceed the bound in a model where they
+            cancel, as in batch norm.
+
+    Returns:
+        Whether it was written; not if ``calibrated`` and what there is without it allows for this already.
+    """
+    target = load_case(case)
+    random = target.is_step or draws_random_numbers(target, train=case.train)
+    if random and calibrated:
+        return False
+    # A step has no arguments to vary, and may change its own state from call to call.
+    scales = _SCALES[:1] if target.is_step else _SCALES
+    found = (_expected(target, case, scale, random=random, calibrated=random or calibrated) for scale in scales)
+    torch.save((random, [each for each in found if each is not None]), path)
+    return True
+
+
+def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
+    """Compare the model of a case as it now is, eager or compiled.
+
+    Returns:
+        None if all outputs and gradients are within their bounds.
+    """
+    target = load_case(case)
+    with torch.serialization.safe_globals([Expected, Observation]):
+        random, expected = cast(tuple[bool, list[Expected]], torch.load(path, weights_only=True))
+    if not expected:
+        return Refusal("the unchanged model gave no finite output to compare with")
+    for each in expected:
+        model = own_model(target, case)  # a new one, as the reference's: some keep things that are no buffers
+        call = compiled(model, case, random=random) if with_inductor else model
+        try:
+            found = observe(scaled(target, each.scale), call, model, case)
+        except Exception as error:  # whatever the changed model or the compiler raises
+            return Refusal(f"the changed model raised {first_line(error)[:160]}")
+        difference = _difference(each, found)
+        if difference is not None:
+            scale = "" if each.scale == 1 else f" (arguments × {each.scale:.3g})"
+            return replace(difference, why=difference.why + scale)
+    return None
+
+
+def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
+    """The model with Inductor; if it draws random numbers, drawing them as eager does."""
+    options: dict[str, Any] | None = {"fallback_random": True} if random else None
+    return torch.compile(model, dynamic=case.dynamic, options=options)
+
+
+def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case) -> Observation:
+    """Outputs, gradients and buffers of one call."""
+    model.zero_grad(set_to_none=True)
+    seed_everything(0)
+    train = case.train and not target.is_step
+    with torch.set_grad_enabled(case.train), target.precision():
+        output = call(*target.args, **target.kwargs)
+    values = {"output": flat(output)}
+    if train:
+        target.backward(output)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} if train else {}
+    named = {f"buffer {name}": each for name, each in model.named_buffers()}
+    buffers = {name: each for name, each in named.items() if each.is_floating_point() or each.is_complex()}
+    values |= {name: vector(tensor).clone() for name, tensor in {**gradients, **buffers}.items()}
+    model.zero_grad(set_to_none=True)
+    return Observation(values, tuple((tuple(each.shape), str(each.dtype)) for each in tensors_in(output)))
+
+
+def scaled(target: Target, scale: float) -> Target:
+    """The target with its floating-point arguments multiplied."""
+
+    def multiplied(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf * scale if leaf.is_floating_point() else leaf, value)
+
+    return replace(target, args=multiplied(target.args), kwargs=multiplied(dict(target.kwargs)))
+
+
+def _expected(target: Target, case: Case, scale: float, *, random: bool, calibrated: bool) -> Expected | None:
+    """None where the model does not take arguments of that scale; in float64 too unless it draws random numbers."""
+    variant = scaled(target, scale)
+    try:
+        model = own_model(target, case)
+        eager = observe(variant, model, model, case)
+    except Exception:  # an argument that the model checks: the other variants remain
+        if scale == 1.0:
+            raise
+        return None
+    if not all(bool(value.isfinite().all()) for value in eager.values.values()):
+        return None
+    allowance = dict.fromkeys(eager.values, rounding_allowance(variant))
+    if calibrated:
+        model = own_model(target, case)
+        found = observe(variant, compiled(model, case, random=random), model, case).values
+        for name, value in eager.values.items():
+            allowance[name] += FACTOR * _distance(found[name], value)
+    if random:
+        return Expected(scale, eager, eager, allowance)
+    try:
+        wide = widened(variant)
+        widely = observe(wide, wide.model, wide.model, case)
+    except RuntimeError:  # a dtype written into the model, or an operator without a float64 kernel
+        widely = eager
+    return Expected(scale, eager, widely, allowance)
+
+
+def _distance(values: Tensor, reference: Tensor) -> float:
+    size = torch.linalg.vector_norm(reference).item() or 1.0
+    return torch.linalg.vector_norm(values - reference).item() / size
+
+
+def _difference(expected: Expected, found: Observation) -> Refusal | None:
+    if found.signature != expected.eager.signature:
+        return Refusal(f"the output is {_described(found)} instead of {_described(expected.eager)}")
+    missing = sorted(set(expected.eager.values) ^ set(found.values))
+    if missing:
+        return Refusal(f"{missing[0]} is there in one of the two only")
+    for name, value in found.values.items():
+        eager, exact = expected.eager.values[name], expected.exact.values[name]
+        if value.shape != exact.shape:
+            return Refusal(f"{name} has {value.numel()} elements instead of {exact.numel()}")
+        pair = error_pair(name, eager, value, exact, expected.allowance[name])
+        if not pair.holds:
+            return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", off=True)
+    return None
+
+
+def _described(observation: Observation) -> str:
+    return (
+        ", ".join(f"{dtype.removeprefix('torch.')}{list(shape)}" for shape, dtype in observation.signature) or "empty"
+    )

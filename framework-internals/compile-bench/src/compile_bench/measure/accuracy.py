@@ -1,0 +1,241 @@
+"""Are the compiled outputs and gradients as right as the eager ones? Both are held against float64.
+
+The compiled error of a tensor, ‖x − x₆₄‖₂ / ‖x₆₄‖₂, may be at most::
+
+    3 · (eager error of the same tensor) + u(dtype) + √(n / 2) · u(float32)
+
+The first term is for two computations that only order their operations differently. u(dtype) is one rounding in the
+dtype that was computed in: eager may be exact by luck. The last is for sums over the batch. Added in order, n terms of
+random sign have a relative error of about √(n / 2) · u (the probabilistic analysis of Higham and Mary, 2019); eager
+adds them pairwise, Inductor's C++ loops in order, so the gradients of biases and norm weights come out several times
+less accurate without anything being wrong. n is bounded by the elements of the largest argument.
+
+The gradient of ReLU, max pooling or a top-k choice jumps where its input changes sign or order. Among a million inputs
+one may lie so close to the jump that two right computations fall on different sides, and its term is in one gradient
+and not in the other. So gradients outside the bound, with outputs within, are looked at again with all weights moved by
+about a percent: a wrong computation stays wrong there, and another input is close to the jump, or none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from benchkit import UserError
+from benchkit.errors import first_line
+from compile_bench.measure.measurements import Accuracy, ErrorPair
+from compile_bench.targets.randomness import changes_with_the_seed
+from compile_bench.targets.target import Target, tensors_in
+
+# The norm of n independent roundings scatters by a share of 1/√(2n): 3 is far outside for any tensor that matters.
+FACTOR = 3.0
+
+# A ReLU network in float32 had a term on the other side of a jump in two of five batches: seven in a row are 1 in 600.
+ATTEMPTS = 7
+MOVED = 0.01
+
+Values = dict[str, Tensor]
+
+
+def compare_with_eager(
+    target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool
+) -> Accuracy:
+    """Run the same forward (and backward) pass eagerly, compiled and in float64, and compare.
+
+    Args:
+        target: with the weights that all three get.
+        compiled: ``torch.compile`` of ``compiled_model``.
+        compiled_model: the module behind it; its weights are set to the target's.
+        train: compare gradients too.
+    """
+    reason = _incomparable(target, train=train)
+    if reason:
+        return Accuracy(skipped=reason)
+    found = Accuracy()
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            found = _compare(_moved(target, attempt), compiled, compiled_model, train=train)
+        except torch.OutOfMemoryError:
+            return Accuracy(skipped="the float64 computation does not fit in the GPU's memory")
+        except _Incomparable as error:
+            return Accuracy(skipped=str(error))
+        found = replace(found, attempts=attempt)
+        if found.holds or found.wrong or (found.output is not None and not found.output.holds):
+            break
+    compiled_model.load_state_dict(target.model.state_dict())
+    return found
+
+
+def _incomparable(target: Target, *, train: bool) -> str:
+    """Why a target's numbers cannot be compared, in one sentence; empty if they can."""
+    if target.is_step:
+        return "a step function keeps its weights to itself"
+    try:
+        random = draws_random_numbers(target, train=train)
+    except UserError as error:  # an output without floating-point numbers
+        return str(error)
+    return "the model draws random numbers (dropout?), and the compiler draws others than eager does" if random else ""
+
+
+def _moved(target: Target, attempt: int) -> Target:
+    """The target as it is at the first attempt, later with every weight moved by about a percent."""
+    if attempt == 1:
+        return target
+    model = target.copied()
+    generator = torch.Generator().manual_seed(attempt)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+            parameter.mul_(1 + MOVED * noise)
+    return replace(target, model=model)
+
+
+def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Module, *, train: bool) -> Accuracy:
+    compiled_model.load_state_dict(target.model.state_dict())
+    try:
+        ours = _values(target, compiled, compiled_model, train=train)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the compiler or its code raises, eager does not
+        return Accuracy(wrong=f"the compiled call raised {first_line(error)}")
+    eager_model = target.copied()
+    eager = _values(target, eager_model, eager_model, train=train)
+    del eager_model
+    exact = _exact(target, train=train)
+    if unfinished := [name for name in exact if not (eager[name].isfinite().all() and exact[name].isfinite().all())]:
+        raise _Incomparable(f"eager's own results are not finite: {_named(unfinished)}")
+    if wrong := _wrong(ours, exact):
+        return Accuracy(wrong=wrong, tensors=len(exact))
+    allowance = rounding_allowance(target)
+    pairs = [error_pair(name, eager[name], ours[name], exact[name], allowance) for name in exact]
+    gradients = [pair for pair in pairs if pair.name != "output"]
+    return Accuracy(
+        output=pairs[0],
+        gradient=max(gradients, key=lambda pair: pair.compiled / pair.bound, default=None),
+        tensors=len(pairs),
+    )
+
+
+class _Incomparable(Exception):
+    """Nothing to hold compiled results against; the message says why."""
+
+
+def _exact(target: Target, *, train: bool) -> Values:
+    """The results in float64."""
+    try:
+        wide = widened(target)
+        return _values(wide, wide.model, wide.model, train=train)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a dtype written into the model, or an operator without a float64 kernel
+        raise _Incomparable(f"the model does not run in float64: {first_line(error)}") from error
+
+
+def _wrong(ours: Values, exact: Values) -> str:
+    """What is not an error of rounding; empty where there is nothing."""
+    if missing := [name for name in exact if name not in ours]:
+        return f"the compiled step gives no gradient of {_named(missing)}"
+    if more := [name for name in ours if name not in exact]:
+        return f"the compiled step gives a gradient, and eager none, of {_named(more)}"
+    if unfinished := [name for name in exact if not ours[name].isfinite().all()]:
+        return f"the compiled step gives NaN or infinity where eager does not: {_named(unfinished)}"
+    if shapes := [name for name in exact if ours[name].shape != exact[name].shape]:
+        return f"the compiled step gives another number of values: {_named(shapes)}"
+    return ""
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _values(target: Target, call: Callable[..., Any], model: nn.Module, *, train: bool) -> Values:
+    """The outputs as one vector under ``"output"``, and every parameter's gradient."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(train), target.precision():
+        output = call(*target.args, **target.kwargs)
+    if not train:
+        return {"output": flat(output)}
+    loss = target.backward(output)
+    gradients = {name: vector(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"output": flat(loss), **gradients}
+
+
+def flat(output: Any) -> Tensor:
+    """All floating-point and complex tensors of an output as one vector of float64.
+
+    Raises:
+        UserError: if there are none.
+    """
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
+    if not tensors:
+        raise UserError(
+            f"the model's output, of type {type(output).__name__}, holds no floating-point tensor to compare; let the "
+            "target's model return one, in a tuple, a list, a dict or a dataclass"
+        )
+    return torch.cat([vector(tensor) for tensor in tensors])
+
+
+def vector(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in float64: those that a sparse one leaves out too, of a complex one both parts."""
+    elements = tensor.detach()
+    if elements.layout != torch.strided:
+        elements = elements.to_dense()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements.resolve_conj())
+    return elements.double().flatten()
+
+
+def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
+    """Both errors of a tensor against float64, and the bound of the compiled one's."""
+    size = torch.linalg.vector_norm(exact).item() or 1.0
+
+    def error(values: Tensor) -> float:
+        return torch.linalg.vector_norm(values - exact).item() / size
+
+    return ErrorPair(name, error(eager), error(compiled), FACTOR * error(eager) + allowance)
+
+
+def widened(target: Target) -> Target:
+    """The target in float64, without autocast."""
+
+    def widen(value: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, value)
+
+    return replace(
+        target,
+        model=target.copied().double(),
+        args=widen(target.args),
+        kwargs=widen(dict(target.kwargs)),
+        autocast=None,
+    )
+
+
+def rounding_allowance(target: Target) -> float:
+    """What the bound adds to the eager error: one rounding, and a sum over the batch in order."""
+    dtype = target.autocast or next(
+        (p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32
+    )
+    arguments = pytree.tree_leaves((target.args, dict(target.kwargs)))
+    terms = max((leaf.numel() for leaf in arguments if isinstance(leaf, Tensor)), default=1)
+    # Sums are accumulated in float32 where the dtype is narrower, and in the dtype where it is wider.
+    accumulator = torch.promote_types(dtype, torch.float32)
+    return torch.finfo(dtype).eps / 2 + math.sqrt(terms / 2) * torch.finfo(accumulator).eps / 2
+
+
+def draws_random_numbers(target: Target, *, train: bool) -> bool:
+    """Whether the output depends on random numbers."""
+    model = target.copied().train(train)
+
+    def output() -> Tensor:
+        with torch.set_grad_enabled(train):  # a function may do a backward pass of its own
+            return flat(target.forward(model, target.args))
+
+    return changes_with_the_seed(output)

@@ -1,0 +1,182 @@
+"""What one step does, by the profiler: how much of it is compiled, how many kernels it launches, what it allocates."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined] # there, but not listed
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchkit.device import Device
+from compile_bench.capture.collector import allocations
+from compile_bench.measure.measurements import KernelTime, StepProfile
+from compile_bench.targets.target import Step
+
+STEPS = 3
+_STEP = "compile_bench step"
+_GUARDS = "TorchDynamo Cache Lookup"
+# What PyTorch records around compiled code: the forward pass, a generated graph, the backward pass.
+_REGIONS = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunctionBackward")
+# Kernels that are kept by name: enough to see what a step's time went to.
+_COSTLIEST = 5
+# How the operators begin that torch.nn.functional.scaled_dot_product_attention chooses among, but for the plain one.
+_ATTENTION_OPERATOR = "aten::_scaled_dot_product_"
+_PLAIN_ATTENTION = "aten::_scaled_dot_product_attention_math"
+# Their kernels: PyTorch's memory-efficient one, Flash Attention, cuDNN's. A replayed CUDA graph calls no operators.
+_ATTENTION_KERNEL = re.compile(r"fmha|flash|sdpa")
+_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+
+Interval = tuple[float, float]
+
+
+def record_steps(step: Step, device: Device) -> profile:
+    """Record a few steps that have been warmed up; :func:`read_profile` makes something of it, and may take longer.
+
+    Args:
+        step: after all its compiling.
+        device: where it works. Its GPU is to be this process's alone: another's kernels, run in between, lengthen
+            those of the step.
+    """
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
+    with profile(activities=activities) as profiled:
+        for _ in range(STEPS):
+            with record_function(_STEP):
+                step()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+    return profiled
+
+
+def read_profile(recorded: profile, device: Device) -> StepProfile:
+    """What :func:`record_steps` saw of a step on ``device``."""
+    return summarise(list(recorded.events()), device, steps=STEPS)
+
+
+def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfile:
+    """Count over the profiler's events.
+
+    Args:
+        events: ``torch.autograd.profiler_util.FunctionEvent`` of ``steps`` steps, each within a span of its own.
+        device: on a GPU kernels are counted.
+        steps: what the counts are divided by.
+    """
+    calls = [event for event in events if event.device_type == DeviceType.CPU]
+    regions: dict[int, list[Interval]] = defaultdict(list)
+    for event in calls:
+        if event.name.startswith(_REGIONS):
+            regions[event.thread].append(_span(event))
+    regions = {thread: _union(spans) for thread, spans in regions.items()}
+    outside = [event for event in calls if _is_called_operator(event) and not _inside(event, regions)]
+    guards = sum(event.time_range.elapsed_us() for event in calls if event.name == _GUARDS)
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA and _is_kernel(event)]
+    launches = [event for event in events if event.name.startswith(_LAUNCHES)]
+    on_gpu = device == "cuda"
+    is_fused_attention = _is_fused_attention_kernel if on_gpu else _is_fused_attention_operator
+    return StepProfile(
+        covered=_covered_kernels(calls, regions) if on_gpu else _covered_time(calls, regions),
+        operators=len(outside) / steps,
+        kernels=len(kernels) / steps if on_gpu else None,
+        launches=len(launches) / steps if on_gpu else None,
+        guard_seconds=guards * 1e-6 / steps,
+        busy_seconds=_busy(events) / steps if on_gpu else None,
+        costliest=_costliest(kernels, steps),
+        fused_attention=sum(is_fused_attention(event.name) for event in (kernels if on_gpu else calls)) / steps,
+    )
+
+
+def peak_rise(step: Step) -> int:
+    """Bytes by which the CPU's allocations rise within a step at most, weights not included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+    return largest_rise(allocations(profiled))
+
+
+def largest_rise(changes: Iterable[int]) -> int:
+    """The largest climb of the running sum of ``changes`` over a point before it.
+
+    A training step first releases the gradients of the one before; what counts is the climb from there.
+    """
+    lowest = rise = 0
+    for held in accumulate(changes):
+        lowest = min(lowest, held)
+        rise = max(rise, held - lowest)
+    return rise
+
+
+def _span(event: Any) -> Interval:
+    return event.time_range.start, event.time_range.end
+
+
+def _union(spans: list[Interval]) -> list[Interval]:
+    """Overlapping intervals as one, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _inside(event: Any, regions: dict[int, list[Interval]]) -> bool:
+    start, end = _span(event)
+    return any(begin <= start and end <= finish for begin, finish in regions.get(event.thread, ()))
+
+
+def _is_called_operator(event: Any) -> bool:
+    """An ATen operator that no other one called."""
+    return event.name.startswith("aten::") and not (event.cpu_parent and event.cpu_parent.name.startswith("aten::"))
+
+
+def _is_kernel(event: Any) -> bool:
+    # The profiler repeats the spans of record_function on the GPU's track.
+    return not event.is_user_annotation and not event.name.startswith(("Memcpy", "Memset"))
+
+
+def _busy(events: Sequence[Any]) -> float:
+    """Seconds in which the GPU did anything: kernels that overlap are counted once."""
+    own = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
+    return sum(end - start for start, end in _union([_span(event) for event in own])) * 1e-6
+
+
+def _costliest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
+    spent: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        spent[_plain_name(kernel.name)].append(kernel.time_range.elapsed_us())
+    found = [KernelTime(name, len(each) / steps, sum(each) * 1e-6 / steps) for name, each in spent.items()]
+    return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_COSTLIEST])
+
+
+def _is_fused_attention_operator(name: str) -> bool:
+    return name.startswith(_ATTENTION_OPERATOR) and not name.startswith(_PLAIN_ATTENTION)
+
+
+def _is_fused_attention_kernel(name: str) -> bool:
+    if name.startswith("triton_"):  # after all that Inductor put into it: an attention's operands made ready, say
+        return "flex_attention" in name
+    return _ATTENTION_KERNEL.search(name) is not None
+
+
+def _plain_name(name: str) -> str:
+    """``void at::native::some_kernel<4, float>(int)`` → ``at::native::some_kernel``."""
+    return re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
+
+
+def _covered_time(calls: Sequence[Any], regions: dict[int, list[Interval]]) -> float:
+    whole = sum(event.time_range.elapsed_us() for event in calls if event.name == _STEP)
+    merged = _union([span for spans in regions.values() for span in spans])
+    return sum(end - start for start, end in merged) / whole if whole else 0.0
+
+
+def _covered_kernels(calls: Sequence[Any], regions: dict[int, list[Interval]]) -> float | None:
+    seconds = {True: 0.0, False: 0.0}
+    for event in calls:
+        for kernel in event.kernels:
+            seconds[_inside(event, regions)] += kernel.duration
+    whole = seconds[True] + seconds[False]
+    return seconds[True] / whole if whole else None

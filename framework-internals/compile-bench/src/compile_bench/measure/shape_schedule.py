@@ -1,0 +1,205 @@
+"""Going through a schedule of shapes, in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from benchkit import Quantity, UserError
+from benchkit.statistics import quantile
+from compile_bench.capture.collector import Collector, import_compiler, mark_dynamic, prepare_toolchain
+from compile_bench.capture.trace import CompileTrace
+from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, ShapeAnswer, Strategy
+from compile_bench.measure.steps import load_case
+from compile_bench.targets.case import Case
+from compile_bench.targets.regional import compile_case
+from compile_bench.targets.target import Step, Target, describe_error
+
+Sizes = dict[tuple[int, int], list[int]]  # (leaf, dimension): its size in every call
+
+LEAST_PASSES = 3
+_DYNAMIC: dict[Strategy, bool | None] = {"static": False, "buckets": False, "padding": False, "dynamic": True}
+
+
+def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> ShapeAnswer:
+    """Go through a schedule with one strategy.
+
+    Args:
+        case: what is called.
+        strategy: how.
+        schedule: one of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
+        seconds: how long to sample passes after the first.
+
+    Raises:
+        UserError: if there is no schedule, its shapes do not change, or a call fails without compiling.
+    """
+    target = load_case(case)
+    calls = make_calls(target, schedule) if schedule else list(target.calls())
+    if len(calls) < 2:
+        made = ", ".join(MADE_SCHEDULES)
+        raise UserError(f"{case.target} has no schedule of shapes; give its Target one, or --schedule {made}")
+    sizes = varying_sizes(calls)
+    description = tuple(_describe(call) for call in calls)
+    names = tuple(_name(calls[0], leaf, dimension) for leaf, dimension in sizes)
+    try:
+        passes = _passes(case, target, _prepare(calls, strategy, sizes), strategy, seconds)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the model or the compiler raises
+        if strategy == "eager":
+            raise UserError(f"{case.target}: a call of the schedule raised {describe_error(error)}") from error
+        passes = Passes(strategy, failed=describe_error(error))
+    return ShapeAnswer(passes, description, names)
+
+
+def _passes(case: Case, target: Target, calls: list[Target], strategy: Strategy, seconds: float) -> Passes:
+    model: nn.Module = target.copied()
+    start = time.perf_counter()
+    if strategy == "eager":
+        steps = [call.step(model, train=case.train) for call in calls]
+        _go_through(steps, case)
+        trace = CompileTrace()
+    else:
+        import_compiler()
+        prepare_toolchain(case.device)
+        model = compile_case(model, replace(case, dynamic=_DYNAMIC.get(strategy), scope="whole"))
+        steps = [call.step(model, train=case.train) for call in calls]
+        with Collector() as collector:
+            _go_through(steps, case)
+        trace = collector.trace()
+    first = time.perf_counter() - start
+    later: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(later) < LEAST_PASSES or time.perf_counter() < end:
+        start = time.perf_counter()
+        _go_through(steps, case)
+        later.append(time.perf_counter() - start)
+    median, low, high = (quantile(later, fraction) for fraction in (0.5, 0.2, 0.8))
+    figure = Quantity(median, "s", low, high, len(later), "p20-p80")
+    return Passes(strategy, first, figure, len(trace.graphs), trace.recompiles)
+
+
+def _go_through(steps: Sequence[Step], case: Case) -> None:
+    for step in steps:
+        step()
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def make_calls(target: Target, schedule: str) -> list[Target]:
+    """Calls of other shapes, cut out of the target's own arguments.
+
+    Args:
+        target: its first tensor says what is batch (dimension 0) and sequence (dimension 1); every tensor of the same
+            size there is cut with it.
+        schedule: ``last-batch`` (full, full, a little over half), ``batch-1`` (full, one), ``growing-sequence`` (four
+            quarters).
+
+    Raises:
+        UserError: for another name, or arguments that have no such dimension.
+    """
+    if schedule not in MADE_SCHEDULES:
+        raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
+    tensors = _tensors(target)
+    dimension = 1 if schedule == "growing-sequence" else 0
+    if not tensors or tensors[0].ndim <= dimension:
+        raise UserError(f"--schedule {schedule} cuts dimension {dimension} of the first tensor argument: there is none")
+    whole = tensors[0].shape[dimension]
+    sizes = {
+        "last-batch": (whole, whole, min(whole // 2 + 1, max(whole - 1, 1))),
+        "batch-1": (whole, 1, whole),
+        "growing-sequence": tuple(max(whole * quarter // 4, 1) for quarter in (1, 2, 3, 4)),
+    }[schedule]
+
+    def cut(size: int) -> Target:
+        def narrow(leaf: Tensor) -> Tensor:
+            fits = leaf.ndim > dimension and leaf.shape[dimension] == whole
+            return leaf.narrow(dimension, 0, size).clone() if fits else leaf
+
+        return _mapped(target, narrow)
+
+    return [cut(size) for size in sizes]
+
+
+def varying_sizes(calls: Sequence[Target]) -> Sizes:
+    """The dimensions whose size changes over the calls.
+
+    Raises:
+        UserError: if none does, or the calls differ in more than sizes.
+    """
+    leaves = [_tensors(call) for call in calls]
+    if len({tuple(leaf.ndim for leaf in each) for each in leaves}) > 1:
+        raise UserError(
+            "the calls of the schedule differ in the number of tensors or in their ranks, not in sizes alone"
+        )
+    sizes = {
+        (index, dimension): [each[index].shape[dimension] for each in leaves]
+        for index, leaf in enumerate(leaves[0])
+        for dimension in range(leaf.ndim)
+    }
+    varying = {key: seen for key, seen in sizes.items() if len(set(seen)) > 1}
+    if not varying:
+        raise UserError("all calls of the schedule have the same shapes: nothing to choose between")
+    return varying
+
+
+def _prepare(calls: Sequence[Target], strategy: Strategy, sizes: Sizes) -> list[Target]:
+    if strategy == "mark_dynamic":
+        for call in calls:
+            for index, leaf in enumerate(_tensors(call)):
+                for dimension in range(leaf.ndim):
+                    # Sizes 0 and 1 are constants to the compiler: marked, they are an error.
+                    if (index, dimension) in sizes and leaf.shape[dimension] > 1:
+                        mark_dynamic(leaf, dimension)
+        return list(calls)
+    if strategy not in PADDED:
+        return list(calls)
+    return [_padded(call, strategy, sizes) for call in calls]
+
+
+def _padded(call: Target, strategy: Strategy, sizes: Sizes) -> Target:
+    numbered = iter(range(len(_tensors(call))))
+
+    def pad(leaf: Tensor) -> Tensor:
+        index = next(numbered)
+        widths: list[int] = []
+        for dimension in reversed(range(leaf.ndim)):  # as F.pad counts: from the last
+            size = leaf.shape[dimension]
+            largest = max(sizes.get((index, dimension), [size]))
+            wanted = min(1 << (size - 1).bit_length(), largest) if strategy == "buckets" else largest
+            changes = (index, dimension) in sizes
+            widths += [0, wanted - size if changes else 0]
+        return F.pad(leaf, widths)
+
+    return _mapped(call, pad)
+
+
+def _mapped(target: Target, change: Any) -> Target:
+    args, kwargs = pytree.tree_map_only(Tensor, change, (target.args, dict(target.kwargs)))
+    return replace(target, args=args, kwargs=kwargs)
+
+
+def _tensors(target: Target) -> list[Tensor]:
+    leaves = pytree.tree_leaves((target.args, dict(target.kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _describe(call: Target) -> str:
+    return ", ".join(str(list(leaf.shape)) for leaf in _tensors(call))
+
+
+def _name(call: Target, leaf: int, dimension: int) -> str:
+    paths = [
+        pytree.keystr(path)
+        for path, value in pytree.tree_flatten_with_path((call.args, dict(call.kwargs)))[0]
+        if isinstance(value, Tensor)
+    ]
+    place = paths[leaf].replace("[0]", "args", 1) if paths[leaf].startswith("[0]") else paths[leaf][3:]
+    return f"{place} dimension {dimension}"

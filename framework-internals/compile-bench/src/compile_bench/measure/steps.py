@@ -1,0 +1,275 @@
+"""The measuring jobs, each done in a process of its own: first steps, steady state, memory, accuracy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchkit import UserError, compare
+from benchkit.environment import cpu_pressure
+from benchkit.timing import Clock
+from compile_bench.capture.collector import (
+    Collector,
+    CudaGraphSkips,
+    autotuning_within,
+    import_compiler,
+    prepare_toolchain,
+)
+from compile_bench.measure.accuracy import compare_with_eager
+from compile_bench.measure.measurements import Accuracy, Compiled, FirstSteps, Memory, Steady, Untuned
+from compile_bench.measure.profiling import peak_rise, read_profile, record_steps
+from compile_bench.measure.turns import Stopwatch, alone, one_at_a_time, pauses
+from compile_bench.targets.case import FIRST_STEPS, Case
+from compile_bench.targets.loading import load_target
+from compile_bench.targets.regional import compile_case
+from compile_bench.targets.target import Step, Target, describe_error
+
+# The allocator's pool of everything but captured graphs, which have each their own.
+_COMMON_POOL = (0, 0)
+
+
+def load_case(case: Case) -> Target:
+    """The target of a case on its device, in training or evaluation mode."""
+    torch.manual_seed(0)
+    target = load_target(case.target, case.device)
+    target.model.train(case.train)
+    return target
+
+
+def toolchain(case: Case) -> float:
+    """Seconds that a first process spends on finding out about compiler and machine."""
+    import_compiler()
+    return prepare_toolchain(case.device)
+
+
+def eager(case: Case, *, turn: Path | None = None) -> FirstSteps:
+    """First steps without compiling.
+
+    Args:
+        case: of what.
+        turn: see :func:`compiled`.
+
+    Raises:
+        UserError: if they fail, in one line: nothing about compiling can be said then.
+    """
+    target = load_case(case)
+    step = target.step(target.copied(), train=case.train)
+    try:
+        return FirstSteps(_first_steps(step, case, turn))
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's model raises
+        raise UserError(f"{case.target}: the eager {case.kind} step raised {describe_error(error)}") from error
+
+
+def compiled(
+    case: Case,
+    *,
+    steady_seconds: float,
+    artifact_in: Path | None = None,
+    artifact_out: Path | None = None,
+    turn: Path | None = None,
+) -> Compiled:
+    """First compiled steps and, where ``steady_seconds`` is not 0, everything about later ones.
+
+    Args:
+        case: what.
+        steady_seconds: how long to sample steady steps.
+        artifact_in: cache artifacts to load before the first step.
+        artifact_out: where to keep those of this process, once the first steps are over.
+        turn: folder of the :class:`compile_bench.measure.turns.Conductor` of processes that measure side by side.
+    """
+    target = load_case(case)
+    held_before = _allocated(case)
+    own = target.copied()
+    with Stopwatch(turn) as importing:
+        import_compiler()
+    with Stopwatch(turn) as preparing:
+        prepare_toolchain(case.device)
+    artifact_seconds = _load_artifacts(artifact_in)
+    module = compile_case(own, case)
+    step = _marked(target.step(module, train=case.train), case)
+    gpu = partial(one_at_a_time, turn, "gpu")  # which of two kernels is faster shows only where nothing else runs
+    with Collector() as collector, CudaGraphSkips() as skips, autotuning_within(gpu):
+        seconds = _first_steps(step, case, turn)
+    trace = collector.trace(pauses=pauses(turn))
+    first = FirstSteps(seconds, importing.seconds, preparing.seconds, trace, artifact_seconds)
+    artifact_bytes = _save_artifacts(artifact_out)
+    if steady_seconds <= 0:
+        return Compiled(first, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
+    compiled_peak = _peak(step, case, held_before)
+    captured = _captured(case)
+    held_before = _allocated(case)
+    eager_step = target.step(target.copied(), train=case.train)
+    for _ in range(FIRST_STEPS):
+        eager_step()
+    memory = Memory(_peak(eager_step, case, held_before), compiled_peak + captured, captured)
+    with autotuning_within(gpu):
+        untuned_step = _untuned(target, case)
+    with alone(turn):
+        steady = sample(eager_step, step, case, steady_seconds, untuned=untuned_step)
+        recorded = record_steps(eager_step, case.device), record_steps(step, case.device)
+    profiles = read_profile(recorded[0], case.device), read_profile(recorded[1], case.device)
+    del eager_step, untuned_step  # their weights and gradients: the float64 copies need the memory
+    _give_back(case)
+    with gpu():
+        accuracy = _accuracy(target, module, own, case)
+        _give_back(case)
+    return Compiled(first, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
+
+
+def _untuned(target: Target, case: Case) -> Step | None:
+    """The step of a mode that autotunes, compiled without and warmed up.
+
+    Between two processes a step drifts by more than autotuning changes it, so both have to be in one. None for nested
+    regions too, which mark the class of the blocks: that cannot be done twice; and where a third model has no room.
+    """
+    plain = case.untuned
+    if plain is None or case.scope == "nested":
+        return None
+    try:
+        step = _marked(target.step(compile_case(target.copied(), plain), train=case.train), plain)
+        for _ in range(FIRST_STEPS):
+            step()
+    except torch.OutOfMemoryError:
+        return None
+    return step
+
+
+def _load_artifacts(file: Path | None) -> float:
+    if file is None:
+        return 0.0
+    start = time.perf_counter()
+    torch.compiler.load_cache_artifacts(file.read_bytes())
+    return time.perf_counter() - start
+
+
+def _save_artifacts(file: Path | None) -> int:
+    saved = None if file is None else torch.compiler.save_cache_artifacts()
+    return 0 if saved is None or file is None else file.write_bytes(saved[0])
+
+
+def _skipped(case: Case, skips: CudaGraphSkips) -> tuple[str, ...]:
+    if not wants_cudagraphs(case):
+        return ()
+    return ("a CPU has none",) if case.device == "cpu" else tuple(skips.reasons)
+
+
+def wants_cudagraphs(case: Case) -> bool:
+    """Whether the mode of a case asks for CUDA graphs."""
+    return case.mode in ("reduce-overhead", "max-autotune")
+
+
+def _marked(step: Step, case: Case) -> Step:
+    """With CUDA graphs, tell torch that the outputs of the step before are no longer needed."""
+    if case.device == "cpu" or not wants_cudagraphs(case):
+        return step
+
+    def marked() -> Any:
+        torch.compiler.cudagraph_mark_step_begin()
+        return step()
+
+    return marked
+
+
+def _first_steps(step: Step, case: Case, turn: Path | None) -> tuple[float, ...]:
+    seconds = []
+    for _ in range(FIRST_STEPS):
+        with Stopwatch(turn) as watch:
+            step()
+            _wait(case)
+        seconds.append(watch.seconds)
+    return tuple(seconds)
+
+
+def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: Step | None = None) -> Steady:
+    """Steady steps in turns: eager, compiled, and eager once more as the control.
+
+    Args:
+        eager: the one.
+        compiled: the other; warmed up, as the first.
+        case: its device is used.
+        seconds: how long, over all three.
+        untuned: the compiled step without autotuning, sampled too; for a third more time.
+    """
+    # On a GPU the events stand around steps that are queued as a training loop queues them: where the CPU cannot keep
+    # up, the wait for it is in the figure. A replayed graph would hide what eager pays for its launches.
+    clock: Clock = "cuda-events" if case.device == "cuda" else "wall-clock"
+    steps = {"eager": eager, "compiled": compiled, "control": eager}
+    if untuned is not None:
+        steps["untuned"] = untuned
+    comparison = compare(steps, device=case.device, clock=clock, seconds=seconds * len(steps) / 3)
+    other = None
+    if case.untuned is not None and untuned is not None:
+        speedup = comparison.speedup("compiled", over="untuned")
+        other = Untuned(case.untuned.mode, comparison["untuned"].quantity(), speedup)
+    return Steady(
+        comparison["eager"].quantity(),
+        comparison["compiled"].quantity(),
+        comparison.speedup("compiled", over="eager"),
+        comparison["compiled"].method,
+        cpu_pressure(),
+        comparison.speedup("control", over="eager"),
+        other,
+    )
+
+
+def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
+    """Sample a step against a copy of itself, again and again: there is no difference to be found.
+
+    Args:
+        case: of what; nothing is compiled.
+        runs: how often.
+        seconds: how long each time.
+    """
+    target = load_case(case)
+    one, other = (target.step(target.copied(), train=case.train) for _ in range(2))
+    return [sample(one, other, case, seconds) for _ in range(runs)]
+
+
+def _accuracy(target: Target, compiled: Callable[..., Any], model: nn.Module, case: Case) -> Accuracy:
+    if case.device == "cuda":
+        torch.compiler.cudagraph_mark_step_begin()
+    return compare_with_eager(target, compiled, model, train=case.train)
+
+
+def _peak(step: Step, case: Case, held_before: int) -> int:
+    if case.device == "cpu":
+        return peak_rise(step)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - held_before
+
+
+def _captured(case: Case) -> int:
+    """Bytes of captured graphs that the allocator counts as free and gives to nobody: what lives inside a replay.
+
+    They come on top of its peak, whatever a step does: a replay changes nothing in the allocator's books.
+    """
+    if case.device == "cpu":
+        return 0
+    segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != _COMMON_POOL]
+    return sum(each["total_size"] - each["allocated_size"] for each in segments)
+
+
+def _allocated(case: Case) -> int:
+    return torch.cuda.memory_allocated() if case.device == "cuda" else 0
+
+
+def _give_back(case: Case) -> None:
+    """Memory that torch's allocator keeps for later: other processes measure on this GPU too."""
+    if case.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _wait(case: Case) -> None:
+    if case.device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""The report, computed from the records alone."""

@@ -1,0 +1,1 @@
+"""Every model over all modes of torch.compile."""

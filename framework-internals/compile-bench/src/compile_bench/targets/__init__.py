@@ -1,0 +1,1 @@
+"""What is compiled: a model with its arguments, from the zoo or from a file."""

@@ -1,0 +1,120 @@
+"""A target by its name: of the zoo, or of the user's own code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from benchkit import UserError, user_file
+from benchkit.device import Device
+from compile_bench.targets.target import FunctionModel, Target, describe_error
+
+
+def load_target(name: str, device: Device) -> Target:
+    """Make the target of that name on a device.
+
+    Args:
+        name: of the zoo, ``file.py:function`` or ``module:attribute``.
+        device: to put it on.
+
+    Raises:
+        UserError: in one line, when there is no such target, it raises, or it returns something else.
+    """
+    from compile_bench.targets.zoo import (
+        ZOO,  # a target's source like any other: changed sources are tried in its place
+    )
+
+    if name in ZOO:
+        return ZOO[name].make(device).moved(device)
+    function = _find(name, ZOO)
+    try:
+        made = function()
+    except (Exception, SystemExit) as error:  # whatever the user's function raises
+        raise UserError(f"{name} raised {describe_error(error)}") from error
+    target = _as_target(name, function, made)
+    try:
+        return target.moved(device)
+    except Exception as error:  # not enough memory there, or whatever the user's data loader raises
+        raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
+
+
+def _find(name: str, others: Iterable[str]) -> Callable[[], Any]:
+    place, separator, attribute = name.rpartition(":")
+    if not separator or not place or not attribute:
+        raise UserError(
+            f"no target {name!r}: expected file.py:function, module:attribute or one of {', '.join(sorted(others))}"
+        )
+    module = _load_file(Path(place), name) if place.endswith(".py") else _import(place, name)
+    function = user_file.find(module, attribute)
+    if function is None:
+        raise UserError(f"{place} has no {attribute!r} (target {name})")
+    if isinstance(function, nn.Module) or not callable(function):
+        kind = type(function).__name__
+        raise UserError(f"{name} is of type {kind}; expected a function without arguments that returns (model, args)")
+    return function
+
+
+def _load_file(path: Path, name: str) -> ModuleType:
+    if not path.is_file():
+        raise UserError(f"there is no file {path} (target {name})")
+    if (package := user_file.package_of(path)) is not None:
+        root, module_name = package
+        sys.path.insert(0, str(root))
+        sys.path.append(str(path.resolve().parent))  # last: a package may have a logging.py of its own
+        return _import(module_name, name)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` would
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's file raises, or its argument parser
+        raise UserError(f"{path} cannot be loaded: {describe_error(error)}") from error
+    return module
+
+
+def _import(module: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # whatever the user's module raises, or its argument parser
+        raise UserError(f"module {module} cannot be imported (target {name}): {describe_error(error)}") from error
+
+
+def _as_target(name: str, function: Callable[[], Any], made: object) -> Target:
+    target: Any  # what the user's function returned is not to be trusted yet
+    if isinstance(made, Target):
+        target = made
+    elif isinstance(made, Tensor):
+        return Target(FunctionModel(function), is_step=True)
+    elif isinstance(made, tuple) and len(made) in (2, 3):
+        target = Target(*made)
+    else:
+        kind = type(made).__name__
+        raise UserError(
+            f"{name} returned an object of type {kind}; expected (model, args), (model, args, kwargs), "
+            "a compile_bench.Target, or a tensor if the function is itself a step"
+        )
+    if not callable(target.model):
+        raise UserError(
+            f"{name} returned a model of type {type(target.model).__name__}; expected a torch.nn.Module or a function"
+        )
+    if not isinstance(target.args, tuple):
+        raise UserError(f"{name} returned args of type {type(target.args).__name__}; expected a tuple")
+    if not isinstance(target.kwargs, Mapping):
+        raise UserError(f"{name} returned kwargs of type {type(target.kwargs).__name__}; expected a mapping")
+    if not isinstance(target.schedule, Iterable):
+        kind = type(target.schedule).__name__
+        raise UserError(f"{name} returned a schedule of type {kind}; expected calls to iterate over")
+    if not isinstance(target.model, nn.Module):
+        return replace(target, model=FunctionModel(target.model))
+    return target

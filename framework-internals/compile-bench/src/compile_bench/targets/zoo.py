@@ -1,0 +1,120 @@
+"""Targets that come with the package: architectures with random weights, reduced on a CPU, of real width on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchkit.device import Device
+from compile_bench.targets.hugging_face import ARCHITECTURES, transformers_target
+from compile_bench.targets.resnet import resnet
+from compile_bench.targets.target import Step, Target
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.data import batch, load_corpus
+from torch_baseline.model import GPT
+from torch_baseline.optim import make_optimizer
+from torch_baseline.train import make_train_step
+
+
+def gpt(device: Device) -> Target:
+    """The baseline's GPT on its own text: the step of its honest training loop, clipping and AdamW included.
+
+    ``tiny`` (4 layers, 16 × 128 bytes, float32) on a CPU; ``gpt2-124m`` (12 layers, 16 × 1024 tokens, bfloat16
+    autocast) on a GPU.
+    """
+    return _gpt("tiny", batch_size=16) if device == "cpu" else _gpt("gpt2-124m", batch_size=16)
+
+
+def gpt_one_layer(device: Device) -> Target:
+    """The GPT cut down to one layer: the same code, compiled in a fraction of the time."""
+    return _gpt("tiny" if device == "cpu" else "gpt2-124m", batch_size=16, layers=1)
+
+
+def mlp(device: Device) -> Target:
+    """Four layers of 512 with LayerNorm and GELU: nearly all of the time goes to matrix products that eager has too."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(512, 512), nn.LayerNorm(512), nn.GELU()]
+    batch_size = 64 if device == "cpu" else 4096
+    return Target(nn.Sequential(*layers, nn.Linear(512, 10)), (torch.randn(batch_size, 512),))
+
+
+class Planted(nn.Module):
+    """Three lines that break the graph and one that makes it compile again: the break table shown on a known case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+        self.outer = nn.Linear(64, 64)
+        self.started = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return something; how is the point."""
+        x = self.inner(x)
+        if x.mean() > 0:  # a branch on a tensor's value
+            x = x * 0.5
+        x = x / x.abs().max().item()  # a tensor's value read by Python
+        print(end="")  # a side effect in the middle
+        if not self.started:  # a constant to the compiler, which is another in the second call
+            self.started = True
+        return self.outer(x)
+
+
+def planted(device: Device) -> Target:
+    """:class:`Planted`, called with a full batch and then with a smaller last one."""
+    torch.manual_seed(0)
+    return Target(Planted(), (torch.randn(32, 64),), schedule=((torch.randn(7, 64),),))
+
+
+def _gpt(preset: str, *, batch_size: int, layers: int | None = None) -> Target:
+    shape = GPTConfig.preset(preset)
+    if layers is not None:
+        shape = replace(shape, n_layer=layers)
+    config = replace(TrainConfig.preset(preset), batch_size=batch_size, accumulation=1)
+    inputs, targets = batch(load_corpus().train, config.seed, 0, batch_size, shape.block_size)
+
+    def make_step(model: nn.Module, args: tuple[Any, ...]) -> Step:
+        step = make_train_step(model, make_optimizer(model, config), config)
+        return lambda: step(*args)
+
+    return Target(
+        GPT(shape, seed=config.seed),
+        (torch.from_numpy(inputs).contiguous(), torch.from_numpy(targets).contiguous()),
+        autocast={"bfloat16": torch.bfloat16, "float16": torch.float16}.get(config.dtype),
+        make_step=make_step,
+    )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One target of the zoo.
+
+    Attributes:
+        make: makes it for a device: reduced on a CPU, of real width on a GPU.
+        about: what it is, for a list.
+    """
+
+    make: Callable[[Device], Target]
+    about: str
+
+
+ZOO: dict[str, Entry] = {
+    "gpt": Entry(gpt, "this repository's GPT: the honest training loop's whole step, clipping and AdamW included"),
+    "gpt-one-layer": Entry(gpt_one_layer, "the same, one layer deep"),
+    "mlp": Entry(mlp, "four layers of 512 with LayerNorm and GELU"),
+    "resnet": Entry(resnet, "ResNet-18; a quarter of the width on a CPU"),
+    "planted": Entry(planted, "three lines that break the graph and one that compiles it again"),
+    **{
+        name: Entry(partial(transformers_target, name), architecture.about)
+        for name, architecture in ARCHITECTURES.items()
+    },
+}
+
+# What a survey goes through: every architecture once, without the one made to fail.
+SURVEY = tuple(name for name in ZOO if name not in ("gpt-one-layer", "planted"))

@@ -1,0 +1,266 @@
+"""What every break costs: the gap that Python leaves between two graphs, what crosses it, what it adds to compiling."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from benchkit import Quantity
+from compile_bench.capture.collector import Collector, compile_id, inductor, prepare_toolchain, user_code_filter
+from compile_bench.capture.frames import RESUMED, plain_function
+from compile_bench.capture.reasons import RECOMPILE_LIMIT
+from compile_bench.capture.trace import Break, CompileTrace, merge_breaks
+from compile_bench.fixes.types import Figures
+from compile_bench.measure.steps import load_case
+from compile_bench.measure.survey import own_model
+from compile_bench.targets.case import FIRST_STEPS, Case
+from compile_bench.targets.overlay import Overlay, overlaid
+from compile_bench.targets.randomness import seed_everything
+from compile_bench.triage.types import BreakCost, BreakCosts
+
+_STEPS = 40
+_MOST_SECONDS = 3.0
+# Steps allowed until nothing is compiled any more. A function that is compiled anew at every call is given up after
+# eight compilations (torch._dynamo.config.recompile_limit), of which the first steps have had some.
+_SETTLING_STEPS = 12
+
+
+@dataclass(frozen=True)
+class _Gap:
+    """From the end of one graph to the start of the next, within a step."""
+
+    before: str
+    after: str
+    seconds: tuple[float, ...]
+    functions: frozenset[tuple[str, str]]
+
+
+class GapProfiler:
+    """A backend that is Inductor and notes when each of its graphs runs."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, int] = {}
+        self._on = False
+        self._compiled = 0
+        self._runs: list[tuple[str, float, float]] = []
+        self._entered: list[tuple[int, str, str, bool]] = []
+
+    def __call__(self, module: Any, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph."""
+        self._compiled += 1
+        identity, run = compile_id(), inductor(module, inputs)
+
+        def timed(*args: Any) -> Any:
+            if not self._on:
+                return run(*args)
+            start = time.perf_counter()
+            result = run(*args)
+            self._runs.append((identity, start, time.perf_counter()))
+            self.outputs.setdefault(identity, _bytes(result))
+            return result
+
+        return timed
+
+    def gaps(self, step: Callable[[], Any]) -> tuple[list[_Gap], list[float]]:
+        """Measure steps, which should have been settled.
+
+        Returns:
+            The gaps of a step in turn, and the seconds of every step.
+        """
+        functions = self._functions(step)
+        self._on = True
+        steps: list[list[tuple[str, float, float]]] = []
+        seconds: list[float] = []
+        begin = time.perf_counter()
+        while len(steps) < _STEPS and (len(steps) < 3 or time.perf_counter() - begin < _MOST_SECONDS):
+            self._runs.clear()
+            start = time.perf_counter()
+            step()
+            seconds.append(time.perf_counter() - start)
+            steps.append(list(self._runs))
+        self._on = False
+        order = [identity for identity, _, _ in steps[-1]]
+        alike = [runs for runs in steps if [identity for identity, _, _ in runs] == order]
+        gaps = [
+            _Gap(
+                order[index],
+                order[index + 1],
+                tuple(runs[index + 1][1] - runs[index][2] for runs in alike),
+                functions.get(index + 1, frozenset()),
+            )
+            for index in range(len(order) - 1)
+        ]
+        return gaps, seconds
+
+    def settle(self, step: Callable[[], Any]) -> bool:
+        """Do steps until nothing is compiled any more: a gap with compiling in it says nothing about Python's part.
+
+        Returns:
+            Whether that was reached.
+        """
+        for _ in range(_SETTLING_STEPS):
+            before = self._compiled
+            step()
+            if self._compiled == before:
+                return True
+        return False
+
+    def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
+        """The user's functions that were running between graph number n and the next."""
+        user_code = user_code_filter()
+        active: list[tuple[str, str]] = []
+        seen: dict[int, set[tuple[str, str]]] = {}
+
+        def event(frame: FrameType, kind: str, _: Any) -> None:
+            if kind not in ("call", "return") or not user_code.of_user(frame.f_code.co_filename):
+                return
+            entry = (frame.f_code.co_filename, frame.f_code.co_name)
+            if kind == "call":
+                active.append(entry)
+            seen.setdefault(len(self._runs), set()).update(active)
+            if kind == "return" and active:
+                active.pop()
+
+        self._runs.clear()
+        self._on = True
+        before = sys.getprofile()
+        sys.setprofile(event)
+        try:
+            step()
+        finally:
+            sys.setprofile(before)
+            self._on = False
+        return {index: frozenset(functions) for index, functions in seen.items()}
+
+
+def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
+    """Compile a case with Inductor and price its breaks.
+
+    The gaps are those of the forward pass: backward graphs run inside the autograd engine.
+
+    Args:
+        case: of what.
+        overlay: changed sources, if any.
+    """
+    with overlaid(overlay or {}):
+        target = load_case(case)
+        prepare_toolchain(case.device)
+        profiler = GapProfiler()
+        model = cast(nn.Module, torch.compile(own_model(target, case), backend=profiler, dynamic=case.dynamic))
+        step = _waiting(target.step(model, train=case.train), case)
+        seed_everything(0)
+        with Collector() as collector:
+            start = time.perf_counter()
+            for _ in range(FIRST_STEPS):
+                step()
+            first_seconds = time.perf_counter() - start
+        trace = collector.trace()
+        with Collector() as collector:
+            settled = profiler.settle(step)
+        limits = recompile_limits((*trace.breaks, *collector.trace().breaks))
+        gaps, seconds = profiler.gaps(step)
+    costed = {(each.file, each.line): each for each in trace.breaks}
+    charged = {place: _gaps_of(each, gaps) if settled else [] for place, each in costed.items()}
+    costs = {
+        place: BreakCost(
+            _sum(charged[place]),
+            max((_sharing(gap, charged) for gap in charged[place]), default=1),
+            sum(profiler.outputs.get(gap.before, 0) for gap in charged[place]),
+            _compile_seconds(each, trace),
+            "" if charged[place] else why_no_gap(each, settled=settled, limits=limits),
+        )
+        for place, each in costed.items()
+    }
+    figures = Figures(len(trace.graphs), len(costed), _quantity(seconds), first_seconds)
+    return BreakCosts(costs, figures, limits)
+
+
+def recompile_limits(breaks: Sequence[Break]) -> tuple[Break, ...]:
+    """The functions that were given up because they had been compiled too often, each once."""
+    return merge_breaks(each for each in breaks if each.category == RECOMPILE_LIMIT)
+
+
+def why_no_gap(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
+    """Why a break has no gap that could be measured, as a clause.
+
+    Args:
+        found: the break.
+        settled: whether steps were reached in which nothing is compiled.
+        limits: functions that hit the recompile limit on the way there.
+    """
+    if not settled:
+        return f"something is still compiled in every step after {FIRST_STEPS + _SETTLING_STEPS} of them"
+    around = {plain_function(frame.function) for frame in found.stack} | {plain_function(found.function)}
+    for limit in limits:
+        skipped = limit.stack[-1] if limit.library else limit
+        if plain_function(skipped.function) in around:
+            return (
+                f"{plain_function(skipped.function)} is compiled anew until the recompile limit and then given up "
+                f"(for what changes at {Path(skipped.file).name}:{skipped.line}): no graph runs around the break "
+                "any more"
+            )
+    return "no graph runs both before and behind it in a settled step"
+
+
+def _waiting(step: Callable[[], Any], case: Case) -> Callable[[], Any]:
+    """On a GPU a step lasts until the device is done."""
+    if case.device == "cpu":
+        return step
+
+    def waited() -> Any:
+        result = step()
+        torch.cuda.synchronize()
+        return result
+
+    return waited
+
+
+def _gaps_of(found: Break, gaps: Sequence[_Gap]) -> list[_Gap]:
+    """The gaps that a break is answerable for."""
+    if found.whole_frame:
+        return [gap for gap in gaps if (found.file, found.function) in gap.functions]
+    own = [gap for gap in gaps if gap.before in found.compile_ids]
+    if own:
+        return own
+    # Nothing was computed between this break and the one before it. Compilations are numbered as they are met.
+    numbers = [_number(each) for each in found.compile_ids]
+    return [gap for gap in gaps if any(_number(gap.before) < each < _number(gap.after) for each in numbers)][:1]
+
+
+def _number(compile_id: str) -> int:
+    return int(compile_id.split("/")[0])
+
+
+def _sharing(gap: _Gap, charged: dict[tuple[str, int], list[_Gap]]) -> int:
+    return sum(any(gap is other for other in gaps) for gaps in charged.values())
+
+
+def _sum(gaps: Sequence[_Gap]) -> Quantity | None:
+    """The gaps of one break together, step by step."""
+    steps = [sum(each) for each in zip(*(gap.seconds for gap in gaps), strict=True)]
+    return _quantity(steps) if steps else None
+
+
+def _quantity(seconds: Sequence[float]) -> Quantity:
+    cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else [seconds[0]] * 4
+    return Quantity(statistics.median(seconds), "s", cuts[0], cuts[3], len(seconds), "p20-p80")
+
+
+def _compile_seconds(found: Break, trace: CompileTrace) -> float:
+    """Of the functions that go on behind the break, in it and in the user's functions around it."""
+    names = {f"{RESUMED}{frame.function}_at_{frame.line}" for frame in found.stack}
+    return sum(graph.compile_seconds or 0.0 for graph in trace.graphs if graph.function in names)
+
+
+def _bytes(result: Any) -> int:
+    tensors = [each for each in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(each, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

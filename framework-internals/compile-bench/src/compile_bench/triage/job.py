@@ -1,0 +1,40 @@
+"""The main job's part on what does not get into a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from benchkit import UserError
+from benchkit.device import Device
+from benchkit.results import Json
+from benchkit.run import Run
+from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.serialize import triage_record
+from compile_bench.targets.case import Case
+from compile_bench.triage.serialize import triage_report_records
+
+
+def configure_triage(device: Device, quick: bool) -> Mapping[str, Json]:
+    """Names of targets, and whether they get a bill (prices and mends, with Inductor) or breaks are only counted."""
+    return {"triage": ["planted"], "triage_bill": not quick}
+
+
+def collect_triage(run: Run, harness: Harness, repository: Path) -> None:
+    """Triage the targets of the configuration; one that fails leaves the others standing."""
+    for name in run.configuration["triage"]:
+        case = Case(name, run.device, train=True)
+        try:
+            with run.working(f"triage of {name}"):
+                if run.configuration["triage_bill"]:
+                    _triage_report(run, harness, case, repository)
+                else:
+                    run.add(triage_record(harness.triage(case), repository))
+        except (WorkerFailure, UserError) as error:
+            run.absent(f"the break table of {name}", str(error))
+
+
+def _triage_report(run: Run, harness: Harness, case: Case, repository: Path) -> None:
+    from compile_bench.triage.run import run_triage  # imports torch, which a report does not need
+
+    run.add_all(triage_report_records(run_triage(harness, case, root=repository), repository))
