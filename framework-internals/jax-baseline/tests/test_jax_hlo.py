@@ -74,12 +74,12 @@ def test_known_module():
 
 
 def test_what_the_program_decides_when_it_runs_is_said():
-    assert parse(GPU_STEP).undecided == "1 loops of unknown length count as one run each"
+    assert parse(GPU_STEP).assumptions == "1 loops of unknown length count as one run each"
     known = GPU_STEP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
-    assert parse(known).undecided == ""
+    assert parse(known).assumptions == ""
     x = jnp.ones((4, 4))
     chosen = jax.jit(lambda x: jax.lax.cond(x.sum() > 0, lambda: x @ x, lambda: x * 2))
-    assert parse(chosen.lower(x).compile().as_text()).undecided == "1 conditionals with all of their branches"
+    assert parse(chosen.lower(x).compile().as_text()).assumptions == "1 conditionals with all of their branches"
 
 
 def test_regions_and_phases():

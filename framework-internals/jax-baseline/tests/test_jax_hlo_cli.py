@@ -114,7 +114,7 @@ def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
         return Program(compiler, (step,), 2e-3, 1.0, values, ("a note",) if compiler == "XLA" else ())
 
     sides = program("XLA", "fusion loop", "fusion", 2.0), program("Inductor", "C++ kernel", "0:cpp_fused_sum_0:1", loss)
-    monkeypatch.setattr("jax_baseline.diff.compiled_sides.compile_both", lambda one, other: sides)
+    monkeypatch.setattr("jax_baseline.diff.compiled_programs.compile_both", lambda one, other: sides)
     result = invoke("diff", "--device", "cpu")
     assert result.exit_code == status, result.output
     assert verdict in result.output
@@ -157,7 +157,7 @@ def test_a_side_that_dies_is_not_taken_for_another_function(monkeypatch):
     def dies(one, other):
         raise WorkerError("in the worker:\nTraceback\n  somewhere\nXlaRuntimeError: INTERNAL: no kernel\n")
 
-    monkeypatch.setattr("jax_baseline.diff.compiled_sides.compile_both", dies)
+    monkeypatch.setattr("jax_baseline.diff.compiled_programs.compile_both", dies)
     result = invoke("diff", "--device", "cpu")
     assert isinstance(result.exception, UserError)  # one line and status 2
     assert str(result.exception) == "one of the two sides failed: XlaRuntimeError: INTERNAL: no kernel"

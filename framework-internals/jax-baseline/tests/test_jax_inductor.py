@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from benchkit import UserError
-from jax_baseline.diff import compiled_sides
-from jax_baseline.diff.compiled_sides import FunctionSide, compile_both, load_function, load_inputs
+from jax_baseline.diff import compiled_programs
+from jax_baseline.diff.compiled_programs import FunctionSpec, compile_both, load_function, load_inputs
 from jax_baseline.diff.inductor_program import kernel_seconds_from_trace
 from jax_baseline.diff.inductor_source import hook_launches
 from jax_baseline.diff.programs import Program
@@ -215,10 +215,10 @@ def odd_file(tmp_path):
 
 @pytest.mark.slow
 def test_two_functions_of_a_user(user_file):
-    torch_side = FunctionSide(f"{user_file}:torch_fn", f"{user_file}:inputs", True, "cpu", 1)
-    xla, inductor = compile_both(FunctionSide(f"{user_file}:jax_fn", f"{user_file}:inputs", True, "cpu", 1), torch_side)
+    torch_side = FunctionSpec(f"{user_file}:torch_fn", f"{user_file}:inputs", True, "cpu", 1)
+    xla, inductor = compile_both(FunctionSpec(f"{user_file}:jax_fn", f"{user_file}:inputs", True, "cpu", 1), torch_side)
     assert {step.label[0] for step in xla.steps} == {step.label[0] for step in inductor.steps} == {"hidden", "softmax"}
-    products = [step for step in inductor.steps if step.category == "product"]
+    products = [step for step in inductor.steps if step.category == "matmul"]
     # x·w forward; backward its two gradients.
     assert [step.phase for step in products] == ["forward", "backward", "backward"]
     # Two matrices read and one written, float32.
@@ -267,11 +267,11 @@ def test_inputs_of_any_layout_are_taken(user_file):
     assert scalar.shape == ()
 
 
-@pytest.mark.parametrize(("side", "name"), [("JaxSide", "jax_fn"), ("TorchSide", "torch_fn")])
+@pytest.mark.parametrize(("side", "name"), [("JaxProgram", "jax_fn"), ("TorchProgram", "torch_fn")])
 def test_gradients_need_an_argument_that_can_have_one(user_file, side, name):
-    spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:whole_numbers", True, "cpu", 0))
+    spec = asdict(FunctionSpec(f"{user_file}:{name}", f"{user_file}:whole_numbers", True, "cpu", 0))
     with pytest.raises(UserError, match="--gradients takes those of float32 or float16 arguments, got int64"):
-        getattr(compiled_sides, side)("function", spec).program()
+        getattr(compiled_programs, side)("function", spec).program()
 
 
 def test_why_values_could_not_be_read_is_a_sentence():
@@ -279,7 +279,7 @@ def test_why_values_could_not_be_read_is_a_sentence():
         def call(self, method):
             raise WorkerError("in the worker:\nTraceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n")
 
-    (note,) = compiled_sides._with_values(Program("XLA", (), None, 0.0), NoValues()).notes
+    (note,) = compiled_programs._with_values(Program("XLA", (), None, 0.0), NoValues()).notes
     assert note == (
         "values in memory could not be read (the kernel k calls __cudnn$fmha), so kernels are matched by labels alone"
     )
@@ -297,8 +297,8 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
 
     monkeypatch.setattr("jax_baseline.diff.inductor_program.compile_program", run_thrice)
     monkeypatch.setattr("torch.compile", lambda function: function)
-    spec = asdict(FunctionSide(f"{odd_file}:overwriting", f"{odd_file}:shared_inputs", False, "cpu", 0))
-    compiled_sides.TorchSide("function", spec).program()
+    spec = asdict(FunctionSpec(f"{odd_file}:overwriting", f"{odd_file}:shared_inputs", False, "cpu", 0))
+    compiled_programs.TorchProgram("function", spec).program()
     for result in found:
         np.testing.assert_array_equal(result, np.full((3, 4), 2.0))
     shared = sys.modules["_jax_baseline_user_odd"].SHARED
@@ -307,13 +307,13 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
 
 @pytest.mark.parametrize(
     ("side", "name", "remedy"),
-    [("JaxSide", "torch_fn", "name torch's function first and JAX's second"), ("TorchSide", "jax_fn", "")],
+    [("JaxProgram", "torch_fn", "name torch's function first and JAX's second"), ("TorchProgram", "jax_fn", "")],
 )
 def test_a_function_that_fails_is_blamed(user_file, side, name, remedy):
     """Each framework's function given to the other: what it raises is one line that names it."""
-    spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
+    spec = asdict(FunctionSpec(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
     with pytest.raises(UserError, match=rf"{name} raised \w+: .*{remedy}"):
-        getattr(compiled_sides, side)("function", spec).program()
+        getattr(compiled_programs, side)("function", spec).program()
 
 
 @pytest.mark.parametrize(
@@ -324,9 +324,9 @@ def test_a_function_that_fails_is_blamed(user_file, side, name, remedy):
     ],
 )
 def test_a_function_without_results_to_compare_is_told(odd_file, name, message):
-    spec = asdict(FunctionSide(f"{odd_file}:{name}", f"{odd_file}:inputs", False, "cpu", 0))
+    spec = asdict(FunctionSpec(f"{odd_file}:{name}", f"{odd_file}:inputs", False, "cpu", 0))
     with pytest.raises(UserError, match=message):
-        compiled_sides.TorchSide("function", spec).program()
+        compiled_programs.TorchProgram("function", spec).program()
 
 
 @pytest.mark.slow
@@ -334,10 +334,10 @@ def test_results_are_flat_as_those_of_jax(odd_file):
     """None is nothing, dictionaries go by their keys, what the result does not depend on has a gradient of zeros."""
     nested, unused = (
         [
-            getattr(compiled_sides, side)(
-                "function", asdict(FunctionSide(f"{odd_file}:{name}", f"{odd_file}:inputs", gradients, "cpu", 0))
+            getattr(compiled_programs, side)(
+                "function", asdict(FunctionSpec(f"{odd_file}:{name}", f"{odd_file}:inputs", gradients, "cpu", 0))
             ).program()["values"]
-            for side, name in (("JaxSide", f"jax_{name}"), ("TorchSide", name))
+            for side, name in (("JaxProgram", f"jax_{name}"), ("TorchProgram", name))
         ]
         for name, gradients in (("nested", False), ("unused", True))
     )

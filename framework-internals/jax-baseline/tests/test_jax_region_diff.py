@@ -12,8 +12,8 @@ from jax_baseline.diff.alignment import align, match_values, region_of, same_val
 from jax_baseline.diff.explanation import explain
 from jax_baseline.diff.measurements import diff_record
 from jax_baseline.diff.programs import Program, Step, Tensor, sketch, star_blocks
-from jax_baseline.diff.region_diff import compare_programs, instructive
-from jax_baseline.report import hlo_findings
+from jax_baseline.diff.region_diff import compare_programs, most_different
+from jax_baseline.report import hlo_sections
 
 GENERATOR = np.random.default_rng(0)
 SCORES, HIDDEN, SUM = (GENERATOR.standard_normal(shape) for shape in ((4, 8, 8), (8, 16), (8, 16)))
@@ -201,7 +201,7 @@ def test_regions_say_who_fuses_and_who_writes_what():
     assert {one.kernel for one in attention.only["XLA"]} == {"scores"}  # two of one shape and line are one entry
     assert attention.only["XLA"][0].count == 2
     assert [one.kernel for one in mlp.again["XLA"]] == ["copied"]
-    assert [region.name for region in instructive(found.regions, 1)] == ["block*/attention"]
+    assert [region.name for region in most_different(found.regions, 1)] == ["block*/attention"]
     assert found.largest_difference == 0
     assert attention.sides["XLA"].seconds == pytest.approx(3e-3)
 
@@ -221,7 +221,7 @@ def test_a_fusion_of_two_parts_is_found_only_where_the_other_has_none():
 
 
 def test_the_explanation_is_made_of_the_numbers():
-    (region,) = instructive(compare_programs(*programs()).regions, 1)
+    (region,) = most_different(compare_programs(*programs()).regions, 1)
     text = explain(region.as_plain(), quotes=True)
     assert "XLA runs 3 kernels, moving 2.79 KiB in 3.00 ms; Inductor runs 1 kernel, moving 612 B in 1.00 ms" in text
     assert "- Only XLA writes 2 × `float32[4,8,8]` (2.00 KiB, by `scores` for `model.py:7`) to memory" in text
@@ -242,13 +242,13 @@ def test_the_report_is_made_of_the_record():
     )
     environment = SimpleNamespace(gpu=None)
     results = Results("jax-baseline", environment=environment, configuration={}, records=(record,))
-    assert hlo_findings.clauses(results) == [
+    assert hlo_sections.clauses(results) == [
         "for the same gradients of `tiny` XLA runs 5 kernels that move 3.99 KiB, Inductor 2 that move 1.20 KiB"
     ]
-    told = hlo_findings.context(results)["diffs"][0]
+    told = hlo_sections.context(results)["diffs"][0]
     assert told["explained"][0].startswith("#### `block*/attention`, forward")
     assert [row[0] for row in told["rows"]] == ["block*/attention", "block*/mlp"]
-    drawn = [figure.draw() for figure in hlo_findings.figures(results)]
+    drawn = [figure.draw() for figure in hlo_sections.figures(results)]
     assert [figure.axes[0].get_xlabel() for figure in drawn] == [
         "memory traffic of the kernels (MiB)",
         "time of the kernels (ms)",
@@ -262,8 +262,8 @@ def test_the_report_is_made_of_the_record():
 def test_how_far_the_count_is_from_xlas(ours, told):
     amounts = {"FLOPs": ours + 7, "library FLOPs": 7, "XLA FLOPs": 100}
     record = Record("hlo step", {}, {name: Quantity(amount, "FLOP") for name, amount in amounts.items()})
-    assert hlo_findings._ratio(record, "FLOPs", "library FLOPs", "XLA FLOPs") == told
-    assert hlo_findings._ratio(record, "FLOPs", "library FLOPs", "none") is None
+    assert hlo_sections._ratio(record, "FLOPs", "library FLOPs", "XLA FLOPs") == told
+    assert hlo_sections._ratio(record, "FLOPs", "library FLOPs", "none") is None
 
 
 @pytest.mark.parametrize(("layers", "seconds", "told"), [(1, 4e-3, "4.00 ms"), (2, 4e-3, ""), (1, 6e-3, "")])
@@ -271,7 +271,7 @@ def test_a_part_that_took_longer_than_the_whole_is_remarked_upon(layers, seconds
     """XLA's side above runs for 5 ms."""
     labels = {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"}
     step = Record("hlo step", {**labels, "layers": layers}, {"step time": Quantity(seconds, "s")})
-    found = hlo_findings._diff(Record("region diff", labels, *diff_record(*programs())), step)
+    found = hlo_sections._diff(Record("region diff", labels, *diff_record(*programs())), step)
     assert found["shorter_step"] == told
 
 

@@ -12,7 +12,7 @@ from benchkit.report import ReportSpec
 from benchkit.results import Json
 from benchkit.run import Lens, Run
 from jax_baseline.diff import measurements as hlo_lens
-from jax_baseline.report import findings
+from jax_baseline.report import sections
 from jax_baseline.timing import measurements as training_lens
 from jax_baseline.timing import scaling
 from jax_baseline.worker import last_line
@@ -26,7 +26,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: the subproject's folder.
     """
-    report = ReportSpec("jax_baseline", findings.context, findings.figures, findings.finding)
+    report = ReportSpec("jax_baseline", sections.context, sections.figures, sections.finding)
     return Lens(
         "jax-baseline", root, configure, collect, report, lambda run, seconds: scaling.sweep(run, root, seconds)
     )
