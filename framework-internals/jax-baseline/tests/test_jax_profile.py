@@ -137,24 +137,24 @@ def product_file(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(120, method="thread")
-@pytest.mark.parametrize(("side", "name"), [("JaxProgram", "jax_fn"), ("TorchProgram", "torch_fn")])
-def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, side, name):
+@pytest.mark.parametrize(("program", "name"), [("JaxProgram", "jax_fn"), ("TorchProgram", "torch_fn")])
+def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, program, name):
     """In a process of its own, as everywhere: NVIDIA's profiling library serves one framework in a process."""
     spec = FunctionSpec(f"{product_file}:{name}", f"{product_file}:inputs", False, "cuda", repeats=3)
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     arguments = {"kind": "function", "spec": asdict(spec)}
     with Worker(
-        f"jax_baseline.diff.compiled_programs:{side}", arguments, environment=environment, limit_seconds=90
+        f"jax_baseline.diff.compiled_programs:{program}", arguments, environment=environment, limit_seconds=90
     ) as worker:
-        program = Program.from_plain(worker.call("program"))
-    product = next(step for step in program.steps if step.category == "matmul")
-    assert product.label == ("matmul",)
+        launches = Program.from_plain(worker.call("program")).launches
+    product = next(launch for launch in launches if launch.category == "matmul")
+    assert product.label == ("product",)
     assert product.seconds is not None
     assert 1e-6 < product.seconds < 1e-3  # 2 · 1024³ FLOP: 2.2 µs at 989 TFLOP/s
-    reductions = [step for step in program.steps if step.category == "reduction"]
+    reductions = [launch for launch in launches if launch.category == "reduction"]
     assert reductions
-    assert all(step.seconds for step in reductions)
-    if side == "JaxProgram":
+    assert all(launch.seconds for launch in reductions)
+    if program == "JaxProgram":
         assert product.flops == pytest.approx(2 * 1024**3, rel=0.01)
     else:
-        assert any(step.kind == "Triton kernel" and "@triton.jit" in step.source for step in program.steps)
+        assert any(launch.kind == "Triton kernel" and "@triton.jit" in launch.source for launch in launches)

@@ -13,6 +13,7 @@ from benchkit.results import Json
 from benchkit.run import Lens, Run
 from jax_baseline.diff import measurements as hlo_lens
 from jax_baseline.report import sections
+from jax_baseline.report.migrate import migrate
 from jax_baseline.timing import measurements as training_lens
 from jax_baseline.timing import scaling
 from jax_baseline.worker import last_line
@@ -26,7 +27,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: the subproject's folder.
     """
-    report = ReportSpec("jax_baseline", sections.context, sections.figures, sections.finding)
+    report = ReportSpec("jax_baseline", sections.context, sections.figures, sections.finding, migrate)
     return Lens(
         "jax-baseline", root, configure, collect, report, lambda run, seconds: scaling.sweep(run, root, seconds)
     )

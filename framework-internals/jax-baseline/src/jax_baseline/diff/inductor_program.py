@@ -105,16 +105,15 @@ class Hooks:
             return
         given = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         roles = self.roles_by_key.get(key)
-        if roles is not None:
-            if len(roles) != len(given):
-                self.notes.append(f"{key} takes {len(given)} tensors where its source names {len(roles)} pointers")
-                roles = ("read",) * len(given)
+        if roles is None:
+            # An in-place operator returns nothing and writes its first argument.
+            reads, writes = given, [*_tensors(out), *_tensors(result)] or given[:1]
+        elif len(roles) == len(given):
             reads = [tensor for tensor, role in zip(given, roles, strict=True) if role != "write"]
             writes = [tensor for tensor, role in zip(given, roles, strict=True) if role != "read"]
         else:
-            reads, writes = given, [*_tensors(out), *_tensors(result)]
-        if not writes and given and roles is None:
-            writes = given[:1]  # an in-place operator writes its first argument
+            self.notes.append(f"{key} takes {len(given)} tensors where its source names {len(roles)} pointers")
+            reads, writes = given, []
         self.observed_by_key[key] = _Observation(
             sum(one.numel() * one.element_size() for one in _distinct(reads)),
             tuple(_tensor(f"{key}[{index}]", one) for index, one in enumerate(_whole(writes))),
