@@ -1,4 +1,4 @@
-"""The train step read whole: what JAX handed to XLA, what XLA made of it, what that costs and how long it takes."""
+"""Compiles and profiles the train step: its StableHLO, its optimised HLO, XLA's counts and times."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch_baseline.config import GPTConfig, TrainConfig
 
 
 @dataclass(frozen=True)
-class StepReading:
+class CompiledStep:
     """A compiled train step.
 
     Attributes:
-        stablehlo: what JAX handed to XLA.
-        text: the optimised HLO.
-        compile_seconds: tracing, lowering and compiling took.
-        xla_costs: ``cost_analysis()``: ``flops``, ``transcendentals``, ``bytes accessed``; empty where XLA gives none.
+        stablehlo: The input of XLA.
+        text: The optimised HLO.
+        compile_seconds: Time of tracing, lowering and compilation.
+        xla_costs: ``cost_analysis()``: ``flops``, ``transcendentals``, ``bytes accessed``. Empty if XLA gives none.
         xla_memory: ``memory_analysis()`` in bytes: ``arguments``, ``outputs``, ``aliased``, ``temporaries``.
-        seconds: of one run by name of the kernel; empty where not measured.
-        step_seconds: one run of the whole, median; None where not measured.
-        versions: of what compiled it.
+        seconds: Time in one run by name of the kernel. Empty if it was not measured.
+        step_seconds: Median time of one step. None if it was not measured.
+        versions: Versions of the compiler.
     """
 
     stablehlo: str
@@ -39,18 +39,20 @@ class StepReading:
     versions: dict[str, str]
 
 
-def read_step(model: GPTConfig, training: TrainConfig, *, attention: str, device: Device, repeats: int) -> StepReading:
-    """Compile the train step, and profile it, in a process of its own.
+def compile_train_step(
+    model: GPTConfig, training: TrainConfig, *, attention: str, device: Device, repeats: int
+) -> CompiledStep:
+    """Compile and profile the train step in a separate process.
 
     Args:
-        model: the shape.
-        training: batch, dtype, optimizer.
-        attention: of :data:`jax_baseline.gpt.model.ATTENTIONS`.
-        device: where it runs.
-        repeats: runs under the profiler; 0 for none.
+        model: Shape of the model.
+        training: Batch, dtype and optimizer.
+        attention: A key of :data:`jax_baseline.gpt.model.ATTENTIONS`.
+        device: Device to run on.
+        repeats: Number of runs under the profiler. 0 runs nothing.
 
     Raises:
-        UserError: for an attention or a device that there is not.
+        UserError: If the attention, the dtype or the device does not exist.
     """
     arguments = {
         "model": asdict(model),
@@ -61,12 +63,12 @@ def read_step(model: GPTConfig, training: TrainConfig, *, attention: str, device
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
-    with RemoteObject(StepReader, arguments, environment=environment) as worker:
-        return StepReading(**worker.call("read", repeats=repeats))
+    with RemoteObject(StepCompiler, arguments, environment=environment) as worker:
+        return CompiledStep(**worker.call("compile", repeats=repeats))
 
 
-class StepReader:
-    """What the worker holds."""
+class StepCompiler:
+    """Object in the worker process: the step and its device."""
 
     def __init__(self, model: Mapping[str, Any], training: Mapping[str, Any], attention: str, device: Device) -> None:
         import jax
@@ -81,14 +83,14 @@ class StepReader:
         self._model, self._training = GPTConfig(**model), TrainConfig(**training)
         self._device = jax.devices(device)[0]
         if self._training.dtype == "float64":
-            jax.config.update("jax_enable_x64", True)  # in this process, which does nothing else
+            jax.config.update("jax_enable_x64", True)  # this process does nothing else
         try:
             self._step: Any = make_train_step(self._model, self._training, attention=ATTENTIONS[attention])
-        except ValueError as error:  # a dtype that this loop does not have
+        except ValueError as error:  # an unsupported dtype
             raise UserError(str(error)) from error
 
-    def read(self, repeats: int) -> dict[str, Any]:
-        """Compile and measure; the fields of a :class:`StepReading`."""
+    def compile(self, repeats: int) -> dict[str, Any]:
+        """Compile and measure the step, and return the fields of a :class:`CompiledStep`."""
         import numpy as np
 
         from jax_baseline.gpt.train import initial_state
@@ -106,7 +108,7 @@ class StepReader:
         costs, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
         times, whole = self._measure(compiled, state, tokens, text, repeats) if repeats else ({}, None)
         return asdict(
-            StepReading(
+            CompiledStep(
                 lowered.as_text(),
                 text,
                 seconds,
@@ -131,7 +133,7 @@ class StepReader:
         from jax_baseline.hlo import kernels, parse
         from jax_baseline.hlo.profile import kernel_seconds
 
-        states = [state]  # the step overwrites the state it is given
+        states = [state]  # the step donates its state
 
         def run() -> Any:
             states[0], metrics = compiled(states[0], tokens, tokens)

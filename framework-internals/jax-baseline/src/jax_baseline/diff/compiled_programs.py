@@ -1,4 +1,7 @@
-"""The two sides of a comparison, each compiled in a process of its own: of the baseline, or of any two functions."""
+"""Compiles a function with JAX and its torch counterpart with Inductor, each in a separate process.
+
+The function is the loss of the baseline, or a pair of functions of the user.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,24 @@ from jax_baseline.diff.programs import Program
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision
 
-JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it takes gradients
+JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it computes gradients
 
-# Norms of ones and biases of zeros make many tensors equal; a little noise tells them apart.
+# Norm weights of one and biases of zero make many tensors equal. Noise distinguishes them.
 _JITTER = 0.05
 
 
 @dataclass(frozen=True)
-class ModelSide:
-    """The baseline's loss and its gradients.
+class ModelSpec:
+    """The loss of the baseline and its gradients.
 
     Attributes:
-        model: fields of :class:`GPTConfig`.
-        batch_size: sequences.
-        dtype: of the matrix products.
-        attention: of JAX.
-        device: where it runs.
-        repeats: how often it is timed.
-        seed: of weights and tokens.
+        model: Fields of :class:`GPTConfig`.
+        batch_size: Number of sequences.
+        dtype: Dtype of the matrix products.
+        attention: Attention of the JAX model.
+        device: Device to run on.
+        repeats: Number of runs to time.
+        seed: Seed of weights and tokens.
     """
 
     model: Mapping[str, Any]
@@ -50,15 +53,15 @@ class ModelSide:
 
 
 @dataclass(frozen=True)
-class FunctionSide:
-    """A function of the user's.
+class FunctionSpec:
+    """A function of the user.
 
     Attributes:
         function: ``path/to/file.py:name``.
-        inputs: ``path/to/file.py:name`` of a function that returns its arguments as NumPy arrays.
-        gradients: whether it returns a scalar whose gradients are taken as well.
-        device: where it runs.
-        repeats: how often it is timed.
+        inputs: ``path/to/file.py:name`` of a function that returns the arguments as NumPy arrays.
+        gradients: Whether to compute the gradients too. The function then returns a scalar.
+        device: Device to run on.
+        repeats: Number of runs to time.
     """
 
     function: str
@@ -68,77 +71,77 @@ class FunctionSide:
     repeats: int
 
 
-class JaxSide:
-    """What the worker of XLA's side holds."""
+class JaxProgram:
+    """Object in the worker process that compiles with XLA."""
 
     def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
-        self._neighbours = _with_neighbours(kind, spec)
+        self._importable = _importable_neighbours(kind, spec)
         made = _jax_model(spec) if kind == "model" else _jax_function(spec)
         self._function, self._arguments, self._gradients = made
         self._repeats = spec["repeats"]
-        self._sketched = kind == "function"  # of the model each framework lays the gradients out in its own way
+        self._sketched = kind == "function"  # the layouts of the model's gradients differ between the frameworks
         self._compiled: Any = None
 
     def program(self) -> dict[str, Any]:
-        """Compile, run and read it; the fields of a :class:`Program`."""
+        """Compile and run the function, and return the fields of a :class:`Program`."""
         from jax_baseline.diff.xla_program import CompiledFunction
 
         self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
         return self._compiled.program(repeats=self._repeats, sketched=self._sketched).as_plain()
 
     def values(self) -> dict[str, tuple[float, ...] | None]:
-        """The moments of what its kernels leave in memory, by name."""
+        """Return the moments of the tensors that the kernels write, by name."""
         return self._compiled.values()
 
 
-class TorchSide:
-    """What the worker of Inductor's side holds."""
+class TorchProgram:
+    """Object in the worker process that compiles with Inductor."""
 
     def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
-        import jax_baseline.diff.inductor_program  # noqa: F401 - torch is there when the first answer is waited for
+        import jax_baseline.diff.inductor_program  # noqa: F401 - imports torch while JAX starts
 
-        self._neighbours = _with_neighbours(kind, spec)
+        self._importable = _importable_neighbours(kind, spec)
         self._program = _torch_model if kind == "model" else _torch_function
         self._spec = spec
 
     def program(self) -> dict[str, Any]:
-        """Compile, run and read it; the fields of a :class:`Program`, values included."""
+        """Compile and run the function, and return the fields of a :class:`Program` with the values of its tensors."""
         return self._program(self._spec).as_plain()
 
 
-def compile_both(jax_side: ModelSide | FunctionSide, torch_side: ModelSide | FunctionSide) -> tuple[Program, Program]:
-    """Compile, run and read both sides, one after the other, each in a process of its own.
+def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | FunctionSpec) -> tuple[Program, Program]:
+    """Compile and run both functions one after the other, each in a separate process.
 
     Returns:
-        XLA's program and Inductor's.
+        The program of XLA and the program of Inductor.
 
     Raises:
-        UserError: for what the user can mend.
+        UserError: If a specification cannot be compiled, or a function of the user fails.
     """
-    if (reason := missing_inductor(torch_side.device)) is not None:
+    if (reason := missing_inductor(torch_spec.device)) is not None:
         raise UserError(reason)
     with ExitStack() as stack:
-        with ThreadPoolExecutor(2) as pool:  # both import their framework at the same time; then one works at a time
-            starting = [pool.submit(_start, JaxSide, jax_side), pool.submit(_start, TorchSide, torch_side)]
+        with ThreadPoolExecutor(2) as pool:  # both processes import at the same time, and then work one at a time
+            starting = [pool.submit(_start, JaxProgram, jax_spec), pool.submit(_start, TorchProgram, torch_spec)]
         for started in starting:
             if started.exception() is None:
                 stack.enter_context(started.result())
         jax_worker, torch_worker = (started.result() for started in starting)
         xla = _with_values(Program.from_plain(jax_worker.call("program")), jax_worker)
-        jax_worker.close()  # and with it what it holds of the device
+        jax_worker.close()  # it releases the memory of the device
         return xla, Program.from_plain(torch_worker.call("program"))
 
 
-def _start(side: type[JaxSide | TorchSide], spec: ModelSide | FunctionSide) -> RemoteObject:
+def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionSpec) -> RemoteObject:
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if spec.device == "cpu" or side is TorchSide:
+    if spec.device == "cpu" or program is TorchProgram:
         environment["JAX_PLATFORMS"] = "cpu"
-    arguments = {"kind": "model" if isinstance(spec, ModelSide) else "function", "spec": asdict(spec)}
-    return RemoteObject(side, arguments, environment=environment)
+    arguments = {"kind": "model" if isinstance(spec, ModelSpec) else "function", "spec": asdict(spec)}
+    return RemoteObject(program, arguments, environment=environment)
 
 
-def _with_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
-    """What keeps the modules beside a user's file importable, for functions that import when they are called."""
+def _importable_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
+    """Keep the modules beside the user's file importable, for functions that import modules when they run."""
     stack = ExitStack()
     if kind == "function":
         stack.enter_context(user_file.importable(Path(spec["function"].rpartition(":")[0])))
@@ -146,13 +149,13 @@ def _with_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
 
 
 def _with_values(program: Program, worker: RemoteObject) -> Program:
-    """Take the values on XLA's side; a note says why where XLA does not take its own text again, or dies of it."""
+    """Add the values of XLA's tensors. If XLA cannot compile its text again, a note gives the reason."""
     try:
         return program.with_values(worker.call("values"))
     except ChildFailure as error:
         lines = [line.strip() for line in error.details.splitlines() if re.search("[Ee]rror|Check failed", line)]
-        why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # our own: a sentence without it
-        note = f"values in memory could not be read ({why}), so kernels are matched by labels alone"
+        why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # this package's own errors are sentences
+        note = f"values in memory could not be read ({why}), so kernels are matched by label only"
         return replace(program, notes=(note,))
 
 
@@ -160,11 +163,11 @@ def load_function(reference: str, *, what: str) -> Callable[..., Any]:
     """Import ``path/to/file.py:name``.
 
     Args:
-        reference: file and name, or ``path/to/file.py:object.method``.
-        what: the function is for, in the error.
+        reference: File and name. The name may be ``object.method``.
+        what: Purpose of the function, for the error message.
 
     Raises:
-        UserError: if there is no such file or name, or it cannot be imported or called.
+        UserError: If the file or the name does not exist, or cannot be imported or called.
     """
     path, separator, name = reference.rpartition(":")
     if not separator or not path.endswith(".py") or not name:
@@ -183,11 +186,11 @@ def load_function(reference: str, *, what: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def blame(reference: str) -> Iterator[None]:
-    """Let what a user's function raises be said of that function, in one line.
+def errors_of(reference: str) -> Iterator[None]:
+    """Turn an exception in the user's function into one line that names the function.
 
     Raises:
-        UserError: in the place of anything else.
+        UserError: In place of any exception.
     """
     try:
         yield
@@ -195,22 +198,22 @@ def blame(reference: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = (str(error).strip() or "no message").splitlines()[0][:300]
-        # torch's function was given what JAX traces with.
+        # A tracer of JAX in the message means that the torch function received JAX arrays.
         swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
         raise UserError(f"{reference} raised {type(error).__name__}: {text}{swapped}") from error
 
 
 def load_inputs(reference: str) -> tuple[NDArray, ...]:
-    """Call ``file.py:name``, which must return a tuple of NumPy arrays whose values both frameworks can hold.
+    """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can represent.
 
     Returns:
-        Copies of them, laid out row by row: torch takes no negative strides, and what it writes into is not the user's.
+        Row-major copies of the arrays. torch does not accept negative strides, and the function may write into them.
 
     Raises:
-        UserError: if not.
+        UserError: If the result is anything else.
     """
     function = load_function(reference, what="the inputs")
-    with blame(reference):
+    with errors_of(reference):
         made = function()
     arrays = made if isinstance(made, tuple) else (made,)
     for index, array in enumerate(arrays):
@@ -220,20 +223,22 @@ def load_inputs(reference: str) -> tuple[NDArray, ...]:
 
 def _require_in_both(array: object, what: str) -> None:
     if not isinstance(array, np.ndarray):
-        raise UserError(f"{what} of the tuple that is returned must be a NumPy array, got {type(array).__name__}")
+        raise UserError(f"{what} of the returned tuple must be a NumPy array, got {type(array).__name__}")
     if array.dtype not in (np.float32, np.float16, np.int32, np.int64, np.bool_):
         raise UserError(
-            f"{what} is {array.dtype}; give float32, float16, int32, bool, or int64 with values that int32 holds (JAX "
-            "makes 64 bits 32)"
+            f"{what} is {array.dtype}; return float32, float16, int32, bool, or int64 with values in the range of "
+            "int32 (JAX converts 64 bits to 32)"
         )
     if array.dtype == np.int64 and array.size:
-        held = np.iinfo(np.int32)
-        outside = [value for value in (array.min(), array.max()) if not held.min <= value <= held.max]
+        limits = np.iinfo(np.int32)
+        outside = [value for value in (array.min(), array.max()) if not limits.min <= value <= limits.max]
         if outside:
-            raise UserError(f"{what} is int64 and holds {outside[0]}; JAX makes it int32: give numbers that this holds")
+            raise UserError(
+                f"{what} is int64 and contains {outside[0]}; JAX converts it to int32: return values in its range"
+            )
 
 
-def _weights_and_batch(spec: ModelSide) -> tuple[GPTConfig, dict[str, NDArray], tuple[NDArray, ...]]:
+def _weights_and_batch(spec: ModelSpec) -> tuple[GPTConfig, dict[str, NDArray], tuple[NDArray, ...]]:
     from torch_baseline.data import batch, load_corpus
     from torch_baseline.model import init_numpy
 
@@ -257,7 +262,7 @@ def _torch_model(plain: Mapping[str, Any]) -> Program:
     from jax_baseline.gpt.transfer import weight_map
     from torch_baseline.model import GPT
 
-    spec = ModelSide(**plain)
+    spec = ModelSpec(**plain)
     config, weights, tokens = _weights_and_batch(spec)
     model = GPT(config)
     model.load_numpy(weights)
@@ -289,17 +294,17 @@ def _jax_model(plain: Mapping[str, Any]) -> JaxCall:
     from jax_baseline.gpt.transfer import from_torch
     from torch_baseline.config import TrainConfig
 
-    spec = ModelSide(**plain)
+    spec = ModelSpec(**plain)
     require_jax_device(spec.device)
     if spec.attention not in ATTENTIONS:
         raise UserError(f"the attention must be one of {', '.join(ATTENTIONS)}, got {spec.attention!r}")
     if spec.dtype == "float64":
-        jax.config.update("jax_enable_x64", True)  # in this process, which is the comparison's alone
+        jax.config.update("jax_enable_x64", True)  # this process does nothing else
     config, weights, tokens = _weights_and_batch(spec)
     training = TrainConfig(dtype=spec.dtype)
     try:
         function = make_gradient(config, training, attention=ATTENTIONS[spec.attention])
-    except ValueError as error:  # a dtype that this loop does not have
+    except ValueError as error:  # an unsupported dtype
         raise UserError(str(error)) from error
     params = from_torch(weights, config, master_dtype(training))
     batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
@@ -311,7 +316,7 @@ def _torch_function(plain: Mapping[str, Any]) -> Program:
 
     from jax_baseline.diff.inductor_program import compile_program
 
-    spec = FunctionSide(**plain)
+    spec = FunctionSpec(**plain)
     function = load_function(spec.function, what="the torch function")
     arrays = load_inputs(spec.inputs)
     originals = [torch.from_numpy(array).to(spec.device) for array in arrays]
@@ -319,11 +324,11 @@ def _torch_function(plain: Mapping[str, Any]) -> Program:
     arguments: list[torch.Tensor] = []
 
     def prepare() -> None:
-        """Copies, which the function may write into."""
+        """Make new copies, because the function may write into its arguments."""
         arguments[:] = [one.clone().requires_grad_(index in wanted) for index, one in enumerate(originals)]
 
     prepare()
-    with blame(spec.function):
+    with errors_of(spec.function):
         function(*arguments)
     compiled = torch.compile(function)
 
@@ -335,7 +340,7 @@ def _torch_function(plain: Mapping[str, Any]) -> Program:
             raise UserError(f"{spec.function}: with --gradients the function must return one scalar")
         result.backward()
         inputs = [arguments[index] for index in wanted]
-        # JAX's gradient of an argument that the result does not depend on is zeros, torch's is None.
+        # If the result does not depend on an argument, its gradient is zeros in JAX and None in torch.
         return [result.detach(), *(torch.zeros_like(one) if one.grad is None else one.grad for one in inputs)]
 
     return compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare)
@@ -347,13 +352,13 @@ def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
 
     from jax_baseline.gpt.train import require_jax_device
 
-    spec = FunctionSide(**plain)
+    spec = FunctionSpec(**plain)
     require_jax_device(spec.device)
     function = load_function(spec.function, what="the JAX function")
     arrays = load_inputs(spec.inputs)
     wanted = _differentiated(arrays, spec)
     arguments = [jnp.asarray(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
-    with blame(spec.function):
+    with errors_of(spec.function):
         result = jax.eval_shape(function, *arguments)
     if wanted:
         if getattr(result, "shape", None) != ():
@@ -362,11 +367,11 @@ def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
     return function, arguments, spec.gradients
 
 
-def _differentiated(arrays: Sequence[NDArray], spec: FunctionSide) -> tuple[int, ...]:
-    """The places of the arguments whose gradients are taken; none unless they are asked for.
+def _differentiated(arrays: Sequence[NDArray], spec: FunctionSpec) -> tuple[int, ...]:
+    """Return the indices of the arguments with gradients; none unless gradients are requested.
 
     Raises:
-        UserError: if they are asked for and no argument can have one.
+        UserError: If gradients are requested and no argument is floating-point.
     """
     if not spec.gradients:
         return ()
@@ -374,17 +379,17 @@ def _differentiated(arrays: Sequence[NDArray], spec: FunctionSide) -> tuple[int,
     if not floating:
         kinds = ", ".join(str(array.dtype) for array in arrays) or "nothing"
         raise UserError(
-            f"{spec.inputs}: --gradients takes those of float32 or float16 arguments, got {kinds}; give one, or leave "
-            "out --gradients"
+            f"{spec.inputs}: --gradients needs a float32 or float16 argument, got {kinds}; add one, or leave out "
+            "--gradients"
         )
     return floating
 
 
 def _leaves(value: Any, kind: type, reference: str) -> list[Any]:
-    """What the function of this name returned, flat, as JAX flattens it: dictionaries by their keys, None is nothing.
+    """Flatten the result of a function like JAX does: dictionaries in the order of their keys, without None.
 
     Raises:
-        UserError: for anything but tensors in tuples, lists and dictionaries.
+        UserError: If the result has anything but tensors in tuples, lists and dictionaries.
     """
     if value is None:
         return []

@@ -1,4 +1,4 @@
-"""An optimised module rewritten so that it returns every array its kernels leave in memory."""
+"""Rewrites an optimised module to return its intermediates: the arrays that its kernels write to memory."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _CUSTOM_CALL = re.compile(r"^(\s+(?:ROOT )?)%?([\w.\-]+) = .* custom-call\(")
 _BITCAST = re.compile(r"^(\s+(?:ROOT )?)%?([\w.\-]+) = (\S+) bitcast\(%?([\w.\-]+)\)")
 
 
-def return_everything(text: str, names: Collection[str]) -> tuple[str, list[str]]:
+def expose_intermediates(text: str, names: Collection[str]) -> tuple[str, list[str]]:
     """Make the entry computation return the results of the named instructions.
 
-    Only values are wanted, so the compiler that reads the text may choose everything anew: fusions become plain calls,
-    cuBLAS's products become products, layouts go, and with them the schedule and the donated arguments. A bitcast,
-    which is a statement about memory, becomes the transpositions and the reshape that it stands for.
+    Only the values matter, so the new text leaves all choices to the compiler. Fusions become calls, matrix products of
+    cuBLAS become dots, and layouts, schedule and donations are removed. A bitcast depends on layouts, so it becomes the
+    equivalent transposes and reshape.
 
     Args:
-        text: of the optimised module, constants written out.
-        names: of instructions; those that the entry computation does not have are left out.
+        text: Text of the optimised module with all constants.
+        names: Names of instructions. Those outside the entry computation are ignored.
 
     Returns:
-        The text, and the names of what it returns, in order; a member of a tuple as ``name[0]``.
+        The new text, and the names of its results in order. A member of a tuple is ``name[0]``.
 
     Raises:
-        ValueError: for a library call that is not a plain product: its values cannot be had from the text alone.
+        ValueError: If the module calls a library for anything but a plain matrix product.
     """
     module = parse(text)
     taken = [one for one in module.computations[module.entry] if one.name in names]
@@ -57,22 +57,22 @@ def _results(members: list[tuple[Instruction, int]], types: str) -> Iterator[str
             operand = f"{one.name}.member.{index}"
             yield f"  %{operand} = {one.shapes[index]} get-tuple-element(%{one.name}), index={index}"
         operands.append(f"%{operand}")
-    yield f"  ROOT %everything.taken = ({types}) tuple({', '.join(operands)})"
+    yield f"  ROOT %exposed.intermediates = ({types}) tuple({', '.join(operands)})"
 
 
 def _without_layout(line: str, body: dict[str, Instruction]) -> Iterator[str]:
-    """One line of a computation without what only matters to memory."""
+    """Yield a line of a computation without layouts, as one line or several."""
     line = _FUSION.sub(r" call(\1), to_apply=\2", _METADATA.sub("", line))
     if match := _BITCAST.match(line):
         yield from _bitcast(match[1], match[2], match[3], body[match[4]])
     elif match := _CUSTOM_CALL.match(line):
-        yield from _product(match[1], body[match[2]])
+        yield from _matmul(match[1], body[match[2]])
     else:
         yield _LAYOUT.sub("", line)
 
 
 def _bitcast(indent: str, name: str, shape: str, operand: Instruction) -> Iterator[str]:
-    """The same memory under another shape: to the order in memory, reshape, back from the new order in memory."""
+    """Replace a bitcast: transpose to the order in memory, reshape, transpose back from the new order in memory."""
     source, target = _in_memory(operand.shape), _in_memory(shape)
     dtype = operand.shapes[0].dtype
     sizes = dict(enumerate(operand.shapes[0].dimensions))
@@ -86,12 +86,12 @@ def _bitcast(indent: str, name: str, shape: str, operand: Instruction) -> Iterat
     yield f"{indent}%{name} = {_LAYOUT.sub('', shape)} transpose(%{name}.reshaped), dimensions={{{back}}}"
 
 
-def _product(indent: str, call: Instruction) -> Iterator[str]:
-    """The product that cuBLAS makes, α·a·b + β·c, which returns its scratch memory too."""
+def _matmul(indent: str, call: Instruction) -> Iterator[str]:
+    """Replace a matrix product of cuBLAS, α·a·b + β·c. The call also returns its scratch memory."""
     target, config = call.attribute("custom_call_target"), call.attributes
     scales = {key: re.search(rf'"{key}":(-?[\d.eE+-]+)', config) for key in ("alpha_real", "beta")}
     if not re.search("gemm|matmul", target) or '"epilogue":"DEFAULT"' not in config or not all(scales.values()):
-        raise ValueError(f"the kernel {call.name} calls {target} of a library, which cannot be run from the text alone")
+        raise ValueError(f"the kernel {call.name} calls the library function {target}, which the text does not define")
     alpha, beta = (float(found[1]) for found in scales.values() if found)
     axes = {
         key: ",".join(re.findall(r"\d+", found[1]))
@@ -120,14 +120,14 @@ def _product(indent: str, call: Instruction) -> Iterator[str]:
 
 
 def _scaled(name: str, factor: float, shape: Shape) -> Iterator[str]:
-    """Define ``name.scaled``, a multiple of ``name``."""
+    """Define ``name.scaled`` as ``name`` times a factor."""
     yield f"  %{name}.factor = {shape.dtype}[] constant({factor!r})"
     yield f"  %{name}.factors = {shape} broadcast(%{name}.factor), dimensions={{}}"
     yield f"  %{name}.scaled = {shape} multiply(%{name}, %{name}.factors)"
 
 
 def _in_memory(shape: str) -> tuple[int, ...]:
-    """Axes from the slowest to the fastest varying; row-major where no layout is printed."""
+    """Return the axes from the slowest to the fastest varying. Without a layout they are row-major."""
     match = _LAYOUT.search(shape)
     if match:
         return tuple(int(axis) for axis in reversed(match[1].split(","))) if match[1] else ()
