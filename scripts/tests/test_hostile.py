@@ -31,8 +31,9 @@ from compile_bench.catalogue.cause import CAUSES
 from compile_bench.fixes.source import unified_diff
 from dispatcher_trace.capture.types import SCHEMA_VERSION
 from dispatcher_trace.render import viewer
-from jax_baseline.diff import explanation
+from jax_baseline.diff.region_diff import Quote
 from jax_baseline.hlo import lock
+from jax_baseline.report import explanation
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
 NAMES = [
@@ -168,7 +169,7 @@ def test_the_catalogue_as_a_page_and_as_markdown(monkeypatch):
 
 
 def test_a_source_that_is_quoted_ends_no_fence():
-    quote = {"kernel": HOSTILE, "kind": "loop", "language": "text", "source": "```\n<script>owned()</script>"}
+    quote = Quote(HOSTILE, "loop", "text", "```\n<script>owned()</script>")
     assert active(explanation._quote("XLA", quote)) == []
 
 
