@@ -196,7 +196,7 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navig
     if rungs:
         climbed = [page for page in linked_files(site.root, rungs[0]) if page in rungs]  # in the order of their table
         climbed += [page for page in rungs[1:] if page not in climbed]
-        yield {"The ladder": [rungs[0], *({_title(site, page): page} for page in climbed)]}
+        yield {"Six examples": [rungs[0], *({_title(site, page): page} for page in climbed)]}
     shown = {f"{home}README.md", *reports, *rungs}
     for page in pages:
         if page not in shown:
