@@ -1,7 +1,7 @@
-"""The attention kernels by themselves: built without a torch binding and called through ctypes.
+"""The attention kernels alone: built without a torch binding and called through ctypes.
 
-What tests and tuning need and the operator does not offer: every kernel by name, on a GPU or, compiled by g++ against
-``csrc/flash_attention/emulator.h``, on a CPU that emulates the tensor cores thread by thread.
+The tests need what the operator does not offer: every kernel by name, on a GPU, or on a CPU with
+``csrc/flash_attention/emulator.h``, which emulates the tensor cores thread by thread.
 """
 
 from __future__ import annotations
