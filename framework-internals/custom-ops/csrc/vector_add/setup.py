@@ -12,8 +12,8 @@ with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
 # -fopenmp is for the compiler only: without linking an OpenMP runtime, the extension uses torch's threads.
 # -g0 overrides the -g of Python's own flags: without debug symbols, the file is a third of the size.
 cxx_flags = ["-O3", "-g0", "-fopenmp"]
-# Linked before the compiler's own: a toolchain with libstdc++ as an archive only would put a second copy into the wheel,
-# and the first error message with a number would crash (torch's streams with the copy's locale).
+# Linked before the compiler's own: a toolchain that has libstdc++ only as an archive would put a second copy into the
+# wheel, and the first error message with a number would crash (torch's streams with the copy's locale).
 link_flags = ["-l:libstdc++.so.6"]
 
 if with_cuda:
