@@ -27,7 +27,7 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
 
 
 class _Rules:
-    """The batching rule of each operator: (info, mapped dimensions, *arguments) -> (results, their mapped dimensions)."""
+    """The batching rule of each operator: (info, mapped dimensions, *arguments) -> (results, mapped dimensions)."""
 
     def __init__(self, operator: Callable[[str], Any]) -> None:
         self._operator = operator
