@@ -81,7 +81,10 @@ class DissectedEngine:
 def make_dissected_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> DissectedEngine:
-    """Make an engine from plain values in a child process, see :func:`jax_baseline.timing.engines.make_engine`."""
+    """Make an engine from plain values, in the child process that it runs in.
+
+    It takes the arguments of :func:`jax_baseline.timing.engines.make_engine`.
+    """
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 
 
