@@ -119,7 +119,7 @@ def test_an_operator_whose_interval_lies_on_both_sides_is_not_decided() -> None:
 
 def limits(device: str) -> list:
     """The full-size measurement of the machine's memory takes longer than the rest of this test."""
-    from benchkit.limits import memory_limits
+    from benchkit.timing.limits import memory_limits
 
     return list(memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01))
 
@@ -150,7 +150,7 @@ def test_configuration_is_smaller_when_quick() -> None:
 
 def products(device: str) -> list:
     """As :func:`limits`, of small matrices."""
-    from benchkit.limits import product_limits
+    from benchkit.timing.limits import product_limits
 
     return list(product_limits(device, size=64, seconds=0.01))
 

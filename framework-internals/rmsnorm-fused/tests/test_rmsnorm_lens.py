@@ -17,7 +17,7 @@ from benchkit.environment import Gpu, capture
 from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
-from benchkit.statistics import worst
+from benchkit.timing.statistics import worst
 from rmsnorm_fused import contestants, lens, measure, training
 from rmsnorm_fused.accuracy import expected
 from rmsnorm_fused.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant

@@ -16,8 +16,7 @@ from typing import Annotated
 
 import typer
 
-from benchkit import progress
-from benchkit.command import one_line_errors
+from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from benchkit.limits import datasheet
+from benchkit.timing.limits import datasheet
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.model import flops_per_token
 from torch_baseline.parallel import World

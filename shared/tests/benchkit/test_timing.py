@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchkit import compare, measure, timing
-from benchkit.statistics import bootstrap_median_interval, fewest_samples
+from benchkit.timing.statistics import bootstrap_median_interval, fewest_samples
 
 
 def burn(seconds: float):

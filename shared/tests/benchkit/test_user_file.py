@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchkit import UserError, user_file
+from benchkit import UserError
+from benchkit.command import user_file
 
 
 @pytest.fixture

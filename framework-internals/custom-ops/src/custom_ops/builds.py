@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 import native_build
-from benchkit.progress import working
+from benchkit.command.progress import working
 from custom_ops import autograd_nodes, calls, prebuild, runtime_compiled
 from custom_ops.operators import bias_gelu, conv_bn_relu, elementwise, flash_attention
 from custom_ops.registration import NAMESPACES, Rules, register

@@ -17,9 +17,9 @@ from rich.table import Table
 
 from benchkit import Record, UserError, numbers
 from benchkit.command import one_line_errors
+from benchkit.command.progress import working
 from benchkit.device import resolve_device
-from benchkit.limits import memory_limits
-from benchkit.progress import working
+from benchkit.timing.limits import memory_limits
 from custom_ops import autograd_nodes, build_costs, prebuild, skeleton, speed
 from custom_ops.builds import build_info, load
 from custom_ops.checks import DTYPES

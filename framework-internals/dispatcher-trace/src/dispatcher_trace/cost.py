@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchkit import Quantity, numbers
-from benchkit.statistics import bootstrap_median_interval, quantile
+from benchkit.timing.statistics import bootstrap_median_interval, quantile
 from dispatcher_trace import dispatcher, profile
 from dispatcher_trace.records import Call
 from dispatcher_trace.trace import Trace

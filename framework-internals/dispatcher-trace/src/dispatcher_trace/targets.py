@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from benchkit import UserError, user_file
+from benchkit import UserError
+from benchkit.command import user_file
 from benchkit.errors import first_line
 from dispatcher_trace.records import DTYPE_NAMES, dtype_name
 from dispatcher_trace.render import near_names

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Record, Results, numbers
-from benchkit.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from benchkit.report import Figure
+from benchkit.report.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from jax_baseline.diff.explanation import explain
 
 _COMPILERS = ("XLA", "Inductor")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchkit.results import Quantity, Record
-from benchkit.timing import Inputs, measure, rotating_inputs
+from benchkit.timing.clocks import Inputs
+from benchkit.timing.comparison import measure, rotating_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +103,7 @@ def memory_limits(device: Device, *, bytes_per_tensor: int | None = None, second
         ("2 reads 1 write", 3, lambda x, y, out: torch.add(x, y, out=out)),
     ]
     if device == "cuda":
-        from benchkit.stream_kernels import add_and_subtract
+        from benchkit.timing.stream_kernels import add_and_subtract
 
         kinds.append(("2 reads 2 writes", 4, add_and_subtract))
     for traffic, operands, function in kinds:

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import markdown, numbers
 from benchkit.environment import commit_label
-from benchkit.plotting import save
+from benchkit.report.plotting import save
 from benchkit.results import Results, load, write_text_atomically
 
 
