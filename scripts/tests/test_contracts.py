@@ -21,7 +21,8 @@ def graph():
 
 
 def kept(options, graph) -> bool:
-    contract = layers.LayersContract(options["name"], {"root_packages": OPTIONS["root_packages"]}, options)
+    texts = {key: str(value) if isinstance(value, bool) else value for key, value in options.items()}  # as in an INI
+    contract = layers.LayersContract(options["name"], {"root_packages": OPTIONS["root_packages"]}, texts)
     return contract.check(graph, verbose=False).kept
 
 

@@ -126,10 +126,10 @@ def test_the_labelled_model_computes_the_same(tied):
         torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
 
 
-# The example of the README, and inputs that cannot be.
-README = (Path(__file__).parents[1] / "README.md").read_text()
+# The example of the guide, and inputs that cannot be.
+GUIDE = (Path(__file__).parents[3] / "docs" / "jax-baseline.md").read_text()
 EXAMPLE = next(
-    textwrap.dedent(block.split("```")[0]) for block in README.split("```python\n")[1:] if "def torch_fn" in block
+    textwrap.dedent(block.split("```")[0]) for block in GUIDE.split("```python\n")[1:] if "def torch_fn" in block
 )
 USER_FILE = f"""{EXAMPLE}
 
