@@ -98,8 +98,8 @@ def test_a_sweep_stands_by_itself_where_no_run_was(lens, run, tmp_path):
 
 def test_a_sweep_that_cannot_be_is_one_line(lens, run, tmp_path):
     for arguments, more, line in (
-        (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; leave out --sweep"),
-        (("--time-limit", "5"), {}, "a-lens: --time-limit is for --sweep, which can be gone on with; add --sweep or"),
+        (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; remove --sweep"),
+        (("--time-limit", "5"), {}, "a-lens: --time-limit works with --sweep only; add --sweep or"),
     ):
         done = run(lens, *arguments, "--out", str(tmp_path / "out"), **more)
         assert (done.returncode, done.stdout) == (2, "")

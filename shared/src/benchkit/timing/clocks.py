@@ -94,9 +94,12 @@ def _waiter(device: Device, block: Callable[[Any], object] | None) -> Callable[[
 
 
 def _long_enough(method: str, sets: int, make: Callable[[int], Callable[[], float]]) -> tuple[Callable[[], float], int]:
-    """The shortest runner whose run reaches the least length of a sample, in whole passes over the input sets.
+    """Choose the number of calls so that a sample is long enough for its clock, in whole passes over the input sets.
 
-    A guess from one call is not enough: the first calls after a pause are several times slower than those of a sample.
+    One call is no basis for an estimate: the first calls after a pause are several times slower than those of a sample.
+
+    Returns:
+        A function that makes the calls and returns their seconds, and the number of calls.
     """
     most = max((_MAX_CALLS_PER_GRAPH if method == "cuda-graph" else _MAX_CALLS_PER_SAMPLE) // sets, 1)
     passes = 1
@@ -136,16 +139,16 @@ def _cuda_graph(function: Callable[..., object], inputs: Inputs, calls: int) -> 
     graph = torch.cuda.CUDAGraph()
     here = torch.cuda.current_stream()
     stream = None if here == torch.cuda.default_stream() else here
-    # A capture that fails leaves the generator's state believing that it is still being captured, and every later
-    # random number raises: the capture gets a state of its own, thrown away with it.
+    # After a capture that fails, the generator's state still counts as being captured, and every later random number
+    # raises. So the capture works on a copy of the state.
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     state = generator.graphsafe_get_state()
     generator.graphsafe_set_state(state.clone_state())
     try:
-        # thread_local: the backward pass launches from autograd's own thread.
+        # thread_local, because autograd launches a backward pass from another thread.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            # Results stay alive until the capture ends: each call then writes memory of its own, as in real use,
-            # instead of a block that the allocator hands out again while it is still in the cache.
+            # Results stay alive until the capture ends, so that each call writes to other memory, as in real use.
+            # Otherwise the allocator would reuse a block that is still in the cache.
             results = [function(*inputs[index % len(inputs)]) for index in range(calls)]
     finally:
         generator.graphsafe_set_state(state)

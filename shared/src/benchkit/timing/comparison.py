@@ -1,19 +1,19 @@
-"""Timing one function, or several against one another, on a CPU or a GPU.
+"""Time one function, or several against one another, on a CPU or a GPU.
 
-Three clocks, chosen by what the functions can bear:
+There are three clocks:
 
 ``cuda-graph``
-    Calls are captured once into a CUDA graph and replayed: what is timed is the kernels, not the launches. CUDA events
-    stand at both ends of a replay.
+    Captures the calls once into a CUDA graph and replays it between two CUDA events. The figure contains the kernels
+    and not their launches.
 ``cuda-events``
-    The same events around plain calls: launches that the GPU waits for are in the figure.
+    Records the same events around plain calls. The figure contains launches that the GPU waits for.
 ``wall-clock``
-    ``time.perf_counter`` around the calls, with whatever ``block`` waits for inside.
+    Reads ``time.perf_counter`` around the calls and whatever ``block`` waits for.
 
-One sample is the time of several calls over their number, so that a sample is long against the clock's resolution.
-Several functions are measured round by round, the order drawn anew for every round: slow drift of the machine hits all
-alike, and none always follows the same other one (a mere rotation would keep the neighbours, and with them what they
-leave in the caches). A ratio is formed inside each round before its median is taken.
+One sample is the time of several calls divided by their number, so that it is much longer than the clock's resolution.
+Several functions are measured round by round, in a new random order each round. Slow drift of the machine then affects
+all of them alike, and no function always runs after the same other one (with a rotation, each would find the caches as
+the same neighbour leaves them). A ratio is computed within each round; the result is the median of these ratios.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Timing:
     """Samples of one function's time per call.
 
     Attributes:
-        samples: seconds per call, one figure a round, in the order they were taken.
-        calls_per_sample: how many calls one sample averages.
-        method: the clock that was used.
-        first_call: seconds of the first call ever made (compilation, allocation, caches), apart from the samples.
-        note: why ``method`` is not the one that ``auto`` tries first; empty otherwise.
+        samples: Seconds per call, one per round, in the order of the rounds.
+        calls_per_sample: Number of calls that one sample averages.
+        method: The clock in use.
+        first_call: Seconds of the first call (compilation, allocation, caches), which is not among the samples.
+        note: Why ``method`` is not the clock that ``auto`` tries first; empty otherwise.
     """
 
     samples: tuple[float, ...]
@@ -68,13 +68,17 @@ class Timing:
         return quantile(self.samples, 0.8)
 
     def quantity(self) -> Quantity:
-        """The median with p20 and p80, for a record."""
+        """The median, p20 and p80 as a :class:`benchkit.Quantity`."""
         return Quantity(self.median, "s", self.p20, self.p80, len(self.samples), "p20-p80")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Timings of several functions whose samples were taken round by round, so that ratios can be paired."""
+    """Timings of several functions whose samples were taken round by round, so that ratios can be paired.
+
+    Attributes:
+        timings: One timing per function, by name.
+    """
 
     timings: Mapping[str, Timing]
 
@@ -85,13 +89,13 @@ class Comparison:
         """How many times faster ``name`` is than ``over``: the median of the rounds' ratios, with a bootstrap interval.
 
         Args:
-            name: the function that is asked about.
-            over: the one it is held against.
-            confidence: of the interval.
+            name: The function in question.
+            over: The reference.
+            confidence: Confidence of the interval.
 
         Returns:
-            time(over) / time(name), without unit; an interval that covers 1 means that no difference was seen. From too
-            few rounds for that confidence (fewer than 6 for 95 %) it is the range of the ratios, and called so.
+            time(over) / time(name), without unit. An interval that contains 1 shows no difference. With too few rounds
+            for the confidence (fewer than 6 for 95 %), the interval is the range of the ratios and named ``range``.
         """
         ratios = [reference / own for own, reference in zip(self[name].samples, self[over].samples, strict=True)]
         middle = quantile(ratios, 0.5)
@@ -102,7 +106,7 @@ class Comparison:
 
 
 def measure(function: Callable[..., object], **options: Any) -> Timing:
-    """Time one function; the options are those of :func:`compare`."""
+    """Time one function, with the options of :func:`compare`."""
     return compare({"": function}, **options)[""]
 
 
@@ -120,23 +124,22 @@ def compare(
     """Time several functions round by round, interleaved.
 
     Args:
-        functions: what to call, by name.
-        device: where the functions do their work.
-        inputs: sets of positional arguments that successive calls rotate through, the same for every function or by
-            name; make them with :func:`rotating_inputs` to keep a GPU's L2 cache cold.
-        clock: ``auto`` is a CUDA graph on a GPU, or CUDA events for a function that cannot be captured (the timing's
-            ``note`` says why), and the wall clock on a CPU.
-        block: called with each result to wait for it (``jax.block_until_ready``; a lambda around
-            ``torch.cuda.synchronize``); the clock is the wall's then.
-        warmup_calls: calls after the first one that are not sampled.
-        seconds: how long to sample, over all functions; at least 8 and at most 500 rounds are made.
-        rounds: the number of rounds, instead of ``seconds``.
+        functions: The functions, by name.
+        device: Where the functions do their work.
+        inputs: Sets of positional arguments that successive calls rotate through: one sequence for all functions, or
+            one per name. :func:`rotating_inputs` makes sets that keep a GPU's L2 cache cold.
+        clock: ``auto`` is the wall clock on a CPU. On a GPU it is a CUDA graph, or CUDA events for a function that
+            cannot be captured; the timing's ``note`` then says why.
+        block: Called with each result to wait for it, such as ``jax.block_until_ready``. It requires the wall clock.
+        warmup_calls: Number of calls after the first one that are not sampled.
+        seconds: How long to sample, over all functions; at least 8 and at most 500 rounds.
+        rounds: Number of rounds, instead of ``seconds``.
 
     Returns:
-        One timing a name, samples aligned by round.
+        One timing per name, with samples aligned by round.
 
     Raises:
-        ValueError: for no functions, a GPU clock on a CPU or with ``block``, or fewer than one round.
+        ValueError: If there are no functions or no rounds, or if a GPU clock is combined with a CPU or with ``block``.
     """
     if not functions:
         raise ValueError("compare() needs at least one function")
@@ -144,7 +147,7 @@ def compare(
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     if device == "cpu" and clock not in ("auto", "wall-clock"):
         raise ValueError(f"clock {clock!r} needs device='cuda'; on a CPU use 'wall-clock'")
-    if block is not None:  # a GPU's clocks wait by themselves, and for torch's stream alone
+    if block is not None:  # a GPU's clocks wait by themselves, and only for torch's stream
         if clock not in ("auto", "wall-clock"):
             raise ValueError(f"block is for the wall clock, got clock={clock!r}; leave one of them out")
         clock = "wall-clock"
@@ -180,13 +183,13 @@ def compare(
 
 @contextmanager
 def capturable_stream(device: Device) -> Iterator[None]:
-    """Work on a stream that :func:`compare` can capture, so that a backward pass can be timed alone.
+    """Switch to a CUDA stream that :func:`compare` can capture, so that a backward pass can be timed alone.
 
-    Autograd runs a backward pass on the stream of its forward pass, and the default stream cannot be captured. Make the
-    forward graph and call :func:`compare` inside this context.
+    Autograd runs a backward pass on the stream of its forward pass, and the default stream cannot be captured. Run the
+    forward pass and call :func:`compare` inside this context.
 
     Args:
-        device: on a CPU there is nothing to do.
+        device: On a CPU the context does nothing.
     """
     if device == "cpu":
         yield
@@ -206,10 +209,10 @@ def rotating_inputs(
     """Make enough sets of inputs that a rotation through them finds nothing in the GPU's L2 cache.
 
     Args:
-        make: makes one set; its tensors' bytes are counted.
-        device: on a CPU one set is enough: its timings are meant to show a working set that the caller chooses.
-        at_most: the largest number of sets.
-        cold_factor: how many times the L2 the sets together are to hold.
+        make: Makes one set; the bytes of its tensors are counted.
+        device: On a CPU one set is enough, because the caller chooses the size of the working set.
+        at_most: Largest number of sets.
+        cold_factor: Size of all sets together, as a multiple of the L2 cache.
 
     Returns:
         Between 1 and ``at_most`` sets; at least 2 on a GPU.
@@ -227,7 +230,7 @@ def rotating_inputs(
 
 @contextmanager
 def _garbage_collector_paused() -> Iterator[None]:
-    """A collection in the middle of one variant's sample would be charged to that variant alone."""
+    """Pause garbage collection: a collection during one function's sample would count against that function alone."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()
