@@ -106,9 +106,7 @@ def main(lens: Lens) -> None:
         out: Annotated[Path | None, typer.Option(help="Folder for the report; reports/<machine>/ by default.")] = None,
         render_only: Annotated[
             bool,
-            typer.Option(
-                "--render-only", help="Measure nothing; render report.md again from every results.json."
-            ),
+            typer.Option("--render-only", help="Measure nothing; render report.md again from every results.json."),
         ] = False,
         sweep: Annotated[
             bool,

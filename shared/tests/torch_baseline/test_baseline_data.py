@@ -23,7 +23,7 @@ def test_the_built_in_text_is_the_pinned_one():
 def test_a_changed_or_unknown_text_is_said(monkeypatch):
     monkeypatch.setattr(data, "_builtin_text", lambda: b"something else")
     monkeypatch.setattr(platform, "python_version", lambda: "3.11.7")
-    assert "is known as 71f2ff5d99bdc1f9" in data.load_corpus().note
+    assert "should have the hash 71f2ff5d99bdc1f9" in data.load_corpus().note
     monkeypatch.setattr(platform, "python_version", lambda: "3.11.99")
     assert "no hash written down" in data.load_corpus().note
 
