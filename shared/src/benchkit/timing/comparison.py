@@ -145,12 +145,7 @@ def compare(
         raise ValueError("compare() needs at least one function")
     if rounds is not None and rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    if device == "cpu" and clock not in ("auto", "wall-clock"):
-        raise ValueError(f"clock {clock!r} needs device='cuda'; on a CPU use 'wall-clock'")
-    if block is not None:  # a GPU's clocks wait by themselves, and only for torch's stream
-        if clock not in ("auto", "wall-clock"):
-            raise ValueError(f"block is for the wall clock, got clock={clock!r}; leave one of them out")
-        clock = "wall-clock"
+    clock = _checked_clock(clock, device, waits=block is not None)
     samplers = {
         name: make_sampler(
             function,
@@ -179,6 +174,16 @@ def compare(
             for name, sampler in samplers.items()
         }
     )
+
+
+def _checked_clock(clock: Clock, device: Device, *, waits: bool) -> Clock:
+    """The clock to use, which is the wall clock if a ``block`` function waits for results."""
+    if clock not in ("auto", "wall-clock"):
+        if device == "cpu":
+            raise ValueError(f"clock {clock!r} needs device='cuda'; on a CPU use 'wall-clock'")
+        if waits:  # a GPU's clocks wait by themselves, and only for torch's stream
+            raise ValueError(f"block is for the wall clock, got clock={clock!r}; leave one of them out")
+    return "wall-clock" if waits else clock
 
 
 @contextmanager
