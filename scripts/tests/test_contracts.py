@@ -21,7 +21,8 @@ def graph():
 
 
 def kept(options, graph) -> bool:
-    texts = {key: str(value) if isinstance(value, bool) else value for key, value in options.items()}  # as in an INI
+    # import-linter reads every option as text, also from TOML.
+    texts = {name: str(value) if isinstance(value, bool) else value for name, value in options.items()}
     contract = layers.LayersContract(options["name"], {"root_packages": OPTIONS["root_packages"]}, texts)
     return contract.check(graph, verbose=False).kept
 

@@ -61,7 +61,9 @@ def test_a_library_that_is_named_is_taken_first(monkeypatch: pytest.MonkeyPatch)
     found = loading.build_info()
     assert (found.road, found.file) == ("named library", library)
     monkeypatch.setenv(loading.VARIABLE, "nowhere.so")
-    with pytest.raises(native_build.LibraryError, match=r"CUSTOM_OPS_LIBRARY names nowhere\.so, .*; name .* or unset"):
+    with pytest.raises(
+        native_build.LibraryError, match=r"CUSTOM_OPS_LIBRARY names nowhere\.so, .*; set it to .* or unset"
+    ):
         loading.build_info()
 
 

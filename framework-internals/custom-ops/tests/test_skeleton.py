@@ -52,7 +52,7 @@ def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
         ("class", "it is a reserved word of Python (choose another, for example my_class)"),
         ("double", "it is a reserved word of C++ (choose another, for example my_double)"),
         ("std", "it is a reserved word of C++"),
-        ("norm_", "a project's name does not end with an underscore"),
+        ("norm_", "a project's name must not end with an underscore"),
         ("layer__norm", "C++ reserves names with two in a row (choose another, for example my_layer_norm)"),
         ("json", "it is a module of Python's standard library"),
         ("torch", "it is a package that is installed here, "),

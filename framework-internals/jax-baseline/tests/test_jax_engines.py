@@ -84,7 +84,7 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     assert len(found["also right"].timing.samples) == 8
 
 
-def test_what_fails_after_the_timed_rounds_leaves_them(monkeypatch):
+def test_a_failure_after_the_timed_rounds_keeps_them(monkeypatch):
     monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
 
     def inspect(name, worker):
@@ -111,7 +111,7 @@ def test_what_fails_after_the_timed_rounds_leaves_them(monkeypatch):
     assert trial.memory_unknown == lost
 
 
-def test_a_reference_that_dies_once_it_is_timed_costs_the_later_groups_alone(monkeypatch):
+def test_a_reference_that_dies_after_its_first_group_loses_only_the_later_groups(monkeypatch):
     log = []
 
     class Dying(FakeEngine):
@@ -128,7 +128,7 @@ def test_a_reference_that_dies_once_it_is_timed_costs_the_later_groups_alone(mon
     assert found["second"].startswith("the reference, reference, failed beside it: JaxEngine.run ended with status -9")
 
 
-def test_a_missing_fact_is_an_absence_of_the_report(monkeypatch):
+def test_a_missing_figure_is_named_in_the_report(monkeypatch):
     found = MeasuredEngine(
         *(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None),
         missing={"peak memory": "RuntimeError: device lost."},
@@ -162,7 +162,7 @@ def a_peak(monkeypatch):
     monkeypatch.setattr("torch_baseline.throughput.peak_flops", lambda device, dtype, devices=1: devices * 1e12)
 
 
-def test_the_peak_that_a_rate_of_several_devices_is_held_against_is_that_of_all_of_them(a_peak, monkeypatch):
+def test_the_mfu_of_several_devices_uses_the_peak_of_all_of_them(a_peak, monkeypatch):
     """Two devices do twice the tokens of one in the same time: each is used as well."""
     found = MeasuredEngine(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None)
     monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
@@ -178,7 +178,7 @@ def test_the_peak_that_a_rate_of_several_devices_is_held_against_is_that_of_all_
     assert kept["two"]["MFU"].value == pytest.approx(kept["one"]["MFU"].value)
 
 
-def test_a_sweeps_share_of_the_peak_is_that_of_all_devices(a_peak, monkeypatch):
+def test_the_mfu_of_a_sweep_uses_the_peak_of_all_devices(a_peak, monkeypatch):
     trial = bench.Trial(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), None)
     monkeypatch.setattr(bench, "sweep", lambda engines, *rest, **settings: ((name, trial) for name in engines))
     options = ["--sweep", "--device", "cpu", "--engines", "cudnn,cudnn-data-2"]
@@ -209,7 +209,7 @@ class Notes:
         self.told[what] = why
 
 
-def test_a_part_that_fails_is_absent_from_the_report_and_costs_no_other(monkeypatch, caplog):
+def test_a_part_that_fails_is_absent_from_the_report_and_the_others_still_run(monkeypatch, caplog):
     def fails(run):
         raise RuntimeError("Traceback\n  somewhere\nXlaRuntimeError: INTERNAL: no stream.\n")
 

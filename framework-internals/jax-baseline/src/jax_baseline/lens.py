@@ -14,7 +14,8 @@ from benchkit.results import Json
 from benchkit.run import Lens, Run
 from jax_baseline.diff import measurements as diff
 from jax_baseline.parity import measurements as parity
-from jax_baseline.report import findings
+from jax_baseline.report import sections
+from jax_baseline.report.migrate import migrate
 from jax_baseline.timing import measurements as timing
 from jax_baseline.timing import scaling
 
@@ -27,7 +28,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: Folder of the subproject.
     """
-    report = ReportSpec("jax_baseline", findings.context, findings.figures, findings.finding)
+    report = ReportSpec("jax_baseline", sections.context, sections.figures, sections.finding, migrate)
     return Lens(
         "jax-baseline", root, configure, collect, report, lambda run, seconds: scaling.sweep(run, root, seconds)
     )
