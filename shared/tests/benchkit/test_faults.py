@@ -183,7 +183,7 @@ def test_a_run_that_is_killed_at_any_moment_leaves_a_document_that_can_be_read_a
         (errno.ENOSPC, "'/somewhere': No space left on device; make room there"),
         (errno.EROFS, "'/somewhere': Read-only file system; name a folder on"),
         (errno.EACCES, "'/somewhere': Permission denied; change its permissions"),
-        (errno.ENOMEM, "'/somewhere': Cannot allocate memory; end something"),
+        (errno.ENOMEM, "'/somewhere': Cannot allocate memory; close programs"),
     ],
 )
 def test_what_the_machine_refuses_is_named_with_place_and_remedy(number, says):
