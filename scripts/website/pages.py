@@ -16,8 +16,8 @@ HOUSE = "framework-internals"
 # The API page of a package documents the names that it exports and these modules.
 MODULES = {
     "benchkit": (
-        *("timing", "statistics", "limits", "environment", "results", "report", "run", "numbers", "plotting"),
-        *("progress", "profiling", "device", "errors"),
+        *("timing", "timing.statistics", "timing.limits", "timing.profiling", "environment", "results", "report"),
+        *("report.plotting", "run", "numbers", "command", "command.progress", "device", "errors", "processes"),
     ),
     "torch_baseline": (
         *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),

@@ -120,7 +120,7 @@ def test_an_operator_whose_interval_lies_on_both_sides_is_undecided() -> None:
 
 def limits(device: str) -> list:
     """The full-size measurement of the machine's memory takes longer than the rest of this test."""
-    from benchkit.limits import memory_limits
+    from benchkit.timing.limits import memory_limits
 
     return list(memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01))
 
@@ -151,7 +151,7 @@ def test_configuration_is_smaller_when_quick() -> None:
 
 def products(device: str) -> list:
     """Like :func:`limits`, for small matrices."""
-    from benchkit.limits import product_limits
+    from benchkit.timing.limits import product_limits
 
     return list(product_limits(device, size=64, seconds=0.01))
 

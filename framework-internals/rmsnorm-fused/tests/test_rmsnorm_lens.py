@@ -17,7 +17,7 @@ from benchkit.environment import Gpu, capture
 from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
-from benchkit.statistics import worst
+from benchkit.timing.statistics import worst
 from rmsnorm_fused import lens
 from rmsnorm_fused.bench import candidates, measure, training
 from rmsnorm_fused.bench.accuracy import expected

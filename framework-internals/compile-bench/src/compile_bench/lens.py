@@ -8,11 +8,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import ChildFailure
+from benchkit.processes import ChildFailure, deferred_module
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
 from compile_bench.measure.harness import Harness
@@ -23,6 +23,11 @@ from compile_bench.report.sections import REPORT
 from compile_bench.sweep.run import MEMORY, sweep
 from compile_bench.targets.case import MODES, Case, Mode
 from compile_bench.triage.job import collect_triage, configure_triage
+
+if TYPE_CHECKING:
+    from compile_bench.measure import agreement_worker
+else:
+    agreement_worker = deferred_module("compile_bench.measure.agreement_worker")
 
 # What a sweep that is cut short has first. Mamba, whose scan in Python is unrolled, takes minutes to compile: begun
 # last, it would go on alone when all others are done.
@@ -220,9 +225,7 @@ class _Measuring:
         self._keep("agreement", work, wanted["side_by_side"])
 
     def _count(self, case: Case) -> list[Record]:
-        from compile_bench.measure.agreement_worker import agreement
-
-        return [agreement_record(self.harness.trace(agreement, case), self.repository)]
+        return [agreement_record(self.harness.trace(agreement_worker.agreement, case), self.repository)]
 
     def _keep(self, part: str, work: Sequence[Work], side_by_side: int) -> None:
         """Do work, keep its records as they come, and say what failed or had no time left.

@@ -1,4 +1,4 @@
-"""Child processes: fresh ones for every job, persistent ones for objects, and timing that has the machine to itself.
+"""Child processes: a fresh one for every job, a persistent one for an object, and exclusive timing.
 
 - :class:`Runner` runs each :class:`Job` in a fresh process that a fork server starts, under a time limit.
 - :class:`RemoteObject` keeps one object in a process and calls its methods.
@@ -7,6 +7,7 @@
 Neither torch nor jax is imported here.
 """
 
+from benchkit.processes.deferred import deferred_module
 from benchkit.processes.exclusive_timing import (
     ExclusiveTiming,
     Pause,
@@ -30,6 +31,7 @@ __all__ = [
     "RemoteObject",
     "Runner",
     "Stopwatch",
+    "deferred_module",
     "exclusive",
     "last_line",
     "one_at_a_time",

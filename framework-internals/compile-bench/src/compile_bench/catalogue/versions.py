@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from benchkit.progress import working
+from benchkit.command.progress import working
 from compile_bench.catalogue.cause import Cause
 from compile_bench.catalogue.examine import Outcome, examine
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from benchkit import UserError, numbers
+from benchkit.command.progress import working
 from benchkit.processes import ChildFailure
-from benchkit.progress import working
 from benchkit.report import markdown_table
 from compile_bench.cli.options import (
     NOT_MEASURED,

@@ -7,9 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchkit import UserError
-from benchkit.processes import ChildFailure
+from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.choosing import Choice, Place, choose
 from compile_bench.fixes.rewrites import Candidate, candidates
@@ -19,6 +20,13 @@ from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey_types import Mark, Survey, mark
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay
+
+if TYPE_CHECKING:
+    from compile_bench.fixes import trial as trial_jobs
+    from compile_bench.fixes import verify as verify_jobs
+else:
+    trial_jobs = deferred_module("compile_bench.fixes.trial")
+    verify_jobs = deferred_module("compile_bench.fixes.verify")
 
 # Says nothing against a change.
 _UNSEEN = "a function around it is still given up, and nothing shows whether the break is gone"
@@ -170,10 +178,8 @@ class Fixer:
 
     def _trials(self, proposals: Sequence[Proposal], index: int) -> list[list[Trial]]:
         path = self._reference if index == 0 else self._reference.with_suffix(f".{index}.pt")
-        from compile_bench.fixes.trial import trials
-
         return self._harness.trace(
-            trials, self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
+            trial_jobs.trials, self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
         )
 
     def _proved(self, attempts: Sequence[_Attempt]) -> Trial:
@@ -203,18 +209,14 @@ class Fixer:
         if self._calibrated:
             return False
         self._calibrated = True
-        from compile_bench.fixes.verify import reference
-
         try:
-            return self._harness.ask(reference, self._case, path=self._reference, calibrated=True)
+            return self._harness.ask(verify_jobs.reference, self._case, path=self._reference, calibrated=True)
         except (ChildFailure, UserError):
             return False
 
     def _compiled(self, overlay: Overlay, places: Collection[Place]) -> Trial:
-        from compile_bench.fixes.trial import prove
-
         return self._harness.ask(
-            prove,
+            trial_jobs.prove,
             self._case,
             overlay=overlay,
             kinds=self._kinds,

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from benchkit import numbers
-from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
 from benchkit.report import Figure
+from benchkit.report.plotting import COLOURS, HATCHES, MARKERS, new_figure
 from benchkit.results import Quantity, Record, Results
 from compile_bench.measure.serialize import case_title, shape_passes
 from compile_bench.report.queries import (

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from benchkit import UserError
-from benchkit.processes import ChildFailure
+from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.catalogue import CAUSES, Cause, match, match_limit
@@ -22,6 +22,13 @@ from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey_types import Kind, SilentEager, Survey
 from compile_bench.targets.case import Case
 from compile_bench.triage.types import Finding, TriageReport
+
+if TYPE_CHECKING:
+    from compile_bench.measure import survey as survey_jobs
+    from compile_bench.triage import break_cost
+else:
+    survey_jobs = deferred_module("compile_bench.measure.survey")
+    break_cost = deferred_module("compile_bench.triage.break_cost")
 
 Result = TypeVar("Result")
 
@@ -56,16 +63,13 @@ def run_triage(
         UserError: if the target is at fault in every kind of step.
         ChildFailure: if no kind of step could be traced.
     """
-    from compile_bench.measure.survey import lost_graphs
-    from compile_bench.triage import break_cost
-
     absent: list[str] = []
     surveys = _surveys(harness, case, kinds, absent)
     findings = _findings(surveys)
     sound = [survey for survey in surveys if not survey.failures] or surveys
     main = sound[0].case
     if case.device == "cuda":
-        lost = _attempted(lambda: harness.ask(lost_graphs, main), "CUDA graphs", absent)
+        lost = _attempted(lambda: harness.ask(survey_jobs.lost_graphs, main), "CUDA graphs", absent)
         findings += [_of_silent(each, surveys[0]) for each in lost or ()]
     costed = _attempted(lambda: harness.ask(break_cost.cost, main), "prices", absent) if cost else None
     if costed is not None:
@@ -103,9 +107,7 @@ def _measured(together: Fix, before: Figures, after: Figures) -> Fix:
 
 
 def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[str]) -> list[Survey]:
-    from compile_bench.measure import survey as jobs
-
-    calls = [partial(harness.trace, jobs.survey, replace(case, train=train)) for train in kinds]
+    calls = [partial(harness.trace, survey_jobs.survey, replace(case, train=train)) for train in kinds]
     surveys: list[Survey] = []
     failure: ChildFailure | UserError | None = None
     for found in harness.ask_all(calls):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchkit.profiling import quiet_profiler
+from benchkit.timing.profiling import quiet_profiler
 from dispatcher_trace.capture import dispatcher
 from dispatcher_trace.capture.recorder import RawHop
 from dispatcher_trace.capture.types import Call, Kernel

@@ -12,7 +12,7 @@ import torch
 
 from benchkit import Quantity, compare
 from benchkit.run import Run
-from benchkit.statistics import bootstrap_median_interval, quantile
+from benchkit.timing.statistics import bootstrap_median_interval, quantile
 from dispatcher_trace.capture import key_sets
 from dispatcher_trace.capture.recorder import Recorder
 from dispatcher_trace.capture.shims import Shims

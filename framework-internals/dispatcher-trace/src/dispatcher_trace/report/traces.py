@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from benchkit import Quantity, user_file
+from benchkit import Quantity
+from benchkit.command import user_file
 from benchkit.run import Run
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.shims import Shims
