@@ -96,3 +96,22 @@ def test_a_record_that_does_not_fit_is_refused_by_name(record, message):
 def test_an_absent_field_takes_its_default():
     record = Record("profile", {"target": "gpt", "train": True}, {"eager.operators": Quantity(4, "")})
     assert Profiled.of(record) == Profiled("gpt", True, Profile(Quantity(4, "")))
+
+
+def test_a_default_is_not_written_not_even_inside_a_sequence():
+    @dataclass(frozen=True)
+    class Row:
+        name: str
+        figure: Quantity | None = None
+        kernels: tuple[Kernel, ...] = ()
+
+    @dataclass(frozen=True)
+    class Table(TypedRecord, name="table"):
+        rows: tuple[Row, ...]
+        note: str = ""
+        profile: Profile | None = None
+
+    plain = Row("a"), Row("b", Quantity(2.0, "s"), (Kernel("copy", 0.5),))
+    record = Table(plain).record()
+    second = {"name": "b", "figure": {"value": 2.0, "unit": "s"}, "kernels": [{"name": "copy", "seconds": 0.5}]}
+    assert record.data == {"rows": [{"name": "a"}, second]}
