@@ -20,7 +20,7 @@ What a field becomes:
 - a :class:`~benchkit.results.Quantity` becomes a figure under the field's name. In a nested dataclass, or in a mapping
   from strings, its name is the path to it: ``eager.step``;
 - everything else becomes plain JSON in the record's data, again under the field's name: numbers, strings, None, and
-  tuples, mappings and dataclasses of these.
+  tuples, mappings and dataclasses of these. A ``NamedTuple`` becomes a list, the shortest form of a row.
 
 A field that has its default is left out of the record, and a field that a record lacks takes its default.
 """
@@ -166,6 +166,8 @@ def _decode(kind: Any, path: str, values: dict[str, Quantity], plain: Json) -> A
         nested = arguments[1]
         keys = [*plain, *(key if nested is Quantity else key.partition(".")[0] for key in below)]
         return {key: _decode(nested, key, below, plain.get(key, _ABSENT)) for key in dict.fromkeys(keys)}
+    if isinstance(plain, (list, tuple)) and isinstance(kind, type) and issubclass(kind, tuple) and not arguments:
+        return kind(*plain)
     if isinstance(plain, (list, tuple)) and arguments:
         every = arguments if origin is tuple and arguments[-1] is not ... else (arguments[0],) * len(plain)
         return (origin or tuple)(_decode(each, "", {}, item) for each, item in zip(every, plain, strict=True))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchkit.results import Quantity
 from compile_bench.capture.trace import CompileTrace
@@ -142,8 +143,7 @@ class Memory:
     captured: int = 0
 
 
-@dataclass(frozen=True)
-class KernelTime:
+class KernelTime(NamedTuple):
     """GPU kernels of one name, template arguments left out, in a step.
 
     Attributes:
@@ -155,6 +155,25 @@ class KernelTime:
     name: str
     calls: float
     seconds: float
+
+
+def kernel_name(symbol: str) -> str:
+    """A kernel's name without return type, template arguments and parameters.
+
+    Examples:
+        >>> kernel_name("void at::native::some_kernel<4, float>(int)")
+        'at::native::some_kernel'
+        >>> kernel_name("_ZN7cutlass6KernelINS_4conv6kernelEEEvNT_6ParamsE")
+        'cutlass::Kernel'
+    """
+    if mangled := re.match(r"_ZN?(?=\d)", symbol):
+        rest, parts = symbol[mangled.end() :], []
+        while length := re.match(r"\d+", rest):
+            end = length.end() + int(length[0])
+            parts.append(rest[length.end() : end])
+            rest = rest[end:]
+        return "::".join(parts)
+    return re.split(r"[<(]", symbol.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
