@@ -75,7 +75,9 @@ def shape_record(study: ShapeStudy, passes: Sequence[int], root: Path) -> Record
         root: See :func:`case_record`.
     """
     case = study.case
-    strategies = {each.strategy: replace(each, recompiles=_neutral_files(each.recompiles, root)) for each in study.passes}
+    strategies = {
+        each.strategy: replace(each, recompiles=_neutral_files(each.recompiles, root)) for each in study.passes
+    }
     return ShapesRecord(
         case.target, case.kind, case.mode, study.schedule, study.varying, tuple(passes), strategies
     ).record()

@@ -14,7 +14,16 @@ from typing import Any, cast
 from benchkit.results import Quantity, Record, Results
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.trace import Break, Recompile
-from compile_bench.measure.measurements import Accuracy, ErrorPair, KernelTime, Memory, Steady, StepProfile, Untuned, kernel_name
+from compile_bench.measure.measurements import (
+    Accuracy,
+    ErrorPair,
+    KernelTime,
+    Memory,
+    Steady,
+    StepProfile,
+    Untuned,
+    kernel_name,
+)
 from compile_bench.measure.records import (
     CaseRecord,
     Compilation,
@@ -128,9 +137,7 @@ def _steady(record: Record) -> Steady:
     if "untuned" in record.values:
         untuned = Untuned(record.data["untuned mode"], record["untuned"], record["speedup over untuned"])
     figures = (record[name] for name in ("eager", "compiled", "speedup"))
-    return Steady(
-        *figures, record.data["method"], record.data["pressure"], record.values.get("control"), untuned
-    )
+    return Steady(*figures, record.data["method"], record.data["pressure"], record.values.get("control"), untuned)
 
 
 def _compilation(record: Record) -> Compilation:
