@@ -24,7 +24,11 @@ MODULES = {
         "throughput",
     ),
     "compile_bench": ("targets.target", "pytest_plugin"),
+<<<<<<< HEAD
     "jax_baseline": (*("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),),
+=======
+    "jax_baseline": ("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),
+>>>>>>> main
     "rmsnorm_fused": ("backends",),
     "custom_ops": ("jax_operators",),
 }
@@ -177,7 +181,7 @@ def with_way_back(root: Path, path: str) -> str:
 
 def navigation(site: Site) -> Navigation:
     """Give each page its place: start, the lenses, the whole step, examples, contributing."""
-    house = [page for page in ("docs/architecture.md", "docs/glossary.md") if page in site.pages]
+    house = [page for page in ("docs/running.md", "docs/architecture.md", "docs/glossary.md") if page in site.pages]
     start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}, *house]
     lenses: Navigation = [{lens: list(_of_a_lens(site, lens))} for lens in LENSES]
     whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
