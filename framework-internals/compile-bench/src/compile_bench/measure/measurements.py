@@ -187,7 +187,7 @@ class StepProfile:
         launches: Calls that launched them; with CUDA graphs one call replays many kernels. None on a CPU.
         guard_seconds: Time that Dynamo searched for code whose guards hold.
         busy_seconds: Time in which at least one kernel or copy ran on the GPU; None on a CPU.
-        dearest: the kernels that took longest, longest first.
+        costliest: The kernels that took longest, longest first.
         fused_attention: Kernels of fused attention that ran on the GPU; on a CPU, calls of its operators.
     """
 

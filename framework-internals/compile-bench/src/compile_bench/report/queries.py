@@ -124,7 +124,7 @@ def measured_cases(results: Results) -> list[MeasuredCase]:
     return [MeasuredCase(record, eager[record.model], device) for record in CaseRecord.select(results)]
 
 
-def alone(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
+def compiled_alone(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
     """The cases that were compiled alone on the machine, by the main job."""
     return [case for case in cases if case.compiled_alone]
 
