@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -53,15 +52,11 @@ _SURFACE = (
     ("torch._inductor.compile_fx", "compile_fx"),
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
-    ("torch._dynamo", "mark_static"),
-    ("torch._dynamo.eval_frame", "skip_code"),
+    ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
     ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext.current_compile_id"),
-    ("torch._guards", "CompileContext.current_trace_id"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
-    ("torch._dynamo.utils", "get_compilation_metrics"),
-    ("torch._dynamo.utils", "CompilationMetrics.fail_type"),
     ("torch._inductor.config", "force_disable_caches"),
     (_BENCHMARKING, "benchmarker.benchmark_gpu"),
 )
@@ -308,32 +303,6 @@ def compile_id() -> str:
     return "" if identity is None else f"{identity.frame_id}/{identity.frame_compile_id}"
 
 
-@dataclass(frozen=True)
-class Tracing:
-    """Where Dynamo is.
-
-    Attributes:
-        compile_id: as of :func:`compile_id`.
-        attempt: how often it began anew with that function.
-    """
-
-    compile_id: str
-    attempt: int
-
-
-def tracing() -> Tracing:
-    """Where Dynamo is at this moment."""
-    trace = importlib.import_module("torch._guards").CompileContext.current_trace_id()
-    return Tracing(compile_id(), 0 if trace is None else trace.attempt)
-
-
-def was_skipped(compile_id: str) -> bool:
-    """Whether a compilation that is over came to nothing, so that its function runs as it was written."""
-    metrics = importlib.import_module("torch._dynamo.utils").get_compilation_metrics()
-    latest = next((each for each in reversed(metrics) if each.compile_id == compile_id), None)
-    return latest is not None and latest.fail_type is not None
-
-
 def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
     """Settings of ``torch._dynamo.config``, inside a block."""
     return importlib.import_module("torch._dynamo").config.patch(dict(values)) if values else nullcontext()
@@ -377,19 +346,25 @@ def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:
     return config.patch({name: getattr(config, name) for name in names})
 
 
+@contextmanager
+def resuming_in_loops() -> Iterator[None]:
+    """Have Dynamo resume behind a graph break inside a loop, where it otherwise skips the whole frame.
+
+    Every iteration that breaks becomes a graph and a resume function of its own. Dynamo refuses this because of the
+    compilations that it costs, and can do it all the same.
+    """
+    translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslatorBase
+    original = translator.maybe_has_backedge
+    translator.maybe_has_backedge = lambda _: False
+    try:
+        yield
+    finally:
+        translator.maybe_has_backedge = original
+
+
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
     """Tell Dynamo that a dimension will change, so that its size is symbolic from the first call."""
     importlib.import_module("torch._dynamo").mark_dynamic(tensor, dimension)
-
-
-def mark_static(tensor: torch.Tensor) -> None:
-    """Tell Dynamo that no size of a tensor is to be symbolic, whatever sizes come where it is made."""
-    importlib.import_module("torch._dynamo").mark_static(tensor)
-
-
-def never_begin_at(function: Callable[..., Any]) -> None:
-    """Have Dynamo trace a function only where it follows into it, never by itself."""
-    importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
 
 
 def allocations(profile: Any) -> list[int]:

@@ -30,7 +30,7 @@ from compile_bench.measure.accuracy import (
     widened,
 )
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.survey import own_model
+from compile_bench.measure.tracing import own_model
 from compile_bench.targets.case import Case
 from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.target import Target, tensors_in
@@ -195,7 +195,7 @@ def _difference(expected: Expected, found: Observation) -> Refusal | None:
             return Refusal(f"{name} has {value.numel()} elements instead of {exact.numel()}")
         pair = error_pair(name, eager, value, exact, expected.allowance[name])
         if not pair.holds:
-            return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", off=True)
+            return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", out_of_bound=True)
     return None
 
 

@@ -26,7 +26,7 @@ JOBS = {
     "triage": "compile_bench.measure.survey:triage",
     "survey": "compile_bench.measure.survey:survey",
     "lost_graphs": "compile_bench.measure.survey:lost_graphs",
-    "price": "compile_bench.triage.break_cost:cost",
+    "cost": "compile_bench.triage.break_cost:cost",
     "trials": "compile_bench.fixes.trial:trials",
     "reference": "compile_bench.fixes.verify:reference",
     "prove": "compile_bench.fixes.trial:prove",

@@ -1,0 +1,153 @@
+"""Look behind skipped frames: trace changed sources, in which Dynamo can resume where it skipped the whole frame.
+
+Dynamo splits a function at a graph break and resumes it behind the break. Inside a loop, a ``try`` or an unsupported
+context manager it does not: it skips the whole frame, and nothing that follows in the function is traced. Here the
+model is traced again with two changes. Dynamo may resume in loops, and the ``try`` and ``with`` statements around such
+a break are replaced by their bodies. Everything else runs as it is written, with the model's own values. This is
+repeated until no such statement is left around a skipped frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from compile_bench.capture.collector import resuming_in_loops, settings, user_code_filter
+from compile_bench.capture.frames import Frame, plain_function
+from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
+from compile_bench.capture.trace import Break, merge_breaks
+from compile_bench.measure.steps import load_case
+from compile_bench.measure.tracing import TracingPass, error_line, own_model, raised_at, trace_target
+from compile_bench.targets.blocks import Block, handlers_around, is_in_block, removable_blocks, without_blocks
+from compile_bench.targets.case import Case
+from compile_bench.targets.overlay import forget_user_modules, overlaid
+
+# What Dynamo says of a generator that is in use where it would resume.
+_GENERATOR = "Generator reconstruction"
+
+
+@dataclass
+class Hidden:
+    """What was found behind skipped frames.
+
+    Attributes:
+        breaks: Graph breaks with the seed that met them.
+        notes: Places behind which breaks stay hidden, one sentence each.
+        untraced: Functions (file and name) that are still skipped, so that not all of their lines were traced.
+    """
+
+    breaks: list[tuple[int, Break]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    untraced: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass
+class _Blocks:
+    """Statements around skipped frames.
+
+    Attributes:
+        removed: Those to replace by their bodies.
+        needed: Those that have to stay, since the model raises without them.
+    """
+
+    removed: set[Block] = field(default_factory=set)
+    needed: set[Block] = field(default_factory=set)
+
+    def remove_around(self, frames: Iterable[Frame]) -> bool:
+        """Remove the statements around these lines too, as far as they can be; whether there are new ones."""
+        user_code = user_code_filter()
+        own = (each for each in frames if user_code.of_user(each.file))
+        around = {block for each in own for block in removable_blocks(each.file, each.line)}
+        new = around - self.removed - self.needed
+        self.removed |= new
+        return bool(new)
+
+    def adapt_to(self, error: Exception) -> bool:
+        """Keep the handlers of an error, or remove the statements around it; whether either changed anything."""
+        frames = raised_at(error)
+        handlers = {block for each in frames for block in handlers_around(each.file, each.line)} & self.removed
+        self.removed -= handlers
+        self.needed |= handlers
+        return bool(handlers) or self.remove_around(frames)
+
+
+def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[int]) -> Hidden:
+    """Find the graph breaks that skipped frames hide.
+
+    Args:
+        case: What to trace.
+        seen: The pass over the unchanged sources.
+        seeds: Seeds to trace with.
+    """
+    user_code = user_code_filter()
+    hidden, blocks = Hidden(), _Blocks()
+    skipped = _skipped(seen)
+    installed = [each for each in skipped if not user_code.of_user(each.file)]
+    if installed:
+        hidden.notes.append(f"breaks behind {_names(installed)} may stay hidden: the code is an installed package's")
+    skipped = [each for each in skipped if each not in installed]
+    known = {each.place for _, each in seen.breaks} | {each.library for _, each in seen.breaks}
+    failure = ""
+    blocks.remove_around(_frames(skipped))
+    pending = bool(skipped)
+    while pending:
+        try:
+            found = _trace_without(blocks, case, seeds)
+        except Exception as error:  # whatever the model raises without these statements
+            pending = blocks.adapt_to(error)
+            failure = "" if pending else f"; without the try and with statements there it raises {error_line(error)}"
+            continue
+        new = [(seed, each) for seed, each in found.breaks if each.place not in known and _is_the_models(each)]
+        known |= {each.place for _, each in new}
+        hidden.breaks += [(seed, _as_in_its_function(each)) for seed, each in new]
+        skipped = [each for each in _skipped(found) if user_code.of_user(each.file)]
+        pending = blocks.remove_around(_frames(skipped))
+    forget_user_modules(user_code)  # they are the changed ones
+    if skipped:
+        hidden.notes.append(f"breaks behind {_names(skipped)} may stay hidden: Dynamo skips the frame there{failure}")
+        hidden.untraced = frozenset((each.file, plain_function(each.function)) for each in _frames(skipped))
+    return hidden
+
+
+def _trace_without(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> TracingPass:
+    """Trace the sources without these statements.
+
+    Raises:
+        Exception: What the model raises without them, uncompiled.
+    """
+    user_code = user_code_filter()
+    # An RNN makes Dynamo skip the frame too, unless this setting lets it trace one.
+    with overlaid(without_blocks(blocks.removed)), resuming_in_loops(), settings({"allow_rnn": True}):
+        forget_user_modules(user_code)
+        target = load_case(case)
+        target.step(own_model(target, case), train=case.train)()
+        forget_user_modules(user_code)
+        return trace_target(load_case(case), case, seeds)
+
+
+def _skipped(found: TracingPass) -> list[Break]:
+    """The breaks that made Dynamo skip a frame; at the recompile limit all of the function was traced before."""
+    breaks = (each for _, each in found.breaks if each.whole_frame and each.category != RECOMPILE_LIMIT)
+    return list(merge_breaks(breaks))
+
+
+def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
+    """The frames that led to breaks: Dynamo inlines calls, and skips the frame of the caller too."""
+    for each in breaks:
+        yield from each.stack or (Frame(each.file, each.line, each.function),)
+
+
+def _is_the_models(each: Break) -> bool:
+    """Whether a break is one of the unchanged model, and not of what was changed here."""
+    changed = each.category in (RECOMPILE_LIMIT, "compile error", BACKEND_FAILED)
+    return not changed and not each.reason.startswith(_GENERATOR)
+
+
+def _as_in_its_function(each: Break) -> Break:
+    """The break as Dynamo meets it in the unchanged function: inside a loop or a ``try`` it skips the whole frame."""
+    return replace(each, whole_frame=each.whole_frame or is_in_block(each.file, each.line))
+
+
+def _names(breaks: Iterable[Break]) -> str:
+    return ", ".join(dict.fromkeys(f"{Path(each.file).name}:{each.line}" for each in breaks))
