@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from benchkit import numbers
+from benchkit.processes import deferred_module
 from benchkit.progress import working
 from compile_bench.cli.options import (
     OVER_BUDGET,
@@ -29,6 +30,11 @@ from compile_bench.measure.measurements import Bench, Triage
 from compile_bench.measure.serialize import plural
 from compile_bench.measure.verdict import BUSY
 from compile_bench.targets.case import Case
+
+if TYPE_CHECKING:
+    from compile_bench.measure import inventory
+else:
+    inventory = deferred_module("compile_bench.measure.inventory")
 
 
 def check(
@@ -109,7 +115,7 @@ def lock(
 
 def _inventory(harness: Harness, case: Case) -> Inventory:
     harness.toolchain_seconds()
-    return cast(Inventory, harness.ask("inventory", case))
+    return harness.ask(inventory.inventory, case)
 
 
 def budget_exceeded(

@@ -7,18 +7,26 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING
 
 from benchkit import UserError
+from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.choosing import Choice, choose
 from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
-from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey_types import Place, Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay
+
+if TYPE_CHECKING:
+    from compile_bench.fixes import trial as trial_jobs
+    from compile_bench.fixes import verify as verify_jobs
+else:
+    trial_jobs = deferred_module("compile_bench.fixes.trial")
+    verify_jobs = deferred_module("compile_bench.fixes.verify")
 
 # The verdict on a change whose result cannot be seen. It says nothing against the change.
 _UNSEEN = "Dynamo still skips a frame around it, and nothing shows whether the break is gone"
@@ -93,7 +101,7 @@ class Fixer:
             places: Places in the user's files, the costliest first. Of conflicting fixes the first one is kept.
 
         Raises:
-            WorkerFailure: If the unchanged model cannot be run for comparison.
+            ChildFailure: If the unchanged model cannot be run for comparison.
             UserError: Likewise.
         """
         attempts = self._attempts(places)
@@ -189,10 +197,9 @@ class Fixer:
 
     def _trials(self, proposals: Sequence[Proposal], index: int) -> list[list[Trial]]:
         path = self._reference if index == 0 else self._reference.with_suffix(f".{index}.pt")
-        answer = self._harness.ask(
-            "trials", self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
+        return self._harness.trace(
+            trial_jobs.trials, self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
         )
-        return cast(list[list[Trial]], answer)
 
     def _proved(self, attempts: Sequence[_Attempt]) -> Trial:
         """Try changes at once with Inductor; no set of changes is tried twice."""
@@ -212,7 +219,7 @@ class Fixer:
             trial = self._with_inductor(proposal)
             if trial.out_of_bound and self._calibrate():
                 trial = self._with_inductor(proposal)
-        except WorkerFailure as error:
+        except ChildFailure as error:
             return Trial(str(error))
         unseen = [each for each in self._hidden & self._breaks.keys() if each in places]
         if trial.verdict or not trial.skips_frames or not unseen:
@@ -226,15 +233,14 @@ class Fixer:
             return False
         self._calibrated = True
         try:
-            return cast(bool, self._harness.ask("reference", self._case, path=self._reference, calibrated=True))
-        except (WorkerFailure, UserError):
+            return self._harness.ask(verify_jobs.reference, self._case, path=self._reference, calibrated=True)
+        except (ChildFailure, UserError):
             return False
 
     def _with_inductor(self, proposal: Proposal) -> Trial:
-        answer = self._harness.ask(
-            "prove", self._case, kinds=self._kinds, seeds=self._seeds, proposal=proposal, path=self._reference
+        return self._harness.ask(
+            trial_jobs.prove, self._case, kinds=self._kinds, seeds=self._seeds, proposal=proposal, path=self._reference
         )
-        return cast(Trial, answer)
 
     def _proposal(self, overlays: tuple[Overlay, ...], places: Collection[Place]) -> Proposal:
         return Proposal(overlays, frozenset(places), self._others(places), self._untraced)

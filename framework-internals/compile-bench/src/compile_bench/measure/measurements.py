@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchkit.results import Quantity
 from compile_bench.capture.trace import CompileTrace
@@ -142,8 +142,7 @@ class Memory:
     captured: int = 0
 
 
-@dataclass(frozen=True)
-class KernelTime:
+class KernelTime(NamedTuple):
     """GPU kernels of one name, template arguments left out, in a step.
 
     Attributes:
@@ -155,6 +154,25 @@ class KernelTime:
     name: str
     calls: float
     seconds: float
+
+
+def kernel_name(symbol: str) -> str:
+    """A kernel's name without return type, template arguments and parameters.
+
+    Examples:
+        >>> kernel_name("void at::native::some_kernel<4, float>(int)")
+        'at::native::some_kernel'
+        >>> kernel_name("_ZN7cutlass6KernelINS_4conv6kernelEEEvNT_6ParamsE")
+        'cutlass::Kernel'
+    """
+    if mangled := re.match(r"_ZN?(?=\d)", symbol):
+        rest, parts = symbol[mangled.end() :], []
+        while length := re.match(r"\d+", rest):
+            end = length.end() + int(length[0])
+            parts.append(rest[length.end() : end])
+            rest = rest[end:]
+        return "::".join(parts)
+    return re.split(r"[<(]", symbol.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
 
 
 @dataclass(frozen=True)
@@ -184,23 +202,8 @@ class StepProfile:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a worker is to do.
-
-    Attributes:
-        job: one of :data:`compile_bench.measure.worker.JOBS`.
-        case: of what.
-        arguments: of the job; anything that can be pickled.
-    """
-
-    job: str
-    case: Case
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Compiled:
-    """A worker's answer to ``compiled``; all but the first steps are None where no steady steps were asked for."""
+    """What :func:`compile_bench.measure.steps.compiled` returns; everything but the first steps needs steady steps."""
 
     first: FirstSteps
     steady: Steady | None = None

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchkit.device import Device
 from compile_bench.capture.collector import allocations
-from compile_bench.measure.measurements import KernelTime, StepProfile
+from compile_bench.measure.measurements import KernelTime, StepProfile, kernel_name
 from compile_bench.targets.target import Step
 
 STEPS = 3
@@ -147,7 +147,7 @@ def _busy(events: Sequence[Any]) -> float:
 def _costliest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
     spent: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
-        spent[_plain_name(kernel.name)].append(kernel.time_range.elapsed_us())
+        spent[kernel_name(kernel.name)].append(kernel.time_range.elapsed_us())
     found = [KernelTime(name, len(each) / steps, sum(each) * 1e-6 / steps) for name, each in spent.items()]
     return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_COSTLIEST])
 
@@ -160,11 +160,6 @@ def _is_fused_attention_kernel(name: str) -> bool:
     if name.startswith("triton_"):  # after all that Inductor put into it: an attention's operands made ready, say
         return "flex_attention" in name
     return _ATTENTION_KERNEL.search(name) is not None
-
-
-def _plain_name(name: str) -> str:
-    """``void at::native::some_kernel<4, float>(int)`` → ``at::native::some_kernel``."""
-    return re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
 
 
 def _covered_time(calls: Sequence[Any], regions: dict[int, list[Interval]]) -> float:

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchkit import numbers
 from benchkit.report import markdown_table
-from benchkit.results import Quantity, Record, Results
+from benchkit.results import Record, Results
 from compile_bench.capture.reasons import cause_of
-from compile_bench.measure.serialize import case_title, plural
-from compile_bench.report.queries import in_order
-from compile_bench.targets.case import FIRST_STEPS, MODES
+from compile_bench.measure.serialize import plural
+from compile_bench.report.breaks import recompile_advice, without_folders
 
 
 def triage_context(results: Results) -> dict[str, Any]:
     """The variables of ``triage.md.j2``."""
     return {
         "bills": [_triage_report(record, results) for record in results.select("bill")],
-        "triages": [_triage(record) for record in results.select("triage")],
-        "natural": _natural(results),
     }
-
-
-def _natural(results: Results) -> list[dict[str, Any]]:
-    """Tables of every model that broke by itself; modes in which it broke the same way share one."""
-    found: dict[tuple[object, ...], tuple[dict[str, Any], list[str]]] = {}
-    for record in in_order(results, results.select("compilation")):
-        if record.data["breaks"] or record.data["recompiles"]:
-            tables = _triage(record)
-            key = tuple(tables[name] for name in ("title", "break_table", "recompile_table"))
-            found.setdefault(key, (tables, []))[1].append(str(record.labels["mode"]))
-    return [{**tables, "modes": ", ".join(sorted(modes, key=MODES.index))} for tables, modes in found.values()]
 
 
 def _triage_report(record: Record, results: Results) -> dict[str, Any]:
@@ -67,7 +53,7 @@ def _summary_row(each: Record) -> tuple[str, ...]:
     kinds = each.data["kinds"]
     gap = each.values.get("gap")
     return (
-        f"`{_short(each.data['place'])}`",
+        f"`{without_folders(each.data['place'])}`",
         f"`{each.data['source']}`" if each.data["source"] else "",
         each.data["category"],
         "both" if len(kinds) > 1 else kinds[0],
@@ -78,16 +64,13 @@ def _summary_row(each: Record) -> tuple[str, ...]:
     )
 
 
-def _short(place: str) -> str:
-    """``file.py:LINE`` without folders, for a table; the patches below it name the whole path."""
-    return place.rpartition("/")[2]
-
-
 def _costliest(costed: Sequence[Record]) -> str:
     if not costed:
         return ""
     first = max(costed, key=lambda each: each["gap"].value)
-    return f"`{_short(first.data['place'])}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
+    return (
+        f"`{without_folders(first.data['place'])}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
+    )
 
 
 def _without_gap(findings: Sequence[Record]) -> list[str]:
@@ -95,34 +78,34 @@ def _without_gap(findings: Sequence[Record]) -> list[str]:
     places: dict[str, list[str]] = {}
     for each in findings:
         if each.data.get("no gap"):
-            places.setdefault(each.data["no gap"], []).append(f"`{_short(each.data['place'])}`")
+            places.setdefault(each.data["no gap"], []).append(f"`{without_folders(each.data['place'])}`")
     return [f"No gap is given for {', '.join(dict.fromkeys(lines))}: {why}." for why, lines in places.items()]
 
 
 def _recompile_table(recompiles: Sequence[dict[str, Any]]) -> str:
-    rows = [(_again(each), cause_of(each["guard"]), f"`{each['guard']}`", _what_to_do(each)) for each in recompiles]
+    rows = [
+        (
+            _again(each),
+            cause_of(each["guard"]),
+            f"`{each['guard']}`",
+            recompile_advice(each["guard"], each.get("source", "")),
+        )
+        for each in recompiles
+    ]
     header = ["compiled again at", "cause", "guard that failed", "what to do"]
     return markdown_table(header, rows, left=4) if rows else ""
-
-
-def _what_to_do(recompile: Mapping[str, Any]) -> str:
-    """The catalogue's advice, and the entry's name; a dash where nothing in it has such a guard."""
-    from compile_bench.catalogue import match_recompile  # imports torch, which a report without these does not need
-
-    cause = match_recompile(recompile["guard"], recompile.get("source", ""))
-    return "–" if cause is None else f"{cause.advice} (`{cause.name}`)"
 
 
 def _again(recompile: dict[str, Any]) -> str:
     place = f"`{Path(recompile['file']).name}:{recompile['line']}`"
     caller = recompile.get("called from")
-    return f"{place}, called from `{_short(caller)}`" if caller else place
+    return f"{place}, called from `{without_folders(caller)}`" if caller else place
 
 
 def _fixed(each: Record) -> dict[str, Any]:
     before, after = (int(each[f"breaks {when}"].value) for when in ("before", "after"))
     return {
-        "place": _short(each.data["place"]),
+        "place": without_folders(each.data["place"]),
         "title": each.data["mend"]["title"],
         "effect": each.data["mend"]["effect"],
         "apart": each.data["mend"].get("apart", ""),
@@ -133,7 +116,7 @@ def _fixed(each: Record) -> dict[str, Any]:
 
 def _refused(each: Record) -> dict[str, str]:
     return {
-        "place": _short(each.data["place"]),
+        "place": without_folders(each.data["place"]),
         "title": each.data["mend"]["title"],
         "why": each.data["mend"]["verdict"],
     }
@@ -154,65 +137,3 @@ def _together(each: Record) -> str:
         )
     title = each.data.get("title", "all mends together")  # records of before there was another
     return markdown_table([title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
-
-
-_BREAKS = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
-
-
-def _place(entry: Mapping[str, Any]) -> str:
-    return f"{entry['file']}:{entry['line']}"
-
-
-def _inside(entry: Mapping[str, Any]) -> str:
-    """The line's code; for a break in code that is not the user's, that code and its place instead."""
-    frames = entry.get("stack") or [entry]
-    innermost = frames[-1]
-    code = f"`{innermost['source']}`" if innermost["source"] else ""
-    if (innermost["file"], innermost["line"]) == (entry["file"], entry["line"]):
-        return code or "(the whole function)"
-    return f"`{_short(_place(innermost))}` {code}".rstrip()
-
-
-def _reason(entry: Mapping[str, Any]) -> str:
-    """PyTorch's title of the break; of a backend that failed it says nothing, and the first sentence says at what."""
-    if entry["category"] != "backend failed":
-        return str(entry["reason"])
-    return str(entry["explanation"]).split("\n")[0].partition(". ")[0]
-
-
-def _triage(record: Record) -> dict[str, Any]:
-    """Break and recompilation tables of one record; empty strings where there are none."""
-    breaks = [
-        (
-            f"`{_short(_place(entry))}`",
-            _inside(entry),
-            entry["category"],
-            _reason(entry),
-            entry["times"],
-        )
-        for entry in record.data["breaks"]
-    ]
-    recompiles = [
-        (
-            f"`{_short(_place(entry))}`",
-            f"`{entry['function']}`",
-            cause_of(entry["guard"]),
-            f"`{entry['guard']}`",
-            _what_to_do(entry),
-        )
-        for entry in record.data["recompiles"]
-    ]
-    return {
-        "title": case_title(record, mode=False),
-        "target": record.labels["target"],
-        "graphs": plural(int(record["graphs"].value), "graph"),
-        "breaks": plural(len(breaks), "break"),
-        "recompiles": plural(len(recompiles), "recompilation"),
-        "calls": numbers.count(record.values.get("calls", Quantity(FIRST_STEPS, "")).value),
-        "break_table": markdown_table(_BREAKS, breaks, left=4) if breaks else "",
-        "recompile_table": (
-            markdown_table(["place", "compiled again", "cause", "guard that failed", "what to do"], recompiles, left=5)
-            if recompiles
-            else ""
-        ),
-    }

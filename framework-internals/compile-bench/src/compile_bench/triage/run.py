@@ -6,18 +6,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from benchkit import UserError
-from compile_bench.capture.silent_eager import SilentEager
+from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.fixes.fixer import Fixer, FixResults, patch_root
 from compile_bench.fixes.types import Figures, Fix
-from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey_types import Survey
 from compile_bench.targets.case import Case
 from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of
 from compile_bench.triage.types import BreakCosts, Finding, TriageReport
+
+if TYPE_CHECKING:
+    from compile_bench.measure import survey as survey_jobs
+    from compile_bench.triage import break_cost
+else:
+    survey_jobs = deferred_module("compile_bench.measure.survey")
+    break_cost = deferred_module("compile_bench.triage.break_cost")
 
 Result = TypeVar("Result")
 
@@ -43,7 +50,7 @@ def run_triage(
 
     Raises:
         UserError: If the target is at fault in every kind of step.
-        WorkerFailure: If no kind of step could be traced.
+        ChildFailure: If no kind of step could be traced.
     """
     absent: list[str] = []
     surveys = _surveys(harness, case, kinds, absent)
@@ -51,9 +58,9 @@ def run_triage(
     traced = [survey for survey in surveys if not survey.failures] or surveys
     main = traced[0].case
     if case.device == "cuda":
-        lost = _attempted(lambda: cast(list[SilentEager], harness.ask("lost_graphs", main)), "CUDA graphs", absent)
+        lost = _attempted(lambda: harness.ask(survey_jobs.lost_graphs, main), "CUDA graphs", absent)
         findings += [finding_of_silent(each, surveys[0]) for each in lost or ()]
-    costs = _break_costs(harness, main, "break costs", absent) if cost else None
+    costs = _attempted(lambda: harness.ask(break_cost.cost, main), "break costs", absent) if cost else None
     if costs is not None:
         findings = _with_costs(_with_limits(findings, costs.limits, traced[0]), costs)
     findings.sort(key=_costliest_first)
@@ -66,22 +73,23 @@ def run_triage(
             findings = _with_fixes(findings, results, traced[0])
             combined = results.combined
         if results is not None and combined is not None and costs is not None:
-            after = _break_costs(harness, main, "the fixed model's step", absent, overlay=results.overlay)
+            measure = partial(harness.ask, break_cost.cost, main, overlay=results.overlay)
+            after = _attempted(measure, "the fixed model's step", absent)
             combined = combined if after is None else _measured(combined, costs.figures, after.figures)
     return TriageReport(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), combined, tuple(absent))
 
 
 def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[str]) -> list[Survey]:
     """A survey of every kind of step that can be traced."""
-    asked = [partial(harness.ask, "survey", replace(case, train=train)) for train in kinds]
+    calls = [partial(harness.trace, survey_jobs.survey, replace(case, train=train)) for train in kinds]
     surveys: list[Survey] = []
-    failure: WorkerFailure | UserError | None = None
-    for found in harness.ask_all(asked):
-        if isinstance(found, (WorkerFailure, UserError)):
+    failure: ChildFailure | UserError | None = None
+    for found in harness.ask_all(calls):
+        if isinstance(found, (ChildFailure, UserError)):
             failure = found
             absent.append(str(found))
         else:
-            surveys.append(cast(Survey, found))
+            surveys.append(found)
     if not surveys:
         assert failure is not None
         raise failure
@@ -90,15 +98,11 @@ def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[s
     return surveys
 
 
-def _break_costs(harness: Harness, case: Case, what: str, absent: list[str], **arguments: object) -> BreakCosts | None:
-    return _attempted(lambda: cast(BreakCosts, harness.ask("cost", case, **arguments)), what, absent)
-
-
 def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Result | None:
     """The result of an action, or None if it fails; a failure is noted and leaves the rest of the report."""
     try:
         return action()
-    except (WorkerFailure, UserError) as error:
+    except (ChildFailure, UserError) as error:
         absent.append(f"{what}: {error}")
         return None
 
