@@ -13,7 +13,7 @@ from benchkit.typed_records import TypedRecord
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.measurements import Accuracy, Memory, Steady, StepProfile
 from compile_bench.measure.shapes import Passes
-from compile_bench.targets.case import FIRST_STEPS, Mode, Scope
+from compile_bench.targets.case import Mode, Scope
 
 CaseKey = tuple[str, str, str, str]
 

@@ -2,9 +2,9 @@
 
 Dynamo splits a function at a graph break and resumes it behind the break. Inside a loop, a ``try`` or an unsupported
 context manager it does not: it skips the whole frame, and nothing that follows in the function is traced. Here the
-model is traced again with two changes. Dynamo may resume in loops, and the ``try`` and ``with`` statements around such
-a break are replaced by their bodies. Everything else runs as it is written, with the model's own values. This is
-repeated until no such statement is left around a skipped frame.
+model is traced again. Dynamo may resume in loops, and the statements around such a break are changed
+(:mod:`compile_bench.targets.blocks`). Everything else runs as it is written, with the model's own values. This is
+repeated until there is no such statement around a skipped frame any more.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, merge_breaks
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.tracing import TracingPass, error_line, own_model, raised_at, trace_target
-from compile_bench.targets.blocks import Block, handlers_around, is_in_block, removable_blocks, without_blocks
+from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 
-# What Dynamo says of a generator that is in use where it would resume.
-_GENERATOR = "Generator reconstruction"
+# What Dynamo reports of an iterator that is in use where it would resume.
+_ITERATOR_IN_USE = ("Generator reconstruction", "Reconstruction failure", "Missing tp_iternext")
 
 
 @dataclass
@@ -47,29 +47,29 @@ class _Blocks:
     """Statements around skipped frames.
 
     Attributes:
-        removed: Those to replace by their bodies.
-        needed: Those that have to stay, since the model raises without them.
+        changed: Those that are changed.
+        needed: Those that stay as they are, since the model raises without them.
     """
 
-    removed: set[Block] = field(default_factory=set)
+    changed: set[Block] = field(default_factory=set)
     needed: set[Block] = field(default_factory=set)
 
-    def remove_around(self, frames: Iterable[Frame]) -> bool:
-        """Remove the statements around these lines too, as far as they can be; whether there are new ones."""
+    def change_around(self, frames: Iterable[Frame]) -> bool:
+        """Change the statements around these lines too; whether there are new ones."""
         user_code = user_code_filter()
         own = (each for each in frames if user_code.of_user(each.file))
-        around = {block for each in own for block in removable_blocks(each.file, each.line)}
-        new = around - self.removed - self.needed
-        self.removed |= new
+        around = {block for each in own for block in changeable_blocks(each.file, each.line)}
+        new = around - self.changed - self.needed
+        self.changed |= new
         return bool(new)
 
     def adapt_to(self, error: Exception) -> bool:
-        """Keep the handlers of an error, or remove the statements around it; whether either changed anything."""
+        """Keep the handlers of an error, or change the statements around it; whether either made a difference."""
         frames = raised_at(error)
-        handlers = {block for each in frames for block in handlers_around(each.file, each.line)} & self.removed
-        self.removed -= handlers
+        handlers = {block for each in frames for block in handlers_around(each.file, each.line)} & self.changed
+        self.changed -= handlers
         self.needed |= handlers
-        return bool(handlers) or self.remove_around(frames)
+        return bool(handlers) or self.change_around(frames)
 
 
 def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[int]) -> Hidden:
@@ -89,20 +89,20 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
     skipped = [each for each in skipped if each not in installed]
     known = {each.place for _, each in seen.breaks} | {each.library for _, each in seen.breaks}
     failure = ""
-    blocks.remove_around(_frames(skipped))
+    blocks.change_around(_frames(skipped))
     pending = bool(skipped)
     while pending:
         try:
-            found = _trace_without(blocks, case, seeds)
-        except Exception as error:  # whatever the model raises without these statements
+            found = _trace_changed(blocks, case, seeds)
+        except Exception as error:  # whatever the changed model raises
             pending = blocks.adapt_to(error)
-            failure = "" if pending else f"; without the try and with statements there it raises {error_line(error)}"
+            failure = "" if pending else f"; with the statements there changed, the model raises {error_line(error)}"
             continue
         new = [(seed, each) for seed, each in found.breaks if each.place not in known and _is_the_models(each)]
         known |= {each.place for _, each in new}
         hidden.breaks += [(seed, _as_in_its_function(each)) for seed, each in new]
         skipped = [each for each in _skipped(found) if user_code.of_user(each.file)]
-        pending = blocks.remove_around(_frames(skipped))
+        pending = blocks.change_around(_frames(skipped))
     forget_user_modules(user_code)  # they are the changed ones
     if skipped:
         hidden.notes.append(f"breaks behind {_names(skipped)} may stay hidden: Dynamo skips the frame there{failure}")
@@ -110,15 +110,15 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
     return hidden
 
 
-def _trace_without(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> TracingPass:
-    """Trace the sources without these statements.
+def _trace_changed(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> TracingPass:
+    """Trace the sources with these statements changed.
 
     Raises:
-        Exception: What the model raises without them, uncompiled.
+        Exception: What the changed model raises, uncompiled.
     """
     user_code = user_code_filter()
     # An RNN makes Dynamo skip the frame too, unless this setting lets it trace one.
-    with overlaid(without_blocks(blocks.removed)), resuming_in_loops(), settings({"allow_rnn": True}):
+    with overlaid(resumable(blocks.changed)), resuming_in_loops(), settings({"allow_rnn": True}):
         forget_user_modules(user_code)
         target = load_case(case)
         target.step(own_model(target, case), train=case.train)()
@@ -141,7 +141,7 @@ def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
 def _is_the_models(each: Break) -> bool:
     """Whether a break is one of the unchanged model, and not of what was changed here."""
     changed = each.category in (RECOMPILE_LIMIT, "compile error", BACKEND_FAILED)
-    return not changed and not each.reason.startswith(_GENERATOR)
+    return not changed and not each.reason.startswith(_ITERATOR_IN_USE)
 
 
 def _as_in_its_function(each: Break) -> Break:

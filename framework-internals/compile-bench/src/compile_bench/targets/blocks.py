@@ -1,7 +1,8 @@
-"""Sources without some of their ``try`` and ``with`` statements, whose bodies stay. Nothing here imports torch.
+"""Sources in which Dynamo can resume behind a graph break where it otherwise skips the whole frame.
 
-Dynamo cannot resume a function inside a ``try``, nor inside a context manager that it does not support. Without the
-statement, the same lines run one after the other, and Dynamo can resume behind each of them.
+Dynamo cannot resume a function inside a ``try``, inside a context manager that it does not support, or inside a loop
+over an iterator that it cannot reconstruct. In the changed sources the ``try`` and ``with`` statements are replaced by
+their bodies, and loops go over tuples. Every line keeps its number. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from compile_bench.targets.overlay import TreeOverlay
 # File and first line of a statement.
 Block = tuple[str, int]
 
+# Items of an iterator that are put into a tuple; it may be infinite.
+_MOST_ITEMS = 10_000
 
-def removable_blocks(file: str, line: int) -> set[Block]:
-    """The ``try`` and ``with`` statements around a line, within its function.
+
+def changeable_blocks(file: str, line: int) -> set[Block]:
+    """The ``try``, ``with`` and ``for`` statements around a line, within its function.
 
     Context managers of torch stay: Dynamo resumes inside them, and what they set matters to the lines in them.
     """
     return {
         (file, each.lineno)
         for each in _around(file, line)
-        if isinstance(each, ast.Try)
+        if isinstance(each, (ast.Try, ast.For))
         or (
             isinstance(each, ast.With)
             and not any(ast.unparse(item.context_expr).startswith("torch.") for item in each.items)
@@ -43,20 +47,29 @@ def is_in_block(file: str, line: int) -> bool:
     return any(isinstance(each, (ast.For, ast.While, ast.Try, ast.With)) for each in _around(file, line))
 
 
-def without_blocks(blocks: Iterable[Block]) -> TreeOverlay:
-    """Syntax trees of files without some statements; every line that is left keeps its number."""
+def resumable(blocks: Iterable[Block]) -> TreeOverlay:
+    """Syntax trees of files in which these statements are changed."""
     lines: dict[str, set[int]] = {}
     for file, line in blocks:
         lines.setdefault(file, set()).add(line)
-    trees = {file: _Without(each).visit(_tree(file)) for file, each in lines.items()}
+    trees = {file: _Resumable(each).visit(_tree(file)) for file, each in lines.items()}
     return {file: ast.fix_missing_locations(tree) for file, tree in trees.items()}
 
 
-class _Without(ast.NodeTransformer):
-    """Replaces the statements that begin at ``lines`` by their bodies."""
+class _Resumable(ast.NodeTransformer):
+    """Changes the statements that begin at ``lines``."""
 
     def __init__(self, lines: Collection[int]) -> None:
         self._lines = lines
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self.generic_visit(node)
+        if node.lineno in self._lines:
+            index = ast.Name("__compile_bench_index__", ast.Store())
+            node.target = ast.copy_location(ast.Tuple([index, node.target], ast.Store()), node.target)
+            first_items = _call("zip", _call("range", ast.Constant(_MOST_ITEMS)), node.iter)
+            node.iter = ast.copy_location(_call("tuple", first_items), node.iter)
+        return node
 
     def visit_Try(self, node: ast.Try) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
@@ -74,6 +87,10 @@ class _Without(ast.NodeTransformer):
     def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
         self.generic_visit(node)
         return [*map(_entered, node.items), *node.body] if node.lineno in self._lines else node
+
+
+def _call(function: str, *arguments: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name(function, ast.Load()), [*arguments], [])
 
 
 def _entered(item: ast.withitem) -> ast.stmt:
