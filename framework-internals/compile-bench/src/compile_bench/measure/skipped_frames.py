@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from compile_bench.capture.collector import resuming_in_loops, settings, user_code_filter
-from compile_bench.capture.frames import Frame, plain_function
+from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, merge_breaks
 from compile_bench.measure.steps import load_case
@@ -83,7 +83,7 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
     user_code = user_code_filter()
     hidden, blocks = Hidden(), _Blocks()
     skipped = _skipped(seen)
-    installed = [each for each in skipped if not user_code.of_user(each.file)]
+    installed = [each for each in skipped if _is_installed(each, user_code)]
     if installed:
         hidden.notes.append(f"breaks behind {_names(installed)} may stay hidden: the code is an installed package's")
     skipped = [each for each in skipped if each not in installed]
@@ -101,9 +101,10 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
         new = [(seed, each) for seed, each in found.breaks if each.place not in known and _is_the_models(each)]
         known |= {each.place for _, each in new}
         hidden.breaks += [(seed, _as_in_its_function(each)) for seed, each in new]
-        skipped = [each for each in _skipped(found) if user_code.of_user(each.file)]
+        skipped = [each for each in _skipped(found) if not _is_installed(each, user_code)]
         pending = blocks.change_around(_frames(skipped))
     forget_user_modules(user_code)  # they are the changed ones
+    skipped = [each for each in skipped if not each.function.startswith("<")]  # a lambda or comprehension ends there
     if skipped:
         hidden.notes.append(f"breaks behind {_names(skipped)} may stay hidden: Dynamo skips the frame there{failure}")
         hidden.untraced = frozenset((each.file, plain_function(each.function)) for each in _frames(skipped))
@@ -130,6 +131,12 @@ def _skipped(found: TracingPass) -> list[Break]:
     """The breaks that made Dynamo skip a frame; at the recompile limit all of the function was traced before."""
     breaks = (each for _, each in found.breaks if each.whole_frame and each.category != RECOMPILE_LIMIT)
     return list(merge_breaks(breaks))
+
+
+def _is_installed(each: Break, user_code: UserCodeFilter) -> bool:
+    """Whether the skipped frame is an installed package's, whose sources are not changed."""
+    own = [frame for frame in _frames((each,)) if user_code.of_user(frame.file)]
+    return bool(each.library or not own) and not any(is_in_block(frame.file, frame.line) for frame in own)
 
 
 def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
