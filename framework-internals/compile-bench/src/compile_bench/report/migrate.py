@@ -163,8 +163,8 @@ def _break(entry: Mapping[str, Any]) -> Break:
 
 
 def _recompiles(entries: list[Mapping[str, Any]]) -> tuple[Recompile, ...]:
-    # The cause follows from the guard.
-    return tuple(Recompile(**{name: each for name, each in entry.items() if name != "cause"}) for entry in entries)
+    kept = [{name: each for name, each in entry.items() if name != "cause"} for entry in entries]  # the guard says it
+    return tuple(Recompile(**{**entry, "file": entry["file"].rpartition("site-packages/")[2]}) for entry in kept)
 
 
 def _accuracy(record: Record) -> Accuracy:

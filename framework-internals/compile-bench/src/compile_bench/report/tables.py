@@ -69,25 +69,25 @@ def plan_table(cases: Sequence[MeasuredCase]) -> dict[str, str]:
 
 def scope_table(cases: Sequence[MeasuredCase]) -> str:
     """Compiled blocks beside the whole model."""
-    rows = []
+    shown: list[MeasuredCase] = []
     for case in cases:
         whole = case_named(cases, case.model, case.record.mode)
-        if case.record.scope == "whole" or whole is None:
-            continue
-        for each in (whole, case):
-            rows.append(
-                (
-                    title(each, mode=False),
-                    each.record.scope,
-                    numbers.with_unit(each.cold.total, "s"),
-                    numbers.quantity(each.steady.speedup),
-                    numbers.count(each.compilation.graphs),
-                    numbers.count(each.compilation.kernels),
-                    _break_even(each.verdict.cold),
-                )
-            )
+        if case.record.scope != "whole" and whole is not None:
+            shown += [each for each in (whole, case) if each not in shown]
+    rows = [
+        (
+            title(case, mode=False),
+            case.record.scope,
+            numbers.with_unit(case.cold.total, "s"),
+            numbers.quantity(case.steady.speedup),
+            numbers.count(case.compilation.graphs),
+            numbers.count(case.compilation.kernels),
+            _break_even(case.verdict.cold),
+        )
+        for case in shown
+    ]
     header = ["case", "compiled", "first steps", "speed-up (95 %)", "graphs", "kernels", "break-even"]
-    return table(header, list(dict.fromkeys(rows)), left=2)
+    return table(header, rows, left=2)
 
 
 def first_steps_table(starts: Sequence[NamedStart]) -> str:
