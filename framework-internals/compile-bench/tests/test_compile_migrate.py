@@ -18,7 +18,11 @@ from compile_bench.report.sections import REPORT
 OLD = Path(__file__).parent / "golden" / "results-0.1.json"
 
 # Figures of version 0.1 that follow from others, by record; of the counts of breaks see `breaks` and `recompiles`.
-DERIVED = {"first steps": ("total", "rest"), "compilation": ("breaks", "recompiles"), "triage": ("breaks", "recompiles")}
+DERIVED = {
+    "first steps": ("total", "rest"),
+    "compilation": ("breaks", "recompiles"),
+    "triage": ("breaks", "recompiles"),
+}
 TRIAGE = ("bill", "finding", "mended")
 
 

@@ -800,7 +800,7 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
     class Counting(InThisProcess):
         def ask(self, function, *arguments, **words):
             if function.__name__ == "prove":
-                proofs.append(words["overlay"][str(path)])
+                proofs.append(words["proposal"].overlays[0][str(path)])
                 if b"0 * x" in proofs[-1]:
                     return Trial("the changed model raised an error")
             return super().ask(function, *arguments, **words)
