@@ -62,11 +62,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
     than its ``until_seconds`` after the start; at ``end_seconds`` whatever still runs is ended. ``sweep`` is what
     ``run.py --sweep`` measures.
     """
-    if quick:
-        sizes = _quick_sizes(device)
-    else:
-        sizes = _cpu_sizes() if device == "cpu" else _gpu_sizes()
-    return {**configure_triage(device, quick), **sizes}
+    full_sizes = _cpu_sizes() if device == "cpu" else _gpu_sizes()
+    return {**configure_triage(device, quick), **(_quick_sizes(device) if quick else full_sizes)}
 
 
 def _quick_sizes(device: Device) -> dict[str, Json]:

@@ -81,7 +81,7 @@ def _code(entry: Break) -> str:
 
 
 def _reason(entry: Break) -> str:
-    """PyTorch's title of the break; for a backend that failed, the first sentence of the explanation, which says why."""
+    """PyTorch's title of the break; if a backend failed, the first sentence of the explanation, which says why."""
     if entry.category != "backend failed":
         return entry.reason
     return entry.explanation.split("\n")[0].partition(". ")[0]

@@ -36,20 +36,20 @@ PART_COLOURS = (*COLOURS, "#FFFFFF", "#F0E442")
 PART_HATCHES = (*HATCHES, "", "")
 
 _FIRST_STEPS = (
-    f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is counted once, "
-    "for the innermost phase."
+    f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is counted "
+    "once, for the innermost phase."
 )
 _BREAK_EVEN = (
     "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % interval of "
     "the speed-up."
 )
 _SPEEDUP = (
-    "Eager over compiled, a step after all compiling: median of the rounds' ratios with its 95 % interval, by mode. Left "
-    "of the line at 1 compiling makes the step slower."
+    "Eager over compiled, a step after all compiling: median of the rounds' ratios with its 95 % interval, by mode. "
+    "Left of the line at 1 compiling makes the step slower."
 )
 _AUTOTUNING = (
-    "A step of the same mode without autotuning over one with it, in alternation in one process, with its 95 % interval; "
-    "the seconds are what autotuning adds to the first steps."
+    "A step of the same mode without autotuning over one with it, in alternation in one process, with its 95 % "
+    "interval; the seconds are what autotuning adds to the first steps."
 )
 _MODELS = f"The same for every model: the first {FIRST_STEPS} steps with empty caches, mode default."
 _SHAPES = "Time of all passes through the schedule together, compiling included, over the cheapest strategy's."
