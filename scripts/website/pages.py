@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ MODULES = {
         *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),
         "throughput",
     ),
-    "compile_bench": ("target", "pytest_plugin"),
+    "compile_bench": ("targets.target", "pytest_plugin"),
     "jax_baseline": ("parity", "model", "train", "transfer", "interchange", "per_example", "sharding"),
     "rmsnorm_fused": ("backends",),
     "custom_ops": ("jax_operators",),
@@ -58,6 +59,19 @@ class Site:
     api: dict[str, str] = field(default_factory=dict)
 
 
+def write_catalogue(root: Path) -> None:
+    """Write the pages of compile-bench's catalogue, which git does not hold.
+
+    Its programs import torch. Without torch the site has the catalogue's index alone.
+    """
+    if importlib.util.find_spec("torch") is None:
+        print("site: torch is not installed, so the catalogue's pages are left out")
+        return
+    from compile_bench.catalogue.page import write_page
+
+    write_page(root / HOUSE / "compile-bench" / "catalogue")
+
+
 def collect(root: Path) -> Site:
     """Every page, what they link to and show, and an API page for each package.
 
@@ -68,6 +82,7 @@ def collect(root: Path) -> Site:
     patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
     site.pages = [path for path in _matching(root, patterns) if "-quick/" not in path]
     site.sources = _matching(root, _SOURCES)
+    site.files = _matching(root, [f"{HOUSE}/*/catalogue/*.html"])
     for page in site.pages:
         for target in linked_files(root, page):
             if target.endswith(".md") or target in site.sources or target in site.files:
