@@ -142,7 +142,7 @@ def test_a_break_is_recognised(reason, source, name):
 
 def test_a_function_past_the_limit_has_the_cause_of_the_line_whose_guard_failed():
     assert match_limit("self.calls += 1").name == "counter"
-    assert match_limit("x = x * self.scale").name == "given-up-after-limit"
+    assert match_limit("x = x * self.scale").name == "recompile-limit-reached"
 
 
 # The line decides between causes with guards alike; one that an option of torch.compile tells apart is as another.
