@@ -68,9 +68,10 @@ def entries() -> dict[str, list[Entry]]:
         for directory in report_directories(HOUSE / name):
             if directory.name.endswith("-quick"):
                 continue
-            results = load(directory / "results.json")
+            report_spec = build_lens(name).report
+            results = load(directory / "results.json", migrate=report_spec.migrate)
             report = str((directory / "report.md").relative_to(HOUSE))
-            finding = build_lens(name).report.finding(results)
+            finding = report_spec.finding(results)
             found.setdefault(directory.name, []).append(Entry(name, report, finding, results))
     return dict(sorted(found.items()))
 

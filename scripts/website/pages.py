@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,17 @@ MODULES = {
 _LANGUAGES = {".py": "python", ".sh": "bash", ".cu": "cuda", ".cpp": "cpp", ".h": "cpp", ".cuh": "cpp", ".toml": "toml"}
 _LINK = re.compile(r"\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 _VERSIONS = f"{HOUSE}/versions/report.md"
-_PAGES = ("*.md", "shared/*.md", "examples/*.md", f"{HOUSE}/*.md", f"{HOUSE}/reports/*/report.md", _VERSIONS)
+_PAGES = (
+    "*.md",
+    "docs/*.md",
+    "shared/*.md",
+    "examples/*.md",
+    f"{HOUSE}/*.md",
+    f"{HOUSE}/reports/*/report.md",
+    _VERSIONS,
+)
 _LENS_PAGES = ("*.md", "csrc/**/*.md", "catalogue/*.md", "reports/*/report.md")
+_MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
 _SOURCES = ("examples/*.py", "examples/*.sh", f"{HOUSE}/*/examples/*.py")
 
 Navigation = Sequence["str | Mapping[str, str | Navigation]"]
@@ -88,6 +98,7 @@ def collect(root: Path) -> Site:
             if target.endswith(".md") or target in site.sources or target in site.files:
                 continue
             (site.files if _is_shown_as_it_is(target) else site.sources).append(target)
+        site.files += [f for f in _matching(root, [f"{diagrams(page)}-*.svg"]) if f not in site.files]
     for source in sorted((*root.glob("shared/src/*/"), *root.glob(f"{HOUSE}/*/src/*/"))):
         if (source / "__init__.py").exists():
             home = source.parents[1].relative_to(root).as_posix()
@@ -120,6 +131,22 @@ def link_to_source_pages(site: Site, page: str, text: str) -> str:
         return f"]({link[1]}.md)" if resolve(page, link[1]) in site.sources else link[0]
 
     return _LINK.sub(turn, text)
+
+
+def diagrams(page: str) -> str:
+    """The stem of the pictures of a page's Mermaid diagrams: those of a page ``docs/a.md`` are ``docs/figures/a-1.svg``
+    and so on."""
+    return str(PurePosixPath(page).parent / "figures" / PurePosixPath(page).stem)
+
+
+def draw_diagrams(page: str, text: str) -> str:
+    """The page's Markdown with a picture in place of each Mermaid diagram.
+
+    GitHub draws Mermaid itself. The site opens from disk without a network, so it shows the committed pictures.
+    """
+    numbers = itertools.count(1)
+    stem = PurePosixPath(diagrams(page)).relative_to(PurePosixPath(page).parent)
+    return _MERMAID.sub(lambda _: f"![Diagram]({stem}-{next(numbers)}.svg)", text)
 
 
 def distinct_heading(page: str, text: str) -> str:
@@ -166,11 +193,16 @@ def with_way_back(root: Path, path: str) -> str:
 def navigation(site: Site) -> Navigation:
     """Where each page stands: start, the lenses, the whole step, examples, and what a contributor needs."""
     start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}]
+    start += [f"docs/{name}.md" for name in ("architecture", "glossary") if f"docs/{name}.md" in site.pages]
     lenses: Navigation = [{lens: list(_of_a_lens(site, lens))} for lens in LENSES]
     whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
     examples = [path for path in site.sources if path.startswith("examples/")]
     own: Navigation = ["examples/README.md", *({PurePosixPath(path).name: f"{path}.md"} for path in examples)]
-    shared = [page for page in site.api if page.startswith("shared/")]
+    shared: Navigation = [
+        "shared/README.md",
+        *(["docs/shared.md"] if "docs/shared.md" in site.pages else []),
+        *({_api_title(page): page} for page in site.api if page.startswith("shared/")),
+    ]
     further = [{path: f"{path}.md"} for path in site.sources if "/" not in path]
     others = [page for page in site.pages if "/" not in page and page not in ("README.md", "CONTRIBUTING.md")]
     return [
@@ -184,7 +216,13 @@ def navigation(site: Site) -> Navigation:
                 *([{"Tested versions": _VERSIONS}] if _VERSIONS in site.pages else []),
                 *others,
                 *further,
-                {"shared": ["shared/README.md", *({_api_title(page): page} for page in shared)]},
+                {
+                    "shared": [
+                        "shared/README.md",
+                        *(["docs/shared.md"] if "docs/shared.md" in site.pages else []),
+                        *({_api_title(page): page} for page in shared),
+                    ]
+                },
             ]
         },
     ]
@@ -196,6 +234,8 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navig
     pages = [page for page in site.pages if page.startswith(home)]
     reports = [page for page in pages if page.startswith(f"{home}reports/")]
     yield f"{home}README.md"
+    if f"docs/{lens}.md" in site.pages:
+        yield {"Guide": f"docs/{lens}.md"}
     for page in reports:
         yield {f"Report: {_machine(page)}": page}
     for page in site.files:

@@ -46,12 +46,14 @@ class ReportSpec:
         figures: the figures; the template places each with ``{{ figure("name") }}``.
         finding: what the run found, in one sentence computed from the results; it opens the report and stands in the
             index of reports.
+        migrate: Turns the records of an older document into today's, see :func:`benchkit.results.load`.
     """
 
     package: str
     context: Callable[[Results], dict[str, Any]]
     figures: Callable[[Results], Sequence[Figure]]
     finding: Callable[[Results], str]
+    migrate: Callable[[Results], Results] | None = None
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
@@ -121,7 +123,7 @@ def write(directory: Path, spec: ReportSpec) -> Path:
     Raises:
         UserError: when the results cannot be read; nothing is written then.
     """
-    results = load(directory / "results.json")
+    results = load(directory / "results.json", migrate=spec.migrate)
     text = render(results, spec)
     for figure in spec.figures(results):
         save(figure.draw(), directory / "figures" / f"{figure.name}.svg")

@@ -10,16 +10,16 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from benchkit.environment import Environment
 from benchkit.errors import UserError, machine_fault
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # Ends the name of a file that is being written beside the one whose place it takes.
 WRITING = ".writing"
@@ -149,7 +149,13 @@ class Recorder:
 
     @classmethod
     def going_on(
-        cls, directory: Path, *, lens: str, environment: Environment, configuration: Mapping[str, Json]
+        cls,
+        directory: Path,
+        *,
+        lens: str,
+        environment: Environment,
+        configuration: Mapping[str, Json],
+        migrate: Callable[[Results], Results] | None = None,
     ) -> Recorder:
         """One that adds to the ``results.json`` of a complete run, in place, or begins one where there is none.
 
@@ -161,6 +167,7 @@ class Recorder:
             lens: as for the class.
             environment: of this run; the file keeps that of its first one.
             configuration: entries that replace those of the file.
+            migrate: As for :func:`load`.
 
         Raises:
             UserError: if the file cannot be read, or was measured by another lens, on another machine or with another
@@ -169,7 +176,7 @@ class Recorder:
         recorder = cls(directory, lens=lens, environment=environment, configuration=configuration)
         recorder.path = directory / "results.json"
         if recorder.path.exists():
-            before = load(recorder.path)
+            before = load(recorder.path, migrate=migrate)
             _same_ground(recorder.path, before, recorder.results)
             recorder.results = replace(before, configuration={**before.configuration, **configuration})
         else:
@@ -247,11 +254,25 @@ def _document(results: Results, records: Sequence[str]) -> str:
 
 
 def _record_text(record: Record) -> str:
+    """A record as JSON with a line for each figure; a figure's fields that have their default are left out."""
     for key, quantity in record.values.items():
         for figure in filter(None, (quantity.value, quantity.low, quantity.high)):
             if not math.isfinite(figure):
                 raise ValueError(f"record {record.name!r} {dict(record.labels)}: {key} is {figure}")
-    return _text(asdict(record), depth=2)
+    figures = [f"{_line(key)}: {_line(_without_defaults(quantity))}" for key, quantity in record.values.items()]
+    values = "{\n    " + ",\n    ".join(figures) + "\n   }" if figures else "{}"
+    members = {"name": _line(record.name), "labels": _line(dict(record.labels)), "values": values}
+    if record.data is not None:
+        members["data"] = _line(record.data)
+    return "{" + ", ".join(f'"{name}": {text}' for name, text in members.items()) + "}"
+
+
+def _without_defaults(quantity: Quantity) -> dict[str, Json]:
+    return {each.name: figure for each in fields(quantity) if (figure := getattr(quantity, each.name)) != each.default}
+
+
+def _line(plain: Any) -> str:
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False)
 
 
 def _text(plain: Any, *, depth: int) -> str:
@@ -259,11 +280,16 @@ def _text(plain: Any, *, depth: int) -> str:
     return json.dumps(plain, indent=1, ensure_ascii=False, allow_nan=False).replace("\n", "\n" + depth * " ")
 
 
-def load(path: Path) -> Results:
+def load(path: Path, *, migrate: Callable[[Results], Results] | None = None) -> Results:
     """Read a ``results.json``.
 
+    Args:
+        path: The file.
+        migrate: Turns the records of a document of version 1 into those that the lens writes today. None where the
+            lens has not changed its records since.
+
     Raises:
-        UserError: when the file cannot be read, is not JSON, is of another schema version or lacks a field.
+        UserError: when the file cannot be read, is not JSON, is of an unknown schema version or lacks a field.
     """
     remedy = "run the lens again to make a new one"
     try:
@@ -273,12 +299,12 @@ def load(path: Path) -> Results:
     except ValueError as error:
         raise UserError(f"{path} is not a JSON document ({error}); {remedy}") from error
     version = document.get("schema_version") if isinstance(document, dict) else None
-    if version != SCHEMA_VERSION:
+    if version not in (1, SCHEMA_VERSION):
         if isinstance(version, int) and version > SCHEMA_VERSION:
             remedy = "a newer state of this repository wrote it: read it with that one, or " + remedy
         raise UserError(f"{path}: expected schema_version {SCHEMA_VERSION}, got {version!r}; {remedy}")
     try:
-        return Results(
+        results = Results(
             lens=document["lens"],
             environment=Environment.from_json(document["environment"]),
             configuration=document["configuration"],
@@ -287,15 +313,17 @@ def load(path: Path) -> Results:
                     entry["name"],
                     entry["labels"],
                     {key: Quantity(**value) for key, value in entry["values"].items()},
-                    entry["data"],
+                    entry.get("data"),
                 )
                 for entry in document["records"]
             ),
             absences=tuple(Absence(**entry) for entry in document["absences"]),
             complete=document["complete"],
         )
+        # Version 1 spelled out every field of a figure, defaults too; it has no other difference of its own.
+        return migrate(results) if version == 1 and migrate is not None else results
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} does not fit schema version {SCHEMA_VERSION} ({error}); {remedy}") from error
+        raise UserError(f"{path} does not fit schema version {version} ({error}); {remedy}") from error
 
 
 def write_text_atomically(path: Path, text: str) -> None:

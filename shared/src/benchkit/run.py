@@ -166,7 +166,13 @@ def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, t
     directory = out or _directory(lens, environment, quick)
     configuration = {"sweep": lens.configure(resolved, quick)["sweep"]}
     with only_writer(directory):
-        recorder = Recorder.going_on(directory, lens=lens.name, environment=environment, configuration=configuration)
+        recorder = Recorder.going_on(
+            directory,
+            lens=lens.name,
+            environment=environment,
+            configuration=configuration,
+            migrate=lens.report.migrate,
+        )
         run = Run(resolved, recorder.results.configuration, recorder)
         left = None if time_limit is None else time_limit - _REPORT_SECONDS - (time.monotonic() - start)
         with _keeping(recorder):
