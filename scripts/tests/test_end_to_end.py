@@ -48,7 +48,7 @@ def test_a_loss_that_could_not_be_read_leaves_the_rest_of_the_report(known):
         return replace(record, values={key: value for key, value in record.values.items() if key != "last loss"})
 
     text = render(replace(results, records=tuple(map(without, results.records))), REPORT)
-    assert ("the losses of the 2 ways of which they are known lie within" in text) == (known == 2)
+    assert ("the losses of the 2 variants of which they are known lie within" in text) == (known == 2)
     assert "the losses of" in text or known == 1
     assert re.search(r"^\| .* \| – \|$", text, re.MULTILINE)
 

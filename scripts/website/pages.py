@@ -1,4 +1,4 @@
-"""Which files of the repository the site has, what it generates beside them, and where each stands."""
+"""Chooses the files that become pages of the site, generates the others, and gives each its place."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from posixpath import normpath
 LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
 HOUSE = "framework-internals"
 
-# Beside the names that a package exports, the modules that its README sends a reader to; of one that exports nothing,
-# those that make it up.
+# The API page of a package documents the names that it exports and these modules.
 MODULES = {
     "benchkit": (
         *("timing", "statistics", "limits", "environment", "results", "report", "run", "numbers", "plotting"),
@@ -52,14 +51,14 @@ Navigation = Sequence["str | Mapping[str, str | Navigation]"]
 
 @dataclass
 class Site:
-    """What the site consists of, by path from the repository's root.
+    """The content of the site. All paths are relative to the root of the repository.
 
     Attributes:
-        root: of the repository.
-        pages: Markdown, as it is.
-        sources: files that become a page each: ``LICENSE`` is the page ``LICENSE.md``.
-        files: that go along as they are: figures, the trace viewer, the catalogue's page.
-        api: generated pages, with what mkdocstrings puts into them.
+        root: The root of the repository.
+        pages: Markdown files that are shown as they are.
+        sources: Other files that are shown on a page each: ``LICENSE`` on ``LICENSE.md``.
+        files: Files that are copied: figures, the trace viewer.
+        api: Generated pages: their path and the text that mkdocstrings fills in.
     """
 
     root: Path
@@ -83,10 +82,10 @@ def write_catalogue(root: Path) -> None:
 
 
 def collect(root: Path) -> Site:
-    """Every page, what they link to and show, and an API page for each package.
+    """Collect every page, the files that pages link to, and an API page for each package.
 
     Args:
-        root: of the repository.
+        root: The root of the repository.
     """
     site = Site(root)
     patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
@@ -107,11 +106,11 @@ def collect(root: Path) -> Site:
 
 
 def linked_files(root: Path, page: str) -> Iterator[str]:
-    """The files of the repository that a page links to or shows, by path from the root; none from outside of it.
+    """Yield the files of the repository that a page links to or shows. Files outside the repository are left out.
 
     Args:
-        root: of the repository.
-        page: path of the page from there.
+        root: The root of the repository.
+        page: Path of the page from the root.
     """
     for link in _LINK.finditer((root / page).read_text(encoding="utf-8")):
         target = resolve(page, link[1])
@@ -120,12 +119,12 @@ def linked_files(root: Path, page: str) -> Iterator[str]:
 
 
 def resolve(page: str, link: str) -> str:
-    """A relative link of a page, as a path from the root."""
+    """Return a relative link of a page as a path from the root."""
     return normpath(PurePosixPath(page).parent / link)
 
 
 def link_to_source_pages(site: Site, page: str, text: str) -> str:
-    """The page's Markdown, with each link to a source file leading to the page that shows it."""
+    """Make each link to a source file lead to the page that shows the file."""
 
     def turn(link: re.Match[str]) -> str:
         return f"]({link[1]}.md)" if resolve(page, link[1]) in site.sources else link[0]
@@ -134,8 +133,7 @@ def link_to_source_pages(site: Site, page: str, text: str) -> str:
 
 
 def diagrams(page: str) -> str:
-    """The stem of the pictures of a page's Mermaid diagrams: those of a page ``docs/a.md`` are ``docs/figures/a-1.svg``
-    and so on."""
+    """The path to the pictures of a page's Mermaid diagrams, without ``-1.svg``, ``-2.svg`` and so on."""
     return str(PurePosixPath(page).parent / "figures" / PurePosixPath(page).stem)
 
 
@@ -150,11 +148,13 @@ def draw_diagrams(page: str, text: str) -> str:
 
 
 def distinct_heading(page: str, text: str) -> str:
-    """A page's Markdown with a heading that no other has, for a search lists pages by it.
+    """Make the heading of a page unique, since the search lists pages by heading.
+
+    The heading of a report gets the name of its machine, the heading of notes the name of their lens.
 
     Args:
-        page: path from the root. To a report's heading the machine is added, to that of notes the lens.
-        text: its Markdown.
+        page: Path from the root.
+        text: The page's Markdown.
     """
     path = PurePosixPath(page)
     if path.name != "NOTES.md" and path.parent.parent.name != "reports":
@@ -163,7 +163,7 @@ def distinct_heading(page: str, text: str) -> str:
 
 
 def source_page(path: Path) -> str:
-    """A page that shows a file: Python's with its syntax, one without an ending as it stands."""
+    """Return a page that shows a source file in a code block."""
     text = path.read_text(encoding="utf-8")
     longest = max((len(ticks) for ticks in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -171,16 +171,16 @@ def source_page(path: Path) -> str:
 
 
 def twin_as_html(site: Site, page: str) -> bool:
-    """Whether the repository has the page as HTML too, under the name that the site would give to the Markdown."""
+    """Tell whether the repository has the same page as HTML, under the name that the site gives to the Markdown."""
     return PurePosixPath(page).with_suffix(".html").as_posix() in site.files
 
 
 def with_way_back(root: Path, path: str) -> str:
-    """A page that comes as HTML, as it is but for a line that leads back to its lens, and the style of that.
+    """Return a page that is HTML already, with a link back to its lens.
 
     Args:
-        root: of the repository.
-        path: of the page from there.
+        root: The root of the repository.
+        path: Path of the page from the root.
     """
     _, lens, *folders = PurePosixPath(path).parent.parts
     up = "../" * len(folders)
@@ -191,9 +191,9 @@ def with_way_back(root: Path, path: str) -> str:
 
 
 def navigation(site: Site) -> Navigation:
-    """Where each page stands: start, the lenses, the whole step, examples, and what a contributor needs."""
-    start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}]
-    start += [f"docs/{name}.md" for name in ("architecture", "glossary") if f"docs/{name}.md" in site.pages]
+    """Give each page its place: start, the lenses, the whole step, examples, contributing."""
+    house = [page for page in ("docs/architecture.md", "docs/glossary.md") if page in site.pages]
+    start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}, *house]
     lenses: Navigation = [{lens: list(_of_a_lens(site, lens))} for lens in LENSES]
     whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
     examples = [path for path in site.sources if path.startswith("examples/")]
@@ -216,20 +216,14 @@ def navigation(site: Site) -> Navigation:
                 *([{"Tested versions": _VERSIONS}] if _VERSIONS in site.pages else []),
                 *others,
                 *further,
-                {
-                    "shared": [
-                        "shared/README.md",
-                        *(["docs/shared.md"] if "docs/shared.md" in site.pages else []),
-                        *({_api_title(page): page} for page in shared),
-                    ]
-                },
+                {"shared": shared},
             ]
         },
     ]
 
 
 def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navigation]]:
-    """README, reports with their pages to look at, API, examples; then what is read later."""
+    """Yield the pages of one lens: README, guide, reports, viewers, API, examples, then the rest."""
     home = f"{HOUSE}/{lens}/"
     pages = [page for page in site.pages if page.startswith(home)]
     reports = [page for page in pages if page.startswith(f"{home}reports/")]
@@ -261,7 +255,7 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navig
 def _api_page(source: Path) -> str:
     package = source.name
     exported = _exported(source / "__init__.py")
-    # A name that is also a module's is the module to whoever reads the sources without running them.
+    # griffe reads the sources without running them: for it a name that is also a module's is the module.
     hidden = [f"{name}.{name}" for name in exported if (source / f"{name}.py").exists()]
     members = "" if exported else "      members: false\n"
     head = f"::: {package}\n    options:\n      heading_level: 1\n{members}"
@@ -277,11 +271,11 @@ def _exported(module: Path) -> list[str]:
 
 
 def full_title(page: str, title: str) -> str:
-    """The title of a page where its place in the navigation does not stand beside it: in a search, in a browser's tab.
+    """Return the title of a page for places without the navigation: search results and the browser's tab.
 
     Args:
-        page: path from the root.
-        title: its title in the navigation.
+        page: Path from the root.
+        title: The page's title in the navigation.
     """
     if page == "README.md":
         return "Start"

@@ -1,4 +1,4 @@
-"""The measurement: every variant of the step in one run, and what each is made of."""
+"""Measures every variant of the step in one run, then profiles each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build_lens(root: Path) -> Lens:
     """The end-to-end report as ``benchkit.run`` and the index of reports see it.
 
     Args:
-        root: the folder under which ``reports/<machine>/`` is.
+        root: The folder that holds ``reports/<machine>/``.
     """
     return Lens(NAME, root, configure, collect, REPORT)
 
@@ -43,7 +43,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         name: {key: value for key, value in asdict(variant).items() if key != "spec"} | {"engine": asdict(variant.spec)}
         for name, variant in variants(device).items()
     }
-    # A compiler's time goes with the blocks, and one has every kind of kernel; these four have every lens's part.
+    # Compile time grows with the number of blocks, and one block has every kind of kernel. These four variants use
+    # every lens.
     if quick:
         chosen = {name: chosen[name] for name in _QUICKLY}
     small = {"layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick}
@@ -51,7 +52,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def collect(run: Run) -> None:
-    """Time every variant against the others, then take each apart; records ``variant``, ``dissection``, ``hop``."""
+    """Time every variant against the others, then profile each. Records: ``variant``, ``dissection``, ``hop``."""
     asked = run.configuration
     model, training = bench_config(
         asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
@@ -84,9 +85,9 @@ def collect(run: Run) -> None:
     if asked["dissect"]:
         _record_dissections(run, apart)
     else:
-        run.absent("Where the time goes", "quick runs take no step apart")
+        run.absent("Where the time goes", "quick runs profile no step")
     if run.device == "cpu":
-        run.absent("Peak memory and model FLOPs utilisation", "they are those of a GPU")
+        run.absent("Peak memory and model FLOPs utilisation", "they are measured on a GPU")
 
 
 def _found(run: Run, measured: Mapping[str, MeasuredEngine | str]) -> dict[str, MeasuredEngine]:
