@@ -57,7 +57,7 @@ class Site:
         root: The root of the repository.
         pages: Markdown files that are shown as they are.
         sources: Other files that are shown on a page each: ``LICENSE`` on ``LICENSE.md``.
-        files: Files that are copied: figures, the trace viewer.
+        files: Files that are copied: figures, the trace viewer, the searchable catalogue.
         api: Generated pages: their path and the text that mkdocstrings fills in.
     """
 
