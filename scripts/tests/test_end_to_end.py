@@ -14,8 +14,8 @@ from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write, report_directories
-from jax_baseline.bench import MeasuredEngine
-from jax_baseline.engines import Preparation
+from jax_baseline.timing.bench import MeasuredEngine
+from jax_baseline.timing.engines import Preparation
 from whole_step import measure
 from whole_step.dissection import covered, dispatch_seconds, per_step
 from whole_step.report import REPORT, parts_of_steps, steps_before
@@ -54,7 +54,7 @@ def test_a_loss_that_could_not_be_read_leaves_the_rest_of_the_report(known):
 
 
 def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
-    missing = {"inspection": "the worker ended with status -11:\n"}
+    missing = {"inspection": "JaxEngine.next_loss ended with status -11: no message."}
     preparation, timing = Preparation(1.0, 5.0, {}), Timing((0.5, 0.5), 1, "wall-clock", 0.5)
     engine = MeasuredEngine(preparation, timing, Quantity(1.0, "×"), None, missing)
     monkeypatch.setattr(measure, "measure_engines", lambda engines, *_, **__: dict.fromkeys(engines, engine))
@@ -68,7 +68,7 @@ def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
     assert not any("last loss" in record.values for record in records)
     told = {absence.what: absence.why for absence in recorder.results.absences}
     title = configuration["variants"]["eager"]["title"]
-    assert told[f"The last loss of {title}"] == "asking for it failed: the worker ended with status -11"
+    assert told[f"The last loss of {title}"] == f"asking for it failed: {missing['inspection'][:-1]}"
 
 
 def test_intervals_that_overlap_count_once():

@@ -31,7 +31,7 @@ from compile_bench.catalogue.cause import CAUSES
 from compile_bench.catalogue.examine import Outcome
 from compile_bench.fixes.source import unified_diff
 from dispatcher_trace import viewer
-from jax_baseline import explanation
+from jax_baseline.diff import explanation
 from jax_baseline.hlo import lock
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"

@@ -25,7 +25,7 @@ MODULES = {
         "throughput",
     ),
     "compile_bench": ("targets.target", "pytest_plugin"),
-    "jax_baseline": ("parity", "model", "train", "transfer", "interchange", "per_example", "sharding"),
+    "jax_baseline": ("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),
     "rmsnorm_fused": ("backends",),
     "custom_ops": ("jax_operators",),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchkit.device import Device
-from jax_baseline.engines import Engine, make_engine
+from jax_baseline.timing.engines import Engine, make_engine
 
 # Autograd's own span around a compiled forward or backward that Inductor made.
 _COMPILED = "## Call CompiledFxGraph"
@@ -81,7 +81,10 @@ class DissectedEngine:
 def make_dissected_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> DissectedEngine:
-    """Make an engine from plain JSON in a child process, see :func:`jax_baseline.engines.make_engine`."""
+    """Make an engine from plain values, in the child process that it runs in.
+
+    It takes the arguments of :func:`jax_baseline.timing.engines.make_engine`.
+    """
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 
 

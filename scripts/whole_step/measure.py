@@ -9,12 +9,13 @@ from typing import Any
 
 from benchkit import Comparison, Quantity, UserError
 from benchkit.device import Device
+from benchkit.processes import ChildFailure, RemoteObject
 from benchkit.results import Json
 from benchkit.run import Lens, Run
-from jax_baseline.bench import MeasuredEngine, measure_engines, mfu_per_token
-from jax_baseline.engines import EngineSpec, bench_config
-from jax_baseline.worker import Worker, WorkerError, last_line
+from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token
+from jax_baseline.timing.engines import EngineSpec, bench_config
 from torch_baseline.config import GPTConfig, TrainConfig
+from whole_step.dissection import make_dissected_engine
 from whole_step.report import REPORT
 from whole_step.variants import variants
 
@@ -61,13 +62,13 @@ def collect(run: Run) -> None:
     last: dict[str, float] = {}
     apart: dict[str, Mapping[str, Any]] = {}
 
-    def inspect(name: str, worker: Worker) -> None:
+    def inspect(name: str, worker: RemoteObject) -> None:
         last[name] = worker.call("next_loss")
         if asked["dissect"]:
             try:
                 apart[name] = worker.call("dissect")
-            except (WorkerError, UserError) as error:  # the times stand without it
-                run.absent(f"Where the time of {name} goes", last_line(str(error)).rstrip("."))
+            except (ChildFailure, UserError) as error:  # the times stand without it
+                run.absent(f"Where the time of {name} goes", str(error).rstrip("."))
 
     with run.working("one training step, every variant"):
         measured = measure_engines(
@@ -78,7 +79,7 @@ def collect(run: Run) -> None:
             rounds=asked["rounds"],
             steps=asked["steps"],
             empty_caches=asked["empty_caches"],
-            factory="whole_step.dissection:make_dissected_engine",
+            factory=make_dissected_engine,
             inspect=inspect,
         )
     _record_variants(run, _found(run, measured), last, model, training)
@@ -93,7 +94,7 @@ def collect(run: Run) -> None:
 def _found(run: Run, measured: Mapping[str, MeasuredEngine | str]) -> dict[str, MeasuredEngine]:
     for name, engine in measured.items():
         if isinstance(engine, str):
-            run.absent(run.configuration["variants"][name]["title"], last_line(engine).rstrip("."))
+            run.absent(run.configuration["variants"][name]["title"], engine.rstrip("."))
     return {name: engine for name, engine in measured.items() if not isinstance(engine, str)}
 
 
@@ -118,7 +119,7 @@ def _record_variants(
             asked_for = {"inspection": "last loss"}.get(what, what)
             run.absent(
                 f"The {asked_for} of {asked['variants'][name]['title']}",
-                f"asking for it failed: {last_line(why).rstrip('.:')}",
+                f"asking for it failed: {why.rstrip('.:')}",
             )
 
 

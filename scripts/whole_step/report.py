@@ -11,7 +11,7 @@ from benchkit import Quantity, Record, Results, numbers
 from benchkit.limits import datasheet
 from benchkit.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from benchkit.report import Figure, ReportSpec, markdown_table
-from jax_baseline.bench import steps_taken
+from jax_baseline.timing.bench import steps_taken
 from whole_step.dissection import dispatch_seconds
 
 

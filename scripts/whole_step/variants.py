@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchkit.device import Device
-from jax_baseline.engines import EngineSpec
+from jax_baseline.timing.engines import EngineSpec
 
 
 @dataclass(frozen=True)

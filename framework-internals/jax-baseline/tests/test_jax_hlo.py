@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_baseline.compilation import compile_step
+from jax_baseline.gpt.compilation import compile_step
 from jax_baseline.hlo import kernels, parse, summarise
 
 # What XLA prints for a GPU, shortened: tuple shapes with comments, quoted brackets, a loop, custom calls, a collective.

@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchkit import UserError
+from benchkit.processes import ChildCrashed
 from benchkit.run import Run
-from jax_baseline import gpu_target, hlo_lens
 from jax_baseline.cli import app
-from jax_baseline.hlo import kernels, parse, summarise
-from jax_baseline.worker import WorkerError
+from jax_baseline.diff import measurements as hlo_lens
+from jax_baseline.hlo import gpu_target, kernels, parse, summarise
 from torch_baseline.config import GPTConfig, TrainConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,7 +37,7 @@ def test_hlo_of_our_step_measured(tmp_path):
     assert re.search(r"\| block\*/attention \| backward \|.* (µs|ms) \|", ours.output)
     kernel_rows = ours.output.split("| kernel |")[1].splitlines()[2:]
     assert len(kernel_rows) == 3
-    assert any("jax_baseline/model.py:" in row for row in kernel_rows)
+    assert any("gpt/model.py:" in row for row in kernel_rows)
     assert "stablehlo.dot_general" in before.read_text()
     # What was counted in this process is what stands in the file.
     kept = len(kernels(parse(dump.read_text())))
@@ -102,7 +102,7 @@ def test_mistakes_are_user_errors(arguments, message):
     ],
 )
 def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
-    from jax_baseline.programs import Program, Step, Tensor
+    from jax_baseline.diff.programs import Program, Step, Tensor
 
     def program(compiler, kind, name, loss):
         scores = Tensor("scores", "float32", (4, 4), 64, (16.0, 1.0, 2.0, 3.0, 4.0, 5.0, float(len(name))))
@@ -114,7 +114,7 @@ def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
         return Program(compiler, (step,), 2e-3, 1.0, values, ("a note",) if compiler == "XLA" else ())
 
     sides = program("XLA", "fusion loop", "fusion", 2.0), program("Inductor", "C++ kernel", "0:cpp_fused_sum_0:1", loss)
-    monkeypatch.setattr("jax_baseline.compiled_sides.compile_both", lambda one, other: sides)
+    monkeypatch.setattr("jax_baseline.diff.compiled_sides.compile_both", lambda one, other: sides)
     result = invoke("diff", "--device", "cpu")
     assert result.exit_code == status, result.output
     assert verdict in result.output
@@ -139,7 +139,7 @@ def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
 )
 def test_how_far_apart_results_may_be_depends_on_what_rounds(dtype, source, apart, same):
     from jax_baseline.cli.hlo import _agreement
-    from jax_baseline.programs import Program, Step, Tensor
+    from jax_baseline.diff.programs import Program, Step, Tensor
 
     def program(compiler, value):
         result = Tensor("result", dtype, (4,), 16, (4.0, value, value, value, value, value, value))
@@ -155,12 +155,15 @@ def test_a_side_that_dies_is_not_taken_for_another_function(monkeypatch):
     """Exit status 1 says that the two functions differ."""
 
     def dies(one, other):
-        raise WorkerError("in the worker:\nTraceback\n  somewhere\nXlaRuntimeError: INTERNAL: no kernel\n")
+        raise ChildCrashed("JaxSide.program raised XlaRuntimeError: INTERNAL: no kernel")
 
-    monkeypatch.setattr("jax_baseline.compiled_sides.compile_both", dies)
+    monkeypatch.setattr("jax_baseline.diff.compiled_sides.compile_both", dies)
     result = invoke("diff", "--device", "cpu")
     assert isinstance(result.exception, UserError)  # one line and status 2
-    assert str(result.exception) == "one of the two sides failed: XlaRuntimeError: INTERNAL: no kernel"
+    assert (
+        str(result.exception)
+        == "one of the two sides failed: JaxSide.program raised XlaRuntimeError: INTERNAL: no kernel"
+    )
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch):

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_baseline.diff.xla_private import complete_text, run_text
+from jax_baseline.gpt.model import loss, one_pass_logsumexp
+from jax_baseline.gpt.transfer import from_torch
 from jax_baseline.hlo import kernels, parse, summarise
 from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
+from jax_baseline.hlo.profile import kernel_seconds
 from jax_baseline.hlo.stablehlo import count_operations
 from jax_baseline.hlo.taps import return_everything
-from jax_baseline.model import loss, one_pass_logsumexp
-from jax_baseline.profile import kernel_seconds
-from jax_baseline.transfer import from_torch
-from jax_baseline.xla_private import complete_text, run_text
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import init_numpy
 

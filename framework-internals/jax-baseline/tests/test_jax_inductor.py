@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from benchkit import UserError
-from jax_baseline import compiled_sides
-from jax_baseline.compiled_sides import FunctionSide, compile_both, load_function, load_inputs
-from jax_baseline.inductor_program import kernel_seconds_from_trace
-from jax_baseline.inductor_source import hook_launches
-from jax_baseline.programs import Program
-from jax_baseline.torch_labels import labelled_loss
-from jax_baseline.worker import WorkerError
+from benchkit.processes import ChildCrashed
+from jax_baseline.diff import compiled_sides
+from jax_baseline.diff.compiled_sides import FunctionSide, compile_both, load_function, load_inputs
+from jax_baseline.diff.inductor_program import kernel_seconds_from_trace
+from jax_baseline.diff.inductor_source import hook_launches
+from jax_baseline.diff.programs import Program
+from jax_baseline.diff.torch_labels import labelled_loss
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import GPT
 
@@ -277,7 +277,10 @@ def test_gradients_need_an_argument_that_can_have_one(user_file, side, name):
 def test_why_values_could_not_be_read_is_a_sentence():
     class NoValues:
         def call(self, method):
-            raise WorkerError("in the worker:\nTraceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n")
+            raise ChildCrashed(
+                "JaxSide.values raised ValueError",
+                "Traceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n",
+            )
 
     (note,) = compiled_sides._with_values(Program("XLA", (), None, 0.0), NoValues()).notes
     assert note == (
@@ -295,7 +298,7 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
             found.append(run()[0].clone())
         return Program("Inductor", (), None, 0.0)
 
-    monkeypatch.setattr("jax_baseline.inductor_program.compile_program", run_thrice)
+    monkeypatch.setattr("jax_baseline.diff.inductor_program.compile_program", run_thrice)
     monkeypatch.setattr("torch.compile", lambda function: function)
     spec = asdict(FunctionSide(f"{odd_file}:overwriting", f"{odd_file}:shared_inputs", False, "cpu", 0))
     compiled_sides.TorchSide("function", spec).program()
@@ -358,11 +361,11 @@ def test_a_file_that_fails_is_named(tmp_path):
 def test_a_moved_private_part_is_named(monkeypatch):
     from torch._inductor.codecache import PyCodeCache
 
-    from jax_baseline.torch_private import observe_inductor
+    from jax_baseline.diff.torch_private import observe_inductor
 
     monkeypatch.delattr(PyCodeCache, "write")
     with (
-        pytest.raises(RuntimeError, match=r"has no write where jax_baseline\.torch_private looks for it"),
+        pytest.raises(RuntimeError, match=r"has no write where jax_baseline\.diff\.torch_private looks for it"),
         observe_inductor(lambda graph: None, lambda source, provenance: source),
     ):
         pass

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from jax_baseline import mutations, parity, sides
-from jax_baseline.symmetry import Symmetry
+from jax_baseline.parity import adapters as sides
+from jax_baseline.parity import comparison as parity
+from jax_baseline.parity import planted_mistakes as mutations
+from jax_baseline.parity.permuted import Symmetry
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, init_numpy
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_baseline.compiled_sides import FunctionSide
-from jax_baseline.profile import kernel_events, kernel_seconds
-from jax_baseline.programs import Program
-from jax_baseline.worker import Worker
-from jax_baseline.xplane import Ran, read_instructions
+from benchkit.processes import RemoteObject
+from jax_baseline.diff import compiled_sides
+from jax_baseline.diff.compiled_sides import FunctionSide
+from jax_baseline.diff.programs import Program
+from jax_baseline.hlo.profile import kernel_events, kernel_seconds
+from jax_baseline.hlo.xplane import Ran, read_instructions
 
 
 def varint(number):
@@ -143,7 +144,7 @@ def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, side, name):
     spec = FunctionSide(f"{product_file}:{name}", f"{product_file}:inputs", False, "cuda", repeats=3)
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     arguments = {"kind": "function", "spec": asdict(spec)}
-    with Worker(f"jax_baseline.compiled_sides:{side}", arguments, environment=environment, limit_seconds=90) as worker:
+    with RemoteObject(getattr(compiled_sides, side), arguments, environment=environment, limit=90) as worker:
         program = Program.from_plain(worker.call("program"))
     product = next(step for step in program.steps if step.category == "product")
     assert product.label == ("product",)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from benchkit import Quantity, Record, Results
-from jax_baseline import hlo_findings
-from jax_baseline.alignment import align, match_values, region_of, same_values
-from jax_baseline.explanation import explain
-from jax_baseline.hlo_lens import diff_record
-from jax_baseline.programs import Program, Step, Tensor, sketch, star_blocks
-from jax_baseline.region_diff import compare_programs, instructive
+from jax_baseline.diff.alignment import align, match_values, region_of, same_values
+from jax_baseline.diff.explanation import explain
+from jax_baseline.diff.measurements import diff_record
+from jax_baseline.diff.programs import Program, Step, Tensor, sketch, star_blocks
+from jax_baseline.diff.region_diff import compare_programs, instructive
+from jax_baseline.report import hlo_findings
 
 GENERATOR = np.random.default_rng(0)
 SCORES, HIDDEN, SUM = (GENERATOR.standard_normal(shape) for shape in ((4, 8, 8), (8, 16), (8, 16)))

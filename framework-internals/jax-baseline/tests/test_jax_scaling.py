@@ -10,8 +10,8 @@ from benchkit.environment import capture
 from benchkit.report import write
 from benchkit.results import Recorder
 from benchkit.run import Run
-from jax_baseline import scaling
 from jax_baseline.lens import build_lens, configure
+from jax_baseline.timing import scaling
 
 ROOT = Path(__file__).resolve().parents[1]
 TWO_DEVICES = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
@@ -53,7 +53,7 @@ def test_the_step_on_two_devices_beside_one_and_a_mesh_that_fails(tmp_path: Path
 def test_what_is_measured_or_too_late_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_in(tmp_path)
     begun = []
-    monkeypatch.setattr("jax_baseline.bench.measure_engines", lambda engines, *_, **__: begun.append(engines))
+    monkeypatch.setattr("jax_baseline.timing.bench.measure_engines", lambda engines, *_, **__: begun.append(engines))
     run.record("scaling", {"data": 2, "fsdp": 1}, data={"failed": "why"})
     scaling.measure(run, ROOT, [(2, 1)], None)
     scaling.measure(run, ROOT, [(1, 2)], -1.0)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from jax.test_util import check_grads
 
-from jax_baseline import model as gpt
-from jax_baseline import sides
-from jax_baseline.model import Block, cudnn_attention, forward, stack_blocks
-from jax_baseline.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer
-from jax_baseline.train import initial_state, make_train_step
-from jax_baseline.transfer import from_torch, to_torch
+from jax_baseline.gpt import model as gpt
+from jax_baseline.gpt.model import Block, cudnn_attention, forward, stack_blocks
+from jax_baseline.gpt.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer
+from jax_baseline.gpt.train import initial_state, make_train_step
+from jax_baseline.gpt.transfer import from_torch, to_torch
+from jax_baseline.parity import adapters as sides
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, init_numpy, rotary_tables
 from torch_baseline.optim import learning_rate

@@ -7,7 +7,7 @@ import pytest
 import torch
 from jaxtyping import Float
 
-from jax_baseline.transfer import from_torch, open_torch_checkpoint, to_torch, weight_map
+from jax_baseline.gpt.transfer import from_torch, open_torch_checkpoint, to_torch, weight_map
 from torch_baseline import checkpoint as checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.learner import Learner

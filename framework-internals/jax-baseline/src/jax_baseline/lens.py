@@ -8,11 +8,14 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.processes import last_line
 from benchkit.report import ReportSpec
 from benchkit.results import Json
 from benchkit.run import Lens, Run
-from jax_baseline import findings, hlo_lens, scaling, training_lens
-from jax_baseline.worker import last_line
+from jax_baseline.diff import measurements as hlo_lens
+from jax_baseline.report import findings
+from jax_baseline.timing import measurements as training_lens
+from jax_baseline.timing import scaling
 
 _LOG = logging.getLogger(__name__)
 

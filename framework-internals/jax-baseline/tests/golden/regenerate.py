@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_baseline.xla_private import complete_text
+from jax_baseline.diff.xla_private import complete_text
 
 ROWS, WIDTH, HIDDEN, LAYERS = 64, 32, 128, 3
 
@@ -48,7 +48,7 @@ def main():
     (folder / "cpu_step.hlo").write_text(compiled.as_text())
     (folder / "step.stablehlo").write_text(jax.jit(step).lower(*shapes(jnp.float32)).as_text())
     # For GPUs: two of them, products by Triton; and one with products by cuBLAS and nothing left out of the text.
-    description = (files("jax_baseline") / "targets" / "nvidia_h200.txtpb").read_text()
+    description = (files("jax_baseline.hlo") / "targets" / "nvidia_h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x2")
     mesh = Mesh(np.array(topology.devices), ("data",))
     whole, rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))

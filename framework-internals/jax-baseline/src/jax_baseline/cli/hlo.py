@@ -16,7 +16,7 @@ from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, user_errors
-from jax_baseline.programs import Program
+from jax_baseline.diff.programs import Program
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 Dump = Annotated[Path | None, typer.Argument(help="text of an optimised module, yours [default: our step's]")]
@@ -144,8 +144,8 @@ def diff(
     show: Annotated[int, typer.Option(min=0, help="regions to explain, with both sources")] = 3,
 ) -> None:
     """Put what XLA and Inductor made of one function side by side; exit status 1 if the two do not compute the same."""
-    from jax_baseline.compiled_sides import FunctionSide, ModelSide, compile_both
-    from jax_baseline.worker import WorkerError, last_line
+    from benchkit.processes import ChildFailure
+    from jax_baseline.diff.compiled_sides import FunctionSide, ModelSide, compile_both
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):
@@ -163,16 +163,16 @@ def diff(
             jax_side = torch_side
         try:
             programs = compile_both(jax_side, torch_side)
-        except WorkerError as error:  # nothing was compared: not the status of two functions that differ
-            raise UserError(f"one of the two sides failed: {last_line(str(error))}") from error
+        except ChildFailure as error:  # nothing was compared: not the status of two functions that differ
+            raise UserError(f"one of the two sides failed: {error}") from error
     if not _print_diff(programs, show, coarse=where != "cpu"):  # a GPU multiplies float32 in TF32
         raise typer.Exit(1)
 
 
 def _print_diff(programs: tuple[Program, Program], show: int, *, coarse: bool) -> bool:
     """Print two programs side by side, and explain the regions that tell most; whether they computed the same."""
-    from jax_baseline.explanation import explain
-    from jax_baseline.region_diff import compare_programs, instructive
+    from jax_baseline.diff.explanation import explain
+    from jax_baseline.diff.region_diff import compare_programs, instructive
 
     found = compare_programs(*programs)
     rows = [
@@ -214,7 +214,7 @@ def _agreement(programs: tuple[Program, Program], difference: float | None, coar
         difference: the largest over their results.
         coarse: whether float32 may be rounded as coarsely as 16 bits are, because products of it are.
     """
-    from jax_baseline.region_diff import difference_between
+    from jax_baseline.diff.region_diff import difference_between
 
     xla, inductor = (program.values for program in programs)
     if difference is None:
@@ -289,7 +289,7 @@ def _compiled_here(
     model: GPTConfig, training: TrainConfig, attention: str, subject: str, device: Device, measure: bool
 ) -> _Program:
     from jax_baseline.hlo.stablehlo import count_operations
-    from jax_baseline.step_reading import read_step
+    from jax_baseline.hlo.step_reading import read_step
 
     read = read_step(model, training, attention=attention, device=device, repeats=5 if measure else 0)
     operations = count_operations(read.stablehlo).total()
@@ -314,7 +314,7 @@ def _compiled_here(
 def _ahead_of_time(
     model: GPTConfig, training: TrainConfig, attention: str, subject: str, target: str, measure: bool
 ) -> _Program:
-    from jax_baseline.gpu_target import compile_step_for_h200
+    from jax_baseline.hlo.gpu_target import compile_step_for_h200
 
     if target != "h200":
         raise UserError(f"--target takes h200, got {target!r}")
@@ -334,7 +334,7 @@ def _shape(preset: str, layers: int | None) -> GPTConfig:
 
 
 def _shapes(preset: str, layers: int | None, batch_size: int, dtype: str) -> tuple[GPTConfig, TrainConfig]:
-    from jax_baseline.engines import bench_config
+    from jax_baseline.timing.engines import bench_config
 
     _, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
     return _shape(preset, layers), training
@@ -359,8 +359,8 @@ def _check(program: _Program, path: Path) -> None:
 
 def _kernel_table(program: _Program, count: int) -> str:
     """The kernels that take longest, or, unmeasured, that move most."""
+    from jax_baseline.diff.programs import short_place
     from jax_baseline.hlo import kernels, parse
-    from jax_baseline.programs import short_place
 
     seconds = program.seconds or {}
     found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))[

@@ -1,4 +1,4 @@
-"""``train``, ``parity``, ``bench``, ``converge`` and ``sample``."""
+"""``train``, ``parity``, ``bench`` and ``converge``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 
-from benchkit import UserError, numbers
+from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, Seed, user_errors
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
-    from jax_baseline.bench import Trial
+    from jax_baseline.timing.bench import Trial
 
 
 def train(
@@ -49,8 +49,8 @@ def train(
     """Train; prints the loss as it falls, and validation beside the unigram entropy of the text."""
     import jax
 
-    from jax_baseline.loop import Execution
-    from jax_baseline.loop import train as run
+    from jax_baseline.gpt.loop import Execution
+    from jax_baseline.gpt.loop import train as run
     from torch_baseline.cli import RunLog
     from torch_baseline.train import NonFiniteError
 
@@ -94,8 +94,8 @@ def parity(
     device: DeviceOption = "auto",
 ) -> None:
     """Compare JAX with torch step by step; exit status 1 if it leaves the bounds that torch's own rounding sets."""
-    from jax_baseline.parity import QUANTITIES
-    from jax_baseline.sides import Setup, run
+    from jax_baseline.parity.adapters import Setup, run
+    from jax_baseline.parity.comparison import QUANTITIES
 
     with user_errors():
         setup = Setup.preset(
@@ -147,9 +147,8 @@ def bench(
     device: DeviceOption = "auto",
 ) -> None:
     """Tokens per second of one training step, torch and JAX interleaved round by round."""
-    from jax_baseline import bench as benchmark
-    from jax_baseline.engines import ENGINES, bench_config, named_engines
-    from jax_baseline.worker import last_line
+    from jax_baseline.timing import bench as benchmark
+    from jax_baseline.timing.engines import ENGINES, bench_config, named_engines
 
     if engines == "list":
         print("\n".join(f"{name:28} {spec.summary}" for name, spec in ENGINES.items()))
@@ -173,7 +172,7 @@ def bench(
     rows = []
     for name, engine in measured.items():
         if isinstance(engine, str):
-            print(f"{name} failed: {last_line(engine)}")
+            print(f"{name} failed: {engine}")
             continue
         each = tokens * steps / engine.timing.median
         collectives = engine.preparation.collectives
@@ -194,11 +193,10 @@ def bench(
 
 def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, kernels: int) -> None:
     """One engine of a sweep: a line, and its largest kernels below."""
-    from jax_baseline.kernel_times import alike
-    from jax_baseline.worker import last_line
+    from jax_baseline.timing.kernel_times import alike
 
     if isinstance(trial, str):
-        print(f"{name:28} failed: {last_line(trial)}", flush=True)
+        print(f"{name:28} failed: {trial}", flush=True)
         return
     rate = tokens / trial.timing.median
     memory = "" if trial.peak_memory is None else f"  {numbers.with_unit(trial.peak_memory, 'B')}"
@@ -211,9 +209,9 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, 
         flush=True,
     )
     if trial.memory_unknown:
-        print(f"    no peak memory: {last_line(trial.memory_unknown)}")
+        print(f"    no peak memory: {trial.memory_unknown}")
     if trial.unprofiled:
-        print(f"    no kernels: {last_line(trial.unprofiled)}")
+        print(f"    no kernels: {trial.unprofiled}")
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
     for kernel in alike(trial.kernels)[:kernels]:
@@ -227,7 +225,7 @@ def converge(
     device: DeviceOption = "auto",
 ) -> None:
     """Train both frameworks to the end from several seeds; exit status 1 if they do not arrive at the same loss."""
-    from jax_baseline.convergence import run
+    from jax_baseline.parity.convergence import run
 
     with user_errors():
         model, config = GPTConfig.preset(preset), replace(TrainConfig.preset(preset), steps=steps)
@@ -246,23 +244,4 @@ def converge(
         raise typer.Exit(1)
 
 
-def sample(
-    run: Annotated[Path, typer.Argument(help="folder of a training run, or a checkpoint of torch_baseline (.pt)")],
-    prompt: Annotated[str, typer.Option(help="text to go on from")] = "The ",
-    count: Annotated[int, typer.Option("--bytes", min=1, help="bytes to write")] = 300,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest byte")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="of the draws")] = 0,
-) -> None:
-    """Write with the best model of a run, every byte from a cache of keys and values."""
-    from jax_baseline.loop import load_best
-    from jax_baseline.sampling import sample_bytes
-    from jax_baseline.transfer import open_torch_checkpoint
-
-    if not prompt:
-        raise UserError("--prompt must hold at least one byte")
-    model, params = open_torch_checkpoint(run) if run.suffix == ".pt" else load_best(run)
-    written = bytes(sample_bytes(params, model, prompt.encode(), count, temperature=temperature, seed=seed))
-    print(prompt + written.decode(errors="replace"))
-
-
-COMMANDS = (train, parity, bench, converge, sample)
+COMMANDS = (train, parity, bench, converge)

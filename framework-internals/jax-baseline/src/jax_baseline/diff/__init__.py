@@ -1,0 +1,1 @@
+"""What XLA and Inductor make of the same computation, side by side."""

@@ -1,0 +1,452 @@
+"""What Inductor makes of a function: compiled, run with hooks around every launch, read as a :class:`Program`.
+
+Bytes are those of the tensors that a launch is given and makes, seen at run time, each whole. Times: on a CPU by a
+clock around the launch, on a GPU those of its kernels in a profile.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchkit import UserError
+from jax_baseline.diff.inductor_source import GeneratedKernel, HookedModule, Role, hook_launches
+from jax_baseline.diff.programs import Program, Scopes, Step, Tensor, short_place, sketch
+from jax_baseline.diff.torch_labels import LABEL
+from jax_baseline.diff.torch_private import observe_inductor
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
+# Names for memory that is already there.
+_VIEWS = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "permute",
+        "transpose",
+        "t",
+        "expand",
+        "unsqueeze",
+        "squeeze",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "select",
+        "alias",
+        "detach",
+        "getitem",
+        "unbind",
+        "as_strided",
+        "_reshape_alias",
+        "lift_fresh_copy",
+    ]
+)
+_MOVES_DATA = _VIEWS | {
+    "clone",
+    "copy",
+    "copy_",
+    "cat",
+    "_to_copy",
+    "convert_element_type",
+    "constant_pad_nd",
+    "full",
+    "zeros",
+    "empty",
+}
+_PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_mm"])
+_REDUCTIONS = frozenset(
+    [
+        "sum",
+        "mean",
+        "amax",
+        "amin",
+        "max",
+        "min",
+        "var",
+        "var_mean",
+        "argmax",
+        "argmin",
+        "prod",
+        "any",
+        "all",
+        "logsumexp",
+        "norm",
+        "cumsum",
+    ]
+)
+_INDEXES = frozenset(
+    [
+        "embedding",
+        "embedding_dense_backward",
+        "index",
+        "index_put",
+        "gather",
+        "scatter",
+        "scatter_add",
+        "index_select",
+        "_unsafe_index",
+        "_unsafe_index_put",
+        "_unsafe_masked_index",
+        "_unsafe_masked_index_put_accumulate",
+    ]
+)
+
+_READ: Role = "read"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What is kept of a node of the graph that Inductor lowered."""
+
+    op: str
+    label: Scopes
+    elements: int
+    place: str
+
+
+@dataclass
+class _Graph:
+    """A generated module and the graph behind it."""
+
+    module: HookedModule
+    nodes: Mapping[str, _Node]
+    provenance: Mapping[str, list[str]]
+
+
+@dataclass
+class _Ran:
+    """What one launch was given and made."""
+
+    bytes_read: int
+    writes: tuple[Tensor, ...]
+
+
+@dataclass
+class Hooks:
+    """Receives what the generated code reports; one to a process, since the code finds it by name.
+
+    Attributes:
+        mode: what to take down: nothing, the tensors, or the times by a clock or a profiler's range.
+        ran_by_key: the tensors.
+        seconds_by_key: the times by a clock.
+        roles_by_key: of the pointers of generated kernels.
+        notes: what was not understood.
+    """
+
+    mode: str = "off"
+    ran_by_key: dict[str, _Ran] = field(default_factory=dict)
+    seconds_by_key: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    roles_by_key: dict[str, tuple[Role, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def launch(self, key: str) -> Any:
+        """A context around the launch."""
+        if self.mode == "clock":
+            return self._clock(key)
+        return torch.profiler.record_function(f"launch {key}") if self.mode == "profile" else nullcontext()
+
+    def ran(self, key: str, arguments: Sequence[Any], out: Any, result: Any) -> None:
+        """Take down what a launch read and wrote."""
+        if self.mode != "tensors":
+            return
+        given = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        roles = self.roles_by_key.get(key)
+        if roles is not None:
+            if len(roles) != len(given):
+                self.notes.append(f"{key} takes {len(given)} tensors where its source names {len(roles)} pointers")
+                roles = tuple(_READ for _ in given)
+            reads = [tensor for tensor, role in zip(given, roles, strict=True) if role != "write"]
+            writes = [tensor for tensor, role in zip(given, roles, strict=True) if role != "read"]
+        else:
+            reads, writes = given, [*_tensors(out), *_tensors(result)]
+        if not writes and given and roles is None:
+            writes = given[:1]  # an operator in place writes the first of its arguments
+        self.ran_by_key[key] = _Ran(
+            sum(one.numel() * one.element_size() for one in _distinct(reads)),
+            tuple(_tensor(f"{key}[{index}]", one) for index, one in enumerate(_whole(writes))),
+        )
+
+    @contextmanager
+    def _clock(self, key: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds_by_key[key].append(time.perf_counter() - start)
+
+
+HOOKS = Hooks()
+
+
+def compile_program(
+    run: Callable[[], Sequence[torch.Tensor]],
+    *,
+    device: str,
+    repeats: int,
+    sketched: bool = False,
+    prepare: Callable[[], object] = lambda: None,
+) -> Program:
+    """Compile what ``run`` calls, and read it.
+
+    Args:
+        run: calls functions wrapped in ``torch.compile``, and returns their results, gradients included. It is called
+            a number of times and must do the same each time.
+        device: ``cpu`` or ``cuda``, where it runs.
+        repeats: how often to time it; 0 for not at all.
+        sketched: whether to sketch the results.
+        prepare: called before each ``run``, and not timed.
+
+    Raises:
+        UserError: if Inductor compiled nothing.
+        RuntimeError: if this torch keeps its parts elsewhere.
+    """
+    graphs: list[_Graph] = []
+    waiting: dict[str, _Node] = {}
+
+    def on_graph(graph: torch.fx.Graph) -> None:
+        waiting.update({node.name: _node(node) for node in graph.nodes if node.op == "call_function"})
+
+    def rewrite(source: str, provenance: Mapping[str, list[str]]) -> str:
+        module = hook_launches(source, graph=len(graphs), hooks=f"{__name__}:HOOKS")
+        for handle, _ in module.launches:
+            kernel = module.kernels.get(handle.rsplit(":", 1)[0])
+            if kernel:
+                HOOKS.roles_by_key[f"{len(graphs)}:{handle}"] = kernel.roles
+        graphs.append(_Graph(module, dict(waiting), provenance))
+        waiting.clear()
+        return module.source
+
+    def prepared_run() -> Sequence[torch.Tensor]:
+        prepare()
+        return run()
+
+    torch.compiler.reset()
+    prepare()
+    start = time.perf_counter()
+    with observe_inductor(on_graph, rewrite):
+        run()
+        _wait(device)
+    compile_seconds = time.perf_counter() - start
+    if not graphs:
+        raise UserError("Inductor compiled nothing: the torch function must call operations of torch on its arguments")
+    values = _take_values(prepared_run, sketched)
+    seconds = _time_launches(prepared_run, device, repeats) if repeats else {}
+    wall = _time_whole(run, prepare, device, repeats) if repeats else None
+    missed = [f"no launch was found behind {handle}" for graph in graphs for handle in graph.module.missed]
+    notes = tuple(dict.fromkeys((*HOOKS.notes, *missed)))
+    return Program("Inductor", tuple(_steps(graphs, seconds)), wall, compile_seconds, values, notes)
+
+
+def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Read from a Chrome trace of ``torch.profiler`` how long the kernels behind each ``launch KEY`` range ran.
+
+    A kernel belongs to the range in which the CUDA call with its correlation number was made.
+
+    Returns:
+        Seconds by key, one entry for each time the range was entered.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    ranges = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix("launch "))
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith("launch ")
+    )
+    called = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    sums = [0.0] * len(ranges)
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        at = called.get(event.get("args", {}).get("correlation"))
+        index = None if at is None else next((i for i, (a, b, _) in enumerate(ranges) if a <= at <= b), None)
+        if index is not None:
+            sums[index] += event["dur"] * 1e-6
+    found: dict[str, list[float]] = defaultdict(list)
+    for (_, _, key), total in zip(ranges, sums, strict=True):
+        found[key].append(total)
+    return dict(found)
+
+
+def _take_values(run: Callable[[], Sequence[torch.Tensor]], sketched: bool) -> tuple[Tensor, ...]:
+    HOOKS.ran_by_key.clear()
+    HOOKS.mode = "tensors"
+    try:
+        return tuple(_tensor(f"result {index}", value, sketched) for index, value in enumerate(run()))
+    finally:
+        HOOKS.mode = "off"
+
+
+def _time_launches(run: Callable[[], Any], device: str, repeats: int) -> dict[str, float]:
+    run()
+    _wait(device)
+    HOOKS.seconds_by_key.clear()
+    HOOKS.mode = "clock" if device == "cpu" else "profile"
+    try:
+        if device == "cpu":
+            for _ in range(repeats):
+                run()
+            found: Mapping[str, list[float]] = HOOKS.seconds_by_key
+        else:
+            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=activities) as profiler:
+                for _ in range(repeats):
+                    run()
+                _wait(device)
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                profiler.export_chrome_trace(str(path))
+                found = kernel_seconds_from_trace(json.loads(path.read_text()))
+    finally:
+        HOOKS.mode = "off"
+    return {key: statistics.median(samples) for key, samples in found.items()}
+
+
+def _time_whole(run: Callable[[], Any], prepare: Callable[[], object], device: str, repeats: int) -> float:
+    samples = []
+    for _ in range(repeats):
+        prepare()
+        _wait(device)
+        start = time.perf_counter()
+        run()
+        _wait(device)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def _steps(graphs: Sequence[_Graph], seconds: Mapping[str, float]) -> Iterator[Step]:
+    for number, graph in enumerate(graphs):
+        for handle, statement in graph.module.launches:
+            key = f"{number}:{handle}"
+            if key in HOOKS.ran_by_key:
+                yield _step(graph, key, handle, statement, seconds.get(key))
+
+
+def _step(graph: _Graph, key: str, handle: str, statement: str, seconds: float | None) -> Step:
+    ran, name = HOOKS.ran_by_key[key], handle.rsplit(":", 1)[0]
+    nodes = [graph.nodes[node] for node in graph.provenance.get(handle, []) if node in graph.nodes]
+    kernel = graph.module.kernels.get(name)
+    working = [node for node in nodes if node.op not in _VIEWS] or nodes
+    if kernel is None:
+        # A library call does one operation; what else is named behind it only prepared its arguments.
+        working = [node for node in working if node.op in name] or working
+    ops = Counter(node.op for node in working)
+    weights: Counter[Scopes] = Counter()
+    for node in working:
+        weights[node.label] += max(node.elements, 1)
+    chief = max(working, key=lambda node: (node.op in _PRODUCTS, bool(node.label), node.elements), default=None)
+    label: Scopes = ()
+    if chief is not None:
+        label = chief.label if chief.op in _PRODUCTS else weights.most_common(1)[0][0]
+    return Step(
+        name=key,
+        kind=name if kernel is None else ("Triton kernel" if "triton" in name else "C++ kernel"),
+        category=_category(name, ops, kernel),
+        ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
+        phase=graph.module.phase,
+        label=label,
+        labels=tuple(found for found, _ in weights.most_common()),
+        place=chief.place if chief else "",
+        calls=1,
+        bytes_read=ran.bytes_read,
+        bytes_written=sum(tensor.bytes for tensor in ran.writes),
+        flops=None,
+        seconds=seconds,
+        source=kernel.source if kernel else statement,
+        writes=ran.writes,
+    )
+
+
+def _node(node: torch.fx.Node) -> _Node:
+    target = getattr(node.target, "__name__", str(node.target))
+    value = node.meta.get("val")
+    custom = node.meta.get("custom") or {}
+    label = custom.get(LABEL, "")
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "site-packages" not in frame[0]]
+    return _Node(
+        op=target.split(".")[0],
+        label=tuple(part for part in label.split("/") if part),
+        elements=sum(one.numel() for one in _tensors(value) if isinstance(one.numel(), int)),
+        place=short_place(*(own or frames)[-1]) if frames else "",
+    )
+
+
+def _category(name: str, ops: Counter[str], kernel: GeneratedKernel | None) -> str:
+    if "_c10d_functional" in name:
+        return "collective"
+    if kernel is None and "attention" in name:
+        return "attention"
+    if kernel is None and (ops.keys() & _PRODUCTS or name.rsplit(".", 1)[-1] in _PRODUCTS):
+        return "product"
+    if ops.keys() & _INDEXES:
+        return "gather/scatter"
+    if ops.keys() & _REDUCTIONS:
+        return "reduction"
+    if kernel is None:
+        return "library call"
+    return "data movement" if ops.keys() <= _MOVES_DATA else "element-wise"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [one for part in value for one in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Each piece of memory once."""
+    return list({(one.data_ptr(), one.numel(), one.dtype): one for one in tensors}.values())
+
+
+def _whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views that together make up their memory, as that memory: the halves of a concatenation are one tensor."""
+    groups: dict[int, list[torch.Tensor]] = {}
+    for one in _distinct(tensors):
+        groups.setdefault(one.untyped_storage().data_ptr(), []).append(one)
+    found = []
+    for group in groups.values():
+        elements = group[0].untyped_storage().nbytes() // group[0].element_size()
+        if len(group) > 1 and sum(one.numel() for one in group) == elements:
+            found.append(torch.as_strided(group[0], (elements,), (1,), 0))
+        else:
+            found.extend(group)
+    return found
+
+
+def _tensor(name: str, value: torch.Tensor, sketched: bool = False) -> Tensor:
+    value = value.detach()
+    return Tensor(
+        name,
+        str(value.dtype).removeprefix("torch."),
+        tuple(value.shape),
+        value.numel() * value.element_size(),
+        _moments(value),
+        sketch(value.to(torch.complex128 if value.is_complex() else torch.float64).cpu().numpy()) if sketched else None,
+    )
+
+
+def _moments(value: torch.Tensor) -> tuple[float, ...] | None:
+    if value.numel() == 0 or value.is_complex():
+        return None
+    wide = value.double().flatten()
+    sums = torch.stack(
+        (wide.sum(), wide.abs().sum(), wide.square().sum(), wide.pow(3).sum(), wide.max(), wide.min())
+    ).tolist()
+    return (float(value.numel()), *sums)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,102 @@
+"""The baseline in torch with the labels that its JAX port has from ``jax.named_scope``.
+
+``torch.fx.traceback.annotate`` writes them onto the graph that torch.compile captures; they are put on from outside, so
+that the model itself stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx.traceback import annotate
+
+from torch_baseline.config import Precision
+from torch_baseline.model import GPT, Block, cross_entropy
+from torch_baseline.train import autocast
+
+LABEL = "region"  # the key under which a label travels
+
+
+def labelled(function: Callable[..., Any], label: str) -> Callable[..., Any]:
+    """Return a function whose operations carry the label in a captured graph.
+
+    Args:
+        function: any.
+        label: scopes from the outermost in, joined by ``/``: ``block0/mlp``.
+    """
+
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        with annotate({LABEL: label}):
+            return function(*arguments, **options)
+
+    return wrapped
+
+
+def labelled_loss(model: GPT, dtype: Precision, device_type: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Put the labels of :mod:`jax_baseline.gpt.model` on a model, and return its loss with the rest of them.
+
+    Args:
+        model: is changed: its parts are wrapped, and a tied head becomes a module.
+        dtype: of the matrix products.
+        device_type: ``cpu`` or ``cuda``.
+
+    Returns:
+        (tokens_BT, targets_BT) → the mean cross-entropy, as ``model(tokens_BT, targets_BT)`` computes it.
+    """
+    _label(model.embedding, "embedding")
+    for index, block in enumerate(model.blocks):
+        _label_block(block, f"block{index}")
+    _label(model.norm, "head/norm")
+    parts: Any = model  # whose head is a linear layer or nothing
+    parts.head = model.head or _TiedHead(model.embedding)
+    _label(parts.head, "head")
+
+    @partial(labelled, label="loss")
+    def loss_of(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+    def loss(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        with autocast(dtype, device_type):
+            return loss_of(model(tokens_BT), targets_BT)
+
+    return loss
+
+
+class _TiedHead(nn.Module):
+    """The logits by the embedding table, as a module that can be labelled."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return F.linear(x_BTC, self.embedding.weight)
+
+
+def _label_block(block: nn.Module, name: str) -> None:
+    assert isinstance(block, Block)
+    _label(block.attention, f"{name}/attention")
+    _label(block.attention_norm, f"{name}/attention/norm")
+    _label(block.mlp, f"{name}/mlp")
+    _label(block.mlp_norm, f"{name}/mlp/norm")
+    block.attention.attend = labelled(block.attention.attend, f"{name}/attention/core")
+    block.mlp.activate = labelled(block.mlp.activate, f"{name}/mlp/activation")
+
+    # Block.forward's two residual sums, each with the label of its branch.
+    def attend(x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+        return x_BTC + block.attention(block.attention_norm(x_BTC.to(cos_TD.dtype)), cos_TD, sin_TD)
+
+    def feed_forward(x_BTC: Tensor, cos_TD: Tensor) -> Tensor:
+        return x_BTC + block.mlp(block.mlp_norm(x_BTC.to(cos_TD.dtype)))
+
+    attend, feed_forward = labelled(attend, f"{name}/attention"), labelled(feed_forward, f"{name}/mlp")
+    parts: Any = block  # a method is replaced
+    parts.forward = lambda x_BTC, cos_TD, sin_TD: feed_forward(attend(x_BTC, cos_TD, sin_TD), cos_TD)
+
+
+def _label(module: nn.Module, label: str) -> None:
+    module.forward = labelled(module.forward, label)

@@ -1,0 +1,134 @@
+"""What XLA makes of a function: compiled, profiled, its arrays taken, read as a :class:`Program`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from jax_baseline.diff.programs import Program, Step, Tensor, short_place, sketch
+from jax_baseline.diff.xla_private import complete_text, kept_arguments, run_text
+from jax_baseline.gpt.compilation import profiled
+from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
+from jax_baseline.hlo.kernels import quote
+from jax_baseline.hlo.profile import kernel_seconds
+from jax_baseline.hlo.taps import return_everything
+
+AnyArray = Shaped[Array, "..."]
+
+_NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
+
+
+class CompiledFunction:
+    """A function that XLA has compiled.
+
+    Args:
+        function: of arrays and trees of arrays; not yet jitted.
+        arguments: on one device; not consumed.
+        gradients: whether the function takes gradients; if not, all of it counts as the forward phase.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool) -> None:
+        start = time.perf_counter()
+        lowered = jax.jit(function).lower(*arguments)
+        self._compiled = lowered.compile(compiler_options=profiled(jax.default_backend()))
+        self._compile_seconds = time.perf_counter() - start
+        self._arguments, self._gradients = arguments, gradients
+        self._module = parse(self._compiled.as_text())
+        self._kernels = kernels(self._module)
+
+    def program(self, *, repeats: int, sketched: bool = False) -> Program:
+        """Read it, without the values in memory.
+
+        Args:
+            repeats: how often to time it; 0 for not at all.
+            sketched: whether to sketch the results.
+        """
+        run = partial(self._compiled, *self._arguments)
+        names = [kernel.name for kernel in self._kernels]
+        times = kernel_seconds(run, names, repeats=repeats) if repeats else {}
+        return Program(
+            "XLA",
+            tuple(_step(self._module, kernel, times, self._gradients) for kernel in self._kernels),
+            _time_whole(run, repeats) if repeats else None,
+            self._compile_seconds,
+            tuple(_result(index, leaf, sketched) for index, leaf in enumerate(jax.tree.leaves(run()))),
+        )
+
+    def values(self) -> dict[str, tuple[float, ...] | None]:
+        """Compile the optimised text once more so that it returns what kernels leave in memory, and take its moments.
+
+        Raises:
+            ValueError: for a library call whose values cannot be had this way.
+        """
+        text, names = return_everything(complete_text(self._compiled), {kernel.name for kernel in self._kernels})
+        flat = jax.tree.leaves(self._arguments)
+        results = run_text(text, [flat[index] for index in kept_arguments(self._compiled)])
+        return {name: moments(array) for name, array in zip(names, results, strict=True)}
+
+
+def moments(array: AnyArray) -> tuple[float, ...] | None:
+    """Sums over an array that no permutation changes, in float64.
+
+    See :func:`jax_baseline.diff.alignment.same_values`.
+    """
+    if array.size == 0 or jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return None
+    with jax.enable_x64(True):
+        return (float(array.size), *(float(part) for part in _sums(array)))
+
+
+@jax.jit
+def _sums(array: AnyArray) -> tuple[Float[Array, ""], ...]:
+    wide = array.astype(jnp.float64).ravel()
+    return wide.sum(), jnp.abs(wide).sum(), (wide**2).sum(), (wide**3).sum(), wide.max(), wide.min()
+
+
+def _step(module: Module, kernel: Kernel, times: Mapping[str, float], gradients: bool) -> Step:
+    total = kernel.total
+    return Step(
+        name=kernel.name,
+        kind=kernel.description,
+        category=kernel.category,
+        ops=kernel.ops,
+        phase=kernel.phase if gradients else "forward",
+        label=kernel.label.scopes,
+        labels=tuple(label.scopes for label in kernel.labels),
+        place=short_place(kernel.place.file, kernel.place.line) if kernel.place else "",
+        calls=kernel.calls,
+        bytes_read=total.bytes_read,
+        bytes_written=total.bytes_written,
+        flops=total.flops,
+        seconds=times.get(kernel.name),
+        source=quote(module, kernel),
+        writes=tuple(Tensor(name, _dtype(shape), shape.dimensions, shape.bytes) for name, shape in kernel.writes),
+    )
+
+
+def _dtype(shape: Shape) -> str:
+    """HLO's name as NumPy's: f32 → float32, pred → bool."""
+    letters = shape.dtype.rstrip("0123456789")
+    return (
+        f"{_NAMES[letters]}{shape.dtype[len(letters) :]}" if letters in _NAMES else shape.dtype.replace("pred", "bool")
+    )
+
+
+def _result(index: int, array: AnyArray, sketched: bool) -> Tensor:
+    sums = sketch(np.asarray(array)) if sketched else None
+    return Tensor(f"result {index}", str(array.dtype), array.shape, array.nbytes, moments(array), sums)
+
+
+def _time_whole(run: Callable[[], Any], repeats: int) -> float:
+    samples = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)

@@ -1,0 +1,1 @@
+"""The GPT in JAX: model, optimizer, training step, loop, checkpoints and sharding."""

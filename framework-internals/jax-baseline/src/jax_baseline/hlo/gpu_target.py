@@ -1,0 +1,148 @@
+"""The GPU's program on a machine without one: XLA compiles ahead of time for a description of an H200.
+
+The compiler is the one that a GPU machine has (the ``jax-cuda13-pjrt`` plugin), so fusions, buffers and collectives are
+what a GPU gets. What it would choose by trying it out, it cannot: tile sizes, and whether cuBLAS or Triton multiplies,
+are defaults here. Nothing is run, and nothing timed.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from typing import Any, Literal
+
+from benchkit import UserError
+from benchkit.processes import RemoteObject
+from torch_baseline.config import GPTConfig, TrainConfig
+
+Layout = Literal["one device", "data parallel", "FSDP"]
+
+REMEDY = (
+    "install the optional extra jax-baseline[gpu-target] (the wheels jax-cuda13-pjrt and jax-cuda13-plugin, no GPU)"
+)
+
+
+@dataclass(frozen=True)
+class GpuStep:
+    """The train step as a GPU would run it.
+
+    Attributes:
+        text: optimised HLO.
+        compile_seconds: tracing, lowering and compiling took.
+        temporaries: bytes of scratch memory on one device.
+        arguments: bytes of weights, optimizer state and batch on one device.
+        versions: of what compiled it.
+    """
+
+    text: str
+    compile_seconds: float
+    temporaries: int
+    arguments: int
+    versions: dict[str, str]
+
+
+def require_gpu_target() -> None:
+    """Check that the compiler for GPUs is installed, in the version of jaxlib.
+
+    Raises:
+        UserError: if not, with the remedy.
+    """
+    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        raise UserError(f"the GPU's program needs XLA's compiler for GPUs; {REMEDY}")
+    plugin, jaxlib = (importlib.metadata.version(name) for name in ("jax-cuda13-pjrt", "jaxlib"))
+    if plugin != jaxlib:
+        raise UserError(
+            f"jax-cuda13-pjrt is {plugin} and jaxlib {jaxlib}; they must be equal: "
+            f"pip install jax-cuda13-pjrt=={jaxlib} jax-cuda13-plugin=={jaxlib}"
+        )
+
+
+def compile_step_for_h200(
+    model: GPTConfig, training: TrainConfig, *, attention: str = "xla", devices: int = 1, layout: Layout = "one device"
+) -> GpuStep:
+    """Compile the train step for H200s, in a process of its own.
+
+    Args:
+        model: the shape.
+        training: batch over all devices, dtype, optimizer.
+        attention: ``xla``.
+        devices: how many GPUs of one host.
+        layout: of weights and optimizer state over them: whole on every device, or sharded (FSDP).
+
+    Raises:
+        UserError: if the compiler for GPUs is not installed, or for an attention that it cannot compile.
+    """
+    if attention != "xla":
+        raise UserError(
+            f"without a GPU only XLA's own attention compiles (JAX asks cuDNN for its version), got {attention!r}"
+        )
+    require_gpu_target()
+    arguments = {
+        "model": asdict(model),
+        "training": training.as_plain(),
+        "attention": attention,
+        "devices": devices,
+        "layout": layout,
+    }
+    # The plug-in must not look for a GPU: arrays stay on the CPU, and only the compiler is used.
+    with RemoteObject(Target, arguments, environment={"JAX_PLATFORMS": "cpu"}) as worker:
+        return GpuStep(**worker.call("compile"))
+
+
+class Target:
+    """What the worker holds: a step that is ready to be compiled."""
+
+    def __init__(
+        self, model: Mapping[str, Any], training: Mapping[str, Any], attention: str, devices: int, layout: Layout
+    ) -> None:
+        self._model, self._training = GPTConfig(**model), TrainConfig(**training)
+        self._attention, self._devices, self._layout = attention, devices, layout
+
+    def compile(self) -> dict[str, Any]:
+        """Compile; the fields of a :class:`GpuStep`."""
+        import jax
+        import jax.numpy as jnp
+        from jax.experimental import topologies
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from jax_baseline.gpt.model import ATTENTIONS
+        from jax_baseline.gpt.sharding import batch_sharding, make_mesh, state_sharding
+        from jax_baseline.gpt.train import initial_state, make_train_step
+
+        description = (files("jax_baseline.hlo") / "targets" / "nvidia_h200.txtpb").read_text()
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=description, topology=f"1x1x{self._devices}"
+        )
+        shares = self._devices if self._layout == "FSDP" else 1
+        mesh = make_mesh(self._devices // shares, shares, topology.devices)
+        state = jax.eval_shape(lambda: initial_state(self._model, self._training))
+        shardings, rows = state_sharding(state, mesh), batch_sharding(mesh)
+        whole = NamedSharding(mesh, PartitionSpec())
+        step: Any = make_train_step(self._model, self._training, attention=ATTENTIONS[self._attention])
+        tokens = jax.ShapeDtypeStruct((self._training.batch_size, self._model.block_size), jnp.int32)
+        start = time.perf_counter()
+        compiled = (
+            jax.jit(
+                lambda state, tokens, targets: step(state, tokens, targets),
+                in_shardings=(shardings, rows, rows),
+                out_shardings=(shardings, whole),
+                donate_argnums=0,
+            )
+            .lower(state, tokens, tokens)
+            .compile()
+        )
+        seconds = time.perf_counter() - start
+        memory = compiled.memory_analysis()
+        return asdict(
+            GpuStep(
+                compiled.as_text(),
+                seconds,
+                memory.temp_size_in_bytes,
+                memory.argument_size_in_bytes,
+                {"jax": jax.__version__, "backend": "cuda, ahead of time for an H200"},
+            )
+        )

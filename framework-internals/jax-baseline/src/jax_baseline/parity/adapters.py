@@ -1,0 +1,303 @@
+"""torch_baseline, this package, and torch in another basis, as the sides of a comparison."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+import optax
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from benchkit.device import Device
+from jax_baseline.gpt.model import activations as jax_activations
+from jax_baseline.gpt.optim import compute_dtype, master_dtype
+from jax_baseline.gpt.train import initial_state, make_train_step, require_jax_device
+from jax_baseline.gpt.transfer import from_torch, to_torch
+from jax_baseline.parity.comparison import Arrays, Comparison, Observation, compare
+from jax_baseline.parity.permuted import Symmetry
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
+from torch_baseline.data import Tokens, batch, load_corpus, require_length
+from torch_baseline.model import GPT, Attention, causal_attention, init_numpy
+from torch_baseline.optim import learning_rate, make_optimizer, set_learning_rate
+from torch_baseline.train import TrainStep as TorchTrainStep
+from torch_baseline.train import autocast
+from torch_baseline.train import make_train_step as make_torch_train_step
+
+# Between operations that it fuses, XLA by default leaves out roundings to a narrower dtype that the program asks for.
+# torch rounds where it is told to: a comparison must too, or it measures that freedom.
+_ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+# Torch's names of Adam's two moments, and optax's.
+_MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compared.
+
+    Attributes:
+        model: the shape.
+        training: steps, batch, learning rate, dtype and seed.
+        device: where all sides run.
+        controls: of the reference, see :func:`control_sides`.
+    """
+
+    model: GPTConfig
+    training: TrainConfig
+    device: Device = "cpu"
+    controls: int = 3
+
+    @classmethod
+    def preset(
+        cls,
+        name: str,
+        *,
+        steps: int,
+        seed: int,
+        dtype: Precision,
+        device: Device = "cpu",
+        lr: float = 1e-3,
+        batch_size: int | None = None,
+        controls: int = 3,
+    ) -> Setup:
+        """Return the setting for a model preset.
+
+        Args:
+            name: of the preset.
+            steps: to compare.
+            seed: of weights and batches.
+            dtype: ``float64``, ``float32`` or ``bfloat16``.
+            device: where all sides run.
+            batch_size: sequences a step, by default the preset's.
+            lr: highest learning rate. Training multiplies rounding: at the 3e-3 that suits ``tiny`` for learning, torch
+                strays from itself ten times as far as at 1e-3, and a comparison says that much less.
+            controls: of the reference.
+
+        Raises:
+            ValueError: for an unknown preset or dtype.
+        """
+        if dtype not in ("float64", "float32", "bfloat16"):
+            raise ValueError(f"dtype must be float64, float32 or bfloat16, got {dtype!r}")
+        training = TrainConfig.preset(name)
+        training = replace(
+            training,
+            steps=steps,
+            seed=seed,
+            dtype=dtype,
+            lr=lr,
+            min_lr=lr / 10,
+            batch_size=batch_size or training.batch_size,
+            compile=False,
+            ema_decay=0.0,
+        )
+        return cls(GPTConfig.preset(name), training, device, controls)
+
+    def batches(self) -> list[tuple[Tokens, Tokens]]:
+        """The batches of the run, in order."""
+        corpus = load_corpus(self.training.data)
+        require_length(corpus, self.model.block_size)
+        return [
+            batch(corpus.train, self.training.seed, step, self.training.batch_size, self.model.block_size)
+            for step in range(self.training.steps)
+        ]
+
+
+class TorchSide:
+    """``torch_baseline``'s own step.
+
+    Args:
+        setup: what is compared.
+        attention: which one, see :class:`torch_baseline.model.GPT`.
+        symmetry: compute in this basis; what is reported is in the original one.
+    """
+
+    def __init__(
+        self, setup: Setup, *, attention: Attention = causal_attention, symmetry: Symmetry | None = None
+    ) -> None:
+        self._setup, self._attention, self._symmetry = setup, attention, symmetry
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again from the initial weights."""
+        setup = self._setup
+        self._model = GPT(setup.model, seed=setup.training.seed, attention=self._attention).to(setup.device)
+        if self._symmetry is not None:
+            self._model.load_numpy(self._symmetry.weights(init_numpy(setup.model, setup.training.seed)))
+        if setup.training.dtype == "float64":
+            self._model.double()
+        self._optimizer = make_optimizer(self._model, setup.training)
+        self._gradients: Arrays = {}
+        self._step = make_torch_train_step(
+            self._model, self._optimizer, setup.training, before_update=self._keep_gradients
+        )
+        self._done = 0
+
+    def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
+        """Take the next step."""
+        set_learning_rate(self._optimizer, learning_rate(self._done, self._setup.training))
+        self._done += 1
+        loss = self._step(self._tensor(tokens_BT), self._tensor(targets_BT))
+        moments: dict[str, NDArray] = {}
+        for key in _MOMENTS:
+            state = {
+                name: self._optimizer.state[parameter][key].cpu().numpy().copy()
+                for name, parameter in self._model.named_parameters()
+            }
+            moments |= {f"{key} of {name}": array for name, array in self._original(state).items()}
+        return Observation(
+            loss.item(),
+            self._step.gradient_norm.item(),
+            self._original(self._gradients),
+            self._original(self._model.to_numpy()),
+            moments,
+        )
+
+    @torch.no_grad()
+    def activations(self, tokens_BT: Tokens) -> Arrays:
+        """What the modules return, by the names of :func:`jax_baseline.gpt.model.forward`."""
+        found: dict[str, Tensor] = {}
+
+        def keep(name: str) -> Callable[[nn.Module, object, Tensor], None]:
+            return lambda module, inputs, output: found.update({name: output})
+
+        parts = [
+            f"blocks.{index}.{part}" for index in range(self._setup.model.n_layer) for part in ("attention", "mlp")
+        ]
+        hooks = [
+            self._model.get_submodule(name).register_forward_hook(keep(name)) for name in ("embedding", *parts, "norm")
+        ]
+        with autocast(self._setup.training.dtype, self._setup.device):
+            found["logits"] = self._model(self._tensor(tokens_BT))
+        for hook in hooks:
+            hook.remove()
+        wide = torch.float64 if self._setup.training.dtype == "float64" else torch.float32
+        arrays = {name: output.to(wide).cpu().numpy() for name, output in found.items()}
+        return arrays if self._symmetry is None else self._symmetry.original_activations(arrays)
+
+    def _tensor(self, tokens_BT: Tokens) -> Tensor:
+        if self._symmetry is not None:
+            tokens_BT = self._symmetry.batch(tokens_BT)
+        return torch.from_numpy(tokens_BT).to(self._setup.device)
+
+    def _original(self, weights: Arrays) -> Arrays:
+        return weights if self._symmetry is None else self._symmetry.original_weights(weights)
+
+    def _keep_gradients(self, train_step: TorchTrainStep, loss: Tensor) -> None:
+        # A copy: .numpy() of a CPU tensor is a view, and clipping is about to scale what it shows.
+        self._gradients = {
+            name: parameter.grad.cpu().numpy().copy()
+            for name, parameter in self._model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+class JaxSide:
+    """This package's step, from the same initial weights."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._device = jax.devices(setup.device)[0]
+        self._step = make_train_step(
+            setup.model, setup.training, keep_gradients=True, compiler_options=_ROUND_AS_WRITTEN
+        )
+        self._activations = jax.jit(
+            lambda params, tokens_BT: jax_activations(
+                params, tokens_BT, setup.model, dtype=compute_dtype(setup.training)
+            )
+        )
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin again from the initial weights."""
+        setup = self._setup
+        params = from_torch(init_numpy(setup.model, setup.training.seed), setup.model, master_dtype(setup.training))
+        self._state = jax.device_put(initial_state(setup.model, setup.training, params), self._device)
+
+    def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
+        """Take the next step."""
+        batch_ = jax.device_put((tokens_BT.astype(np.int32), targets_BT.astype(np.int32)), self._device)
+        self._state, metrics = self._step(self._state, *batch_)
+        assert metrics.gradients is not None, "asked for with keep_gradients"
+        model = self._setup.model
+        return Observation(
+            float(metrics.loss),
+            float(metrics.gradient_norm),
+            to_torch(metrics.gradients, model),
+            to_torch(self._state.params, model),
+            moments_by_torch_names(self._state.optimizer, model),
+        )
+
+    def activations(self, tokens_BT: Tokens) -> Arrays:
+        """What the forward pass records."""
+        found = self._activations(self._state.params, jax.device_put(tokens_BT.astype(np.int32), self._device))
+        wide = np.float64 if self._setup.training.dtype == "float64" else np.float32
+        return {name: np.asarray(array).astype(wide) for name, array in found.items()}
+
+
+def moments_by_torch_names(state: optax.OptState, model: GPTConfig) -> dict[str, NDArray]:
+    """Return Adam's moments from an optax state as :class:`TorchSide` names and lays out its own."""
+    found: dict[str, NDArray] = {}
+    for torch_name, optax_name in _MOMENTS.items():
+        moments = to_torch(optax.tree_utils.tree_get(state, optax_name), model)
+        found |= {f"{torch_name} of {name}": array for name, array in moments.items()}
+    return found
+
+
+def control_sides(setup: Setup) -> list[TorchSide]:
+    """Return torch in as many other bases as the setup has controls, every second one with its attention written out.
+
+    One control that differs from torch in attention alone rounds as torch does in every other operation, and its
+    largest deviation is an accident of a single run. Here every sum of the model is taken in another order, several
+    times over, as JAX's are.
+    """
+    return [
+        TorchSide(
+            setup,
+            attention=written_out_attention if index % 2 else causal_attention,
+            symmetry=Symmetry.draw(setup.model, setup.training.batch_size, seed=setup.training.seed + index),
+        )
+        for index in range(setup.controls)
+    ]
+
+
+def share_the_gpu() -> None:
+    """Leave the memory of a GPU to torch as well: by default JAX takes three quarters. Before JAX is first used."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def run(setup: Setup) -> Comparison:
+    """Run torch, JAX, and torch in other bases over the same batches.
+
+    Args:
+        setup: what is compared; float64 turns on JAX's 64-bit mode for the run alone.
+
+    Raises:
+        UserError: where JAX has no such device.
+    """
+    share_the_gpu()
+    require_jax_device(setup.device)
+    # Autocast leaves fp32 products alone, and torch takes them in fp32 unless it is told otherwise; so do we.
+    with jax.enable_x64(setup.training.dtype == "float64"):
+        return compare(
+            setup.batches(),
+            reference=TorchSide(setup),
+            candidate=JaxSide(setup),
+            controls=control_sides(setup),
+            dtype=setup.training.dtype,
+        )
+
+
+def written_out_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+    """Return causal attention by its formula, the softmax in float32 at least."""
+    wide = torch.promote_types(q_BHTD.dtype, torch.float32)
+    with torch.autocast(q_BHTD.device.type, enabled=False):
+        scores_BHTS = (q_BHTD.to(wide) @ k_BHTD.to(wide).transpose(-2, -1)) / math.sqrt(q_BHTD.shape[-1])
+        later_TS = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=q_BHTD.device).triu(1)
+        weights_BHTS = scores_BHTS.masked_fill(later_TS, -math.inf).softmax(-1)
+        return weights_BHTS.to(v_BHTD.dtype) @ v_BHTD

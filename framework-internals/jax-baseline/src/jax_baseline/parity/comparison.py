@@ -1,0 +1,391 @@
+"""Whether two implementations of a training loop compute the same thing, step by step.
+
+Each implementation is an :class:`Adapter`: it takes one optimizer step on a batch and returns what it observed. A
+reference, a candidate and several controls run over the same batches. A control is the reference with other rounding
+and no other difference. The deviation of the controls from the reference up to a step measures what rounding alone does
+to this model, at this learning rate, in this dtype. The candidate may deviate a few times as far. A porting mistake
+deviates orders of magnitude further.
+
+This module imports neither torch nor JAX. :func:`compare` takes any objects with a ``step`` method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_baseline.data import Tokens
+
+Arrays = Mapping[str, NDArray]
+Quantity = Literal["loss", "gradient norm", "gradients", "weights", "optimizer state"]
+QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
+_SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
+
+# The candidate may deviate this many times as far as the controls. NOTES.md has the measurements behind the numbers: the
+# ratio for a control against the other controls, and for a correct candidate against all controls.
+TIMES_CONTROL: Mapping[str, float] = {"float64": 4.0, "float32": 4.0, "bfloat16": 3.0}
+
+# A loss or a norm is a single number, and the few controls may all agree with the reference by accident at one step. The
+# first steps therefore share one bound: the largest deviation of the controls in any of them. The distance of an array
+# is a sum over many elements, where this does not happen.
+_SHARED_STEPS = 8
+
+# Smallest bounds, in units of the epsilon of the accumulation dtype. They apply when the controls happen to round as the
+# reference does. The loss is a mean over thousands of tokens, the norm a sum over a million gradients, and a gradient
+# passes every matrix product of the model twice.
+_FLOOR_EPS: Mapping[Quantity, float] = {
+    "loss": 8,
+    "gradient norm": 32,
+    "gradients": 256,
+    "weights": 64,
+    "optimizer state": 256,
+}
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one implementation observed in one step.
+
+    All implementations must use the same names and the same layouts of arrays.
+
+    Attributes:
+        loss: Loss before the update, in nats per token.
+        gradient_norm: Norm of all gradients before clipping.
+        gradients: Gradients before clipping by parameter name, in the order of the forward pass.
+        weights: Weights after the update, by parameter name.
+        moments: Optimizer state after the update, by name; may be empty.
+    """
+
+    loss: float
+    gradient_norm: float
+    gradients: Arrays
+    weights: Arrays
+    moments: Arrays = field(default_factory=dict)
+
+
+class Adapter(Protocol):
+    """The interface of one implementation of a training step."""
+
+    def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
+        """Take the next step on a batch of NumPy tokens."""
+        ...
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """An :class:`Adapter` that also exposes the intermediates of its forward pass."""
+
+    def restart(self) -> None:
+        """Return to the state before the first step."""
+        ...
+
+    def activations(self, tokens_BT: Tokens) -> Arrays:
+        """Return the intermediates of the forward pass with the current weights, in the order of the computation."""
+        ...
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Relative distance of several arrays from their reference.
+
+    Attributes:
+        total: √Σ Δ² / √Σ x² over all arrays together.
+        each: √Σ Δ² / √Σ x² of each array, in the order of the reference.
+    """
+
+    total: float
+    each: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Deviation of one observation from another.
+
+    Attributes:
+        scalars: |Δ loss| in nats per token, and |Δ gradient norm| / gradient norm of the reference.
+        arrays: Distances of the other quantities; a quantity that an implementation does not observe is absent.
+    """
+
+    scalars: Mapping[Quantity, float]
+    arrays: Mapping[Quantity, Distance]
+
+    def total(self, quantity: Quantity) -> float:
+        """Deviation of the quantity as one number; 0 if it was not observed."""
+        if quantity in _SCALARS:
+            return self.scalars[quantity]
+        return self.arrays[quantity].total if quantity in self.arrays else 0.0
+
+    def each(self, quantity: Quantity) -> Mapping[str, float]:
+        """Deviation of the quantity by parameter; a scalar has the empty name."""
+        if quantity in _SCALARS:
+            return {"": self.scalars[quantity]}
+        return self.arrays[quantity].each if quantity in self.arrays else {}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first deviation of the candidate that exceeds its bound.
+
+    Attributes:
+        step: Index of the step, from 0.
+        quantity: First quantity over its bound, in the order in which a step computes them.
+        parameter: Name of the parameter; empty for a scalar. If several gradients are over their bounds, it is the one
+            that the backward pass computes first.
+        deviation: Deviation of the candidate.
+        bound: Bound of the deviation.
+        layer: First intermediate of the forward pass that is over its bound. Empty if there is none, or if the
+            implementations are not :class:`Inspectable`.
+    """
+
+    step: int
+    quantity: Quantity
+    parameter: str
+    deviation: float
+    bound: float
+    layer: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.parameter}" if self.parameter else ""
+        first = f"; first in the forward pass: {self.layer}" if self.layer else ""
+        return (
+            f"step {self.step}: the {self.quantity} off by {self.deviation:.1e}{where}, bound {self.bound:.1e}{first}"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Result of a comparison.
+
+    Attributes:
+        dtype: Compute dtype.
+        reference: Losses of the reference by step.
+        candidate: Losses of the candidate by step.
+        controls: Losses of each control by step.
+        deviations: Deviations of the candidate from the reference by step.
+        control_deviations: Deviations of each control from the reference by step.
+        layer: See :class:`Divergence`.
+    """
+
+    dtype: str
+    reference: tuple[float, ...]
+    candidate: tuple[float, ...]
+    controls: tuple[tuple[float, ...], ...]
+    deviations: tuple[Deviation, ...]
+    control_deviations: tuple[tuple[Deviation, ...], ...]
+    layer: str = ""
+
+    def largest(self, quantity: Quantity) -> float:
+        """Largest deviation of the candidate over the run."""
+        return _largest(found.total(quantity) for found in self.deviations)
+
+    def control_largest(self, quantity: Quantity) -> float:
+        """Largest deviation of any control over the run."""
+        return _largest(found.total(quantity) for control in self.control_deviations for found in control)
+
+    def bounds(self, quantity: Quantity) -> list[float]:
+        """Bound of the candidate's :meth:`Deviation.total` by step. It never falls, because rounding accumulates."""
+        return [
+            self._bound(quantity, _largest(found.total(quantity) for found in self._control_deviations(step, quantity)))
+            for step in range(len(self.deviations))
+        ]
+
+    def excess(self, step: int, quantity: Quantity) -> dict[str, tuple[float, float]]:
+        """Deviation and bound of each parameter that is over its bound at a step.
+
+        A deviation that is NaN is over every bound.
+        """
+        over = {}
+        controls = self._control_deviations(step, quantity)
+        for name, deviation in self._compared(self.deviations[step], quantity).items():
+            bound = self._bound(quantity, _largest(self._compared(control, quantity)[name] for control in controls))
+            if not deviation <= bound:
+                over[name] = (deviation, bound)
+        return over
+
+    def worst_ratio(self, quantity: Quantity) -> float:
+        """Largest ratio, over the steps, of the candidate's deviation to that of the controls up to the step."""
+        times = TIMES_CONTROL[self.dtype]
+        bounds = self.bounds(quantity)
+        return _largest(
+            times * found.total(quantity) / bound for found, bound in zip(self.deviations, bounds, strict=True)
+        )
+
+    def divergence(self) -> Divergence | None:
+        """First deviation over its bound, by step and by the order of computation; None if all are within bounds."""
+        for step in range(len(self.deviations)):
+            for quantity in QUANTITIES:
+                if over := self.excess(step, quantity):
+                    # The backward pass computes gradients from the last parameter to the first.
+                    name = list(over)[-1] if quantity == "gradients" else _most_over(over)
+                    return Divergence(step, quantity, name, *over[name], self.layer)
+        return None
+
+    def _control_deviations(self, step: int, quantity: Quantity) -> list[Deviation]:
+        """Deviations of the controls that set the bound at a step."""
+        last = max(step, _SHARED_STEPS - 1) if quantity in _SCALARS else step
+        return [found for control in self.control_deviations for found in control[: last + 1]]
+
+    def _compared(self, found: Deviation, quantity: Quantity) -> Mapping[str, float]:
+        """Deviations that are compared with a bound: by parameter, in bfloat16 over all parameters together."""
+        # In bfloat16 one element of a small parameter may be far off in the candidate and in no control: Adam's first
+        # update depends only on the sign of a gradient, which rounding can flip near zero.
+        if self.dtype == "bfloat16":
+            return {"": found.total(quantity)}
+        return found.each(quantity)
+
+    def _bound(self, quantity: Quantity, control_deviation: float) -> float:
+        scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
+        return max(TIMES_CONTROL[self.dtype] * control_deviation, _FLOOR_EPS[quantity] * scale * _eps(self.dtype))
+
+
+def compare(
+    batches: Sequence[tuple[Tokens, Tokens]],
+    *,
+    reference: Side,
+    candidate: Side,
+    controls: Sequence[Side],
+    dtype: str,
+) -> Comparison:
+    """Take the same steps with all implementations and compare what they observe.
+
+    Args:
+        batches: One batch per step.
+        reference: Implementation that is correct by definition.
+        candidate: Implementation under test.
+        controls: The reference with other rounding, at least one. More controls make the bound depend less on chance.
+            :mod:`jax_baseline.parity.permuted` makes any number of them from one model.
+        dtype: Compute dtype: ``float64``, ``float32`` or ``bfloat16``.
+
+    Raises:
+        ValueError: For another dtype, for no controls, or if the implementations have different parameters.
+    """
+    if dtype not in TIMES_CONTROL:
+        raise ValueError(f"dtype must be one of {', '.join(TIMES_CONTROL)}, got {dtype!r}")
+    if not controls:
+        raise ValueError("expected at least one control, got none; pass the reference with other rounding")
+    adapters = (reference, candidate, *controls)
+    losses: list[list[float]] = [[] for _ in adapters]
+    deviations: list[list[Deviation]] = [[] for _ in adapters[1:]]
+    # All take one step before any takes the next, so that only one observation of each is in memory.
+    for batch in batches:
+        expected, *others = (adapter.step(*batch) for adapter in adapters)
+        for kept, observed in zip(losses, (expected, *others), strict=True):
+            kept.append(observed.loss)
+        for found, observed in zip(deviations, others, strict=True):
+            found.append(deviation(expected, observed))
+    comparison = _comparison(dtype, losses, deviations)
+    divergence = comparison.divergence()
+    inspectable = all(isinstance(adapter, Inspectable) for adapter in adapters)
+    if divergence is None or divergence.quantity in ("weights", "optimizer state") or not inspectable:
+        return comparison
+    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters, dtype))
+
+
+def judge(
+    reference: Sequence[Observation],
+    candidate: Sequence[Observation],
+    *,
+    controls: Sequence[Sequence[Observation]],
+    dtype: str,
+) -> Comparison:
+    """Compare observations that were made before, so that one reference serves many candidates.
+
+    Raises:
+        ValueError: If the implementations have different parameters.
+    """
+    others = (candidate, *controls)
+    return _comparison(
+        dtype,
+        [[observed.loss for observed in run] for run in (reference, *others)],
+        [[deviation(*pair) for pair in zip(reference, run, strict=True)] for run in others],
+    )
+
+
+def _comparison(dtype: str, losses: list[list[float]], deviations: list[list[Deviation]]) -> Comparison:
+    reference, candidate, *controls = map(tuple, losses)
+    of_candidate, *of_controls = map(tuple, deviations)
+    return Comparison(dtype, reference, candidate, tuple(controls), of_candidate, tuple(of_controls))
+
+
+def deviation(expected: Observation, found: Observation) -> Deviation:
+    """Return the deviation of one observation from another.
+
+    Raises:
+        ValueError: If they have different parameters.
+    """
+    arrays: dict[Quantity, Distance] = {
+        "gradients": distance(expected.gradients, found.gradients),
+        "weights": distance(expected.weights, found.weights),
+    }
+    if expected.moments and found.moments:
+        arrays["optimizer state"] = distance(expected.moments, found.moments)
+    norm = abs(expected.gradient_norm - found.gradient_norm) / max(expected.gradient_norm, 1e-300)
+    return Deviation({"loss": abs(expected.loss - found.loss), "gradient norm": norm}, arrays)
+
+
+def distance(expected: Arrays, found: Arrays) -> Distance:
+    """Return the distance of arrays from others of the same names.
+
+    Raises:
+        ValueError: If the names differ.
+    """
+    if expected.keys() != found.keys():
+        different = sorted(expected.keys() ^ found.keys())
+        raise ValueError(f"only one of the two has {different}; both must have the same parameters")
+    squares = {
+        name: (_square(array.astype(np.float64) - found[name]), _square(array)) for name, array in expected.items()
+    }
+    difference, size = (sum(pair[index] for pair in squares.values()) for index in range(2))
+    return Distance(_ratio(difference, size), {name: _ratio(*pair) for name, pair in squares.items()})
+
+
+def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Adapter], dtype: str) -> str:
+    """Repeat the run up to the last batch and name the first intermediate over its bound.
+
+    The name is empty if all are within bounds: then the backward pass is wrong.
+    """
+    activations = []
+    for adapter in adapters:
+        assert isinstance(adapter, Inspectable)
+        adapter.restart()
+        for batch in batches[:-1]:
+            adapter.step(*batch)
+        activations.append(adapter.activations(batches[-1][0]))
+    reference, candidate, *controls = activations
+    of_controls = [distance(reference, control).each for control in controls]
+    floor = _FLOOR_EPS["gradients"] * _eps(dtype)
+    for name, found in distance(reference, candidate).each.items():
+        if not found <= max(TIMES_CONTROL[dtype] * max(control[name] for control in of_controls), floor):
+            return name
+    return ""
+
+
+def _eps(dtype: str) -> float:
+    # With bfloat16 products, sums are accumulated in float32. The controls measure the rounding to bfloat16 itself.
+    return float(np.finfo(np.float64 if dtype == "float64" else np.float32).eps)
+
+
+def _most_over(over: Mapping[str, tuple[float, float]]) -> str:
+    def times(name: str) -> float:
+        deviation, bound = over[name]
+        return math.inf if math.isnan(deviation) else deviation / bound
+
+    return max(over, key=times)
+
+
+def _square(array: NDArray) -> float:
+    return float(np.sum(np.square(array, dtype=np.float64)))
+
+
+def _ratio(difference: float, size: float) -> float:
+    # Arrays that are zero in both (the gradient of an unused token, a moment before its first gradient) are equal.
+    return 0.0 if difference == 0 else math.sqrt(difference / max(size, 1e-300))
+
+
+def _largest(values: Iterable[float]) -> float:
+    return float(np.max(list(values)))  # np.max, unlike max, keeps a NaN

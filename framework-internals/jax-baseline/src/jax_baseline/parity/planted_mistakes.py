@@ -1,0 +1,355 @@
+"""Classic porting mistakes, planted one at a time: what a comparison catches, and at which step.
+
+A comparison that passes says something only if it would have failed. Each :class:`Mutation` is a mistake that ports of
+training loops have really had; :func:`trial` plants every one in this package's faithful step and lets
+:mod:`jax_baseline.parity.comparison` judge it with the bounds of the same run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jax_baseline.gpt import model as gpt
+from jax_baseline.gpt.model import Attention, Parts, xla_attention
+from jax_baseline.gpt.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer, master_dtype
+from jax_baseline.gpt.train import make_gradient
+from jax_baseline.gpt.transfer import from_torch, to_torch
+from jax_baseline.parity.adapters import Setup, TorchSide, control_sides, moments_by_torch_names
+from jax_baseline.parity.comparison import Observation, judge
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.data import Tokens
+from torch_baseline.model import init_numpy
+from torch_baseline.optim import learning_rate
+
+# A mistake's gradient runs a handful of times: most of LLVM's optimisations cost more than they save. Not at level 0:
+# it sums one number after another, and then a loss can be further off than any control, without a mistake.
+_COMPILE_QUICKLY = {"xla_backend_optimization_level": 1}
+
+Optimizer = Callable[[TrainConfig], optax.GradientTransformation]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One mistake; what is not given is right.
+
+    Attributes:
+        name: of the mistake, in a few words.
+        model: fields of the shape that are wrong.
+        training: settings that are wrong.
+        parts: of the model.
+        attention: likewise.
+        optimizer: makes the wrong one.
+        weights: changes the initial weights, by torch's names.
+        batch: changes a batch, given the batches and the step.
+    """
+
+    name: str
+    model: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    parts: Parts = gpt.PARTS
+    attention: Attention = xla_attention
+    optimizer: Optimizer = make_optimizer
+    weights: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]] = lambda weights: weights
+    batch: Callable[[Sequence[tuple[Tokens, Tokens]], int], tuple[Tokens, Tokens]] = lambda batches, step: batches[step]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one mutation.
+
+    Attributes:
+        name: of the mistake; of the faithful step ``""``.
+        step: at which it was caught, counted from 0; None if it was not.
+        where: quantity and parameter.
+        times: how many times over its bound.
+    """
+
+    name: str
+    step: int | None
+    where: str
+    times: float
+
+
+def trial(setup: Setup, mutations: Sequence[Mutation] | None = None) -> list[Verdict]:
+    """Plant every mistake and judge it; the faithful step, which nothing may catch, comes first.
+
+    Args:
+        setup: what is compared; a small model with matrices that are square somewhere, a low ``clip`` so that clipping
+            is at work, and some warm-up.
+        mutations: by default :data:`MUTATIONS`.
+    """
+    device = jax.devices(setup.device)[0]  # torch's; by default JAX would take a GPU, where each mistake compiles long
+    with jax.default_device(device), jax.enable_x64(setup.training.dtype == "float64"):
+        batches = setup.batches()
+        reference = _observe(TorchSide(setup), batches)
+        controls = [_observe(side, batches) for side in control_sides(setup)]
+        gradients: dict[Any, Any] = {}
+        verdicts = []
+        for mutation in (Mutation(""), *(MUTATIONS if mutations is None else mutations)):
+            found = judge(
+                reference, _run(setup, mutation, batches, gradients), controls=controls, dtype=setup.training.dtype
+            )
+            divergence = found.divergence()
+            if divergence is None:
+                verdicts.append(Verdict(mutation.name, None, "", 0.0))
+                continue
+            where = divergence.quantity + (f" of {divergence.parameter}" if divergence.parameter else "")
+            verdicts.append(Verdict(mutation.name, divergence.step, where, divergence.deviation / divergence.bound))
+        return verdicts
+
+
+def _observe(side: TorchSide, batches: Sequence[tuple[Tokens, Tokens]]) -> list[Observation]:
+    return [side.step(*batch) for batch in batches]
+
+
+def _run(
+    setup: Setup, mutation: Mutation, batches: Sequence[tuple[Tokens, Tokens]], gradients: dict[Any, Any]
+) -> list[Observation]:
+    """Train with the mistake. Gradients are compiled once for all mistakes that leave them as they are; the update, a
+    few operations, is not compiled at all.
+    """
+    model, training = replace(setup.model, **mutation.model), replace(setup.training, **mutation.training)
+    key = (model, training.accumulation, mutation.parts, mutation.attention)
+    if key not in gradients:
+        gradients[key] = jax.jit(
+            make_gradient(model, training, attention=mutation.attention, parts=mutation.parts),
+            compiler_options=_COMPILE_QUICKLY if setup.device == "cpu" else None,
+        )
+    weights = mutation.weights({name: array.copy() for name, array in init_numpy(setup.model, training.seed).items()})
+    if model.tie_embeddings and not setup.model.tie_embeddings:
+        weights.pop("head.weight")
+    params = from_torch(weights, model, master_dtype(training))
+    optimizer = mutation.optimizer(training)
+    state = optimizer.init(params)
+    seen = []
+    for step in range(len(batches)):
+        tokens_BT, targets_BT = mutation.batch(batches, step)
+        loss, gradient = gradients[key](params, tokens_BT.astype(np.int32), targets_BT.astype(np.int32))
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(
+            Observation(
+                float(loss),
+                float(global_norm(gradient)),
+                _whole(to_torch(gradient, model), setup.model),
+                _whole(to_torch(params, model), setup.model),
+                moments_by_torch_names(state, model) if model == setup.model else {},
+            )
+        )
+    return seen
+
+
+def _whole(weights: dict[str, np.ndarray], config: GPTConfig) -> dict[str, np.ndarray]:
+    """Weights of a port that ties the head by mistake, with the head that it should have had."""
+    return weights if config.tie_embeddings else {"head.weight": weights["embedding.weight"], **weights}
+
+
+def _parts(**changed: Any) -> Parts:
+    return gpt.PARTS._replace(**changed)
+
+
+def _mask(diagonal: int = 0, *, scale: Callable[[int], float] = lambda size: 1 / math.sqrt(size)) -> Attention:
+    def attention(q_BTHD: jax.Array, k_BTHD: jax.Array, v_BTHD: jax.Array) -> jax.Array:
+        length, size = q_BTHD.shape[1], q_BTHD.shape[-1]
+        scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD) * scale(size)
+        seen_TS = np.tril(np.ones((length, length), bool), diagonal)
+        weights_BHTS = jax.nn.softmax(jnp.where(seen_TS, scores_BHTS, -jnp.inf), axis=-1)
+        return jnp.einsum("bhts,bshd->bthd", weights_BHTS, v_BTHD)
+
+    return attention
+
+
+def _layer_norm(x_BTC: jax.Array, weight_C: jax.Array, eps: float) -> jax.Array:
+    return gpt.rms_norm(x_BTC - x_BTC.mean(-1, keepdims=True), weight_C, eps)
+
+
+def _norm_eps_outside(x_BTC: jax.Array, weight_C: jax.Array, eps: float) -> jax.Array:
+    return x_BTC / (jnp.sqrt(jnp.square(x_BTC).mean(-1, keepdims=True)) + eps) * weight_C
+
+
+def _norm_gain_plus_one(x_BTC: jax.Array, weight_C: jax.Array, eps: float) -> jax.Array:
+    return gpt.rms_norm(x_BTC, 1 + weight_C, eps)
+
+
+def _gelu_exact(h_BTF: jax.Array, bias_F: jax.Array) -> jax.Array:
+    return jax.nn.gelu(h_BTF + bias_F, approximate=False)
+
+
+def _gelu_bias_after(h_BTF: jax.Array, bias_F: jax.Array) -> jax.Array:
+    return jax.nn.gelu(h_BTF, approximate=True) + bias_F
+
+
+def _rotation(
+    turn: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], keys: bool = True, shift: int = 0
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    def heads(qkv_BT3HD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q, k, v = (qkv_BT3HD[:, :, index] for index in range(3))
+        cos, sin = (jnp.roll(table, shift, 0) for table in (cos_TD, sin_TD))
+        return turn(q, cos_TD, sin_TD), turn(k, cos, sin) if keys else k, v
+
+    return heads
+
+
+def _turn_backwards(x_BTHD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array) -> jax.Array:
+    return gpt.rotate(x_BTHD, cos_TD, -sin_TD)
+
+
+def _turn_neighbours(x_BTHD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array) -> jax.Array:
+    """Pairs (x_2i, x_2i+1), the layout of other ports' weights."""
+    first, second, cos, sin = x_BTHD[..., ::2], x_BTHD[..., 1::2], cos_TD[:, None], sin_TD[:, None]
+    return jnp.stack((first * cos - second * sin, second * cos + first * sin), -1).reshape(x_BTHD.shape)
+
+
+def _order(*order: int) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+    def heads(qkv_BT3HD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return gpt.rotated_heads(qkv_BT3HD[:, :, list(order)], cos_TD, sin_TD)
+
+    return heads
+
+
+def _heads_before_parts(
+    qkv_BT3HD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Read the rows of qkv as (head, part, size) instead of (part, head, size)."""
+    batch, length, three, heads, size = qkv_BT3HD.shape
+    swapped = qkv_BT3HD.reshape(batch, length, heads, three, size).swapaxes(2, 3)
+    return gpt.rotated_heads(swapped, cos_TD, sin_TD)
+
+
+def _mean_over_one_less(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    return gpt.cross_entropy(logits_BTV, targets_BT) * (targets_BT.size / (targets_BT.size - 1))
+
+
+def _last_left_out(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    return gpt.cross_entropy(logits_BTV[:, :-1], targets_BT[:, :-1])
+
+
+def _smoothed(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
+    uniform = (jax.nn.logsumexp(logits_BTV, -1) - logits_BTV.mean(-1)).mean()
+    return 0.999 * gpt.cross_entropy(logits_BTV, targets_BT) + 0.001 * uniform
+
+
+def _adamw(change: Callable[[TrainConfig], Mapping[str, Any]], clip: Any = None) -> Optimizer:
+    """Clipping (torch's, or ``clip``) and AdamW with some arguments changed."""
+
+    def make(config: TrainConfig) -> optax.GradientTransformation:
+        first = clip_like_torch(config.clip) if clip is None else clip(config.clip)
+        return optax.chain(first, make_adamw(config, **change(config)))
+
+    return make
+
+
+def _rates(change: Callable[[int], int]) -> Optimizer:
+    """The schedule looked up at another step."""
+
+    def rates(config: TrainConfig) -> Mapping[str, Any]:
+        table = np.array([learning_rate(change(step), config) for step in range(config.steps)])
+        return {"learning_rate": lambda count: jnp.asarray(table)[count]}
+
+    return _adamw(rates)
+
+
+def _coupled_decay(config: TrainConfig) -> optax.GradientTransformation:
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
+    return optax.chain(clip_like_torch(config.clip), decay, make_adamw(config, weight_decay=0.0))
+
+
+def _clip_after_adam(config: TrainConfig) -> optax.GradientTransformation:
+    return optax.chain(make_adamw(config), clip_like_torch(config.clip))
+
+
+def _clip_each(max_norm: float) -> optax.GradientTransformation:
+    """Every gradient clipped by its own norm."""
+
+    def clip(g: jax.Array) -> jax.Array:
+        return g * jnp.minimum(1.0, max_norm / (jnp.linalg.norm(g.ravel()) + 1e-6))
+
+    return optax.stateless(lambda updates, params: jax.tree.map(clip, updates))
+
+
+def _without_bias_correction(config: TrainConfig) -> optax.GradientTransformation:
+    """The moments as they are, not divided by 1 − βᵗ."""
+
+    def init(params: optax.Params) -> optax.OptState:
+        return optax.ScaleByAdamState(
+            jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+        )
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params = None) -> tuple[optax.Updates, Any]:
+        mu = jax.tree.map(lambda m, g: config.beta1 * m + (1 - config.beta1) * g, state.mu, updates)
+        nu = jax.tree.map(lambda v, g: config.beta2 * v + (1 - config.beta2) * g * g, state.nu, updates)
+        rate = jnp.asarray([learning_rate(step, config) for step in range(config.steps)])[state.count]
+        scaled = jax.tree.map(
+            lambda m, v, p, matrix: -rate * (m / (jnp.sqrt(v) + config.adam_eps) + config.weight_decay * matrix * p),
+            mu,
+            nu,
+            params,
+            decayed(params),
+        )
+        return scaled, optax.ScaleByAdamState(state.count + 1, mu, nu)
+
+    return optax.chain(clip_like_torch(config.clip), optax.GradientTransformation(init, update))
+
+
+def _transposed(name: str) -> Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    return lambda weights: {**weights, name: np.ascontiguousarray(weights[name].T)}
+
+
+def _all_decay(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: True, params)
+
+
+def _no_decay_of_embedding(params: Any) -> Any:
+    return decayed(params)._replace(embedding=False)
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    Mutation("GELU by the error function, not tanh", parts=_parts(activation=_gelu_exact)),
+    Mutation("bias added after the GELU", parts=_parts(activation=_gelu_bias_after)),
+    Mutation("norm eps 1e-6 (Flax's default)", model={"norm_eps": 1e-6}),
+    Mutation("norm eps outside the root", parts=_parts(norm=_norm_eps_outside)),
+    Mutation("LayerNorm for RMSNorm", parts=_parts(norm=_layer_norm)),
+    Mutation("norm gain read as 1 + weight", parts=_parts(norm=_norm_gain_plus_one)),
+    Mutation("causal mask off by one", attention=_mask(1)),
+    Mutation("attention scaled by 1/√C", attention=_mask(scale=lambda size: 1 / math.sqrt(2 * size))),
+    Mutation("attention not scaled", attention=_mask(scale=lambda size: 1.0)),
+    Mutation("rotation backwards", parts=_parts(heads=_rotation(_turn_backwards))),
+    Mutation("rotation of neighbours, not halves", parts=_parts(heads=_rotation(_turn_neighbours))),
+    Mutation("keys not rotated", parts=_parts(heads=_rotation(gpt.rotate, keys=False))),
+    Mutation("keys' positions off by one", parts=_parts(heads=_rotation(gpt.rotate, shift=1))),
+    Mutation("rotary base 500 000", model={"rope_base": 500_000.0}),
+    Mutation("q and k exchanged", parts=_parts(heads=_order(1, 0, 2))),
+    Mutation("k and v exchanged", parts=_parts(heads=_order(0, 2, 1))),
+    Mutation("qkv read as head, part, size", parts=_parts(heads=_heads_before_parts)),
+    Mutation("a square kernel not transposed", weights=_transposed("blocks.0.attention.out.weight")),
+    Mutation("head tied to the embedding", model={"tie_embeddings": True}),
+    Mutation("loss over one position less", parts=_parts(cross_entropy=_mean_over_one_less)),
+    Mutation("last position left out of the loss", parts=_parts(cross_entropy=_last_left_out)),
+    Mutation("label smoothing 0.001", parts=_parts(cross_entropy=_smoothed)),
+    Mutation("targets not shifted", batch=lambda batches, step: (batches[step][0], batches[step][0])),
+    Mutation("two batches exchanged", batch=lambda batches, step: batches[{2: 3, 3: 2}.get(step, step)]),
+    Mutation("the first batch again and again", batch=lambda batches, step: batches[0]),
+    Mutation("beta2 0.999 (optax's default)", training={"beta2": 0.999}),
+    Mutation("Adam eps 1e-6", training={"adam_eps": 1e-6}),
+    Mutation("Adam eps inside the root", optimizer=_adamw(lambda config: {"eps": 0.0, "eps_root": config.adam_eps})),
+    Mutation("Adam eps squared inside the root", optimizer=_adamw(lambda c: {"eps": 0.0, "eps_root": c.adam_eps**2})),
+    Mutation("no bias correction", optimizer=_without_bias_correction),
+    Mutation("weight decay 1e-4 (optax's default)", training={"weight_decay": 1e-4}),
+    Mutation("weight decay on gains and biases", optimizer=_adamw(lambda config: {"mask": _all_decay})),
+    Mutation("no weight decay on the embedding", optimizer=_adamw(lambda config: {"mask": _no_decay_of_embedding})),
+    Mutation("L2 in the gradient for decoupled decay", optimizer=_coupled_decay),
+    Mutation("no clipping", training={"clip": 1e9}),
+    Mutation("clipping without torch's 1e-6", optimizer=_adamw(lambda config: {}, clip=optax.clip_by_global_norm)),
+    Mutation("clipping each gradient by itself", optimizer=_adamw(lambda config: {}, clip=_clip_each)),
+    Mutation("clipping after Adam", optimizer=_clip_after_adam),
+    Mutation("schedule a step late", optimizer=_rates(lambda step: max(step - 1, 0))),
+    Mutation("schedule a step early", optimizer=_rates(lambda step: step + 1)),
+)
