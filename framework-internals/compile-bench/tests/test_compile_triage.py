@@ -1149,7 +1149,7 @@ def test_the_innermost_line_is_the_users():
         Frame("/site/other/layer.py", 7, "forward"),
     ]
     assert user_code.innermost(stack) == stack[2]
-    assert user_code.inside(stack) == tuple(stack[2:])
+    assert user_code.model_frames(stack) == tuple(stack[2:])
     assert user_code.innermost([stack[0], stack[3]]) == stack[3]  # nothing of the user's
     assert user_code.innermost(stack[:2]) is None
 
@@ -1319,7 +1319,7 @@ ZOO_CHANGED = """
 import importlib.util
 from pathlib import Path
 import compile_bench.measure.survey
-from compile_bench.capture.collector import folders
+from compile_bench.capture.collector import user_code_filter
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.fixes.trial import trials
@@ -1329,7 +1329,7 @@ before, after = "self.outer = nn.Linear(64, 64)", "self.outer = nn.Linear(64, 3)
 changed = zoo.read_text().replace(before, after).encode()
 for overlay in ({}, {str(zoo): changed}, {}):
     with overlaid(overlay):
-        forget_user_modules(folders())
+        forget_user_modules(user_code_filter())
         print(load_target("planted", "cpu").model.outer.out_features)
 """
 

@@ -19,18 +19,11 @@ from torch import nn
 from benchkit import UserError
 from compile_bench.capture.collector import Collector, CudaGraphSkips, user_code_filter
 from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
-from compile_bench.capture.failing_operator import Blamed
-from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
+from compile_bench.capture.failing_operator import FailingOperatorBackend
+from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in, plain_function
+from compile_bench.capture.parsing import broken_in_error, merge_breaks, with_failing_lines
 from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
-from compile_bench.capture.trace import (
-    Break,
-    CompileTrace,
-    Recompile,
-    broken_in_error,
-    innermost_in,
-    merge_breaks,
-    with_lines,
-)
+from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.fixes import holding
 from compile_bench.fixes.holding import Held, Marked, overlays, rewind
 from compile_bench.measure.measurements import Triage
@@ -88,7 +81,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         tuple(look.failures),
         sum(trace.handler_seconds for trace in look.traces),
         seconds,
-        frozenset(each.file for each in merged if user_code.of_user(each.file)),
+        frozenset(each.file for each in merged if user_code.is_user(each.file)),
         tuple(look.notes),
         frozenset(mark(each) for _, each in hidden),
     )
@@ -113,7 +106,7 @@ def _look(
     for seed in seeds:
         torch.compiler.reset()
         model = own_model(target, case)
-        backend = Blamed("aot_eager" if case.train and backward else "eager", user_code)
+        backend = FailingOperatorBackend("aot_eager" if case.train and backward else "eager", user_code)
         compiled = cast(nn.Module, torch.compile(model, backend=backend, dynamic=case.dynamic))
         seed_everything(seed)
         error: Exception | None = None
@@ -127,7 +120,7 @@ def _look(
                     each()
             except Exception as raised:  # whatever the model or the compiler raises
                 error = raised
-        trace = with_lines(collector.trace(), backend.lines, user_code)
+        trace = with_failing_lines(collector.trace(), backend.lines, user_code)
         look.traces.append(trace)
         look.breaks += [(seed, each) for each in trace.breaks]
         if error is not None:
@@ -199,7 +192,7 @@ def _behind(look: _Look, case: Case, seeds: Sequence[int], user_code: UserCodeFi
     look.notes += [
         f"behind {Path(each.file).name}:{each.line} nothing was looked for: its file is an installed package's"
         for each in merge_breaks(each for _, each in look.breaks + found)
-        if each.whole_frame and each.category != RECOMPILE_LIMIT and not user_code.of_user(each.file)
+        if each.whole_frame and each.category != RECOMPILE_LIMIT and not user_code.is_user(each.file)
     ]
     return found
 
@@ -231,7 +224,7 @@ def _hiding(breaks: Sequence[Break], held: Mapping[tuple[str, int], Held], user_
     is, since held it would hide all that is called, until nothing inside of it is left to hold.
     """
     # Until it hit the limit, a function was traced as a whole.
-    own = [each for each in breaks if each.category != RECOMPILE_LIMIT and user_code.of_user(each.file)]
+    own = [each for each in breaks if each.category != RECOMPILE_LIMIT and user_code.is_user(each.file)]
     inside: dict[tuple[str, int], list[Break]] = {}
     for each in own:
         for place in {(frame.file, frame.line) for frame in each.stack} - {(each.file, each.line)}:
@@ -270,7 +263,7 @@ def _what_to_hold(breaks: Sequence[Break], before: Held | None) -> Held:
 
 def _made_by_holding(each: Break, user_code: UserCodeFilter) -> bool:
     """Whether a held value, of a kind that the code would not have had there, may be the only cause."""
-    if user_code.launches(each.file) or holding.PREFIX in each.reason:
+    if user_code.is_launcher(each.file) or holding.PREFIX in each.reason:
         return True
     return each.category in ("compile error", BACKEND_FAILED) or each.reason == "Observed exception"
 
@@ -299,7 +292,7 @@ def read_lost_graphs(skips: CudaGraphSkips, user_code: UserCodeFilter) -> list[S
     """The reasons that were collected, as findings."""
     found = []
     for reason, message in zip(skips.reasons, skips.messages, strict=True):
-        place = innermost_in(message, user_code) or Frame("?", 0, "?")
+        place = user_code.innermost(frames_in(message)) or Frame("?", 0, "?")
         found.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are left out: {reason}"))
     return found
 
