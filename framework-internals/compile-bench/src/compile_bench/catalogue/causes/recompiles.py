@@ -360,8 +360,8 @@ def _text() -> Repro:
     "a function argument that changes from call to call",
     pattern=r"___check_obj_id\(.*\.__(code|func)__|Not a function",
     equal=False,
-    why="The function's code is compiled in, so each function compiles again. (A lambda that is made anew in the same "
-    "place does not.)",
+    why="The function's code is compiled in, so each function compiles again. (A new lambda from the same place does "
+    "not.)",
     advice="Use few functions and compile one caller for each, or select between their results with a mask.",
 )
 def _function() -> Repro:
