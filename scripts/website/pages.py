@@ -192,7 +192,7 @@ def with_way_back(root: Path, path: str) -> str:
 
 def navigation(site: Site) -> Navigation:
     """Give each page its place: start, the lenses, the whole step, examples, contributing."""
-    house = [page for page in ("docs/architecture.md", "docs/glossary.md") if page in site.pages]
+    house = [page for page in ("docs/running.md", "docs/architecture.md", "docs/glossary.md") if page in site.pages]
     start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}, *house]
     lenses: Navigation = [{lens: list(_of_a_lens(site, lens))} for lens in LENSES]
     whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
