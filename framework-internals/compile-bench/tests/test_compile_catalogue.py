@@ -1,4 +1,4 @@
-"""Every cause of the catalogue on this torch: it happens as recorded, and its fix reaches one equal graph."""
+"""Causes of the catalogue on this torch: each happens as recorded, and its fix gives one graph with equal outputs."""
 
 import re
 from html.parser import HTMLParser
@@ -27,7 +27,7 @@ PAGE = Path(__file__).parents[1] / "catalogue"
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the causes do
 
 
-# The first of every theme and kind, and those that triage fixes; the others are slow: all of them take minutes.
+# The fast tests run the first cause of each theme and kind, and the causes that triage fixes. All take minutes.
 FIRST = {(cause.theme, cause.kind): name for name, cause in reversed(CAUSES.items())}
 QUICK = {*FIRST.values(), *(rewrite.case for rewrite in REWRITES)}
 
@@ -44,9 +44,9 @@ def test_cause(name):
 
 
 def test_at_least_eighty_causes_hold_on_the_tested_torch():
-    holding = [name for name in CAUSES if status(name, "2.13.0") == "holds"]
-    assert len(holding) == len(CAUSES) >= 80
-    assert {CAUSES[name].kind for name in holding} == {"break", "recompile", "silent"}
+    hold = [name for name in CAUSES if status(name, "2.13.0") == "holds"]
+    assert len(hold) == len(CAUSES) >= 80
+    assert {CAUSES[name].kind for name in hold} == {"break", "recompile", "silent"}
 
 
 def test_every_version_has_an_outcome_of_every_cause():
@@ -145,7 +145,7 @@ def test_a_function_past_the_limit_has_the_cause_of_the_line_whose_guard_failed(
     assert match_limit("x = x * self.scale").name == "recompile-limit-reached"
 
 
-# The line decides between causes with guards alike; one that an option of torch.compile tells apart is as another.
+# The source line decides between causes with the same guard. Only an option of torch.compile tells the two of ALIKE apart.
 GUARDED_BY = {"growing-sequence": "return torch.cat([cache, x]).sum(0)", "counter": "self.calls += 1"}
 ALIKE = {"static-shapes": "last-batch"}
 

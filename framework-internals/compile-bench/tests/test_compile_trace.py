@@ -1,4 +1,4 @@
-"""Reading PyTorch's structured trace: recorded events of known programs, and the arithmetic of phases."""
+"""Parses PyTorch's structured trace: recorded events of known programs, and the arithmetic of phases."""
 
 import json
 from pathlib import Path

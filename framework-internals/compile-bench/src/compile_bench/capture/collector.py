@@ -1,4 +1,4 @@
-"""Collects what torch.compile does. This is the only module that uses PyTorch's private names.
+"""Collects what torch.compile does. No other module uses private names of PyTorch's compiler.
 
 A handler on the logger ``torch.__trace`` receives the entries that PyTorch writes for ``tlparse``. Torch 2.10 to 2.15
 write the same entries. :func:`missing_surface` names what a later PyTorch has moved.
