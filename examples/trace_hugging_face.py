@@ -1,6 +1,6 @@
 """dispatcher-trace on a Hugging Face GPT-2: its keys, its busiest operators, its hidden copies.
 
-python examples/trace_hugging_face.py [walk.html]    with a path: the whole walk as a page to open in a browser
+python examples/trace_hugging_face.py [trace.html]    with a path: the whole trace as a page to open in a browser
 """
 
 import sys
@@ -19,14 +19,14 @@ shape = GPT2Config(
 model = GPT2LMHeadModel(shape).eval()
 tokens = torch.randint(0, 256, (1, 32))
 
-with torch.no_grad(), trace(scope="core") as walk:
+with torch.no_grad(), trace(scope="core") as recorded:
     logits = model(tokens).logits
 
-print(f"{len(walk.all_calls)} operator calls, {len(walk.hops)} hops")
-print("by key:", ", ".join(f"{key} {count}" for key, count in Counter(hop.key for hop in walk.hops).most_common()))
-busiest = Counter(call.operator for call in walk.all_calls).most_common(5)
+print(f"{len(recorded.all_calls)} operator calls, {len(recorded.hops)} hops")
+print("by key:", ", ".join(f"{key} {count}" for key, count in Counter(hop.key for hop in recorded.hops).most_common()))
+busiest = Counter(call.operator for call in recorded.all_calls).most_common(5)
 print("most called:", ", ".join(f"{operator} × {count}" for operator, count in busiest))
-for finding in walk.findings:
+for finding in recorded.findings:
     print(finding)
 if len(sys.argv) > 1:
-    Path(sys.argv[1]).write_text(walk.to_html(), encoding="utf-8")
+    Path(sys.argv[1]).write_text(recorded.to_html(), encoding="utf-8")

@@ -24,7 +24,7 @@ SELECTION: Mapping[str, tuple[Path, ...]] = {
     ),
     "dispatcher-trace": (
         _LENSES / "dispatcher-trace/tests/test_dispatcher_apis.py",
-        _LENSES / "dispatcher-trace/tests/test_walks.py",
+        _LENSES / "dispatcher-trace/tests/test_traces.py",
     ),
     "compile-bench": (
         _LENSES / "compile-bench/tests/test_compile_collector.py",

@@ -21,7 +21,9 @@ def graph():
 
 
 def kept(options, graph) -> bool:
-    contract = layers.LayersContract(options["name"], {"root_packages": OPTIONS["root_packages"]}, options)
+    # import-linter reads every option as text, also from TOML.
+    texts = {name: str(value) if isinstance(value, bool) else value for name, value in options.items()}
+    contract = layers.LayersContract(options["name"], {"root_packages": OPTIONS["root_packages"]}, texts)
     return contract.check(graph, verbose=False).kept
 
 

@@ -28,10 +28,13 @@ from benchkit.report import render
 from benchkit.results import Absence, load
 from compile_bench.catalogue import page as catalogue
 from compile_bench.catalogue.cause import CAUSES
+from compile_bench.catalogue.examine import Outcome
 from compile_bench.fixes.source import unified_diff
-from dispatcher_trace import viewer
-from jax_baseline.diff import explanation
+from dispatcher_trace.capture.types import SCHEMA_VERSION
+from dispatcher_trace.render import viewer
+from jax_baseline.diff.region_diff import Quote
 from jax_baseline.hlo import lock
+from jax_baseline.report import explanation
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
 NAMES = [
@@ -96,7 +99,7 @@ def test_no_report_acts_on_what_it_shows(name, directory):
 
 
 @pytest.fixture(scope="module")
-def walk() -> dispatcher_trace.Trace:
+def trace() -> dispatcher_trace.Trace:
     with dispatcher_trace.trace(scope="core", kernels=False) as found:
         torch.ones(2) + 1
     for call in found.calls:
@@ -107,9 +110,9 @@ def walk() -> dispatcher_trace.Trace:
     return found
 
 
-def test_the_walk_as_a_page_and_as_markdown(walk):
-    assert active(walk.to_markdown()) == []
-    text = walk.to_html(HOSTILE)
+def test_the_trace_as_a_page_and_as_markdown(trace):
+    assert active(trace.to_markdown()) == []
+    text = trace.to_html(HOSTILE)
     elements = Elements(text)
     assert elements.tags.count("script") == 3
     assert not {"img", "b"} & set(elements.tags)
@@ -124,16 +127,16 @@ const element = (id) => elements[id] ??= { addEventListener() {}, setAttribute()
 globalThis.document = { getElementById: element, body: element("body") };
 globalThis.location = { hash: "#open=all", pathname: "", search: "" };
 globalThis.addEventListener = () => {};
-element("walk").textContent = PAYLOAD;
+element("trace").textContent = PAYLOAD;
 """
 
 
-def test_what_the_viewers_script_makes_of_them_is_text(walk):
+def test_what_the_viewers_script_makes_of_them_is_text(trace):
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on PATH")
-    text = viewer.page(walk.calls, title=HOSTILE, notes=[HOSTILE])
-    payload = re.search(r'<script id="walk"[^>]*>(.*?)</script>', text, re.DOTALL)[1]
+    text = viewer.page(trace.calls, title=HOSTILE, notes=[HOSTILE])
+    payload = re.search(r'<script id="trace"[^>]*>(.*?)</script>', text, re.DOTALL)[1]
     logic = "\n".join(
         part.replace('"use strict";', "") for part in re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
     )
@@ -157,17 +160,19 @@ def test_the_catalogue_as_a_page_and_as_markdown(monkeypatch):
     cause = next(iter(CAUSES.values()))
     hostile = dataclasses.replace(cause, name=HOSTILE, title=HOSTILE, why=HOSTILE, advice=HOSTILE, theme=HOSTILE)
     monkeypatch.setattr(catalogue, "CAUSES", {HOSTILE: hostile})
-    monkeypatch.setattr(catalogue, "recorded", lambda: {HOSTILE: {HOSTILE: {"seen": [HOSTILE]}}})
-    monkeypatch.setattr(catalogue, "standing", lambda *asked: HOSTILE)
+    outcome = Outcome(True, (HOSTILE,), (HOSTILE,), True, True)
+    monkeypatch.setattr(catalogue, "recorded", lambda: {HOSTILE: {HOSTILE: outcome}})
+    monkeypatch.setattr(catalogue, "status", lambda *asked: HOSTILE)
     elements = Elements(catalogue.html())
     assert elements.tags.count("script") == 1
     assert not {"img", "b", "i"} & set(elements.tags)
     assert not [name for name in elements.attributes if name.startswith("on")]
     assert active(catalogue.markdown()) == []
+    assert active(catalogue.index()) == []
 
 
 def test_a_source_that_is_quoted_ends_no_fence():
-    quote = {"kernel": HOSTILE, "kind": "loop", "language": "text", "source": "```\n<script>owned()</script>"}
+    quote = Quote(HOSTILE, "loop", "text", "```\n<script>owned()</script>")
     assert active(explanation._quote("XLA", quote)) == []
 
 
@@ -252,16 +257,16 @@ def test_jax_baseline_reads_and_writes_files_of_such_names(folder):
 
 
 DAMAGED = ["", "{", "[]", "null", "{}", '{"a": ' * 400, "\xff\xfe\x00"]
-WALKS = ['"calls": [{}]', '"calls": 3', '"calls": [[1]]', '"calls": null', '"calls": [{"kernels": [], "hops": [{}]}]']
+TRACES = ['"calls": [{}]', '"calls": 3', '"calls": [[1]]', '"calls": null', '"calls": [{"kernels": [], "hops": [{}]}]']
 
 
 @pytest.mark.parametrize(
     "text",
-    [*DAMAGED, *(f'{{"schema_version": {dispatcher_trace.compare.SCHEMA_VERSION}, {calls}}}' for calls in WALKS)],
+    [*DAMAGED, *(f'{{"schema_version": {SCHEMA_VERSION}, {calls}}}' for calls in TRACES)],
 )
-def test_a_damaged_walk_is_one_line(text, folder):
-    (folder / "walk.json").write_text(text, encoding="latin-1")
-    done = CliRunner().invoke(dispatcher_trace.cli.app, ["diff", "walk.json", "walk.json"])
+def test_a_damaged_trace_is_one_line(text, folder):
+    (folder / "trace.json").write_text(text, encoding="latin-1")
+    done = CliRunner().invoke(dispatcher_trace.cli.app, ["diff", "trace.json", "trace.json"])
     assert done.exit_code == 2, done.exception
     assert len(done.stderr.strip().splitlines()) == 1
 

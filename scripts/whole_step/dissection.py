@@ -55,7 +55,7 @@ class DissectedEngine:
                 return {}
             times = self._engine.kernel_times(_PROFILED_STEPS)
             return {"kernels": sum(k.calls for k in times), "kernel_seconds": sum(k.seconds for k in times)}
-        from dispatcher_trace import profile
+        from dispatcher_trace.capture import profile
 
         with profile.profiled() as profiled:
             start = time.perf_counter()
@@ -67,10 +67,10 @@ class DissectedEngine:
     def _hops(self) -> dict[str, int]:
         from dispatcher_trace import trace
 
-        with trace(scope="core", kernels=False) as walk:
+        with trace(scope="core", kernels=False) as recorded:
             self._engine.run(1)
         made_node = collections.Counter(
-            (hop.key, bool(hop.made_node)) for call in walk.all_calls for hop in call.hops[:-1]
+            (hop.key, bool(hop.made_node)) for call in recorded.all_calls for hop in call.hops[:-1]
         )
         counts: collections.Counter[str] = collections.Counter()
         for (key, node), count in made_node.items():
@@ -81,7 +81,10 @@ class DissectedEngine:
 def make_dissected_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> DissectedEngine:
-    """Make an engine from plain values in a child process, see :func:`jax_baseline.timing.engines.make_engine`."""
+    """Make an engine from plain values, in the child process that it runs in.
+
+    It takes the arguments of :func:`jax_baseline.timing.engines.make_engine`.
+    """
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 
 

@@ -124,7 +124,7 @@ def _record_variants(
 
 
 def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> None:
-    from dispatcher_trace.cost import hop_costs
+    from dispatcher_trace.report.hop_cost import hop_costs
 
     for kind, cost in hop_costs().items():
         run.record("hop", {"kind": kind}, {"cost": cost})

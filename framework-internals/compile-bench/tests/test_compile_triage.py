@@ -983,7 +983,7 @@ def test_the_innermost_line_is_the_users():
         Frame("/site/other/layer.py", 7, "forward"),
     ]
     assert user_code.innermost(stack) == stack[2]
-    assert user_code.inside(stack) == tuple(stack[2:])
+    assert user_code.model_frames(stack) == tuple(stack[2:])
     assert user_code.innermost([stack[0], stack[3]]) == stack[3]  # nothing of the user's
     assert user_code.innermost(stack[:2]) is None
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from custom_ops import autograd_nodes
+from custom_ops.builds import autograd_nodes
 from custom_ops.cli import app
 from custom_ops.roads.module import NAME
 
@@ -73,8 +73,12 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
-def test_readme_snippets_run() -> None:
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT.parents[1] / "docs" / "custom-ops.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_snippets_of_the_documentation_run(page: Path) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     assert snippets
     for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), {})
+        exec(compile(snippet, str(page), "exec"), {})

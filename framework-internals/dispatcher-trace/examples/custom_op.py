@@ -1,4 +1,4 @@
-"""A custom operator of one's own, to walk: ``dispatcher-trace run examples/custom_op.py:step --backward``."""
+"""A custom operator to trace: ``dispatcher-trace run examples/custom_op.py:step --backward``."""
 
 from typing import Any
 

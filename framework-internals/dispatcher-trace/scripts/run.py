@@ -1,4 +1,4 @@
-"""Walk the report's expressions and write reports/<machine>/."""
+"""Trace the report's expressions and write reports/<machine>/."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a removed installation leaves behind for Python modes, which the dispatch tables do not show."""
+"""Python modes after the shims are removed. The dispatch tables do not show this state."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,7 +30,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 _twice.register_autograd(lambda ctx, gradient: gradient + gradient)
 
 
-def test_a_custom_operator_is_walked_and_works_as_before_afterwards() -> None:
+def test_a_custom_operator_is_traced_and_works_as_before_afterwards() -> None:
     x = torch.ones(3, requires_grad=True)
     with trace(kernels=False) as t:
         _twice(x).sum().backward()

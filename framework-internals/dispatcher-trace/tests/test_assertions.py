@@ -1,4 +1,4 @@
-"""Assertions for one's own tests: what passes, and what a failure says."""
+"""The assertions for users' tests: what passes, and the message of a failure."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Two walks side by side."""
+"""Differences between two traces."""
 
 import json
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dispatcher_trace import Shims, Trace, differences, installed, record
-from dispatcher_trace.compare import load_calls
+from dispatcher_trace.render.compare import load_calls
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def _matmul(
     return t
 
 
-def test_a_walk_does_not_differ_from_itself_through_json(shims: Shims) -> None:
+def test_a_trace_does_not_differ_from_itself_through_json(shims: Shims) -> None:
     t = _matmul(shims)
     again = load_calls(json.loads(json.dumps(t.to_json())))
     assert differences(t.calls, again) == []
@@ -58,8 +58,8 @@ def test_other_tensors_and_other_keys(shims: Shims) -> None:
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ([], "not a walk"),
-        ({"calls": []}, "not a walk"),
+        ([], "not a trace"),
+        ({"calls": []}, "not a trace"),
         ({"calls": [], "schema_version": 1}, "schema version 1, expected"),
     ],
 )

@@ -1,9 +1,9 @@
-"""The private torch APIs that the package rests on: when one moves, the failure names it."""
+"""The private torch APIs that the package needs. If one is missing, the failure names it."""
 
 import pytest
 import torch
 
-from dispatcher_trace import dispatcher
+from dispatcher_trace.capture import dispatcher, key_sets, wrapped_numbers
 
 
 def test_every_private_api_is_there() -> None:
@@ -35,23 +35,23 @@ def test_table_follows_a_new_registration() -> None:
 
 
 def test_key_sets() -> None:
-    keys = dispatcher.bits_of("CPU", "AutogradCPU", "ADInplaceOrView")
-    assert dispatcher.key_names(keys) == ("AutogradCPU", "ADInplaceOrView", "CPU")
-    assert dispatcher.key_names(dispatcher.below(keys, "AutogradOther")) == ("ADInplaceOrView", "CPU")
-    assert dispatcher.key_names(dispatcher.without(keys, "ADInplaceOrView")) == ("AutogradCPU", "CPU")
-    assert dispatcher.key_names(dispatcher.keys_of(torch.ones(1))) == (
+    keys = key_sets.bits_of("CPU", "AutogradCPU", "ADInplaceOrView")
+    assert key_sets.key_names(keys) == ("AutogradCPU", "ADInplaceOrView", "CPU")
+    assert key_sets.key_names(key_sets.below(keys, "AutogradOther")) == ("ADInplaceOrView", "CPU")
+    assert key_sets.key_names(key_sets.without(keys, "ADInplaceOrView")) == ("AutogradCPU", "CPU")
+    assert key_sets.key_names(key_sets.keys_of(torch.ones(1))) == (
         "AutocastCPU",
         "AutogradCPU",
         "ADInplaceOrView",
         "CPU",
     )
-    added = dispatcher.bits_of("BackendSelect")
-    assert dispatcher.key_names(dispatcher.computed(keys, added, keys)) == ("BackendSelect",)
+    added = key_sets.bits_of("BackendSelect")
+    assert key_sets.key_names(key_sets.computed(keys, added, keys)) == ("BackendSelect",)
 
 
 @pytest.mark.parametrize("value", [2, 0.5, True, 1j, -0.0])
 def test_wrapped_numbers_are_weak(value: complex) -> None:
-    number = dispatcher.wrapped_number(value)
+    number = wrapped_numbers.wrapped_number(value)
     weak = torch.ones((), dtype=torch.int8 if isinstance(value, int) else torch.float16)
     assert torch.result_type(weak, number) == torch.result_type(weak, value)
     assert number.shape == ()

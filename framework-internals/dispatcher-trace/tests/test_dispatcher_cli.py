@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from dispatcher_trace import native_step
+from dispatcher_trace.capture import native_step
 from dispatcher_trace.cli import app
 from native_build.toolchain import missing_cxx
 
@@ -24,7 +24,7 @@ def test_expr_prints_tree_and_reasons() -> None:
     assert result.exit_code == 0, result.stderr
     assert "$2: f32[2, 3] = aten::add.Tensor($0: f32[2, 3], $1: f32[3])" in result.stdout
     assert re.search(r"1 AutogradCPU +autograd kernel", result.stdout)
-    assert "\n2. `aten::add.Tensor` at CPU: AutogradCPU handed on" in result.stdout
+    assert "\n2. `aten::add.Tensor` at CPU: AutogradCPU redispatched" in result.stdout
     assert "Python, PythonTLSSnapshot" in result.stdout  # what core does not watch
 
 
@@ -36,7 +36,7 @@ def test_a_finding_names_its_line_as_it_is() -> None:
 
 
 def test_expr_with_autocast_and_backward_as_json(tmp_path: Path) -> None:
-    out = tmp_path / "walk.json"
+    out = tmp_path / "trace.json"
     specs = ("--tensor", "a=f32[4,4]", "--tensor", "b=bf16[4,4]")
     result = call("expr", "a @ b", *specs, "--autocast", "bf16", "--backward", "--format", "json", "--out", str(out))
     assert result.exit_code == 0, result.stderr
@@ -52,7 +52,7 @@ def test_expr_under_vmap() -> None:
 
 
 @pytest.mark.slow
-def test_the_compiled_call_is_walked_without_the_compiler() -> None:
+def test_the_compiled_call_is_traced_without_the_compiler() -> None:
     if reason := missing_cxx():
         pytest.skip(reason)
     result = call("expr", "a @ a", "--tensor", "a=f32[4,4]", "--compile", "--scope", "core", "--format", "tree")
@@ -76,14 +76,14 @@ def test_a_function_gets_its_tensors_by_name(tmp_path: Path) -> None:
     assert "the traced code raised" in mapped.stderr  # one dimension is mapped away: .t() of a vector
 
 
-def test_cost_leaves_the_walk_as_it_is(tmp_path: Path) -> None:
+def test_cost_leaves_the_trace_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import torch\nw = torch.nn.Parameter(torch.ones(3))\n\ndef loss():\n    return (w * w).sum()\n")
     common = ("run", f"{file}:loss", "--backward", "--device", "cpu", "--scope", "core", "--format", "tree")
     alone, costed = call(*common), call(*common, "--cost")
     assert costed.exit_code == 0, costed.stderr
-    walk, _, costs = costed.stdout.partition("\nOperators over 5 %")
-    operators = [re.findall(r" = (\S+)\(", text) for text in (alone.stdout, walk)]
+    trace, _, costs = costed.stdout.partition("\nOperators over 5 %")
+    operators = [re.findall(r" = (\S+)\(", text) for text in (alone.stdout, trace)]
     assert operators[0] == operators[1]  # after another run AccumulateGrad would add where it now keeps the gradient
     assert "aten::detach" in operators[0]
     assert costs
@@ -94,7 +94,7 @@ def test_code_that_runs_only_once_is_named_for_cost(tmp_path: Path) -> None:
     file.write_text("import torch\nstock = [1.0]\n\ndef step():\n    return torch.ones(1) * stock.pop()\n")
     result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--cost")
     assert result.exit_code == 2
-    assert "the second, untraced run for --cost (leave it out where the code runs only once) raised" in result.stderr
+    assert "the second, untraced run for --cost (leave --cost out if the code runs only once) raised" in result.stderr
 
 
 def test_native_step_on_the_command_line() -> None:
@@ -106,7 +106,7 @@ def test_native_step_on_the_command_line() -> None:
 
 
 def test_pages_and_traces(tmp_path: Path) -> None:
-    page, events = tmp_path / "walk.html", tmp_path / "walk.perfetto.json"
+    page, events = tmp_path / "trace.html", tmp_path / "trace.perfetto.json"
     common = ("expr", "a + a", "--tensor", "a=f32[2]", "--scope", "core")
     for form, path in (("html", page), ("perfetto", events)):
         result = call(*common, "--format", form, "--out", str(path))
@@ -116,7 +116,7 @@ def test_pages_and_traces(tmp_path: Path) -> None:
     assert json.loads(events.read_text(encoding="utf-8"))["traceEvents"]
 
 
-def test_diff_of_two_walks(tmp_path: Path) -> None:
+def test_diff_of_two_traces(tmp_path: Path) -> None:
     a, b = tmp_path / "a.json", tmp_path / "b.json"
     common = ("expr", "a @ a", "--tensor", "a=f32[2,2]", "--scope", "core", "--format", "json")
     assert call(*common, "--out", str(a)).exit_code == 0
@@ -127,7 +127,7 @@ def test_diff_of_two_walks(tmp_path: Path) -> None:
     assert "keys: aten::matmul (A hop 1 / B hop 1): AutogradCPU | AutocastCPU" in other.stdout
     b.write_text("{}", encoding="utf-8")
     refused, missing = call("diff", str(a), str(b)), call("diff", str(a), str(tmp_path / "none.json"))
-    assert refused.stderr == f"dispatcher-trace: {b}: not a walk: expected what --format json writes\n"
+    assert refused.stderr == f"dispatcher-trace: {b}: not a trace: expected what --format json writes\n"
     assert "none.json: No such file or directory" in missing.stderr
     b.write_text("keys = 1\n", encoding="utf-8")
     python = call("diff", str(a), str(b))
@@ -136,7 +136,7 @@ def test_diff_of_two_walks(tmp_path: Path) -> None:
     assert (refused.exit_code, missing.exit_code, python.exit_code) == (2, 2, 2)
 
 
-def test_run_walks_a_function(tmp_path: Path) -> None:
+def test_run_traces_a_function(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("import torch\n\ndef step():\n    return torch.ones(2).exp()\n")
     result = call("run", f"{file}:step", "--device", "cpu", "--scope", "core", "--inference-mode", "--format", "tree")
@@ -181,7 +181,7 @@ def test_op_prints_the_table() -> None:
         (("expr", "a", "--tensor", "for=f32[2]"), "--tensor: expected a variable's name, got Python's keyword 'for'"),
         (
             ("expr", "a", "--tensor", "a=f32[2]", "--tensor", "b=f32[2]", "--tensor", "a=bf16[3]"),
-            "--tensor: 'a' is given twice, as a=f32[2]@cpu and as a=bf16[3]@cpu; give each tensor a name of its own",
+            "--tensor: 'a' is given twice, as a=f32[2]@cpu and as a=bf16[3]@cpu; give each tensor another name",
         ),
         (("expr", "a", "--tensor", "a=f32[99999999999999]"), "torch cannot make a=f32[99999999999999]@cpu (Runtime"),
         (("expr", "a", "--tensor", "a=f32[99999999999999999999]"), "; take smaller sizes, or a dtype of f32, "),
@@ -229,8 +229,8 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("def step():\n    yield 1\n", "the traced code returned a generator, of which nothing ran; trace a function"),
-        ("async def step():\n    return 1\n", "the traced code returned a coroutine, of which nothing ran"),
+        ("def step():\n    yield 1\n", "the traced code returned a generator, which has not run; trace a function"),
+        ("async def step():\n    return 1\n", "the traced code returned a coroutine, which has not run"),
         ("async def step():\n    yield 1\n", "the traced code returned an asynchronous generator"),
         ("def step():\n    raise SystemExit(0)\n", "the traced code raised SystemExit: 0\n"),
     ],
@@ -244,7 +244,7 @@ def test_code_that_does_not_run_to_its_end_is_one_line(body: str, message: str, 
 
 
 @pytest.mark.parametrize("form", ["tree", "findings", "markdown"])
-def test_an_empty_walk_says_so(form: str) -> None:
+def test_an_empty_trace_says_so(form: str) -> None:
     result = call("expr", "3", "--scope", "core", "--format", form)
     assert result.exit_code == 0, result.stderr
     assert "No operator was called." in result.stdout
@@ -336,11 +336,11 @@ def test_the_readme_snippet_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "AutocastCPU" in capsys.readouterr().out
 
 
-def test_the_readme_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [PACKAGE / "README.md", PACKAGE.parents[1] / "docs" / "dispatcher-trace.md"])
+def test_the_documented_commands_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import shlex
 
-    text = (PACKAGE / "README.md").read_text(encoding="utf-8")
-    commands = [line for line in text.splitlines() if line.startswith("dispatcher-trace ")]
+    commands = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("dispatcher-trace ")]
     assert len(commands) >= 3
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(

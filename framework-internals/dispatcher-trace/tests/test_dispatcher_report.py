@@ -1,4 +1,4 @@
-"""The main job at its smallest, and sentences that follow the data."""
+"""The smallest run of the main job, and the sentences of the report, which follow the data."""
 
 import gzip
 import json
@@ -10,12 +10,15 @@ from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Quantity, Record, Results, load
 from benchkit.run import measure_and_write
-from dispatcher_trace import native_step, story
-from dispatcher_trace.cases import EXPRESSIONS
+from dispatcher_trace.capture import native_step
 from dispatcher_trace.lens import build_lens
+from dispatcher_trace.report import sections
+from dispatcher_trace.report.cases import EXPRESSIONS, PAGE, PERFETTO
 
 
-def _walk(keys: list[str], *, predicted: dict[int, str] | None = None, bit_equal: bool = True, **labels: str) -> Record:
+def _trace(
+    keys: list[str], *, predicted: dict[int, str] | None = None, bit_equal: bool = True, **labels: str
+) -> Record:
     predicted = predicted or {}
     wrong = [
         {"number": number, "operator": "aten::mm", "key": keys[number - 1], "predicted": key}
@@ -29,7 +32,7 @@ def _walk(keys: list[str], *, predicted: dict[int, str] | None = None, bit_equal
         "only_untraced": {},
         "only_traced": {},
         "lines": ["x"],
-        "spine": [["aten::mm", key] for key in keys],
+        "main_path": [["aten::mm", key] for key in keys],
         "hops": [],
         "keys": keys,
         "autocast": {"included": False, "removed": labels.get("mode") == "plain"},
@@ -40,7 +43,7 @@ def _walk(keys: list[str], *, predicted: dict[int, str] | None = None, bit_equal
         "notes": [],
     }
     values = {name: Quantity(count, "") for name, count in counts.items()}
-    return Record("walk", {"expression": "a @ b", "dtype": "f32", "mode": "autocast", **labels}, values, data)
+    return Record("trace", {"expression": "a @ b", "dtype": "f32", "mode": "autocast", **labels}, values, data)
 
 
 def _agreement(mode: str, calls: int, wrong: int, *, functorch: bool) -> Record:
@@ -55,20 +58,20 @@ def _results(*records: Record) -> Results:
     return Results("dispatcher-trace", environment, {"size": 4, "seconds": 0.1}, records, (), True)
 
 
-def test_the_order_of_autocast_and_autograd_is_read_from_the_walk() -> None:
-    usual = _results(_walk(["AutocastCPU", "AutogradCPU", "CPU"]))
-    assert "AutocastCPU comes before AutogradCPU" in story.finding(usual)
-    turned = _results(_walk(["AutogradCPU", "AutocastCPU", "CPU"]))
-    assert "AutogradCPU comes before AutocastCPU" in story.finding(turned)
-    neither = _results(_walk(["CPU"]))
-    assert "comes before" not in story.finding(neither)
+def test_the_order_of_autocast_and_autograd_is_read_from_the_trace() -> None:
+    usual = _results(_trace(["AutocastCPU", "AutogradCPU", "CPU"]))
+    assert "AutocastCPU comes before AutogradCPU" in sections.headline(usual)
+    turned = _results(_trace(["AutogradCPU", "AutocastCPU", "CPU"]))
+    assert "AutogradCPU comes before AutocastCPU" in sections.headline(turned)
+    neither = _results(_trace(["CPU"]))
+    assert "comes before" not in sections.headline(neither)
 
 
-def test_disagreement_and_inequality_are_said() -> None:
-    results = _results(_walk(["AutocastCPU"], predicted={1: "AutogradCPU"}, bit_equal=False))
-    assert "0 of 1 traced results are bit-equal" in story.finding(results)
-    assert "hop 1, `aten::mm` at AutocastCPU; predicted AutogradCPU" in story.disagreements(results)[0]
-    assert "| no |" in story.conditions_table(results)
+def test_disagreements_and_unequal_results_are_reported() -> None:
+    results = _results(_trace(["AutocastCPU"], predicted={1: "AutogradCPU"}, bit_equal=False))
+    assert "0 of 1 traced results are bit-equal" in sections.headline(results)
+    assert "hop 1, `aten::mm` at AutocastCPU; predicted AutogradCPU" in sections.disagreements(results)[0]
+    assert "| no |" in sections.conditions_table(results)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +82,10 @@ def test_disagreement_and_inequality_are_said() -> None:
         (1002, "| 2 of 1,002: 1,000 predicted hops did not happen |"),
     ],
 )
-def test_hops_that_did_not_happen_are_told_apart(positions: int, cell: str) -> None:
-    walk = _walk(["AutogradCPU", "CPU"])
-    walk.values["positions"] = Quantity(positions, "")
-    assert cell in story.conditions_table(_results(walk))
+def test_predicted_hops_that_did_not_happen_are_counted(positions: int, cell: str) -> None:
+    trace = _trace(["AutogradCPU", "CPU"])
+    trace.values["positions"] = Quantity(positions, "")
+    assert cell in sections.conditions_table(_results(trace))
 
 
 def test_agreement_is_summed_inside_and_outside_functorch() -> None:
@@ -91,36 +94,36 @@ def test_agreement_is_summed_inside_and_outside_functorch() -> None:
         _agreement("autocast", 300, 1, functorch=False),
         _agreement("vmap", 100, 5, functorch=True),
     )
-    results = _results(_walk(["CPU"]), *records)
+    results = _results(_trace(["CPU"]), *records)
     found = "gives the right keys for 99.50 % of the catalogue's operator calls outside functorch and 95.00 % inside"
-    assert found in story.finding(results)
-    assert "| autocast | 3 | 300 | 1 | 99.67 % | 0 |" in story.agreement_table(results)
-    (line,) = story.causes(results)
+    assert found in sections.headline(results)
+    assert "| autocast | 3 | 300 | 1 | 99.67 % | 0 |" in sections.agreement_table(results)
+    (line,) = sections.causes(results)
     assert line == "`aten::detach_`, 7 calls: visited AutogradCPU, predicted AutogradCPU → CPU; by hand"
 
 
-def test_what_is_said_of_autocast_follows_the_walks() -> None:
-    plain, cast = _walk(["CPU"], mode="plain"), _walk(["AutocastCPU"])
-    assert "autocast stops that" in story.autocast_claim(_results(plain, cast))
+def test_the_sentence_on_autocast_follows_the_traces() -> None:
+    plain, cast = _trace(["CPU"], mode="plain"), _trace(["AutocastCPU"])
+    assert "autocast stops that" in sections.autocast_claim(_results(plain, cast))
     cast.data["autocast"]["included"] = True
-    assert story.autocast_claim(_results(plain, cast)) == "Under autocast the thread includes the Autocast key."
-    assert story.autocast_claim(_results(plain)) == ""
+    assert sections.autocast_claim(_results(plain, cast)) == "Under autocast the thread includes the Autocast key."
+    assert sections.autocast_claim(_results(plain)) == ""
 
 
-def test_operators_of_one_run_alone_are_named() -> None:
-    walk = _walk(["CPU"])
-    walk.data["only_untraced"] = {"aten::promote_types": 2}
-    context = story.context(_results(walk))
-    assert context["unlike"] == ["`a @ b` f32 autocast: `promote_types` × 2 (untraced)"]
+def test_operators_of_only_one_run_are_named() -> None:
+    trace = _trace(["CPU"])
+    trace.data["only_untraced"] = {"aten::promote_types": 2}
+    context = sections.context(_results(trace))
+    assert context["operator_differences"] == ["`a @ b` f32 autocast: `promote_types` × 2 (untraced)"]
 
 
 def test_kernels_appear_where_there_are_any() -> None:
-    walk = _walk(["CUDA"])
-    assert story.kernel_table(_results(walk)) == ""
+    trace = _trace(["CUDA"])
+    assert sections.kernel_table(_results(trace)) == ""
     kernel = {"operator": "aten::mm", "node": "", "name": "nvjet_" + "k" * 200, "grid": [2, 1, 1], "block": [128, 1, 1]}
     kernel |= {"registers": 168, "shared_memory": 98304, "library": "cuBLAS", "seconds": 2e-6}
-    walk.data["kernels"].append(kernel)
-    table = story.kernel_table(_results(walk))
+    trace.data["kernels"].append(kernel)
+    table = sections.kernel_table(_results(trace))
     assert "2×1×1" in table
     assert "| 168 | 96.0 KiB | 2.00 µs |" in table
     assert "(cuBLAS)" in table
@@ -133,21 +136,22 @@ def test_the_main_job(tmp_path: Path) -> None:
     path = measure_and_write(lens, device="cpu", quick=True, out=tmp_path)
     results = load(tmp_path / "results.json")
     assert render(results, lens.report) == path.read_text(encoding="utf-8")
-    walks = results.select("walk")
-    assert {walk.labels["mode"] for walk in walks} >= {"plain", "requires_grad", "autocast", "inference_mode", "vmap"}
-    assert {walk.labels["expression"] for walk in walks} == {*EXPRESSIONS, "scaled_relu(x, 2.0)"}
-    counted = story.totals(results)
-    assert counted["bit_equal"] == counted["walks"] == len(walks) + 2
-    assert counted["same_operators"] == counted["walks"] - 1  # the GPT step's promote_types, at Undefined
+    traces = results.select("trace")
+    modes = {trace.labels["mode"] for trace in traces}
+    assert modes >= {"plain", "requires_grad", "autocast", "inference_mode", "vmap"}
+    assert {trace.labels["expression"] for trace in traces} == {*EXPRESSIONS, "scaled_relu(x, 2.0)"}
+    counted = sections.totals(results)
+    assert counted["bit_equal"] == counted["traces"] == len(traces) + 2
+    assert counted["same_operators"] == counted["traces"] - 1  # the GPT step's promote_types, at Undefined
     assert results.one("program", step="GPT step").data["only_untraced"] == {"aten::promote_types": 2}
     assert results.one("restored").data == {"equal": True, "equal_after_exception": True}
     assert len(results.select("agreement")) == 9
     assert results.one("overhead")["hops"].value == 2
     drawn = {figure.name for figure in lens.report.figures(results)}
-    assert drawn == {"walk_autocast_f32", "walk_requires_grad_bf16", "timeline"}
-    page = (tmp_path / story.UNFOLDED).read_text(encoding="utf-8")
+    assert drawn == {"trace_autocast_f32", "trace_requires_grad_bf16", "timeline"}
+    page = (tmp_path / PAGE).read_text(encoding="utf-8")
     assert "every hop" in page
-    events = json.loads(gzip.decompress((tmp_path / story.PERFETTO).read_bytes()))["traceEvents"]
+    events = json.loads(gzip.decompress((tmp_path / PERFETTO).read_bytes()))["traceEvents"]
     assert sum(event.get("cat") == "hop" for event in events) == results.one("program", step="GPT step")["hops"].value
     steps = {record.labels["operator"]: record for record in results.select("native_step")}
     if not native_step.unavailable():

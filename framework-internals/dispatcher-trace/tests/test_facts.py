@@ -1,4 +1,4 @@
-"""Tensor facts, effects, source lines and the findings drawn from them."""
+"""Tensor facts, effects, source lines and findings."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 import typing_extensions
 
 from dispatcher_trace import Finding, Shims, Trace, installed, record
-from dispatcher_trace.records import Argument, Call
+from dispatcher_trace.capture.types import Argument, Call
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def shims() -> Iterator[Shims]:
         yield shims
 
 
-def _walk(shims: Shims, function: Callable[[], object]) -> Trace:
+def _trace(shims: Shims, function: Callable[[], object]) -> Trace:
     with record(shims, kernels=False) as t:
         function()
     return t
@@ -29,17 +29,17 @@ def _effects(t: Trace) -> list[tuple[str, str, tuple[str, ...]]]:
 
 def test_a_view_shares_its_storage_and_the_hop_that_made_it_says_so(shims: Shims) -> None:
     x = torch.ones(3, 4)
-    t = _walk(shims, lambda: x.t())
-    assert _effects(t) == [("aten::as_strided", "CPU", ("$1 was made on the memory of $0 (s0)",))]
+    t = _trace(shims, lambda: x.t())
+    assert _effects(t) == [("aten::as_strided", "CPU", ("$1 aliases the memory of $0 (s0)",))]
     (call,) = t.calls
     (given,), (made,) = call.hops[0].arguments[0].tensors, call.hops[0].results[0].tensors
     assert given.storage == made.storage == "s0"
     assert (given.strides, made.strides) == ((4, 1), (1, 4))
 
 
-def test_a_fresh_result_has_a_storage_of_its_own(shims: Shims) -> None:
+def test_a_new_result_has_a_new_storage(shims: Shims) -> None:
     x = torch.ones(3, 4)
-    t = _walk(shims, lambda: x + x)
+    t = _trace(shims, lambda: x + x)
     assert t.calls[0].hops[0].results[0].tensors[0].storage not in ("", "s0")
     assert _effects(t) == []
 
@@ -47,7 +47,7 @@ def test_a_fresh_result_has_a_storage_of_its_own(shims: Shims) -> None:
 def test_an_in_place_operator_bumps_the_version_where_the_counter_is(shims: Shims) -> None:
     x = torch.ones(3)
     version = x._version
-    t = _walk(shims, lambda: x.mul_(x))
+    t = _trace(shims, lambda: x.mul_(x))
     assert _effects(t) == [("aten::mul_.Tensor", "ADInplaceOrView", ("the version of $0 went up",))]
     assert t.hops[0].arguments[0].tensors[0].version == version
     assert t.hops[0].results[0].tensors[0].version == version + 1
@@ -58,7 +58,7 @@ def test_inference_tensors_have_no_version(shims: Shims) -> None:
         with torch.inference_mode():
             return torch.ones(3) * 2
 
-    t = _walk(shims, inside)
+    t = _trace(shims, inside)
     assert t.calls[-1].hops[0].tensors[0].version is None
     assert t.agreement[0] == t.agreement[1]
     assert "ADInplaceOrView" not in {hop.key for hop in t.hops}  # a number is an inference tensor there, too
@@ -66,7 +66,7 @@ def test_inference_tensors_have_no_version(shims: Shims) -> None:
 
 def test_gradients_are_added_in_place_as_without_the_tracer(shims: Shims) -> None:
     x = torch.ones(3, requires_grad=True)
-    t = _walk(shims, lambda: (x * x + x * x).sum().backward())
+    t = _trace(shims, lambda: (x * x + x * x).sum().backward())
     accumulated = [call.operator for call in t.calls if call.hops[0].node and "add" in call.operator]
     assert set(accumulated) == {"aten::add_.Tensor"}
 
@@ -78,7 +78,7 @@ def test_the_backward_is_linked_to_the_forward_and_its_line(shims: Shims) -> Non
         y = x @ x  # the line
         y.sum().backward()
 
-    t = _walk(shims, step)
+    t = _trace(shims, step)
     made = next(hop for hop in t.hops if hop.operator == "aten::mm" and hop.made_node)
     backward = [call for call in t.all_calls if call.operator == "aten::mm" and call.hops[0].node]
     assert len(backward) == 2
@@ -91,13 +91,13 @@ def test_the_backward_is_linked_to_the_forward_and_its_line(shims: Shims) -> Non
 
 def test_a_view_in_the_forward_is_linked_too(shims: Shims) -> None:
     x = torch.ones(4, 4, requires_grad=True)
-    t = _walk(shims, lambda: (x.t() * 2).sum().backward())
+    t = _trace(shims, lambda: (x.t() * 2).sum().backward())
     backward = next(call for call in t.calls if call.hops[0].node.startswith("TBackward0"))
     assert t.hops[backward.forward - 1].operator == "aten::t"
 
 
 def _found(shims: Shims, function: Callable[[], object]) -> list[Finding]:
-    return _walk(shims, function).findings
+    return _trace(shims, function).findings
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_result_whose_size_depends_on_data_waits(shims: Shims, function: Calla
 
 
 def test_a_wrong_prediction_is_a_finding(shims: Shims) -> None:
-    t = _walk(shims, lambda: torch.ones(2).exp())
+    t = _trace(shims, lambda: torch.ones(2).exp())
     t.calls[-1].missed = ("CUDA",)
     (found,) = t.findings
     assert (found.kind, found.operator) == ("prediction", "aten::exp")
@@ -178,13 +178,13 @@ def test_a_wrong_prediction_is_a_finding(shims: Shims) -> None:
 
 
 def test_a_wrong_prediction_with_a_known_cause_is_none(shims: Shims) -> None:
-    t = _walk(shims, lambda: torch.tensor([1.0, 2.0]))
+    t = _trace(shims, lambda: torch.tensor([1.0, 2.0]))
     assert [call.operator for call in t.all_calls if not call.agrees] == ["aten::detach_"]  # written by hand
     assert t.findings == []
 
 
 def _on_devices(call: Call, source: str, target: str, *, pinned: bool) -> None:
-    """Make a walk on the CPU one of a transfer: its tensors without a dtype change are alike but for the device."""
+    """Turn a call on the CPU into a transfer between devices: only the devices of the tensors differ."""
     for hop in (hop for inner in call.walk() for hop in inner.hops):
         to_target = {"self"} if hop.operator == "aten::copy_" else set()
         hop.arguments = tuple(
@@ -214,7 +214,7 @@ def _moved(argument: Argument, device: str, *, pinned: bool) -> Argument:
         (lambda x: x.to("cpu", copy=True, non_blocking=True), "cpu", "cuda:0", True, ["copy"]),
     ],
 )
-def test_a_copy_between_gpu_and_host_waits_unless_told_and_able_not_to(
+def test_a_copy_between_gpu_and_host_waits_unless_it_is_non_blocking_and_can_be(
     shims: Shims,
     function: Callable[[torch.Tensor], object],
     source: str,
@@ -223,16 +223,16 @@ def test_a_copy_between_gpu_and_host_waits_unless_told_and_able_not_to(
     kinds: list[str],
 ) -> None:
     x = torch.ones(3)
-    t = _walk(shims, lambda: function(x))
+    t = _trace(shims, lambda: function(x))
     _on_devices(t.calls[-1], source, target, pinned=pinned)
     assert [found.kind for found in t.findings] == kinds
     said = "to the host, which waits" if target == "cpu" else "to the GPU and waits"
     assert all(said in found.detail for found in t.findings if found.kind == "synchronisation")
 
 
-def test_the_key_set_stands_as_an_equation(shims: Shims) -> None:
+def test_the_key_set_is_shown_as_an_equation(shims: Shims) -> None:
     a = torch.ones(2, requires_grad=True)
-    t = _walk(shims, lambda: a + a)
+    t = _trace(shims, lambda: a + a)
     text = t.to_markdown()
     carried = "{AutocastCPU, AutogradCPU, ADInplaceOrView, CPU}"
     assert f"keys {{AutogradCPU, CPU}} = self {carried} ∪ other {carried} ∪ thread {{" in text
@@ -244,5 +244,5 @@ def test_the_key_set_stands_as_an_equation(shims: Shims) -> None:
 def test_a_deprecated_functions_wrapper_is_not_the_users_line(shims: Shims) -> None:
     old = typing_extensions.deprecated("use relu")(torch.nn.functional.relu)
     with pytest.warns(DeprecationWarning, match="use relu"):
-        t = _walk(shims, lambda: old(torch.ones(3)))
+        t = _trace(shims, lambda: old(torch.ones(3)))
     assert [call.source.partition(":")[0] for call in t.calls] == ["tests/test_facts.py"] * 2

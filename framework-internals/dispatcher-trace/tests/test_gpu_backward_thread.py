@@ -1,11 +1,12 @@
-"""The backward on autograd's own thread, held against the profiler and against a run before any shim was in."""
+"""The backward on autograd's own thread, compared with the profiler and with a run without shims."""
 
 from collections import Counter
 
 import pytest
 import torch
 
-from dispatcher_trace import installed, profile, record
+from dispatcher_trace import installed, record
+from dispatcher_trace.capture import profile
 
 pytestmark = [
     pytest.mark.gpu,

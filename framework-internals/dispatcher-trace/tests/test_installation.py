@@ -1,4 +1,4 @@
-"""Putting shims in and taking them out: tables, results and the process as they were."""
+"""Installing and removing shims: tables, results and the process are the same afterwards."""
 
 import threading
 import warnings
@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 
-from dispatcher_trace import dispatcher, installed, trace
+from dispatcher_trace import installed, trace
+from dispatcher_trace.capture import dispatcher
 
 
 def _tables() -> dict[str, str]:
@@ -79,7 +80,7 @@ def test_an_unknown_scope_is_refused_and_nothing_stays() -> None:
         assert shims.count == (6 if torch.cuda.is_available() else 4)
 
 
-def test_an_operator_of_ones_own_is_walked() -> None:
+def test_a_custom_operator_is_traced() -> None:
     library = torch.library.Library("dispatcher_trace_own", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", lambda x: x + x, "CPU")
@@ -92,7 +93,7 @@ def test_an_operator_of_ones_own_is_walked() -> None:
     assert [call.operator for call in own.hops[-1].calls] == ["aten::add.Tensor"]
 
 
-def test_installing_warns_nobody() -> None:
+def test_installing_makes_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with installed("core"):

@@ -1,8 +1,9 @@
-"""Names behind backend keys, from the wheel's native_functions.yaml."""
+"""Native functions of backend kernels, from the wheel's native_functions.yaml."""
 
 import pytest
 
-from dispatcher_trace import dispatcher, native
+from dispatcher_trace.capture import dispatcher
+from dispatcher_trace.explain import native_functions
 
 
 @pytest.mark.parametrize(
@@ -19,22 +20,22 @@ from dispatcher_trace import dispatcher, native
     ],
 )
 def test_names(operator: str, key: str, name: str) -> None:
-    assert native.native_function(operator, key, dispatcher.table(operator)[key].kind) == name
+    assert native_functions.native_function(operator, key, dispatcher.table(operator)[key].kind) == name
 
 
 def test_an_operator_that_the_file_does_not_have() -> None:
-    assert native.native_function("prims::add", "CPU", "kernel") == ""
-    assert native.native_function("aten::no_such", "CPU", "kernel") == ""
+    assert native_functions.native_function("prims::add", "CPU", "kernel") == ""
+    assert native_functions.native_function("aten::no_such", "CPU", "kernel") == ""
 
 
 def test_the_cuda_name_needs_no_gpu() -> None:
-    assert native.native_function("aten::mm", "CUDA", "kernel") == "structured_mm_out_cuda"
+    assert native_functions.native_function("aten::mm", "CUDA", "kernel") == "structured_mm_out_cuda"
 
 
 def test_a_wheel_without_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_file", lambda: None)
-    native._functions.cache_clear()
+    monkeypatch.setattr(native_functions, "_file", lambda: None)
+    native_functions._functions.cache_clear()
     try:
-        assert native.native_function("aten::mm", "CPU", "kernel") == ""
+        assert native_functions.native_function("aten::mm", "CPU", "kernel") == ""
     finally:
-        native._functions.cache_clear()
+        native_functions._functions.cache_clear()

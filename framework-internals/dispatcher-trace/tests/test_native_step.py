@@ -1,4 +1,4 @@
-"""Stepping through CPU kernels: what it names, and that it changes nothing."""
+"""Single-stepping CPU kernels: the functions that it names, and that it changes no result."""
 
 import signal
 from collections.abc import Iterator
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dispatcher_trace import Call, NativeStep, Shims, installed, native_step, record
-from dispatcher_trace.native_step import stepper, symbols
+from dispatcher_trace import Call, NativeStep, Shims, installed, record
+from dispatcher_trace.capture import native_step
+from dispatcher_trace.capture.native_step import stepper, symbols
 
 pytestmark = pytest.mark.skipif(bool(native_step.unavailable()), reason=native_step.unavailable() or "available")
 
@@ -74,7 +75,7 @@ def test_an_exception_passes_and_the_signal_handler_is_restored(shims: Shims) ->
     assert "aten::exp" in _steps(t.calls)
 
 
-def test_what_cannot_be_stepped_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_step_gives_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     assert native_step.unavailable().startswith("single-stepping needs a C compiler, no 'no-such-compiler' on PATH")
     monkeypatch.setattr(stepper.platform, "machine", lambda: "aarch64")

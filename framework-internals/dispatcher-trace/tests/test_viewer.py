@@ -1,4 +1,4 @@
-"""The HTML page and the Perfetto trace of a walk."""
+"""A trace as an HTML page and as a Chrome trace."""
 
 import json
 import re
@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from dispatcher_trace import Shims, Trace, installed, record
-from dispatcher_trace.records import Kernel
+from dispatcher_trace.capture.types import Kernel
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "headless_shell", "chrome-headless-shell")
 _LOGIC = re.compile(r'<script>\n("use strict";\nasync function unpack.*?)</script>', re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def walk() -> Iterator[Trace]:
+def trace() -> Iterator[Trace]:
     with installed("core") as shims:
-        yield _walk(shims)
+        yield _trace(shims)
 
 
-def _walk(shims: Shims) -> Trace:
+def _trace(shims: Shims) -> Trace:
     x = torch.ones(3, 3, requires_grad=True)
     with record(shims, kernels=False) as t:
         torch.softmax(x @ x, -1).sum().backward()
@@ -32,25 +32,25 @@ def _walk(shims: Shims) -> Trace:
     return t
 
 
-def test_the_page_needs_nothing_else(walk: Trace) -> None:
-    page = walk.to_html("A <walk> & more")
-    assert "<title>A &lt;walk&gt; &amp; more</title>" in page
+def test_the_page_needs_nothing_else(trace: Trace) -> None:
+    page = trace.to_html("A <trace> & more")
+    assert "<title>A &lt;trace&gt; &amp; more</title>" in page
     assert not re.search(r"(src|href)=|@import|https?://|fetch\(|XMLHttpRequest", page)
     assert page.count("<script") == page.count("</script>") == 3
-    assert page == walk.to_html("A <walk> & more")
+    assert page == trace.to_html("A <trace> & more")
 
 
 def _in_node(page: str, expression: str) -> Any:
-    """Evaluate an expression over the page's own logic and walk."""
+    """Evaluate a JavaScript expression with the page's functions and trace."""
     node = shutil.which("node")
     if node is None:
         pytest.skip("no node on PATH")
-    logic, payload = _LOGIC.search(page), re.search(r'<script id="walk"[^>]*>(.*?)</script>', page, re.DOTALL)
+    logic, payload = _LOGIC.search(page), re.search(r'<script id="trace"[^>]*>(.*?)</script>', page, re.DOTALL)
     assert logic is not None
     assert payload is not None
     source = f"""{logic[1]}
 unpack({json.dumps(payload[1])}).then((payload) => {{
-  const rows = readWalk(payload);
+  const rows = readTrace(payload);
   const show = (hash) => visibleRows(rows, readState(hash, rows));
   console.log(JSON.stringify({expression}));
 }});"""
@@ -58,9 +58,9 @@ unpack({json.dumps(payload[1])}).then((payload) => {{
     return json.loads(done.stdout)
 
 
-def test_folding_and_searching_in_node(walk: Trace) -> None:
-    page = walk.to_html()
-    calls, hops = len(walk.all_calls), len(walk.hops)
+def test_folding_and_searching_in_node(trace: Trace) -> None:
+    page = trace.to_html()
+    calls, hops = len(trace.all_calls), len(trace.hops)
     shown = _in_node(
         page,
         """{ all: rows.length, folded: show("").length, unfolded: show("#open=all").length,
@@ -70,7 +70,7 @@ def test_folding_and_searching_in_node(walk: Trace) -> None:
         key: show("#q=autogradcpu mm").filter((row) => row.isHop).every((row) => row.key === "AutogradCPU") }""",
     )
     assert shown["all"] == shown["unfolded"] == calls + hops
-    assert shown["folded"] == len(walk.calls)
+    assert shown["folded"] == len(trace.calls)
     assert shown["folded"] < shown["one"] < shown["all"]
     assert "aten::_softmax" in shown["softmax"]
     assert set(shown["wrong"]) == {"aten::detach_"}
@@ -81,12 +81,12 @@ def test_folding_and_searching_in_node(walk: Trace) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(walk: Trace, tmp_path: Path) -> None:
+def test_the_page_in_a_browser(trace: Trace, tmp_path: Path) -> None:
     browser = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
         pytest.skip(f"no headless browser on PATH ({', '.join(_BROWSERS)})")
-    path = tmp_path / "walk.html"
-    path.write_text(walk.to_html("A walk"), encoding="utf-8")
+    path = tmp_path / "trace.html"
+    path.write_text(trace.to_html("A trace"), encoding="utf-8")
 
     def dom(state: str) -> str:
         flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000", "--dump-dom"]
@@ -97,23 +97,23 @@ def test_the_page_in_a_browser(walk: Trace, tmp_path: Path) -> None:
 
     folded, unfolded, searched = dom(""), dom("open=all"), dom("q=_softmax")
     assert 'data-ready="yes"' in folded
-    assert folded.count('class="row') == len(walk.calls)
-    assert unfolded.count('class="row') == len(walk.all_calls) + len(walk.hops)
+    assert folded.count('class="row') == len(trace.calls)
+    assert unfolded.count('class="row') == len(trace.all_calls) + len(trace.hops)
     assert "<mark>_softmax</mark>" in searched
     hovers = re.findall(r'class="key" title="([^"]+)"', unfolded)
-    assert len(hovers) == len(walk.hops)
+    assert len(hovers) == len(trace.hops)
     assert all(keys.startswith("keys {") for keys in hovers)
 
 
-def test_perfetto_nests_hops_in_calls(walk: Trace) -> None:
-    document = json.loads(json.dumps(walk.to_perfetto()))
+def test_perfetto_nests_hops_in_calls(trace: Trace) -> None:
+    document = json.loads(json.dumps(trace.to_perfetto()))
     spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
     calls = [event for event in spans if event["cat"] == "call"]
     hops = [event for event in spans if event["cat"] == "hop"]
-    assert (len(calls), len(hops)) == (len(walk.all_calls), len(walk.hops))
+    assert (len(calls), len(hops)) == (len(trace.all_calls), len(trace.hops))
     assert all(event["dur"] >= 0 for event in spans)
     by_hop = {event["args"]["hop"]: event for event in hops}
-    for call in walk.all_calls:
+    for call in trace.all_calls:
         outer = by_hop[call.hops[0].number]
         for hop in call.hops[1:]:
             inner = by_hop[hop.number]
@@ -123,12 +123,12 @@ def test_perfetto_nests_hops_in_calls(walk: Trace) -> None:
     assert {"dispatcher", "main"} <= names
 
 
-def test_perfetto_draws_an_arrow_to_a_device_kernel(walk: Trace) -> None:
-    call = walk.all_calls[0]
+def test_perfetto_draws_an_arrow_to_a_device_kernel(trace: Trace) -> None:
+    call = trace.all_calls[0]
     before = call.kernels
     call.kernels = (Kernel("nvjet_hsh_128x64", (1, 1, 1), (128, 1, 1), 2e-6, 168, 98304, 7, 5000),)
     try:
-        events = walk.to_perfetto()["traceEvents"]
+        events = trace.to_perfetto()["traceEvents"]
     finally:
         call.kernels = before
     (kernel,) = [event for event in events if event.get("cat") == "kernel"]

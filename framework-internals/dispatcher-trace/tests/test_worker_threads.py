@@ -1,4 +1,4 @@
-"""Kernels that call operators from the worker threads of a parallel region, where a shim would wait for ever."""
+"""Kernels that call operators from worker threads, where a shim on several threads would be a deadlock."""
 
 import os
 import subprocess

@@ -118,7 +118,7 @@ def sample_bytes(
         The next byte.
 
     Raises:
-        ValueError: for an empty prompt or a negative temperature.
+        ValueError: For an empty prompt or a negative temperature.
     """
     if not prompt:
         raise ValueError("the prompt must hold at least one byte, got an empty one")

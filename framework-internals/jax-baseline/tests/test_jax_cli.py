@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from benchkit import UserError
 from jax_baseline.cli import app
-from jax_baseline.parity.comparison import Observation, judge
+from jax_baseline.parity.comparison import Observation, compare_observations
 from jax_baseline.parity.convergence import Converged
 from torch_baseline.config import GPTConfig
 
@@ -31,7 +31,7 @@ def test_parity_gives_a_verdict(monkeypatch):
 
 def test_no_parity_is_exit_status_1(monkeypatch):
     seen = Observation(5.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
-    judged = judge([seen], [replace(seen, loss=5.5)], controls=[[seen]], dtype="float32")
+    judged = compare_observations([seen], [replace(seen, loss=5.5)], controls=[[seen]], dtype="float32")
     monkeypatch.setattr("jax_baseline.parity.adapters.run", lambda setup: judged)
     result = invoke("parity", "--steps", "1", "--device", "cpu")
     assert result.exit_code == 1
@@ -65,7 +65,7 @@ def test_converge_compares_the_ends_of_training(monkeypatch):
     monkeypatch.setattr("torch_baseline.config.GPTConfig.preset", lambda name: tiny)
     result = invoke("converge", "--steps", "2", "--seeds", "2", "--device", "cpu")
     assert result.exit_code == 1, result.output  # two steps learn nothing
-    assert "NOT ALIKE tiny, 2 steps: JAX less torch" in result.output
+    assert "NOT ALIKE tiny, 2 steps: JAX minus torch" in result.output
 
 
 @pytest.mark.slow
@@ -139,8 +139,8 @@ def test_a_user_error_is_one_line_and_status_2():
         ("jax_baseline.hlo.lock", {"jax", "torch", "numpy"}),
         ("jax_baseline.diff.inductor_source", {"jax", "torch", "numpy"}),
         ("jax_baseline.diff.region_diff", {"jax", "torch"}),
-        ("jax_baseline.report.hlo_findings", {"jax", "torch"}),
-        ("jax_baseline.diff.compiled_sides", {"jax", "torch"}),
+        ("jax_baseline.report.hlo_sections", {"jax", "torch"}),
+        ("jax_baseline.diff.compiled_programs", {"jax", "torch"}),
         ("jax_baseline.hlo.gpu_target", {"jax", "torch"}),
         ("jax_baseline.lens", {"jax", "torch"}),
         ("jax_baseline.cli", {"jax", "torch"}),

@@ -69,7 +69,10 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     assert "out of memory" in found["too large"]
     assert "out of memory" in found["growing"]  # in a round that is timed
     assert found["not here"] == "no C++ compiler (install one)"
-    assert "first losses 5.100000 and 5.000000, at most 1e-04 apart in float32" in found["wrong"]
+    assert (
+        "first loss 5.100000 differs from the reference's 5.000000; at most 1e-04 is expected in float32"
+        in found["wrong"]
+    )
     assert {("close", "too large"), ("close", "growing")} <= set(
         log
     )  # so that it does not hold memory while others run
@@ -81,7 +84,7 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     assert len(found["also right"].timing.samples) == 8
 
 
-def test_what_fails_after_the_timed_rounds_leaves_them(monkeypatch):
+def test_a_failure_after_the_timed_rounds_keeps_them(monkeypatch):
     monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
 
     def inspect(name, worker):
@@ -108,7 +111,7 @@ def test_what_fails_after_the_timed_rounds_leaves_them(monkeypatch):
     assert trial.memory_unknown == lost
 
 
-def test_a_reference_that_dies_once_it_is_timed_costs_the_later_groups_alone(monkeypatch):
+def test_a_reference_that_dies_after_its_first_group_loses_only_the_later_groups(monkeypatch):
     log = []
 
     class Dying(FakeEngine):
@@ -125,7 +128,7 @@ def test_a_reference_that_dies_once_it_is_timed_costs_the_later_groups_alone(mon
     assert found["second"].startswith("the reference, reference, failed beside it: JaxEngine.run ended with status -9")
 
 
-def test_a_missing_fact_is_an_absence_of_the_report(monkeypatch):
+def test_a_missing_figure_is_named_in_the_report(monkeypatch):
     found = MeasuredEngine(
         *(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None),
         missing={"peak memory": "RuntimeError: device lost."},
@@ -135,7 +138,7 @@ def test_a_missing_fact_is_an_absence_of_the_report(monkeypatch):
     monkeypatch.setattr(Run, "record", lambda self, name, labels=None, values=None, data=None: kept.append(name))
     run = Run("cpu", lens.configure("cpu", quick=False), Notes())
     run.configuration["bench"]["engines"] = {"one": asdict(EngineSpec("jax"))}
-    lens.training_lens._collect_bench(run)
+    lens.timing.record_engines(run)
     assert "engine" in kept
     assert run.recorder.told["The peak memory of `one`"] == "asking for it failed: RuntimeError: device lost"
 
@@ -159,7 +162,7 @@ def a_peak(monkeypatch):
     monkeypatch.setattr("torch_baseline.throughput.peak_flops", lambda device, dtype, devices=1: devices * 1e12)
 
 
-def test_the_peak_that_a_rate_of_several_devices_is_held_against_is_that_of_all_of_them(a_peak, monkeypatch):
+def test_the_mfu_of_several_devices_uses_the_peak_of_all_of_them(a_peak, monkeypatch):
     """Two devices do twice the tokens of one in the same time: each is used as well."""
     found = MeasuredEngine(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None)
     monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
@@ -170,12 +173,12 @@ def test_the_peak_that_a_rate_of_several_devices_is_held_against_is_that_of_all_
     run.configuration["bench"]["engines"] = {
         name: asdict(EngineSpec("jax", data=data)) for name, data in (("one", 1), ("two", 2))
     }
-    lens.training_lens._collect_bench(run)
+    lens.timing.record_engines(run)
     assert kept["two"]["rate"].value == 2 * kept["one"]["rate"].value
     assert kept["two"]["MFU"].value == pytest.approx(kept["one"]["MFU"].value)
 
 
-def test_a_sweeps_share_of_the_peak_is_that_of_all_devices(a_peak, monkeypatch):
+def test_the_mfu_of_a_sweep_uses_the_peak_of_all_devices(a_peak, monkeypatch):
     trial = bench.Trial(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), None)
     monkeypatch.setattr(bench, "sweep", lambda engines, *rest, **settings: ((name, trial) for name in engines))
     options = ["--sweep", "--device", "cpu", "--engines", "cudnn,cudnn-data-2"]
@@ -206,7 +209,7 @@ class Notes:
         self.told[what] = why
 
 
-def test_a_part_that_fails_is_absent_from_the_report_and_costs_no_other(monkeypatch, caplog):
+def test_a_part_that_fails_is_absent_from_the_report_and_the_others_still_run(monkeypatch, caplog):
     def fails(run):
         raise RuntimeError("Traceback\n  somewhere\nXlaRuntimeError: INTERNAL: no stream.\n")
 
@@ -214,9 +217,8 @@ def test_a_part_that_fails_is_absent_from_the_report_and_costs_no_other(monkeypa
         raise UserError("JAX sees no device")
 
     notes, done = Notes(), []
-    parts = [("The first", fails), ("The second", done.append)]
-    monkeypatch.setattr(lens.training_lens, "sections", lambda run: parts)
-    monkeypatch.setattr(lens.hlo_lens, "sections", lambda run: [("The third", done.append)])
+    parts = [("The first", fails), ("The second", done.append), ("The third", done.append)]
+    monkeypatch.setattr(lens, "parts", lambda run: parts)
     run = Run("cpu", {}, notes)
     lens.collect(run)
     assert done == [run, run]
@@ -230,7 +232,7 @@ def test_a_part_that_fails_is_absent_from_the_report_and_costs_no_other(monkeypa
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_part_has_a_name_of_its_own(device):
     run = Run(device, lens.configure(device, quick=False), Notes())
-    names = [name for half in (lens.training_lens, lens.hlo_lens) for name, _ in half.sections(run)]
+    names = [name for name, _ in lens.parts(run)]
     assert len(set(names)) == len(names) >= 8
 
 
@@ -238,7 +240,7 @@ def test_a_quick_run_has_every_kind_of_part():
     kinds = []
     for quick in (False, True):
         run = Run("cpu", lens.configure("cpu", quick), Notes())
-        names = [name for half in (lens.training_lens, lens.hlo_lens) for name, _ in half.sections(run)]
+        names = [name for name, _ in lens.parts(run)]
         kinds.append({name.split(",")[0] if "attention" in name else name.split(" in ")[0] for name in names})
     assert kinds[0] - kinds[1] == {"The GPU's program"}  # which takes XLA's compiler for a GPU that is not there
 
@@ -246,7 +248,7 @@ def test_a_quick_run_has_every_kind_of_part():
 def test_a_quick_run_says_what_it_leaves_out_of_the_compiled_step():
     notes = Notes()
     run = Run("cpu", lens.configure("cpu", quick=True), notes)
-    dict(lens.hlo_lens.sections(run))["XLA beside Inductor"](run)
+    dict(lens.parts(run))["XLA beside Inductor"](run)
     assert list(notes.told) == ["XLA beside Inductor, and the program of a GPU"]
 
 
@@ -254,21 +256,19 @@ def test_a_quick_run_says_what_it_leaves_out_of_the_compiled_step():
 def test_mistakes_that_are_not_planted_are_named(device, told):
     notes = Notes()
     run = Run(device, lens.configure(device, quick=False), notes)
-    lens.training_lens._collect_mutations(run, list, lambda: None)
+    lens.parity._record_mistakes(run, list, lambda: None)
     assert list(notes.told) == told
 
 
 def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):
-    from jax_baseline.timing import measurements as training_lens
-
     begun = threading.Event()
     mesh = {"state_bytes": 1, "losses": [1.0], "collectives": {}}
-    monkeypatch.setattr(training_lens, "_try_meshes", lambda configuration: begun.set() or ([(1, 1, mesh)], [[1.0]]))
-    monkeypatch.setattr(training_lens, "_try_mutations", lambda configuration: [] if begun.wait(10) else ["alone"])
+    monkeypatch.setattr(lens.parity, "_run_meshes", lambda configuration: begun.set() or ([(1, 1, mesh)], [[1.0]]))
+    monkeypatch.setattr(lens.parity, "_run_mistakes", lambda configuration: [] if begun.wait(10) else ["alone"])
     kept = []
     run = Run("cpu", lens.configure("cpu", quick=True), Notes())
     monkeypatch.setattr(Run, "record", lambda self, name, *rest: kept.append(name))
-    parts = dict(training_lens.sections(run))
+    parts = dict(lens.parity.sections(run))
     assert not begun.is_set()
     parts["Planted mistakes"](run)
     parts["Meshes of devices"](run)

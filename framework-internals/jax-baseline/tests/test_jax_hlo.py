@@ -74,12 +74,12 @@ def test_known_module():
 
 
 def test_what_the_program_decides_when_it_runs_is_said():
-    assert parse(GPU_STEP).undecided == "1 loops of unknown length count as one run each"
+    assert parse(GPU_STEP).assumptions == "1 loops of unknown length count as one iteration each"
     known = GPU_STEP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
-    assert parse(known).undecided == ""
+    assert parse(known).assumptions == ""
     x = jnp.ones((4, 4))
     chosen = jax.jit(lambda x: jax.lax.cond(x.sum() > 0, lambda: x @ x, lambda: x * 2))
-    assert parse(chosen.lower(x).compile().as_text()).undecided == "1 conditionals with all of their branches"
+    assert parse(chosen.lower(x).compile().as_text()).assumptions == "1 conditionals count with all branches"
 
 
 def test_regions_and_phases():
@@ -117,7 +117,7 @@ def test_the_function_of_a_reduction_is_no_operation_of_the_kernel():
     (kernel,) = kernels(parse(SHARED_FUNCTION))
     assert kernel.ops == {"reduce": 1}
     assert [label.region for label in kernel.labels] == ["loss"]
-    assert str(kernel.place) == "loss.py:3"
+    assert str(kernel.location) == "loss.py:3"
 
 
 def test_the_unlabelled_half_of_a_reduction_is_where_its_own_function_is():

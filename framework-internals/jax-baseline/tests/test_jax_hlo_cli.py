@@ -30,7 +30,7 @@ def test_hlo_of_our_step_measured(tmp_path):
     )  # fmt: skip
     assert ours.exit_code == 0, ours.output
     assert "train step of tiny, 1 blocks, 2 sequences, float32, xla attention, on cpu" in ours.output
-    assert "XLA's own count, loop bodies once" in ours.output
+    assert "XLA's own count, with loop bodies once" in ours.output
     assert "a step takes" in ours.output
     donated, arguments = re.search(r"(\d+) of (\d+) arguments donated", ours.output).groups()
     assert int(donated) == int(arguments) - 2  # all but tokens and targets
@@ -50,7 +50,7 @@ def test_a_lock_passes_and_fails(tmp_path):
     dump.write_text((GOLDEN / "cpu_step.hlo").read_text())
     made = invoke("lock", str(lock), str(dump))
     assert made.exit_code == 0, made.output
-    assert re.search(r"41 kernels of \d+ sorts", made.output)
+    assert re.search(r"41 kernels with \d+ signatures", made.output)
     same = invoke("hlo", str(dump), "--check", str(lock))
     assert same.exit_code == 0
     assert f"LOCKED {lock}: 41 kernels" in same.output.replace("\n", "")
@@ -66,7 +66,7 @@ def test_a_lock_passes_and_fails(tmp_path):
     [
         (["hlo", "no_such_file.txt"], "cannot read no_such_file.txt"),
         (["hlo", str(GOLDEN / "regenerate.py")], "expected the text of an HLO module"),
-        (["hlo", str(GOLDEN / "cpu_step.hlo"), "--check", "no.lock"], "make it with jax-baseline lock"),
+        (["hlo", str(GOLDEN / "cpu_step.hlo"), "--check", "no.lock"], "write it with jax-baseline lock"),
         pytest.param(
             ["hlo", "--attention", "flash", *SMALL],
             "--attention takes xla or cudnn, got 'flash'",
@@ -74,7 +74,7 @@ def test_a_lock_passes_and_fails(tmp_path):
         ),
         pytest.param(["hlo", "--dtype", "float16", *SMALL], "float16", marks=pytest.mark.slow),
         (["hlo", "--target", "mi300", *SMALL], "--target takes h200, got 'mi300'"),
-        (["hlo", "--target", "h200", "--attention", "cudnn", *SMALL], "without a GPU only XLA's own attention"),
+        (["hlo", "--target", "h200", "--attention", "cudnn", *SMALL], "without a GPU the attention must be xla"),
         pytest.param(
             ["diff", "--attention", "flash", *SMALL],
             "the attention must be one of xla, cudnn, got 'flash'",
@@ -101,25 +101,28 @@ def test_mistakes_are_user_errors(arguments, message):
         (2.5, 1, "; of result 0, float32[], rounding explains 2.0e-04\n"),
     ],
 )
-def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
-    from jax_baseline.diff.programs import Program, Step, Tensor
+def test_diff_prints_both_programs(monkeypatch, loss, status, verdict):
+    from jax_baseline.diff.programs import KernelLaunch, Program, Tensor
 
     def program(compiler, kind, name, loss):
         scores = Tensor("scores", "float32", (4, 4), 64, (16.0, 1.0, 2.0, 3.0, 4.0, 5.0, float(len(name))))
-        step = Step(
+        launch = KernelLaunch(
             name, kind, "reduction", {"reduce": 1}, "forward", ("head",), (("head",),), "mine.py:3", 1, 64, 64, 9, 1e-3,
             "source text", (scores,),
         )  # fmt: skip
         values = (Tensor("loss", "float32", (), 4, (1.0, loss, loss, loss, loss, loss, loss)),)
-        return Program(compiler, (step,), 2e-3, 1.0, values, ("a note",) if compiler == "XLA" else ())
+        return Program(compiler, (launch,), 2e-3, 1.0, values, ("a note",) if compiler == "XLA" else ())
 
-    sides = program("XLA", "fusion loop", "fusion", 2.0), program("Inductor", "C++ kernel", "0:cpp_fused_sum_0:1", loss)
-    monkeypatch.setattr("jax_baseline.diff.compiled_sides.compile_both", lambda one, other: sides)
+    both = program("XLA", "fusion loop", "fusion", 2.0), program("Inductor", "C++ kernel", "0:cpp_fused_sum_0:1", loss)
+    monkeypatch.setattr("jax_baseline.diff.compiled_programs.compile_both", lambda one, other: both)
     result = invoke("diff", "--device", "cpu")
     assert result.exit_code == status, result.output
     assert verdict in result.output
     assert "| head | forward | 1 | 128 B | 1.00 ms | 1 | 128 B | 1.00 ms |" in result.output
-    assert "XLA: compiled in 1.00 s, runs 2.00 ms; kernels placed by label 1, by value 0, not at all 0" in result.output
+    assert (
+        "XLA: compiled in 1.00 s, runs 2.00 ms; kernels assigned by label 1, by value 0, not assigned 0"
+        in result.output
+    )
     assert "; a note" in result.output
     assert "#### `head`, forward" in result.output
     assert "XLA, `fusion` (fusion loop):" in result.output
@@ -139,30 +142,30 @@ def test_diff_prints_both_sides(monkeypatch, loss, status, verdict):
 )
 def test_how_far_apart_results_may_be_depends_on_what_rounds(dtype, source, apart, same):
     from jax_baseline.cli.hlo import _agreement
-    from jax_baseline.diff.programs import Program, Step, Tensor
+    from jax_baseline.diff.programs import KernelLaunch, Program, Tensor
 
     def program(compiler, value):
         result = Tensor("result", dtype, (4,), 16, (4.0, value, value, value, value, value, value))
-        step = Step("0", "loop", "reduction", {}, "forward", (), (), "", 1, 1, 1, 1, None, source, ())
-        return Program(compiler, (step,), None, 1.0, (result,))
+        launch = KernelLaunch("0", "loop", "reduction", {}, "forward", (), (), "", 1, 1, 1, 1, None, source, ())
+        return Program(compiler, (launch,), None, 1.0, (result,))
 
-    sides = program("XLA", 1.0), program("Inductor", 1.0 - apart)
-    assert _agreement(sides, apart, False)[0] is same
-    assert _agreement(sides, apart, True)[0] is (same or dtype == "float32")
+    both = program("XLA", 1.0), program("Inductor", 1.0 - apart)
+    assert _agreement(both, apart, False)[0] is same
+    assert _agreement(both, apart, True)[0] is (same or dtype == "float32")
 
 
-def test_a_side_that_dies_is_not_taken_for_another_function(monkeypatch):
+def test_a_program_that_fails_is_not_taken_for_another_function(monkeypatch):
     """Exit status 1 says that the two functions differ."""
 
     def dies(one, other):
-        raise ChildCrashed("JaxSide.program raised XlaRuntimeError: INTERNAL: no kernel")
+        raise ChildCrashed("JaxProgram.program raised XlaRuntimeError: INTERNAL: no kernel")
 
-    monkeypatch.setattr("jax_baseline.diff.compiled_sides.compile_both", dies)
+    monkeypatch.setattr("jax_baseline.diff.compiled_programs.compile_both", dies)
     result = invoke("diff", "--device", "cpu")
     assert isinstance(result.exception, UserError)  # one line and status 2
     assert (
-        str(result.exception)
-        == "one of the two sides failed: JaxSide.program raised XlaRuntimeError: INTERNAL: no kernel"
+        str(result.exception) == "compiling or running one of the programs failed: "
+        "JaxProgram.program raised XlaRuntimeError: INTERNAL: no kernel"
     )
 
 

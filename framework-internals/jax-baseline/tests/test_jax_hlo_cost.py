@@ -12,10 +12,10 @@ from jax_baseline.diff.xla_private import complete_text, run_text
 from jax_baseline.gpt.model import loss, one_pass_logsumexp
 from jax_baseline.gpt.transfer import from_torch
 from jax_baseline.hlo import kernels, parse, summarise
+from jax_baseline.hlo.exposed_intermediates import expose_intermediates
 from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
 from jax_baseline.hlo.profile import kernel_seconds
 from jax_baseline.hlo.stablehlo import count_operations
-from jax_baseline.hlo.taps import return_everything
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import init_numpy
 
@@ -111,7 +111,7 @@ def test_xla_counts_the_body_of_a_loop_once_and_the_parser_as_often_as_it_runs()
     # Less one index addition a trip, and one comparison more than trips.
     assert compiled.cost_analysis()["flops"] == pytest.approx(product, abs=10)
     assert summarise(compiled.as_text()).flops == pytest.approx(trips * product, abs=10 * trips)
-    dots = [kernel for kernel in kernels(parse(compiled.as_text())) if kernel.category == "product"]
+    dots = [kernel for kernel in kernels(parse(compiled.as_text())) if kernel.category == "matmul"]
     assert [kernel.calls for kernel in dots] == [trips]
 
 
@@ -155,7 +155,7 @@ def test_everything_in_memory_can_be_taken_out(model_gradients):
     compiled, arguments = model_gradients
     module = parse(compiled.as_text())
     names = {kernel.name for kernel in kernels(module)}
-    text, taken = return_everything(complete_text(compiled), names)
+    text, taken = expose_intermediates(complete_text(compiled), names)
     assert len(taken) == sum(len(kernel.writes) for kernel in kernels(module))
     values = dict(zip(taken, run_text(text, jax.tree.leaves(arguments)), strict=True))
     expected = jax.tree.leaves(compiled(*arguments))
@@ -177,7 +177,7 @@ ENTRY %main (x: f32[2,3]) -> f32[3,2] {
 }
 """
     x = jnp.arange(6.0).reshape(2, 3)
-    rewritten, names = return_everything(text, {"twice"})
+    rewritten, names = expose_intermediates(text, {"twice"})
     assert names == ["twice"]
     np.testing.assert_array_equal(run_text(rewritten, [x])[0], 2 * np.asarray(x).T)
 
@@ -191,7 +191,7 @@ def test_a_gpu_program_with_library_products_gives_its_values_on_a_cpu():
     generator = np.random.default_rng(0)
     weights = [jnp.asarray(generator.standard_normal(shape, np.float32) / 8) for shape in ((32, 128), (3, 128, 128))]
     x = jnp.asarray(generator.standard_normal((64, 32), np.float32))
-    rewritten, names = return_everything(text, {kernel.name for kernel in found})
+    rewritten, names = expose_intermediates(text, {kernel.name for kernel in found})
     values = dict(zip(names, run_text(rewritten, [*weights, x]), strict=True))
     expected = runpy.run_path(str(GOLDEN / "regenerate.py"))["step"](tuple(weights), x)
     compared = 0
@@ -204,8 +204,10 @@ def test_a_gpu_program_with_library_products_gives_its_values_on_a_cpu():
 
 def test_a_library_call_that_is_no_plain_product_is_named():
     text = (GOLDEN / "h200_cublas_step.hlo").read_text().replace('"epilogue":"DEFAULT"', '"epilogue":"GELU"')
-    with pytest.raises(ValueError, match=r"calls __cublas\$lt\$matmul of a library, which cannot be run"):
-        return_everything(text, set())
+    with pytest.raises(
+        ValueError, match=r"calls the library function __cublas\$lt\$matmul, which the text does not define"
+    ):
+        expose_intermediates(text, set())
 
 
 def test_the_profiler_sees_every_kernel(model_gradients):
@@ -241,16 +243,16 @@ def test_golden_module_of_two_h200s():
     reduce_in_loop = found["all-reduce-start"]
     assert (reduce_in_loop.calls, reduce_in_loop.category, reduce_in_loop.region) == (3, "collective", "stack")
     assert reduce_in_loop.cost.bytes_read == 128 * 128 * 2
-    place = found["gemm_fusion_dot.5"].place
-    assert place is not None
-    assert (place.file, place.function) == ("regenerate.py", "step.<locals>.loss")
-    source = (GOLDEN / "regenerate.py").read_text().splitlines()[place.line - 1]
+    location = found["gemm_fusion_dot.5"].location
+    assert location is not None
+    assert (location.file, location.function) == ("regenerate.py", "step.<locals>.loss")
+    source = (GOLDEN / "regenerate.py").read_text().splitlines()[location.line - 1]
     assert "gelu(x @ first)" in source
 
 
 def test_golden_module_of_a_cpu():
     found = kernels(parse((GOLDEN / "cpu_step.hlo").read_text()))
-    loops = [kernel for kernel in found if kernel.category == "product" and kernel.region == "stack"]
+    loops = [kernel for kernel in found if kernel.category == "matmul" and kernel.region == "stack"]
     assert [(kernel.phase, kernel.calls) for kernel in loops] == [("forward", 3), ("backward", 3), ("backward", 3)]
     slices = [kernel for kernel in found if kernel.name.startswith("dynamic-slice_bitcast_fusion")]
     # The stack is (3, 128, 128) and an activation's (3, 64, 128): what is read is one layer's, and a number.
@@ -278,10 +280,10 @@ def test_a_lock_holds_until_a_fusion_changes():
     assert broken != text
     drift = compare_locks(lock, make_lock(broken, subject="a step", versions={**versions, "jax": "0.11.2"}))
     assert drift
-    assert sum(drift.gone.values()) == sum(drift.new.values()) == 1
+    assert sum(drift.removed.values()) == sum(drift.added.values()) == 1
     lines = drift.lines()
     assert any("− 1 × fusion custom: __ynn_fusion" in line for line in lines)
-    assert "jax: 0.10.2 made the lock, this is 0.11.2" in lines
+    assert "jax: 0.10.2 in the lock, 0.11.2 now" in lines
     undonated = make_lock(
         text.replace("may-alias", "x", 0).replace("input_output_alias", "no"), subject="", versions={}
     )

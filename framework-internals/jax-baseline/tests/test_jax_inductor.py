@@ -1,4 +1,4 @@
-"""Inductor's side: generated modules as text, times from a trace, the labelled model, and a real compilation."""
+"""Inductor's programs: generated modules as text, times from a trace, the labelled model, and a real compilation."""
 
 import json
 import sys
@@ -12,8 +12,8 @@ import torch
 
 from benchkit import UserError
 from benchkit.processes import ChildCrashed
-from jax_baseline.diff import compiled_sides
-from jax_baseline.diff.compiled_sides import FunctionSide, compile_both, load_function, load_inputs
+from jax_baseline.diff import compiled_programs
+from jax_baseline.diff.compiled_programs import FunctionSpec, compile_both, load_function, load_inputs
 from jax_baseline.diff.inductor_program import kernel_seconds_from_trace
 from jax_baseline.diff.inductor_source import hook_launches
 from jax_baseline.diff.programs import Program
@@ -76,9 +76,12 @@ def test_hooks_go_around_every_launch():
     lines = [line.strip() for line in module.source.splitlines()]
     assert lines[0] == "from package.module import HOOKS as HOOKS"
     assert "with HOOKS.launch('7:extern_kernels.mm:2'):" in lines
-    assert "HOOKS.ran('7:extern_kernels.mm:2', (reinterpret_tensor(x, (4, 2), (1, 4), 0), buf1, ), buf2, None)" in lines
-    assert "HOOKS.ran('7:torch.ops.aten.flash.default:4', (buf3, True, ), None, buf4)" in lines
-    after = lines.index("HOOKS.ran('7:cpp_fused_mul_1:3', (buf2, buf3, ), None, None)")
+    assert (
+        "HOOKS.observe('7:extern_kernels.mm:2', (reinterpret_tensor(x, (4, 2), (1, 4), 0), buf1, ), buf2, None)"
+        in lines
+    )
+    assert "HOOKS.observe('7:torch.ops.aten.flash.default:4', (buf3, True, ), None, buf4)" in lines
+    after = lines.index("HOOKS.observe('7:cpp_fused_mul_1:3', (buf2, buf3, ), None, None)")
     assert lines[after + 1] == "del buf2"
 
 
@@ -126,10 +129,10 @@ def test_the_labelled_model_computes_the_same(tied):
         torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
 
 
-# The example of the README, and inputs that cannot be.
-README = (Path(__file__).parents[1] / "README.md").read_text()
+# The example of the guide, and inputs that cannot be.
+GUIDE = (Path(__file__).parents[3] / "docs" / "jax-baseline.md").read_text()
 EXAMPLE = next(
-    textwrap.dedent(block.split("```")[0]) for block in README.split("```python\n")[1:] if "def torch_fn" in block
+    textwrap.dedent(block.split("```")[0]) for block in GUIDE.split("```python\n")[1:] if "def torch_fn" in block
 )
 USER_FILE = f"""{EXAMPLE}
 
@@ -215,21 +218,27 @@ def odd_file(tmp_path):
 
 @pytest.mark.slow
 def test_two_functions_of_a_user(user_file):
-    torch_side = FunctionSide(f"{user_file}:torch_fn", f"{user_file}:inputs", True, "cpu", 1)
-    xla, inductor = compile_both(FunctionSide(f"{user_file}:jax_fn", f"{user_file}:inputs", True, "cpu", 1), torch_side)
-    assert {step.label[0] for step in xla.steps} == {step.label[0] for step in inductor.steps} == {"hidden", "softmax"}
-    products = [step for step in inductor.steps if step.category == "product"]
+    torch_spec = FunctionSpec(f"{user_file}:torch_fn", f"{user_file}:inputs", True, "cpu", 1)
+    xla, inductor = compile_both(FunctionSpec(f"{user_file}:jax_fn", f"{user_file}:inputs", True, "cpu", 1), torch_spec)
+    assert (
+        {launch.label[0] for launch in xla.launches}
+        == {launch.label[0] for launch in inductor.launches}
+        == {"hidden", "softmax"}
+    )
+    matmuls = [launch for launch in inductor.launches if launch.category == "matmul"]
     # x·w forward; backward its two gradients.
-    assert [step.phase for step in products] == ["forward", "backward", "backward"]
+    assert [launch.phase for launch in matmuls] == ["forward", "backward", "backward"]
     # Two matrices read and one written, float32.
-    assert products[0].bytes_read == 4 * (64 * 256 + 256 * 128)
-    assert products[0].bytes_written == 4 * 64 * 128
-    assert all(step.seconds is not None for step in (*xla.steps, *inductor.steps))
-    assert all(tensor.moments for step in (*xla.steps, *inductor.steps) for tensor in step.writes if tensor.bytes)
+    assert matmuls[0].bytes_read == 4 * (64 * 256 + 256 * 128)
+    assert matmuls[0].bytes_written == 4 * 64 * 128
+    assert all(launch.seconds is not None for launch in (*xla.launches, *inductor.launches))
+    assert all(
+        tensor.moments for launch in (*xla.launches, *inductor.launches) for tensor in launch.writes if tensor.bytes
+    )
     # The scalar and both gradients come out the same.
     for ours, theirs in zip(xla.values, inductor.values, strict=True):
         np.testing.assert_allclose(ours.moments, theirs.moments, rtol=1e-4, atol=1e-3)
-    generated = next(step for step in inductor.steps if step.kind == "C++ kernel")
+    generated = next(launch for launch in inductor.launches if launch.kind == "C++ kernel")
     assert 'extern "C"' in generated.source
 
 
@@ -249,9 +258,9 @@ def test_functions_that_are_not_there(user_file, reference, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("wide_inputs", "element 0 is float64; give float32"),
-        ("no_arrays", "element 0 of the tuple that is returned must be a NumPy array, got list"),
-        ("large_numbers", "element 0 is int64 and holds 2147483648; JAX makes it int32"),
+        ("wide_inputs", "element 0 is float64; return float32"),
+        ("no_arrays", "element 0 of the returned tuple must be a NumPy array, got list"),
+        ("large_numbers", "element 0 is int64 and contains 2147483648; JAX converts it to int32"),
     ],
 )
 def test_inputs_that_cannot_be_shared(user_file, name, message):
@@ -267,24 +276,24 @@ def test_inputs_of_any_layout_are_taken(user_file):
     assert scalar.shape == ()
 
 
-@pytest.mark.parametrize(("side", "name"), [("JaxSide", "jax_fn"), ("TorchSide", "torch_fn")])
-def test_gradients_need_an_argument_that_can_have_one(user_file, side, name):
-    spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:whole_numbers", True, "cpu", 0))
-    with pytest.raises(UserError, match="--gradients takes those of float32 or float16 arguments, got int64"):
-        getattr(compiled_sides, side)("function", spec).program()
+@pytest.mark.parametrize(("program", "name"), [("JaxProgram", "jax_fn"), ("TorchProgram", "torch_fn")])
+def test_gradients_need_an_argument_that_can_have_one(user_file, program, name):
+    spec = asdict(FunctionSpec(f"{user_file}:{name}", f"{user_file}:whole_numbers", True, "cpu", 0))
+    with pytest.raises(UserError, match="--gradients needs a float32 or float16 argument, got int64"):
+        getattr(compiled_programs, program)("function", spec).program()
 
 
 def test_why_values_could_not_be_read_is_a_sentence():
     class NoValues:
         def call(self, method):
             raise ChildCrashed(
-                "JaxSide.values raised ValueError",
+                "JaxProgram.values raised ValueError",
                 "Traceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n",
             )
 
-    (note,) = compiled_sides._with_values(Program("XLA", (), None, 0.0), NoValues()).notes
+    (note,) = compiled_programs._with_values(Program("XLA", (), None, 0.0), NoValues()).notes
     assert note == (
-        "values in memory could not be read (the kernel k calls __cudnn$fmha), so kernels are matched by labels alone"
+        "values in memory could not be read (the kernel k calls __cudnn$fmha), so kernels are matched by label only"
     )
 
 
@@ -300,8 +309,8 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
 
     monkeypatch.setattr("jax_baseline.diff.inductor_program.compile_program", run_thrice)
     monkeypatch.setattr("torch.compile", lambda function: function)
-    spec = asdict(FunctionSide(f"{odd_file}:overwriting", f"{odd_file}:shared_inputs", False, "cpu", 0))
-    compiled_sides.TorchSide("function", spec).program()
+    spec = asdict(FunctionSpec(f"{odd_file}:overwriting", f"{odd_file}:shared_inputs", False, "cpu", 0))
+    compiled_programs.TorchProgram("function", spec).program()
     for result in found:
         np.testing.assert_array_equal(result, np.full((3, 4), 2.0))
     shared = sys.modules["_jax_baseline_user_odd"].SHARED
@@ -309,14 +318,14 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("side", "name", "remedy"),
-    [("JaxSide", "torch_fn", "name torch's function first and JAX's second"), ("TorchSide", "jax_fn", "")],
+    ("program", "name", "remedy"),
+    [("JaxProgram", "torch_fn", "name torch's function first and JAX's second"), ("TorchProgram", "jax_fn", "")],
 )
-def test_a_function_that_fails_is_blamed(user_file, side, name, remedy):
+def test_a_function_that_fails_is_blamed(user_file, program, name, remedy):
     """Each framework's function given to the other: what it raises is one line that names it."""
-    spec = asdict(FunctionSide(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
+    spec = asdict(FunctionSpec(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
     with pytest.raises(UserError, match=rf"{name} raised \w+: .*{remedy}"):
-        getattr(compiled_sides, side)("function", spec).program()
+        getattr(compiled_programs, program)("function", spec).program()
 
 
 @pytest.mark.parametrize(
@@ -327,9 +336,9 @@ def test_a_function_that_fails_is_blamed(user_file, side, name, remedy):
     ],
 )
 def test_a_function_without_results_to_compare_is_told(odd_file, name, message):
-    spec = asdict(FunctionSide(f"{odd_file}:{name}", f"{odd_file}:inputs", False, "cpu", 0))
+    spec = asdict(FunctionSpec(f"{odd_file}:{name}", f"{odd_file}:inputs", False, "cpu", 0))
     with pytest.raises(UserError, match=message):
-        compiled_sides.TorchSide("function", spec).program()
+        compiled_programs.TorchProgram("function", spec).program()
 
 
 @pytest.mark.slow
@@ -337,16 +346,16 @@ def test_results_are_flat_as_those_of_jax(odd_file):
     """None is nothing, dictionaries go by their keys, what the result does not depend on has a gradient of zeros."""
     nested, unused = (
         [
-            getattr(compiled_sides, side)(
-                "function", asdict(FunctionSide(f"{odd_file}:{name}", f"{odd_file}:inputs", gradients, "cpu", 0))
+            getattr(compiled_programs, program)(
+                "function", asdict(FunctionSpec(f"{odd_file}:{name}", f"{odd_file}:inputs", gradients, "cpu", 0))
             ).program()["values"]
-            for side, name in (("JaxSide", f"jax_{name}"), ("TorchSide", name))
+            for program, name in (("JaxProgram", f"jax_{name}"), ("TorchProgram", name))
         ]
         for name, gradients in (("nested", False), ("unused", True))
     )
     for xla, inductor in (nested, unused):
         assert [value["shape"] for value in xla] == [value["shape"] for value in inductor]
-        np.testing.assert_allclose(*([value["sketch"] for value in side] for side in (xla, inductor)), atol=1e-4)
+        np.testing.assert_allclose(*([value["sketch"] for value in values] for values in (xla, inductor)), atol=1e-4)
     assert len(nested[0]) == 3
     assert set(unused[1][2]["sketch"]) == {0.0}
 
@@ -365,7 +374,7 @@ def test_a_moved_private_part_is_named(monkeypatch):
 
     monkeypatch.delattr(PyCodeCache, "write")
     with (
-        pytest.raises(RuntimeError, match=r"has no write where jax_baseline\.diff\.torch_private looks for it"),
+        pytest.raises(RuntimeError, match=r"jax_baseline\.diff\.torch_private found no write in torch"),
         observe_inductor(lambda graph: None, lambda source, provenance: source),
     ):
         pass

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from benchkit.processes import RemoteObject
-from jax_baseline.diff import compiled_sides
-from jax_baseline.diff.compiled_sides import FunctionSide
+from jax_baseline.diff import compiled_programs
+from jax_baseline.diff.compiled_programs import FunctionSpec
 from jax_baseline.diff.programs import Program
 from jax_baseline.hlo.profile import kernel_events, kernel_seconds
-from jax_baseline.hlo.xplane import Ran, read_instructions
+from jax_baseline.hlo.xplane import ProfileEvent, read_instructions
 
 
 def varint(number):
@@ -61,9 +61,9 @@ PROFILE = plane("/host:CPU", encoded(2, "python") + event(10, *OTHERS), stats=("
 def test_instructions_are_read_from_the_bytes_of_a_profile():
     """Names as strings and as references, among statistics of every kind; what names no instruction is left out."""
     assert list(read_instructions(PROFILE)) == [
-        Ran("/device:GPU:0", "Stream #3", "dot.1", pytest.approx(2.5e-6)),
-        Ran("/device:GPU:0", "Stream #3", "fusion.2", pytest.approx(7e-12)),
-        Ran("/device:GPU:0", "XLA Ops", "dot.1", pytest.approx(2.6e-6)),
+        ProfileEvent("/device:GPU:0", "Stream #3", "dot.1", pytest.approx(2.5e-6)),
+        ProfileEvent("/device:GPU:0", "Stream #3", "fusion.2", pytest.approx(7e-12)),
+        ProfileEvent("/device:GPU:0", "XLA Ops", "dot.1", pytest.approx(2.6e-6)),
     ]
 
 
@@ -120,13 +120,13 @@ def product_file(tmp_path):
                 return (np.ones((1024, 1024), np.float16),)
 
             def torch_fn(x):
-                with annotate({"region": "product"}):
+                with annotate({"region": "matmul"}):
                     y = x @ x
                 with annotate({"region": "sum"}):
                     return torch.relu(y).float().sum()
 
             def jax_fn(x):
-                with jax.named_scope("product"):
+                with jax.named_scope("matmul"):
                     y = x @ x
                 with jax.named_scope("sum"):
                     return jax.nn.relu(y).astype(jnp.float32).sum()
@@ -138,22 +138,22 @@ def product_file(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.timeout(120, method="thread")
-@pytest.mark.parametrize(("side", "name"), [("JaxSide", "jax_fn"), ("TorchSide", "torch_fn")])
-def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, side, name):
+@pytest.mark.parametrize(("program", "name"), [("JaxProgram", "jax_fn"), ("TorchProgram", "torch_fn")])
+def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, program, name):
     """In a process of its own, as everywhere: NVIDIA's profiling library serves one framework in a process."""
-    spec = FunctionSide(f"{product_file}:{name}", f"{product_file}:inputs", False, "cuda", repeats=3)
+    spec = FunctionSpec(f"{product_file}:{name}", f"{product_file}:inputs", False, "cuda", repeats=3)
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     arguments = {"kind": "function", "spec": asdict(spec)}
-    with RemoteObject(getattr(compiled_sides, side), arguments, environment=environment, limit=90) as worker:
-        program = Program.from_plain(worker.call("program"))
-    product = next(step for step in program.steps if step.category == "product")
+    with RemoteObject(getattr(compiled_programs, program), arguments, environment=environment, limit=90) as worker:
+        launches = Program.from_plain(worker.call("program")).launches
+    product = next(launch for launch in launches if launch.category == "matmul")
     assert product.label == ("product",)
     assert product.seconds is not None
     assert 1e-6 < product.seconds < 1e-3  # 2 · 1024³ FLOP: 2.2 µs at 989 TFLOP/s
-    reductions = [step for step in program.steps if step.category == "reduction"]
+    reductions = [launch for launch in launches if launch.category == "reduction"]
     assert reductions
-    assert all(step.seconds for step in reductions)
-    if side == "JaxSide":
+    assert all(launch.seconds for launch in reductions)
+    if program == "JaxProgram":
         assert product.flops == pytest.approx(2 * 1024**3, rel=0.01)
     else:
-        assert any(step.kind == "Triton kernel" and "@triton.jit" in step.source for step in program.steps)
+        assert any(launch.kind == "Triton kernel" and "@triton.jit" in launch.source for launch in launches)

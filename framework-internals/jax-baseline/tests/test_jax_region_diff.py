@@ -1,19 +1,22 @@
-"""Two programs side by side: labels, values where labels fail, and what is told of the differences."""
+"""The comparison of two programs: labels, values where labels are missing, and the explanation."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchkit import Quantity, Record, Results
-from jax_baseline.diff.alignment import align, match_values, region_of, same_values
-from jax_baseline.diff.explanation import explain
+from benchkit import Quantity, Results
+from jax_baseline.diff.alignment import assign_parts, match_values, same_values
 from jax_baseline.diff.measurements import diff_record
-from jax_baseline.diff.programs import Program, Step, Tensor, sketch, star_blocks
-from jax_baseline.diff.region_diff import compare_programs, instructive
-from jax_baseline.report import hlo_findings
+from jax_baseline.diff.programs import KernelLaunch, Program, Tensor, sketch
+from jax_baseline.diff.records import DiffRecord, StepRecord
+from jax_baseline.diff.region_diff import compare_programs, most_different
+from jax_baseline.hlo.summary import region_of, star_blocks, summarise
+from jax_baseline.report import hlo_sections
+from jax_baseline.report.explanation import explain
 
 GENERATOR = np.random.default_rng(0)
 SCORES, HIDDEN, SUM = (GENERATOR.standard_normal(shape) for shape in ((4, 8, 8), (8, 16), (8, 16)))
@@ -31,9 +34,9 @@ def tensor(name, array, dtype="float32"):
     return Tensor(name, dtype, np.shape(array), 4 * np.size(array), moments(array))
 
 
-def step(name, labels, *writes, kind="fusion loop", phase="forward", seconds=1e-3, read=100, source=""):
+def launch(name, labels, *writes, kind="fusion loop", phase="forward", seconds=1e-3, read=100, source=""):
     labels = tuple(tuple(label.split("/")) for label in labels)
-    return Step(
+    return KernelLaunch(
         name=name,
         kind=kind,
         category="element-wise",
@@ -41,7 +44,7 @@ def step(name, labels, *writes, kind="fusion loop", phase="forward", seconds=1e-
         phase=phase,
         label=labels[0] if labels else (),
         labels=labels,
-        place="model.py:7",
+        location="model.py:7",
         calls=1,
         bytes_read=read,
         bytes_written=sum(one.bytes for one in writes),
@@ -53,15 +56,15 @@ def step(name, labels, *writes, kind="fusion loop", phase="forward", seconds=1e-
 
 
 def programs():
-    """XLA writes the scores that Inductor keeps inside one library call, and lost the label of its last kernel."""
+    """XLA writes the scores that Inductor keeps inside one library call, and has no label for its last kernel."""
     xla = Program(
         "XLA",
         (
-            step("scores", ["block0/attention/core/formula"], tensor("scores", SCORES), source="%scores = …"),
-            step("softmax", ["block0/attention/core"], tensor("softmax", np.exp(SCORES))),
-            step("hidden", ["block0/attention/core"], tensor("hidden", HIDDEN)),
-            step("copied", ["block0/mlp"], tensor("copied", HIDDEN.T)),
-            step("nameless", [], tensor("nameless", SUM.reshape(-1))),
+            launch("scores", ["block0/attention/core/formula"], tensor("scores", SCORES), source="%scores = …"),
+            launch("softmax", ["block0/attention/core"], tensor("softmax", np.exp(SCORES))),
+            launch("hidden", ["block0/attention/core"], tensor("hidden", HIDDEN)),
+            launch("copied", ["block0/mlp"], tensor("copied", HIDDEN.T)),
+            launch("nameless", [], tensor("nameless", SUM.reshape(-1))),
         ),
         5e-3,
         1.0,
@@ -70,8 +73,8 @@ def programs():
     inductor = Program(
         "Inductor",
         (
-            step("0:aten.flash:1", ["block0/attention/core"], tensor("a", HIDDEN * (1 + 1e-6)), kind="aten.flash"),
-            step("0:cpp_fused_add_0:2", ["block0/mlp", "head"], tensor("b", SUM.T), kind="C++ kernel"),
+            launch("0:aten.flash:1", ["block0/attention/core"], tensor("a", HIDDEN * (1 + 1e-6)), kind="aten.flash"),
+            launch("0:cpp_fused_add_0:2", ["block0/mlp", "head"], tensor("b", SUM.T), kind="C++ kernel"),
         ),
         2e-3,
         9.0,
@@ -105,8 +108,8 @@ def result(array):
 
 
 def difference(one, other):
-    sides = (Program(name, (), None, 1.0, (result(array),)) for name, array in (("XLA", one), ("Inductor", other)))
-    return compare_programs(*sides).largest_difference
+    programs = (Program(name, (), None, 1.0, (result(array),)) for name, array in (("XLA", one), ("Inductor", other)))
+    return compare_programs(*programs).largest_difference
 
 
 LARGE = GENERATOR.standard_normal((40, 50))
@@ -134,10 +137,10 @@ def test_of_few_elements_the_distance_is_exact():
 
 def test_sums_are_compared_over_the_larger_too():
     def compared(one, other):
-        sides = (
+        programs = (
             Program(name, (), None, 1.0, (tensor("result 0", array),)) for name, array in (("a", one), ("b", other))
         )
-        return compare_programs(*sides).largest_difference
+        return compare_programs(*programs).largest_difference
 
     assert compared(np.zeros(4), np.ones(4)) == compared(np.ones(4), np.zeros(4)) == 1
 
@@ -152,20 +155,20 @@ def test_results_that_cannot_be_compared():
 def test_labels_first_then_values():
     xla, inductor = programs()
     matches = match_values(xla, inductor)
-    aligned = {item.step.name: item for item in align(xla, inductor, matches)["XLA"]}
+    aligned = {item.launch.name: item for item in assign_parts(xla, inductor, matches)["XLA"]}
     assert aligned["scores"].part == ("block*", "attention", "core")  # the formula is XLA's alone
     assert (aligned["scores"].by, aligned["nameless"].by) == ("label", "value")
     assert aligned["nameless"].part == ("block*", "mlp")
     pairs = {(left[1].name, right[1].name) for left, right in matches.pairs}
     assert pairs == {("hidden", "a"), ("nameless", "b")}
-    assert [one.name for _, one in matches.repeated["XLA"]] == ["copied"]
+    assert [one.name for _, one in matches.copies["XLA"]] == ["copied"]
     assert {one.name for _, one in matches.only["XLA"]} == {"scores", "softmax"}
     assert matches.only["Inductor"] == ()
 
 
 def test_without_any_label_common_tensors_cut_the_programs():
     def bare(name, array):
-        return step(name, [], tensor(name, array))
+        return launch(name, [], tensor(name, array))
 
     one = Program(
         "XLA",
@@ -176,53 +179,53 @@ def test_without_any_label_common_tensors_cut_the_programs():
     other = Program("Inductor", (bare("f", HIDDEN.T), bare("g", SUM)), None, 0.0)
     found = compare_programs(one, other)
     assert [
-        (region.name, region.sides["XLA"].kernels, region.sides["Inductor"].kernels) for region in found.regions
+        (region.name, region.compiled["XLA"].kernels, region.compiled["Inductor"].kernels) for region in found.regions
     ] == [
         ("1: to float32[16,8]", 2, 1),
         ("2: to float32[8,16]", 2, 1),
         ("", 1, 0),
     ]
-    assert found.placed["XLA"] == {"value": 4, "nothing": 1}
+    assert found.assigned["XLA"] == {"value": 4, "nothing": 1}
 
 
-def test_without_values_nothing_is_said_to_be_only_one_sides():
+def test_without_values_no_tensor_is_said_to_be_in_one_program_only():
     xla, inductor = programs()
     found = compare_programs(xla.with_values({}), inductor)
     assert found.only == {"XLA": 0, "Inductor": 0}
-    assert found.placed["XLA"] == {"label": 4, "nothing": 1}
+    assert found.assigned["XLA"] == {"label": 4, "nothing": 1}
 
 
 def test_regions_say_who_fuses_and_who_writes_what():
     found = compare_programs(*programs())
     regions = {(region.name, region.phase): region for region in found.regions}
     attention, mlp = regions["block*/attention", "forward"], regions["block*/mlp", "forward"]
-    assert (attention.sides["XLA"].kernels, attention.sides["Inductor"].kernels) == (3, 1)
-    assert attention.sides["Inductor"].libraries == {"aten.flash": 1}
+    assert (attention.compiled["XLA"].kernels, attention.compiled["Inductor"].kernels) == (3, 1)
+    assert attention.compiled["Inductor"].libraries == {"aten.flash": 1}
     assert {one.kernel for one in attention.only["XLA"]} == {"scores"}  # two of one shape and line are one entry
     assert attention.only["XLA"][0].count == 2
-    assert [one.kernel for one in mlp.again["XLA"]] == ["copied"]
-    assert [region.name for region in instructive(found.regions, 1)] == ["block*/attention"]
+    assert [one.kernel for one in mlp.copies["XLA"]] == ["copied"]
+    assert [region.name for region in most_different(found.regions, 1)] == ["block*/attention"]
     assert found.largest_difference == 0
-    assert attention.sides["XLA"].seconds == pytest.approx(3e-3)
+    assert attention.compiled["XLA"].seconds == pytest.approx(3e-3)
 
 
 def test_a_fusion_of_two_parts_is_found_only_where_the_other_has_none():
-    known = step("both", ["block0/mlp", "head"], tensor("x", HIDDEN))
-    apart = [step("m", ["block0/mlp"], tensor("y", HIDDEN)), step("h", ["head"], tensor("z", SUM))]
+    known = launch("both", ["block0/mlp", "head"], tensor("x", HIDDEN))
+    apart = [launch("m", ["block0/mlp"], tensor("y", HIDDEN)), launch("h", ["head"], tensor("z", SUM))]
     one, other = Program("XLA", tuple(apart), None, 0.0), Program("Inductor", (known,), None, 0.0)
     regions = {region.name: region for region in compare_programs(one, other).regions}
     (fusion,) = regions["block*/mlp"].fusions["Inductor"]
     assert fusion.parts == ("block*/mlp", "head")
-    assert regions["head"].hosts["Inductor"] == ("both",)
-    text = explain(regions["head"].as_plain(), quotes=False)
-    assert "Inductor has no kernel of its own for it: the work is inside `both`." in text
+    assert regions["head"].fused_into["Inductor"] == ("both",)
+    text = explain(regions["head"])
+    assert "Inductor has no separate kernel for it: the work is inside `both`." in text
     same = compare_programs(Program("XLA", (known,), None, 0.0), other)
     assert all(not fusions for region in same.regions for fusions in region.fusions.values())
 
 
 def test_the_explanation_is_made_of_the_numbers():
-    (region,) = instructive(compare_programs(*programs()).regions, 1)
-    text = explain(region.as_plain(), quotes=True)
+    (region,) = most_different(compare_programs(*programs()).regions, 1)
+    text = explain(region)
     assert "XLA runs 3 kernels, moving 2.79 KiB in 3.00 ms; Inductor runs 1 kernel, moving 612 B in 1.00 ms" in text
     assert "- Only XLA writes 2 × `float32[4,8,8]` (2.00 KiB, by `scores` for `model.py:7`) to memory" in text
     assert "Inductor calls `aten.flash` 1 ×." in text
@@ -234,21 +237,22 @@ def test_programs_survive_json():
         assert Program.from_plain(json.loads(json.dumps(program.as_plain()))) == program
 
 
+LABELS = {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla", "repeats": 3}
+
+
 def test_the_report_is_made_of_the_record():
-    record = Record(
-        "region diff",
-        {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"},
-        *diff_record(*programs()),
-    )
+    record = diff_record(LABELS, *programs()).record()
+    through_json = replace(record, data=json.loads(json.dumps(record.data)))
+    assert DiffRecord.of(through_json) == diff_record(LABELS, *programs())
     environment = SimpleNamespace(gpu=None)
-    results = Results("jax-baseline", environment=environment, configuration={}, records=(record,))
-    assert hlo_findings.clauses(results) == [
+    results = Results("jax-baseline", environment=environment, configuration={}, records=(through_json,))
+    assert hlo_sections.clauses(results) == [
         "for the same gradients of `tiny` XLA runs 5 kernels that move 3.99 KiB, Inductor 2 that move 1.20 KiB"
     ]
-    told = hlo_findings.context(results)["diffs"][0]
+    told = hlo_sections.context(results)["diffs"][0]
     assert told["explained"][0].startswith("#### `block*/attention`, forward")
     assert [row[0] for row in told["rows"]] == ["block*/attention", "block*/mlp"]
-    drawn = [figure.draw() for figure in hlo_findings.figures(results)]
+    drawn = [figure.draw() for figure in hlo_sections.figures(results)]
     assert [figure.axes[0].get_xlabel() for figure in drawn] == [
         "memory traffic of the kernels (MiB)",
         "time of the kernels (ms)",
@@ -260,18 +264,18 @@ def test_the_report_is_made_of_the_record():
     [(100.0, "equal"), (99.0, "relative difference −1.0e-02"), (101.0, "relative difference +1.0e-02")],
 )
 def test_how_far_the_count_is_from_xlas(ours, told):
-    amounts = {"FLOPs": ours + 7, "library FLOPs": 7, "XLA FLOPs": 100}
-    record = Record("hlo step", {}, {name: Quantity(amount, "FLOP") for name, amount in amounts.items()})
-    assert hlo_findings._ratio(record, "FLOPs", "library FLOPs", "XLA FLOPs") == told
-    assert hlo_findings._ratio(record, "FLOPs", "library FLOPs", "none") is None
+    flops, libraries, xla = (Quantity(amount, "FLOP") for amount in (ours + 7, 7, 100))
+    assert hlo_sections._relative_difference(flops, libraries, xla) == told
+    assert hlo_sections._relative_difference(flops, libraries, None) is None
 
 
 @pytest.mark.parametrize(("layers", "seconds", "told"), [(1, 4e-3, "4.00 ms"), (2, 4e-3, ""), (1, 6e-3, "")])
 def test_a_part_that_took_longer_than_the_whole_is_remarked_upon(layers, seconds, told):
-    """XLA's side above runs for 5 ms."""
-    labels = {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla"}
-    step = Record("hlo step", {**labels, "layers": layers}, {"step time": Quantity(seconds, "s")})
-    found = hlo_findings._diff(Record("region diff", labels, *diff_record(*programs())), step)
+    """XLA's program above runs for 5 ms."""
+    text = (Path(__file__).parent / "golden" / "cpu_step.hlo").read_text()
+    counts = {field.name: Quantity(0, "") for field in fields(StepRecord) if field.type == "Quantity"}
+    step = StepRecord(**{**LABELS, "layers": layers}, **counts, summary=summarise(text), longest=())
+    found = hlo_sections._diff(diff_record(LABELS, *programs()), replace(step, step_time=Quantity(seconds, "s")))
     assert found["shorter_step"] == told
 
 

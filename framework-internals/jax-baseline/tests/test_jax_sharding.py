@@ -15,7 +15,7 @@ from benchkit import UserError
 from benchkit.processes import RemoteObject
 from jax_baseline.gpt.sharding import make_mesh, state_sharding
 from jax_baseline.gpt.train import initial_state
-from jax_baseline.timing.mesh_trial import MeshTrial
+from jax_baseline.parity.meshes import MeshTrial
 from torch_baseline.config import GPTConfig, TrainConfig
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}

@@ -1,12 +1,13 @@
-// RMSNorm backward on a GPU: what the bulk kernels (backward_bulk.cu) do not take, that is GPUs before sm_90, float64, rows
-// that are not whole 16-byte vectors or very short ones, and the rounding of `llama`. And dweight, at the end of both.
+// RMSNorm backward on a GPU, for the cases that the bulk kernels (backward_bulk.cu) do not support: GPUs before sm_90,
+// float64, rows that are very short or not whole 16-byte vectors, and the rounding of `llama`. Also the sum for dweight, the
+// last step of both.
 //
-// backward_kernel    Persistent blocks walk over the rows; every thread owns the same columns of all of them, and with
-//                    them a sum for dweight in registers. The coming rows of s and dy are copied into shared memory
-//                    asynchronously, so that the memory is busy while the block adds up a row. Each thread reads there
-//                    what it copied itself: the ring needs no barrier.
-// wide rows          do not leave room for those sums. One kernel finds each row's scalar, a second walks down columns for
-//                    dx and dweight: s and dy are read twice.
+// backward_kernel    Persistent blocks loop over the rows. Every thread owns the same columns of all rows and keeps their
+//                    sums for dweight in registers. The next rows of s and dy are copied into shared memory
+//                    asynchronously, so that the memory is busy while the block sums a row. Each thread reads only what it
+//                    copied itself, so the ring needs no barrier.
+// wide rows          These leave no registers for the sums. One kernel computes a scalar per row, and a second one loops
+//                    down the columns for dx and dweight: s and dy are read twice.
 // dweight            Each block writes one partial row, and a last kernel adds the partial rows in a fixed order.
 #include <cuda_pipeline.h>
 
@@ -18,21 +19,21 @@ namespace rms_norm {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int kSmallBlock = 128;        // threads of a block that holds several narrow rows
-constexpr int kMaxStages = 3;           // rows of s and dy in flight a block, the current one included
-constexpr int kPullThreads = 512;       // wide rows: threads of a block that adds up a row
-constexpr int kTileThreads = 256;       // wide rows: threads of a block that walks down columns
-constexpr int kTileBlocks = 2;          // of these that share a multiprocessor: 128 registers a thread, 64 KiB in flight
+constexpr int kSmallBlock = 128;        // threads of a block with several narrow rows
+constexpr int kMaxStages = 3;           // rows of s and dy in flight per block, including the current one
+constexpr int kPullThreads = 512;       // wide rows: threads of a block that sums a row
+constexpr int kTileThreads = 256;       // wide rows: threads of a block that loops down columns
+constexpr int kTileBlocks = 2;          // of these blocks per multiprocessor: 128 registers per thread, 64 KiB in flight
 constexpr int kTileRows = 4;            // wide rows: rows whose loads are in flight together
-constexpr int kReduceThreads = 256;     // of a block of the last kernel
-constexpr int kReduceRows = 32;         // of them at the same columns, at most: 8 columns are 32 bytes, the least a load fetches
+constexpr int kReduceThreads = 256;     // threads of a block of the last kernel
+constexpr int kReduceRows = 32;         // most of them at the same columns: 8 columns are 32 bytes, the smallest fetch of a load
 
-// dy * w as the row's sum and dx take it.
+// dy * w, as the row's sum and dx use it.
 template <class T> __device__ __forceinline__ Wide<T> weighted(Wide<T> dy, Wide<T> w, bool llama) {
   return llama ? rounded<T>(dy * w) : dy * w;
 }
 
-// s * rstd as dweight takes it.
+// s * rstd, as dweight uses it.
 template <class T> __device__ __forceinline__ Wide<T> normalised(Wide<T> s, Wide<T> rstd, bool llama) {
   return llama ? rounded<T>(s * rstd) : s * rstd;
 }
@@ -68,20 +69,20 @@ __device__ __forceinline__ Wide<T> sum_of_products(const Backward& call, const V
   return sum;
 }
 
-// What a row adds to dx along s: -rstd^3 * mean(g * s).
+// The factor of s in dx of a row: -rstd^3 * mean(g * s).
 template <class A> __device__ __forceinline__ A pull_of(A sum, A rstd, int64_t columns) {
-  return -(sum * rstd / static_cast<A>(columns)) * rstd * rstd;  // rstd^3 may be too small a number
+  return -(sum * rstd / static_cast<A>(columns)) * rstd * rstd;  // rstd^3 may underflow
 }
 
-// Asynchronously where the hardware can (4, 8 or 16 bytes), else through a register.
+// Copies asynchronously if the hardware supports it (4, 8 or 16 bytes), else through a register.
 template <class T, int V> __device__ __forceinline__ void copy_to_shared(Vector<T, V>* shared, const T* row, int index) {
   const auto* global = reinterpret_cast<const Vector<T, V>*>(row) + index;
   if constexpr (sizeof(Vector<T, V>) >= 4) __pipeline_memcpy_async(shared, global, sizeof(Vector<T, V>));
   else *shared = *global;
 }
 
-// Each thread's own slots of the ring: [stage][s, dy][k], thread by thread adjacent, so that no two threads of a warp
-// meet in a bank.
+// The slots of each thread in the ring: [stage][s, dy][k], with threads adjacent, so that the threads of a warp have no
+// bank conflicts.
 template <class T, int V, int K> struct Ring {
   Vector<T, V>* slots;
   int threads;
@@ -102,11 +103,11 @@ template <class T, int V, int K> struct Ring {
         }
       }
     }
-    __pipeline_commit();  // a stage without rows is a group too: the wait counts groups
+    __pipeline_commit();  // a stage without rows is also a group, because the wait counts groups
   }
 };
 
-// All that K vectors a thread hold of a row fit: columns <= V * K * lanes. One partial row of dweight a block.
+// For rows that fit in K vectors per thread: columns <= V * K * lanes. Each block writes one partial row of dweight.
 template <class T, int V, int K>
 __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_constant__ Backward call, const int stages) {
   using A = Wide<T>;
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
     const int count = row < rows ? vectors : 0;
     const A rstd = next_rstd;
     if (row + step < rows) next_rstd = rstds[row + step];
-    // Into the stage of the row before, whose every value this thread has used: nobody else reads there.
+    // Loads into the stage of the previous row, whose values this thread has used; no other thread reads there.
     ring.fetch(call, row + (stages - 1) * step, vectors, stage == 0 ? stages - 1 : stage - 1);
     if (stages == kMaxStages) __pipeline_wait_prior(kMaxStages - 1);
     else __pipeline_wait_prior(1);
@@ -148,7 +149,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
 #pragma unroll
     for (int k = 0; k < K; ++k)
       if (lane + k * lanes < count) {
-        // From shared memory and the cache again: held across the sum, s, dy and w would take the registers of `sums`.
+        // Reads shared memory and the cache again: kept across the sum, s, dy and w would need the registers of `sums`.
         A w[V];
         load_weight<T, V>(w, call.weight, of_type_t, lane + k * lanes);
         finish_vector(call, row, lane + k * lanes, *ring.s(stage, k), *ring.dy(stage, k), w, rstd, pull, sums[k]);
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
   }
   if (!call.dweight) return;
 
-  // The block's rows side by side meet in shared memory, in the order of threadIdx.y.
+  // The sums of the block's rows are added in shared memory, in the order of threadIdx.y.
   __pipeline_wait_prior(0);
   __syncthreads();
   A* gathered = reinterpret_cast<A*>(memory);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(kMaxThreads) backward_kernel(const __grid_cons
   }
 }
 
-// Wide rows, first kernel: each row's pull. One row a block.
+// Wide rows, first kernel: the factor of s in dx of each row. One row per block.
 template <class T, int V> __global__ void __launch_bounds__(kPullThreads) pull_kernel(const __grid_constant__ Backward call, Wide<T>* pulls) {
   using A = Wide<T>;
   __shared__ A slots[32];
@@ -251,9 +252,9 @@ int power_of_two_at_least(int64_t value) {
   return power;
 }
 
-// How the kernels of this file cut up the pass.
+// How the kernels of this file divide the pass.
 struct Plan {
-  int vector;        // elements a load
+  int vector;        // elements per load
   bool wide;         // the two kernels for wide rows
   dim3 block, grid;  // of backward_kernel, or of tile_kernel
   int stages;
@@ -262,7 +263,7 @@ struct Plan {
   int64_t workspace;  // bytes
 };
 
-// Vectors of a row that a thread of backward_kernel owns: 32 bytes of s, or as many lone elements as 64 registers bear.
+// Vectors of a row that a thread of backward_kernel owns: 32 bytes of s, or as many single elements as 64 registers allow.
 template <class T, int V> constexpr int kBackwardVectors = V > 1 ? 2 : sizeof(T) == 8 ? 4 : 8;
 
 template <class T> void plan_wide(const Shape& shape, int64_t vectors, int multiprocessors, Plan& plan) {
@@ -286,15 +287,15 @@ template <class T> Plan plan_for(const Backward& call) {
   plan.block = dim3(lanes, std::max(kSmallBlock / lanes, 1));
   const int threads = plan.block.x * plan.block.y;
   const size_t stage = size_t{2} * held * plan.vector * sizeof(T) * threads;
-  const size_t limit = limits.shared_a_block - 2048;  // `slots`, and what the system takes
+  const size_t limit = limits.shared_a_block - 2048;  // `slots`, and the system's share
   plan.stages = static_cast<int>(std::min<size_t>(limit / stage, kMaxStages));
   plan.wide = vectors > int64_t{held} * plan.block.x || plan.stages < 2;
   if (plan.wide) {
     plan_wide<T>(shape, vectors, limits.multiprocessors, plan);
   } else {
-    // The sums of all rows side by side reuse the ring: columns * block.y of the accumulating type.
+    // The sums of all rows of the block reuse the ring: columns * block.y elements of the accumulating type.
     plan.shared = std::max(stage * plan.stages, size_t{plan.block.y} * shape.columns * sizeof(A));
-    const int by_registers = kMaxThreads / threads;  // the launch bound grants 64 registers a thread
+    const int by_registers = kMaxThreads / threads;  // the launch bound gives each thread 64 registers
     const int by_memory = static_cast<int>(limits.shared_a_multiprocessor / (plan.shared + 2048));
     plan.grid = dim3(blocks_for(shape.rows, plan.block.y, int64_t{limits.multiprocessors} * std::max(std::min(by_registers, by_memory), 1)));
   }
@@ -329,7 +330,7 @@ template <class W, class A> void reduce(const Backward& call, int64_t partials) 
 
 int64_t backward_workspace(const Backward& call) {
   check_size(call.shape);
-  const DeviceGuard guard(call.shape.device);  // kernels are granted shared memory, and clusters counted, on the current one
+  const DeviceGuard guard(call.shape.device);  // shared-memory attributes and cluster counts apply to the current device
   if (const auto bytes = bulk_workspace(call)) return *bytes;
   int64_t bytes = 0;
   visit(call.shape.type, [&](auto zero) { bytes = plan_for<decltype(zero)>(call).workspace; });

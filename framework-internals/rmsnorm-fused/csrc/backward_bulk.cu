@@ -1,5 +1,6 @@
-// RMSNorm backward for sm_90 and later: s, dy (and ds) are read once, at any width up to 262144 bfloat16. bulk.cuh says how.
-// The consumers hold weight and the sums for dweight of their columns in registers, and write one partial row a block.
+// RMSNorm backward for sm_90 and later: s, dy (and ds) are read once, at any width up to 262144 bfloat16. bulk.cuh explains
+// how. The consumers keep the weight and the sums for dweight of their columns in registers, and write one partial row per
+// block.
 #include <optional>
 
 #include "backward.cuh"
@@ -12,7 +13,7 @@ using namespace bulk;
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// A row between its two passes; `whole` is its sum where one warp has all of it.
+// A row between its two passes; `whole` is its sum if one warp processes all of it.
 struct Summed {
   uint32_t row;
   float rstd, whole;
@@ -34,9 +35,9 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
     }
   }
 
-  // First pass: this warp's part of the row's sum of dy * w * s. False when there is no unit any more.
+  // First pass: this warp's part of the row's sum of dy * w * s. Returns false when there are no more units.
   __device__ __forceinline__ bool add_up(uint32_t turn, Place& at, Summed& now) const {
-    float sums[2] = {};  // chains of their own: an addition takes four cycles
+    float sums[2] = {};  // separate chains, because an addition takes four cycles
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
       ptx::wait(&this->control.full[at.stage], at.parity);
@@ -51,7 +52,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
         const int k = tile * S::kTile + i;
         if (kBranch && !has(k)) continue;
         auto s = in_ring(at, 0, i), dy = in_ring(at, 1, i);
-        if (!has(k)) s = dy = {};  // the ring has bytes of another row there
+        if (!has(k)) s = dy = {};  // the ring contains bytes of another row here
 #pragma unroll
         for (int e = 0; e < V; ++e) sums[e % 2] += widen(dy.at[e]) * weight[k][e] * widen(s.at[e]);
       }
@@ -61,7 +62,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
     return true;
   }
 
-  // Second pass: dx, and this row's share of dweight.
+  // Second pass: dx, and this row's part of dweight.
   __device__ __forceinline__ void finish(uint32_t turn, Place& at, const Summed& then) {
     if (!this->inside(then.row)) {  // the last unit may have fewer rows
       for (int tile = 0; tile < S::kTiles; ++tile) this->release(at);
@@ -69,7 +70,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
     }
     const float rstd = then.rstd;
     Vector<T, V>* dx = reinterpret_cast<Vector<T, V>*>(static_cast<T*>(call.dx) + then.row * call.shape.columns) + first;
-    const float pull = -(this->sum_of(turn, then.whole) * rstd * this->inverse) * rstd * rstd;  // rstd^3 may be too small a number
+    const float pull = -(this->sum_of(turn, then.whole) * rstd * this->inverse) * rstd * rstd;  // rstd^3 may underflow
 #pragma unroll
     for (int tile = 0; tile < S::kTiles; ++tile) {
 #pragma unroll
@@ -81,7 +82,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
 #pragma unroll
         for (int e = 0; e < V; ++e) {
           const float g = widen(dy.at[e]) * rstd, x = widen(s.at[e]);
-          dweight[k][e] += g * x;  // where the row has no such column, of whatever is there: store_partial leaves it out
+          dweight[k][e] += g * x;  // arbitrary for columns that the row lacks; store_partial omits them
           out[e] = g * weight[k][e] + x * pull;
         }
         if (cut.tensors == 3) {
@@ -98,7 +99,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
     }
   }
 
-  // The rows side by side meet in shared memory, in their order; nothing is on its way into the ring any more.
+  // The sums of the block's rows are added in shared memory, in their order; no copies into the ring are in flight.
   __device__ __forceinline__ void store_partial(float* gathered) {
     float* partial = static_cast<float*>(call.workspace) + blockIdx.x / cut.cluster * call.shape.columns + int64_t{first} * V;
     if (kWhole || cut.rows == 1) {
@@ -110,7 +111,7 @@ template <class T, class S, bool kWhole> struct BackwardConsumer : Consumer<T, S
             *reinterpret_cast<float4*>(partial + int64_t{index(k)} * V + e) = {dweight[k][e], dweight[k][e + 1], dweight[k][e + 2], dweight[k][e + 3]};
       return;
     }
-    asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads) : "memory");  // all consumers are done with the ring
+    asm volatile("bar.sync 1, %0;" ::"n"(S::kThreads) : "memory");  // all consumers have finished with the ring
     const int columns = count * V;
 #pragma unroll
     for (int k = 0; k < S::kVectors; ++k)
@@ -151,16 +152,16 @@ __global__ void __launch_bounds__(S::kBlock, S::kResident) backward_bulk_kernel(
 #endif
 }
 
-// The counter that units are drawn from, before the kernel that draws. cudaMemsetAsync would cost 1.5 us: what comes after it
-// waits for its end before it so much as sets up its barriers.
+// Resets the counter of units before the kernel that uses it. cudaMemsetAsync would take 1.5 us longer, because the next
+// kernel would wait for its end before setting up barriers.
 __global__ void zero_kernel(uint32_t* counter) {
   ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernel();
   *counter = 0;
 }
 
-// What was measured to be the fastest for each width (NOTES.md). Several blocks a multiprocessor, where the registers allow it,
-// hide one another's latencies, but do so only when units are drawn: dealt in turn, the blocks drift apart.
+// The fastest measured choice for each width (NOTES.md). Several blocks per multiprocessor, if registers allow it, hide one
+// another's latencies, but only with dynamic assignment of units; with round-robin assignment the blocks drift apart.
 using Shape1 = BulkShape<1, 1, 8, 2>;
 using Shape2 = BulkShape<1, 2, 8, 2>;
 using Shape3 = BulkShape<1, 3, 8, 2>;
@@ -168,9 +169,9 @@ using Shape4 = BulkShape<2, 2, 8, 1>;
 using Shape4Clustered = BulkShape<1, 4, 8, 1>;
 using ShapeWide = BulkShape<3, 2, 11, 1>;
 
-constexpr int kLeastVectors = 32;   // of a row: below, lanes would idle (backward.cu gives a row fewer of them)
-constexpr uint32_t kUnitsToDeal = 16;  // a team: with fewer, setting the counter to zero takes longer than dealing saves
-constexpr int kNarrowCluster = 8;   // blocks, before a block's slice is made wider instead: of 16, fewer fit a GPU
+constexpr int kLeastVectors = 32;   // bytes of a row; in shorter rows lanes would idle (backward.cu uses fewer lanes per row)
+constexpr uint32_t kUnitsToDeal = 16;  // per team: with fewer, resetting the counter takes longer than dynamic assignment saves
+constexpr int kNarrowCluster = 8;   // blocks; larger rows use wider slices instead, because fewer clusters of 16 fit on a GPU
 
 enum class Choice { one, two, three, four, four_clustered, wide };
 
@@ -198,7 +199,7 @@ template <class Function> void with_shape(const BulkPlan& plan, Function&& funct
   }
 }
 
-// Warps a row and vectors a lane that leave the fewest lanes idle; rather two vectors than three or one.
+// Warps per row and vectors per lane that leave the fewest lanes idle; prefers two vectors to three or one.
 void cut_narrow(int vectors, BulkPlan& plan) {
   double least = 1e9;
   for (const int lane_vectors : {2, 3, 1})
@@ -211,7 +212,7 @@ void cut_narrow(int vectors, BulkPlan& plan) {
     }
 }
 
-// Whether every lane of every block has all its vectors.
+// Whether every lane of every block has its full number of vectors.
 template <class S> bool fills(const Cut& cut, int64_t vectors) {
   return cut.warps_a_row == S::kWarps && cut.slice == S::kThreads * S::kVectors && vectors == int64_t{cut.slice} * cut.cluster;
 }
@@ -222,7 +223,7 @@ void spread(int64_t vectors, int slice, int most, int least, Cut& cut) {
   cut.slice = spread.slice;
 }
 
-// Which shape, and how many blocks share a row. False for rows that are too wide.
+// Selects the shape, and how many blocks share a row. Returns false for rows that are too wide.
 bool choose(int64_t vectors, BulkPlan& plan) {
   Cut& cut = plan.cut;
   constexpr int narrow = Shape3::kThreads * Shape3::kVectors, four = Shape4::kThreads * Shape4::kVectors;
@@ -244,7 +245,7 @@ bool choose(int64_t vectors, BulkPlan& plan) {
   return cut.slice <= ShapeWide::kThreads * ShapeWide::kVectors;
 }
 
-// Bytes of the ring: enough on their way to keep the memory busy, measured; more is slower, or makes no difference.
+// Bytes of the ring: enough in flight to keep the memory busy (measured); more is slower or makes no difference.
 size_t ring_bytes(const BulkPlan& plan) {
   switch (plan.choice) {
     case Choice::one:
@@ -284,7 +285,7 @@ template <class T> bool make_plan(const Backward& call, BulkPlan& plan) {
   return plan.shared > 0;
 }
 
-// The plan in the type that the call has, or nothing where these kernels cannot do it.
+// The plan for the type of the call, or nothing if these kernels do not support it.
 std::optional<BulkPlan> plan_for(const Backward& call) {
   BulkPlan plan;
   bool usable = false;

@@ -1,9 +1,9 @@
-// The just-in-time extension: the kernels of one kind of device as PyTorch's dispatcher knows them, their derivative, and
-// an entry for Python that goes to the dispatcher without its argument parser. ops.py defines the schemas.
+// The compiled extension: registers the kernels of one type of device and their derivative, and has an entry point for
+// Python that calls the dispatcher without its argument parser. ops/operators.py defines the schemas.
 //
-// The derivative of the forward pass is a node of autograd written out, as torch generates them for its own operators: a
-// call through one registered from Python costs 10 to 20 us more. Only small torch headers: torch/extension.h takes four
-// times as long to compile.
+// The derivative of the forward pass is an autograd node in C++, like those that torch generates for its own operators; with
+// a node registered from Python, a call takes 10 to 20 us longer. Only small torch headers are included, because
+// torch/extension.h takes four times as long to compile.
 #include <ATen/Context.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -49,7 +49,7 @@ constexpr bool kCuda = false;
 void* current_stream(const Tensor&) { return nullptr; }
 #endif
 
-// ---- tensors as the kernels take them
+// ---- tensors in the form of the kernels' arguments
 
 Type type_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
@@ -68,7 +68,7 @@ std::optional<Rows> rows_in_place(const Tensor& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   const int64_t last = tensor.dim() - 1;
   if (sizes[last] > 1 && strides[last] != 1) return std::nullopt;
-  std::array<int64_t, 2> size = {1, 1}, stride = {0, 0};  // the inner one first
+  std::array<int64_t, 2> size = {1, 1}, stride = {0, 0};  // the inner stride first
   int found = 0;
   for (int64_t d = last - 1; d >= 0; --d) {
     if (sizes[d] == 1) continue;
@@ -83,7 +83,7 @@ std::optional<Rows> rows_in_place(const Tensor& tensor) {
   return Rows{tensor.const_data_ptr(), size[0], stride[1], stride[0]};
 }
 
-// A tensor's rows, in place or in a contiguous copy that lives as long as this does.
+// A tensor's rows, in place or in a contiguous copy that lives as long as this object.
 class RowsOf {
  public:
   explicit RowsOf(const Tensor& tensor) {
@@ -104,7 +104,7 @@ class RowsOf {
   Rows rows_ = {nullptr, 1, 0, 0};
 };
 
-// A weight of the type that the kernels take: that of x or the accumulating one, on a CPU always that. Both are exact.
+// A weight of a type that the kernels support: that of x or the accumulating one; on a CPU, only the latter. Both are exact.
 class FittedWeight {
  public:
   FittedWeight(const Tensor& x, const OptionalTensor& weight, double offset) : offset_(offset) {
@@ -218,7 +218,7 @@ struct Options {
   bool llama;
 };
 
-// The gradients as a formula in torch's operators, which has derivatives of its own: where a graph of them is wanted.
+// The gradients as a formula in torch's operators, which is differentiable again; used with create_graph=True.
 std::tuple<Tensor, Tensor> gradients_with_a_graph(const Tensor& dy, const OptionalTensor& ds, const Tensor& s, const Tensor& weight,
                                                   const Options& options, bool needs_dweight) {
   const Tensor s_ = s.to(wide(s)), dy_ = dy.to(wide(s));
@@ -233,7 +233,7 @@ std::tuple<Tensor, Tensor> gradients_with_a_graph(const Tensor& dy, const Option
   return {dx, (terms.dim() > 1 ? terms.flatten(0, -2).sum(0) : terms).to(weight.scalar_type())};
 }
 
-// torch counts the references to a node in a std::shared_ptr, in later versions in the node itself.
+// torch counts the references to a node in a std::shared_ptr; later versions count them in the node.
 using NodePointer = decltype(autograd::Edge::function);
 template <class Pointer> constexpr bool kCountsOutside = std::is_same_v<Pointer, std::shared_ptr<autograd::Node>>;
 
@@ -243,12 +243,12 @@ template <class Pointer = NodePointer, class Node = autograd::Node> Pointer owne
 }
 
 template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
-  // deleteNode: of a long graph, the destructors of the nodes would else call one another until the stack is full.
+  // deleteNode: otherwise the destructors of a long graph's nodes call one another until the stack overflows.
   if constexpr (kCountsOutside<Pointer>) return Pointer(node, [](auto* last) { deleteNode(last); });
   else return Pointer::unsafe_steal_from_new(node);
 }
 
-// Edges to x, residual (where there is one) and weight.
+// Edges to x, residual (if there is one) and weight.
 struct RmsNormFusedBackward : autograd::Node {
   RmsNormFusedBackward(const Options& options, bool has_residual) : options(options), has_residual(has_residual) {}
 
@@ -258,7 +258,7 @@ struct RmsNormFusedBackward : autograd::Node {
     const OptionalTensor ds = has_residual && gradients[1].defined() ? OptionalTensor(gradients[1]) : std::nullopt;
     const size_t weight_edge = has_residual ? 2 : 1;
     autograd::variable_list results(weight_edge + 1);
-    if (!dy.defined()) {  // y was not used: the sum passes its gradient on
+    if (!dy.defined()) {  // y was not used; only the sum has a gradient
       if (ds) results[0] = results[1] = *ds;
       return results;
     }
@@ -346,11 +346,11 @@ std::tuple<Tensor, Tensor, Tensor> differentiable_forward_add(c10::DispatchKeySe
 
 // ---- the entry for Python
 
-// A tensor or parameter itself: a subclass may want to see the call (__torch_function__).
+// An exact tensor or parameter: a subclass may override the call (__torch_function__).
 bool is_plain(const py::handle& object) { return THPVariable_CheckExact(object.ptr()); }
 
-// What rms_norm(x, weight, eps=, residual=, weight_offset=) returns, or None, and nothing done, where an argument is not what
-// it mostly is: Python then finds out what it is, or what is wrong with it.
+// Returns the result of rms_norm(x, weight, eps=, residual=, weight_offset=). If an argument is unusual, it does nothing and
+// returns None; Python then handles the argument or reports the error.
 py::object rms_norm_or_none(const py::handle& x_object, const py::handle& residual_object, const py::handle& weight_object, const py::handle& eps_object,
                             const py::handle& offset_object) {
   if (at::impl::torch_function_mode_enabled() || !is_plain(x_object) || !(residual_object.is_none() || is_plain(residual_object)) || !(weight_object.is_none() || is_plain(weight_object)) ||

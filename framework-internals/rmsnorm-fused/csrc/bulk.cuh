@@ -1,13 +1,14 @@
-// Persistent blocks that work through the rows of a matrix as the bulk copy engine of sm_90 and later brings them.
+// Persistent blocks that process the rows of a matrix, loaded by the bulk copy engine of sm_90 and later.
 //
-// Work is cut into units: the rows that a block has side by side, or one row shared by the blocks of a cluster. In each
-// block one warp (the producer) has the engine fill a ring of stages in shared memory with the coming units; the others
-// (the consumers) own the same columns of every row. A row is read from the ring twice: for its sum, and for the results.
-// The first pass over a unit goes before the second pass over the unit before it, so that nobody waits for a sum: it
-// travels, through slots in shared memory, also to the other blocks of the cluster, while the threads are busy.
+// The work is divided into units: several rows of one block, or one row shared by the blocks of a cluster. In each block, one
+// warp (the producer) makes the engine fill a ring of stages in shared memory with the next units. The other warps (the
+// consumers) own the same columns of every row. A row is read from the ring twice: for its sum, and for the results. The
+// first pass over a unit comes before the second pass over the previous unit, so that no thread waits for a sum. The sum
+// passes through slots in shared memory, also to the other blocks of the cluster, while the threads are busy.
 //
-// Units are dealt out in turn, or each when its block is ready, from a counter. The second is faster where several blocks
-// share a multiprocessor, since multiprocessors do not reach the memory equally fast, but which block gets a unit is chance.
+// Units are assigned round-robin, or dynamically from a counter when a block is ready. Dynamic assignment is faster if
+// several blocks share a multiprocessor, because the multiprocessors' access to memory is not equally fast; but which block
+// gets a unit then varies between runs.
 #pragma once
 
 #include <map>
@@ -21,33 +22,34 @@
 namespace rms_norm::bulk {
 
 constexpr int kMaxStages = 20;
-constexpr int kSums = 4;          // rows' sums that may be on their way at a time; three would do
-constexpr int kAhead = 3;         // units drawn before they are needed
-constexpr int kDealt = 32;        // of them not yet taken by the slowest block of a cluster: fewer than kMaxStages + kAhead
+constexpr int kSums = 4;          // row sums that may be in flight at a time; three would suffice
+constexpr int kAhead = 3;         // units fetched ahead of their use
+constexpr int kDealt = 32;        // fetched units that the slowest block of a cluster has not read: fewer than kMaxStages + kAhead
 constexpr int kVectorBytes = 16;
 
-// How units are cut, what `BulkShape` says at compile time apart. Vectors are of kVectorBytes.
+// How the work is divided into units, besides the compile-time numbers of `BulkShape`. Vectors have kVectorBytes.
 struct Cut {
-  int slice;          // vectors of a row that a block has
+  int slice;          // vectors of a row per block
   int warps_a_row;
-  int rows;           // of a unit: consumer warps / warps_a_row
+  int rows;           // rows of a unit: consumer warps / warps_a_row
   int cluster;        // blocks that share a row; 1 where rows > 1
   int stages;
   int tensors;        // that are read
   Rows from[3];       // they themselves
   int64_t rows_in_all, columns;
-  bool adjacent;      // a unit's rows follow one another in memory as they do in the ring: one copy brings them
+  bool adjacent;      // the rows of a unit are contiguous in memory, as in the ring, so one copy loads them
   uint32_t units;
   uint32_t teams;     // clusters in the grid
-  uint32_t* counter;  // of units dealt out; null: in turn
+  uint32_t* counter;  // of assigned units; null: round-robin
 };
 
-// A row takes kTiles * kTile vectors of every lane; a stage holds kTile of them. kWarps consume; kResident blocks share a
-// multiprocessor.
+// A row has kTiles * kTile vectors per lane; a stage contains kTile of them. kWarps is the number of consumer warps, and
+// kResident the number of blocks per multiprocessor.
 template <int kTiles_, int kTile_, int kWarps_, int kResident_> struct BulkShape {
   static constexpr int kTiles = kTiles_, kTile = kTile_, kWarps = kWarps_, kResident = kResident_;
   static constexpr int kVectors = kTiles * kTile, kThreads = 32 * kWarps;
-  // And one warp that produces, one that deals. Where a block has the multiprocessor to itself, a warp more is slower.
+  // Plus one producer warp and one warp that assigns units. If a block has the multiprocessor to itself, another warp is
+  // slower.
   static constexpr bool kDeals = kResident > 1;
   static constexpr int kBlock = kThreads + (kDeals ? 64 : 32);
   static constexpr int kTensorBytes = kThreads * kTile * kVectorBytes;  // of one stage
@@ -57,18 +59,18 @@ constexpr uint32_t kNoUnit = 0xffffffffu;
 
 template <class S> struct Control {
   uint64_t full[kMaxStages], empty[kMaxStages];
-  uint64_t summed[kSums][S::kWarps];    // one a row of the unit
+  uint64_t summed[kSums][S::kWarps];    // one per row of the unit
   uint64_t dealt[kDealt], taken[kAhead];
-  uint32_t units[kMaxStages];           // the unit in a stage; kNoUnit: no more
-  uint32_t deal[kDealt];                // units that block 0 of the cluster has drawn for all of them
-  alignas(16) float sums[kSums][S::kWarps * kMaxCluster];  // from every warp that works at a row
+  uint32_t units[kMaxStages];           // the unit in a stage; kNoUnit if there are no more
+  uint32_t deal[kDealt];                // units that block 0 of the cluster has fetched for all of its blocks
+  alignas(16) float sums[kSums][S::kWarps * kMaxCluster];  // from every warp of a row
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// What deals out units where `cut.counter` does and blocks share a multiprocessor: draws one after the other, kAhead before
-// the producer needs it (an answer may take microseconds), and passes it on to the producers of the cluster. One lane, in
-// block 0 of a cluster.
+// Assigns units from `cut.counter` if blocks share a multiprocessor: fetches one after another, kAhead units before the
+// producer needs them (an atomic may take microseconds), and passes them to the producers of the cluster. Runs on one lane
+// in block 0 of a cluster.
 template <class S> __device__ void deal(const Cut& cut, Control<S>& control) {
   for (uint32_t turn = 0;; ++turn) {
     if (turn >= kAhead) ptx::wait(&control.taken[turn % kAhead], turn / kAhead - 1 & 1);
@@ -84,7 +86,7 @@ template <class S> __device__ void deal(const Cut& cut, Control<S>& control) {
   }
 }
 
-// The units to work at; asked by the producer's first lane alone.
+// The sequence of units; only the producer's first lane uses it.
 template <class S> class Units {
  public:
   __device__ Units(const Cut& cut, Control<S>& control, uint32_t rank) : cut_(cut), control_(control), rank_(rank) {}
@@ -104,7 +106,7 @@ template <class S> class Units {
   }
 
  private:
-  // Without a warp for it: tells the cluster the unit drawn at the turn before, and draws the next.
+  // Without a separate warp: passes the previously fetched unit to the cluster, and fetches the next one.
   __device__ __forceinline__ void draw(int place) {
     const uint32_t unit = turn_ == 0 ? blockIdx.x / cut_.cluster : cut_.teams + drawn_;
     if (cut_.cluster > 1) {
@@ -122,7 +124,7 @@ template <class S> class Units {
   uint32_t turn_ = 0, drawn_ = 0;
 };
 
-// A place in the ring, and the parity of the phase that it is in there.
+// A position in the ring, and the parity of its phase.
 struct Place {
   int stage = 0;
   uint32_t parity = 0;
@@ -137,7 +139,7 @@ template <class T, class S> __device__ void produce(const Cut& cut, Control<S>& 
   const auto row_at = [&](int tensor, uint32_t row) { return row_of<T>(cut.from[tensor], row); };
   Units<S> units(cut, control, rank);
   Place at;
-  at.parity = 1;  // a stage that was never full counts as emptied
+  at.parity = 1;  // a stage that was never full counts as empty
   for (;;) {
     const uint32_t unit = __shfl_sync(0xffffffffu, lane == 0 ? units.next() : 0u, 0);
     const uint32_t first_row = unit * cut.rows;
@@ -166,12 +168,12 @@ template <class T, class S> __device__ void produce(const Cut& cut, Control<S>& 
   }
 }
 
-// What a consumer knows of the unit at hand. Vector k of a row is at index(k), if has(k). kWhole: a unit is one row, and
-// every lane has all its vectors: addresses are constants, and nothing is asked.
+// A consumer's view of the current unit. Vector k of a row is at index(k), if has(k). kWhole: a unit is one row, and every
+// lane has all its vectors, so addresses are constants and need no checks.
 template <class T, class S, bool kWhole> struct Consumer {
   static constexpr int V = kVector<T>;
-  // With many warps a branch around the vectors that a row lacks costs nothing; with few it would keep loads apart.
-  static constexpr bool kBranch = S::kWarps * S::kResident > 8 || S::kTile > 3;  // or take more registers than there are
+  // With many warps, a branch around the missing vectors of a row is free; with few, it would separate the loads.
+  static constexpr bool kBranch = S::kWarps * S::kResident > 8 || S::kTile > 3;  // unrolling would need more registers than there are
 
   const Cut& cut;
   Control<S>& control;
@@ -195,7 +197,7 @@ template <class T, class S, bool kWhole> struct Consumer {
     return *reinterpret_cast<const Vector<T, V>*>(mine + at.stage * stage_bytes + tensor * S::kTensorBytes + k_of_tile * row_lanes * kVectorBytes);
   }
 
-  // The sum of a warp's lanes; where a row has more than one warp, sent to all that need it.
+  // The sum over a warp's lanes; if a row has several warps, it is sent to all that need it.
   __device__ __forceinline__ float send_sum(float sum, uint32_t turn, bool inside) const {
     sum = within_warp(sum, 32, Add{});
     if (parts > 1 && inside) {
@@ -213,7 +215,8 @@ template <class T, class S, bool kWhole> struct Consumer {
     return sum;
   }
 
-  // A row's sum, once all its parts are there; `own` where there is one. Each lane takes four; few parts, all the same.
+  // A row's sum, once all its parts have arrived; `own` if there is only one part. Each lane reads four parts; if there are
+  // few, all lanes read the same.
   __device__ __forceinline__ float sum_of(uint32_t turn, float own) const {
     if (parts == 1) return own;
     const int place = turn % kSums;
@@ -233,7 +236,7 @@ template <class T, class S, bool kWhole> struct Consumer {
     return within_warp(sum, 32, Add{});
   }
 
-  // After the last use of what was loaded: the producer may write over this stage at once.
+  // Call after the last use of the loaded data: the producer may overwrite this stage immediately.
   __device__ __forceinline__ void release(Place& at) const {
     __syncwarp();
     if (lane == 0) ptx::arrive(&control.empty[at.stage]);
@@ -241,7 +244,7 @@ template <class T, class S, bool kWhole> struct Consumer {
   }
 };
 
-// Runs a block: `consume` is called with the rank in the cluster in the threads that consume.
+// Runs a block: the consumer threads call `consume` with their rank in the cluster.
 template <class T, class S, class Consume>
 __device__ __forceinline__ void run_block(const Cut& cut, Control<S>& control, unsigned char* ring, Consume&& consume) {
   const uint32_t rank = cut.cluster > 1 ? ptx::rank_in_cluster() : 0;
@@ -267,7 +270,7 @@ __device__ __forceinline__ void run_block(const Cut& cut, Control<S>& control, u
   if (warp < S::kWarps) consume(rank);
   else if (warp == S::kWarps) produce<T, S>(cut, control, ring, rank);
   else if (threadIdx.x % 32 == 0 && cut.counter && rank == 0) deal(cut, control);
-  if (cut.cluster > 1) {  // a block's shared memory must outlive what others send to it
+  if (cut.cluster > 1) {  // a block's shared memory must outlive the writes of other blocks
     __syncwarp();
     ptx::cluster_arrive();
     ptx::cluster_wait();
@@ -276,7 +279,7 @@ __device__ __forceinline__ void run_block(const Cut& cut, Control<S>& control, u
 
 #endif
 
-// Clusters of such blocks that a device holds at a time. Asked of the driver once each.
+// The number of such clusters that fit on a device at a time. The driver is queried once for each.
 template <auto kernel> int clusters_at_a_time(int device, const Launch& how, int resident) {
   static std::mutex mutex;
   static std::map<std::tuple<int, int, size_t>, int> known;
@@ -297,8 +300,8 @@ template <auto kernel> int clusters_at_a_time(int device, const Launch& how, int
 
 inline bool contiguous(const Rows& rows, const Shape& shape) { return rows.inner == shape.rows && rows.inner_stride == shape.columns; }
 
-// Fills in what follows from the shape S, from `cut.cluster`, `slice`, `warps_a_row`, `tensors` and `from`, for a ring of about
-// so many bytes. Returns the dynamic shared memory; 0 where the device has too little.
+// Computes the fields that follow from the shape S and from `cut.cluster`, `slice`, `warps_a_row`, `tensors` and `from`, for a
+// ring of about the given size. Returns the dynamic shared memory in bytes, or 0 if the device has too little.
 template <auto kernel, class T, class S> size_t fill_in(const Shape& shape, size_t ring_bytes, Cut& cut) {
   const DeviceLimits& limits = limits_of(shape.device);
   cut.rows_in_all = shape.rows;
@@ -309,7 +312,7 @@ template <auto kernel, class T, class S> size_t fill_in(const Shape& shape, size
   for (int tensor = 0; tensor < cut.tensors; ++tensor) cut.adjacent = cut.adjacent && contiguous(cut.from[tensor], shape);
   const size_t stage = size_t{S::kTensorBytes} * cut.tensors;
   const size_t at_most = std::min<size_t>(limits.shared_a_block, limits.shared_a_multiprocessor / S::kResident - 1024) - sizeof(Control<S>);
-  const size_t least = 2 * S::kTiles + 1;  // a unit that is finished, one that is added up, and one stage of the next
+  const size_t least = 2 * S::kTiles + 1;  // a unit in its second pass, one in its first, and one stage of the next
   cut.stages = static_cast<int>(std::min<size_t>({std::max(ring_bytes / stage, least), at_most / stage, size_t{kMaxStages}}));
   if (cut.stages < static_cast<int>(least)) return 0;
   const Launch how = {dim3(limits.multiprocessors / cut.cluster * cut.cluster), dim3(S::kBlock), stage * cut.stages, cut.cluster};

@@ -1,5 +1,5 @@
-// The CPU kernels as often as instruction sets are worth telling apart: what a library needs that is compiled on one
-// machine and run on another. Its build compiles rms_norm_cpu.cpp once for each level that the processor family has.
+// The CPU kernels, compiled once per instruction set, for a library that is compiled on one machine and runs on another. The
+// build compiles rms_norm_cpu.cpp once for each level of the processor family.
 #pragma once
 
 #include <cstdlib>
@@ -29,10 +29,10 @@ struct Kernels {
   void (*backward)(const Backward& call);
 };
 
-// The best that this processor can run and that torch may use: ATEN_CPU_CAPABILITY (default, avx2, avx512) holds both back.
+// The best level that this processor supports and torch may use; ATEN_CPU_CAPABILITY (default, avx2, avx512) limits both.
 inline Kernels cpu_kernels() {
 #ifdef __x86_64__
-  // What the names leave out of x86-64-v3 and -v4, for which these levels are compiled, came with these features.
+  // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well.
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
                         __builtin_cpu_supports("bmi2");
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -1,4 +1,4 @@
-// What the CUDA kernels of this folder share: types, loads, sums over threads.
+// Shared by the CUDA kernels of this folder: types, loads, sums over threads.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,32 +25,32 @@ template <class T> __device__ __forceinline__ T narrow(Wide<T> value) {
   else return value;
 }
 
-// `value` as a T holds it, in the accumulating type again.
+// `value` rounded to T, in the accumulating type.
 template <class T> __device__ __forceinline__ Wide<T> rounded(Wide<T> value) { return widen(narrow<T>(value)); }
 
 __device__ __forceinline__ float reciprocal_root(float value) { return rsqrtf(value); }
 __device__ __forceinline__ double reciprocal_root(double value) { return 1.0 / sqrt(value); }
 
-// V elements that are loaded at once where they are of 16 bytes or fewer; 32 bytes (floats beside bfloat16) are two loads.
+// V elements, loaded at once if they have at most 16 bytes; 32 bytes (float weights of bfloat16 rows) take two loads.
 template <class T, int V> struct alignas(sizeof(T) * V < 16 ? sizeof(T) * V : 16) Vector {
   T at[V];
 };
 
-// Elements in the 16 bytes that a thread loads at once.
+// The number of elements in the 16 bytes that a thread loads at once.
 template <class T> constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
 template <class T, int V> __device__ __forceinline__ Vector<T, V> vector_of(const T* row, int index) {
   return reinterpret_cast<const Vector<T, V>*>(row)[index];
 }
 
-// Rows are counted in 32 bits (check_size() sees to that): dividing 64-bit numbers takes many registers.
+// Row numbers have 32 bits (check_size() ensures this), because 64-bit division takes many registers.
 template <class T> __device__ __forceinline__ const T* row_of(const Rows& rows, uint32_t row) {
   const uint32_t inner = static_cast<uint32_t>(rows.inner), outer = row / inner;
   return static_cast<const T*>(rows.data) + outer * rows.outer_stride + (row - outer * inner) * rows.inner_stride;
 }
 
-// The weights at a vector's columns, in the accumulating type, offset added. Their type is a branch that all threads take
-// alike, not a template parameter: that would double the number of kernels.
+// The weights at a vector's columns in the accumulating type, with the offset added. Their type is a uniform branch and not a
+// template parameter, which would double the number of kernels.
 template <class T, int V> __device__ __forceinline__ void load_weight(Wide<T> (&w)[V], const Weight& weight, bool of_type_t, int index) {
   using A = Wide<T>;
   if (!weight.data) {
@@ -71,8 +71,8 @@ template <class T, int V> __device__ __forceinline__ void load_weight(Wide<T> (&
   for (int e = 0; e < V; ++e) w[e] += static_cast<A>(weight.offset);
 }
 
-// Makes the compiler forget what it knows of `x`. Otherwise it keeps the widened elements of the first pass for the
-// second one, or takes apart at once what was loaded early, at twice the registers.
+// Makes `x` opaque to the compiler. Otherwise it keeps the widened elements of the first pass for the second one, or unpacks
+// early loads immediately, with twice the registers.
 template <class T, int V> __device__ __forceinline__ void widen_anew(Vector<T, V>& x) {
   if constexpr (sizeof(T) < 4 && V > 1) {
     static_assert(sizeof(x) % 4 == 0);
@@ -84,7 +84,7 @@ template <class T, int V> __device__ __forceinline__ void widen_anew(Vector<T, V
 struct Add {
   template <class A> __device__ __forceinline__ A operator()(A a, A b) const { return a + b; }
 };
-// Of magnitudes, and NaN where one of them is: their bits are in their order, with NaN beyond infinity. fmaxf would drop it.
+// The maximum of magnitudes, or NaN if one is NaN: their bits are ordered, with NaN above infinity. fmaxf would drop NaN.
 struct Larger {
   __device__ __forceinline__ float operator()(float a, float b) const { return __uint_as_float(max(__float_as_uint(a), __float_as_uint(b))); }
 };
@@ -96,7 +96,7 @@ template <class A, class Combine> __device__ __forceinline__ A within_warp(A val
 }
 
 // `combine` of the values of a row's `lanes` threads (a power of two, or a multiple of 32), in all of them. Every row of
-// the block has slots of its own among the 32; no two calls may share `slots`: a slow thread may still read there.
+// the block has separate slots among the 32. Two calls must not share `slots`, because a slow thread may still read them.
 template <class A, class Combine> __device__ __forceinline__ A over_row(A value, int lanes, A* slots, Combine combine) {
   if (lanes < 32) return within_warp(value, lanes, combine);
   value = within_warp(value, 32, combine);
@@ -109,7 +109,7 @@ template <class A, class Combine> __device__ __forceinline__ A over_row(A value,
     const A part = slots[warp < warps ? warp : 0];
     return std::is_same_v<Combine, Add> && warp >= warps ? A(0) : part;
   };
-  if (warps <= 8) return within_warp(from_warp(lane % 8), 8, combine);  // two shuffles fewer: a lone row waits for each of them
+  if (warps <= 8) return within_warp(from_warp(lane % 8), 8, combine);  // saves two shuffles, each of which a single row waits for
   return within_warp(from_warp(lane), 32, combine);
 }
 

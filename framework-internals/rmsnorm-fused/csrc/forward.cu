@@ -1,8 +1,8 @@
 // RMSNorm forward on a GPU. Memory is the limit: x is read once and y written once.
 //
-// A row belongs to `lanes` threads, which keep it in registers between the sum and the product. From sm_90 on the lanes of
-// a wide row are spread over the blocks of a cluster, which tell each other their sums. What does not fit the registers
-// even so is read a second time.
+// A row belongs to `lanes` threads, which keep it in registers between the sum and the product. From sm_90 on, the lanes of
+// a wide row are spread over the blocks of a cluster, which exchange their sums. The part that does not fit in registers is
+// read a second time.
 #include <cuda_fp8.h>
 
 #include "device.cuh"
@@ -16,9 +16,9 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int kAnyBlock = 512;    // threads of a block of forward_kernel, at most: twice the registers
 constexpr int kSmallBlock = 128;  // threads of a block that holds several narrow rows
-constexpr unsigned kFewBlocks = 8;  // of a grid that lets the next kernel start early: 4 % of a lone row's time
+constexpr unsigned kFewBlocks = 8;  // blocks of a grid that lets the next kernel start early, which saves 4 % of a single row's time
 
-// A block's part of the sums of a cluster: one word from every block.
+// A block's storage for the sums of a cluster: one word from every block.
 struct Exchange {
   uint64_t barrier;
   float from[kMaxCluster];
@@ -34,7 +34,7 @@ __device__ __forceinline__ void open_exchange(Exchange& exchange, uint32_t block
 #endif
 }
 
-// `combine` of the blocks' values, in the order of their ranks, in every thread. An exchange serves once.
+// `combine` of the blocks' values, in the order of their ranks, in every thread. An exchange can be used only once.
 template <class Combine> __device__ __forceinline__ float over_cluster(float value, uint32_t blocks, Exchange& exchange, Combine combine) {
 #if __CUDA_ARCH__ >= 900
   if (threadIdx.x < blocks)
@@ -47,7 +47,7 @@ template <class Combine> __device__ __forceinline__ float over_cluster(float val
 }
 
 template <class T, int V> __device__ __forceinline__ Wide<T> sum_of_squares(const Vector<T, V>& x) {
-  Wide<T> chains[2] = {};  // an addition waits four cycles for the one before
+  Wide<T> chains[2] = {};  // an addition waits four cycles for the previous one
 #pragma unroll
   for (int e = 0; e < V; ++e) chains[e % 2] += widen(x.at[e]) * widen(x.at[e]);
   return chains[0] + chains[1];
@@ -85,8 +85,8 @@ template <int V> __device__ __forceinline__ void store_quantised(void* row, int 
   static_cast<Bytes*>(row)[index] = out;
 }
 
-// Block (lanes, rows a block), cluster `blocks`: V elements are loaded at a time, K such vectors a thread stay in
-// registers, and the slice of a row that a block has is `slice` vectors.
+// Block (lanes, rows per block), cluster `blocks`: V elements are loaded at a time, K such vectors per thread stay in
+// registers, and a block processes a slice of `slice` vectors of a row.
 template <class T, int V, int K, bool kQuantised>
 __global__ void __launch_bounds__(kAnyBlock)
     forward_kernel(const __grid_constant__ Forward call, const Quantised quantised, const int slice, const uint32_t blocks) {
@@ -142,14 +142,14 @@ __global__ void __launch_bounds__(kAnyBlock)
   sum = over_row(sum, lanes, slots[0], Add{});
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) {
-    ptx::cluster_wait();  // by now every block's barriers are ready
+    ptx::cluster_wait();  // from here on, every block's barriers are ready
     if constexpr (!std::is_same_v<T, double>) sum = over_cluster(sum, blocks, exchanges[0], Add{});
   }
 #endif
   const A rstd = reciprocal_root(sum / static_cast<A>(call.shape.columns) + static_cast<A>(call.eps));
   if (call.rstd && lane == 0 && rank == 0 && inside) static_cast<A*>(call.rstd)[row] = rstd;
 
-  const T* again = residual_row ? s_row : x_row;  // what did not fit the registers: this thread itself wrote it to s
+  const T* again = residual_row ? s_row : x_row;  // the part that did not fit in registers; this thread wrote it to s
   const auto each_vector = [&](auto&& work) {
 #pragma unroll
     for (int k = 0; k < K; ++k)
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kAnyBlock)
   }
 }
 
-// Blocks that are to share a multiprocessor; one fewer where the same kernel takes a few registers more.
+// The intended number of blocks per multiprocessor; one fewer if the same kernel takes a few more registers.
 constexpr int resident(int wanted) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
   return wanted > 2 ? wanted - 1 : wanted;
@@ -201,25 +201,25 @@ constexpr int resident(int wanted) {
 #endif
 }
 
-// What row_kernel takes: the same without what it cannot do, and with quotients taken beforehand. What every row needs comes
-// first: a lone row waits for each line of constants.
+// The arguments of row_kernel: without the options that it does not support, and with divisions done beforehand. Values that
+// every row needs come first, because a single row waits for each cache line of constants.
 struct RowCall {
   Rows x;
   const void* weight;
   void *y, *rstd;
   int64_t columns;
   uint32_t rows;
-  int slice;                   // vectors of a row that a block has
+  int slice;                   // vectors of a row per block
   float offset, eps, inverse;
   uint32_t blocks;             // of a cluster
   Rows residual;
   void* s;
 };
 
-// The common case: whole 16-byte vectors, a row in the registers of a block or of a cluster, one rounding, weight of type W
-// or none. Without the branches and the divisions of forward_kernel twice as many blocks fit a multiprocessor, and a lone
-// row takes two thirds of the time. kEarly: the weight is loaded beside x, so that its way is not added to the row's.
-// kLarge: x is larger than the L2 cache; a policy for its loads costs a lone row 5 %.
+// The common case: whole 16-byte vectors, a row in the registers of a block or a cluster, one rounding, and a weight of type
+// W or none. Without the branches and divisions of forward_kernel, twice as many blocks fit on a multiprocessor, and a single
+// row takes two thirds of the time. kEarly: the weight is loaded together with x, so that the latencies overlap. kLarge: x is
+// larger than the L2 cache; an eviction policy for its loads would slow a single row by 5 %.
 template <class T, class W, int K, bool kEarly, bool kResidual, bool kCluster, int kMaxBlock, int kResident, bool kLarge = false>
 __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(const __grid_constant__ RowCall call) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
   const uint32_t row = kCluster ? blockIdx.x / call.blocks : blockIdx.x * blockDim.y + threadIdx.y;
   const int first = rank * call.slice;
   const int count = kCluster ? min(call.slice, static_cast<int>(call.columns / V) - first) : row < call.rows ? call.slice : 0;
-  const auto at_row = [&](const Rows& rows) {  // without a division where one stride is all
+  const auto at_row = [&](const Rows& rows) {  // no division if there is only one stride
     const T* data = row < static_cast<uint32_t>(rows.inner) ? static_cast<const T*>(rows.data) + row * rows.inner_stride : row_of<T>(rows, row);
     return reinterpret_cast<const Loaded*>(data) + first;
   };
@@ -288,14 +288,14 @@ __global__ void __launch_bounds__(kMaxBlock, resident(kResident)) row_kernel(con
   sum = over_row(sum, lanes, slots, Add{});
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster) {
-    ptx::cluster_wait();  // by now every block's barrier is ready
+    ptx::cluster_wait();  // from here on, every block's barrier is ready
     sum = over_cluster(sum, call.blocks, exchange, Add{});
   }
 #endif
   const float rstd = rsqrtf(sum * call.inverse + call.eps);
   if (call.rstd && lane == 0 && rank == 0 && row < call.rows) static_cast<float*>(call.rstd)[row] = rstd;
   Loaded* y = in_result(call.y);
-  const auto finish = [&](auto choice) {  // a choice for each element would have each wait for constants
+  const auto finish = [&](auto choice) {  // a choice per element would make each wait for constants
     constexpr bool kWeighted = decltype(choice)::value;
 #pragma unroll
     for (int k = 0; k < K; ++k)
@@ -328,8 +328,8 @@ int lanes_for(int64_t vectors, int vectors_a_thread, int at_most = kMaxThreads) 
 
 dim3 block_for(int lanes) { return dim3(lanes, std::max(kSmallBlock / lanes, 1)); }
 
-// Everything that the other kernels do not take: 16 bytes at a time or lone elements. How a row is cut up depends on the row
-// alone, never on how many there are: its result is the same in every batch.
+// All cases that the other kernels do not support: 16 bytes at a time, or single elements. How a row is divided depends only
+// on the row, never on the number of rows, so its result is the same in every batch.
 template <class T, bool kQuantised> void run_any(const Forward& call, bool vectorised) {
   const Shape& shape = call.shape;
   const auto with = [&](auto v, auto k) {
@@ -346,14 +346,14 @@ template <class T, bool kQuantised> void run_any(const Forward& call, bool vecto
   else with(std::integral_constant<int, 1>{}, std::integral_constant<int, kQuantised ? 2 : 4>{});
 }
 
-// row_kernel with what was measured to be the fastest for each width (NOTES.md). False where it does not reach.
+// row_kernel with the fastest measured choice for each width (NOTES.md). Returns false if it does not support the call.
 template <class T, class W> bool run_rows(const Forward& call) {
   const Shape& shape = call.shape;
   const int64_t vectors = shape.columns / kVector<T>;
   RowCall rows = {call.x, call.weight.data, call.y, call.rstd, shape.columns, static_cast<uint32_t>(shape.rows), static_cast<int>(vectors),
                   static_cast<float>(call.weight.offset), static_cast<float>(call.eps),
                   1.0f / static_cast<float>(shape.columns), 1, call.residual, call.s};
-  const bool early = limits_of(shape.device).capability >= 90;  // a lone row takes as long as a launch
+  const bool early = limits_of(shape.device).capability >= 90;  // a single row takes as long as a launch
   const auto alone = [&](auto kernel, int vectors_a_thread) {
     const dim3 block = block_for(lanes_for(vectors, vectors_a_thread));
     launch<decltype(kernel)::value>({dim3(blocks_for(shape.rows, block.y)), block, 0, 1, early}, shape.device, shape.stream, rows);

@@ -1,9 +1,9 @@
 // RMSNorm forward for sm_90 and later, rows too wide for one block: the blocks of a cluster share a row, and x is read once.
 //
-// One thread has the bulk copy engine bring its block's slice of the row to shared memory; meanwhile all threads load the
-// weights of their columns into registers. Each warp sends its part of the sum to every block of the cluster, so that no
-// barrier stands between the sums and the results. A block does one row: what hides its latencies are the other blocks on
-// the multiprocessor, and how many there are decides the speed (NOTES.md).
+// One thread makes the bulk copy engine load the block's slice of the row into shared memory. Meanwhile all threads load the
+// weights of their columns into registers. Each warp sends its part of the sum to every block of the cluster, so there is no
+// barrier between the sums and the results. A block processes one row. The other blocks on the multiprocessor hide its
+// latencies, and their number decides the speed (NOTES.md).
 #include "device.cuh"
 #include "forward.cuh"
 #include "launch.cuh"
@@ -12,14 +12,14 @@
 namespace rms_norm {
 namespace {
 
-constexpr int kVectors = 8;  // that a thread has of a row
+constexpr int kVectors = 8;  // vectors of a row per thread
 
 struct WideCall {
   Rows x;
   const void* weight;
   void *y, *rstd;
   int64_t columns;
-  int slice;        // vectors of a row that a block has
+  int slice;        // vectors of a row per block
   uint32_t blocks;  // of a cluster
   float offset, eps, inverse;
   bool larger_than_l2;  // x
@@ -29,7 +29,7 @@ template <class T, class W, int kThreads, int kResident>
 __global__ void __launch_bounds__(kThreads, kResident) wide_kernel(const __grid_constant__ WideCall call) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   constexpr int V = kVector<T>, kWarps = kThreads / 32;
-  constexpr bool kEarly = sizeof(Vector<W, V>) <= 16;  // else the weights take more registers than there are
+  constexpr bool kEarly = sizeof(Vector<W, V>) <= 16;  // otherwise the weights need more registers than there are
   using Loaded = Vector<T, V>;
   extern __shared__ __align__(128) unsigned char shared[];
   const Loaded* x = reinterpret_cast<const Loaded*>(shared);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads, kResident) wide_kernel(const __grid_
     for (int k = 0; k < kVectors; ++k)
       if (const int index = k * kThreads + threadIdx.x; index < count) early[k] = weight[first + index];
   }
-  ptx::cluster_wait();  // every block's barriers are ready, this one's for its own threads
+  ptx::cluster_wait();  // every block's barriers are ready; this block's are visible to its threads
   ptx::wait(&loaded, 0);
   float chains[2] = {};
 #pragma unroll

@@ -1,4 +1,4 @@
-// The host's side of a launch: errors, the current device, limits of a device, attributes of a kernel.
+// The host side of a launch: errors, the current device, limits of a device, attributes of a kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,18 +17,18 @@ namespace rms_norm {
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next call of anyone in this process would report our error as its own
+  cudaGetLastError();  // clears the error; otherwise the next check in this process would report it
   throw std::runtime_error(std::string("rms_norm: ") + what + ": " + cudaGetErrorString(status));
 }
 
-// Rows are counted in 32 bits with room for the rows that the kernels look ahead.
+// Row numbers have 32 bits, with room for the rows that the kernels prefetch.
 inline void check_size(const Shape& shape) {
   if (shape.rows > INT32_MAX || shape.columns > INT32_MAX)
     throw std::invalid_argument("the CUDA kernels of rms_norm take at most 2147483647 rows and as many columns, got " +
                                 std::to_string(shape.rows) + " x " + std::to_string(shape.columns) + "; split the tensor");
 }
 
-// Makes a device current for as long as it lives.
+// Makes a device current during the lifetime of this object.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -52,12 +52,12 @@ constexpr int kMaxDevices = 64;
 struct DeviceLimits {
   int multiprocessors;
   int capability;               // 90 for compute capability 9.0
-  int shared_a_block;           // bytes, when asked for
+  int shared_a_block;           // bytes, if requested
   int shared_a_multiprocessor;  // bytes
   int l2_cache;                 // bytes
 };
 
-// Asked of the driver once a device: a call takes as long as a small kernel.
+// The driver is queried once per device, because a query takes as long as a small kernel.
 inline const DeviceLimits& limits_of(int device) {
   static std::array<DeviceLimits, kMaxDevices> limits;
   static std::array<std::once_flag, kMaxDevices> asked;
@@ -80,11 +80,11 @@ struct Launch {
   dim3 grid, block;
   size_t shared = 0;         // dynamic, bytes
   int cluster = 1;           // blocks
-  bool before_end = false;   // may start before the kernel ahead of it in the stream has ended
+  bool before_end = false;   // may start before the previous kernel in the stream has ended
 };
 
-// What a kernel must be granted before it may use more shared memory or larger clusters than any GPU has. Once a kernel
-// and device.
+// Sets the attributes that a kernel needs to use more shared memory, or larger clusters, than the default limits. Called once
+// per kernel and device.
 template <auto kernel> void grant(int device) {
   static std::atomic<uint64_t> granted{0};
   if (granted.load(std::memory_order_acquire) >> device & 1) return;
@@ -122,21 +122,21 @@ template <auto kernel, class... Arguments> void launch(const Launch& how, int de
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch");
 }
 
-// Whether a tensor of this shape could not stay in the L2 cache as a whole.
+// Whether a tensor of this shape is too large for the L2 cache.
 template <class T> bool larger_than_l2(const Shape& shape) {
   return shape.rows * shape.columns * static_cast<int64_t>(sizeof(T)) > limits_of(shape.device).l2_cache;
 }
 
-constexpr int kMaxCluster = 16;  // blocks; over 8 needs a GPU's consent (cudaFuncAttributeNonPortableClusterSizeAllowed)
+constexpr int kMaxCluster = 16;  // blocks; more than 8 need cudaFuncAttributeNonPortableClusterSizeAllowed
 
-// A row of so many vectors over the blocks of a cluster.
+// A row of vectors, divided over the blocks of a cluster.
 struct Spread {
   int blocks;
-  int slice;  // vectors of each but the last
+  int slice;  // vectors of each block except the last
 };
 
-// The fewest blocks, a power of two from `least` on and not over `most`, whose slices are no wider than `slice`; with `most`
-// blocks a slice may still be wider.
+// The smallest number of blocks, a power of two from `least` to `most`, with slices no wider than `slice`; with `most` blocks a
+// slice may still be wider.
 inline Spread spread_over_cluster(int64_t vectors, int slice, int most, int least = 1) {
   Spread spread = {least, static_cast<int>((vectors + least - 1) / least)};
   while (spread.slice > slice && spread.blocks < most) {
@@ -148,7 +148,7 @@ inline Spread spread_over_cluster(int64_t vectors, int slice, int most, int leas
 
 inline bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
-// Whether every row begins at a multiple of 16 bytes.
+// Whether every row starts at a multiple of 16 bytes.
 template <class T> bool aligned(const Rows& rows) {
   return aligned(rows.data) && rows.outer_stride % kVector<T> == 0 && rows.inner_stride % kVector<T> == 0;
 }

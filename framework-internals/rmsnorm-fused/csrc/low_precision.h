@@ -1,7 +1,7 @@
-// The narrow types on a CPU, and rows of them to and from float, written so that compilers vectorise the loops: no
-// branches, no calls (always_inline, because a compiler that has seen enough inlining stops, and with it vectorising).
-// Every function is static: files that are compiled for several instruction sets and linked into one library include
-// this, and a shared definition would be whichever set's the linker met first.
+// The narrow types on a CPU, and conversions of rows to and from float. The loops have no branches and no calls, so that
+// compilers vectorise them (always_inline, because compilers stop inlining at a limit, and then do not vectorise). Every
+// function is static: files compiled for several instruction sets include this header and are linked into one library, and
+// the linker would keep a shared definition of any one set.
 #pragma once
 
 #include <cstdint>
@@ -28,10 +28,10 @@ struct BFloat16 { uint16_t bits; };
   return bits;
 }
 
-constexpr uint32_t kInfinity = 0xFFu << 23;  // of a float without its sign, as are the magnitudes below
+constexpr uint32_t kInfinity = 0xFFu << 23;  // bits of a float without its sign, like the magnitudes below
 
-// One of two values without a branch: compilers move what only one side needs into that side, and will not vectorise the
-// branch that is left, because a floating-point operation in it might trap.
+// Selects one of two values without a branch. With a branch, compilers move the computation of a value into its side and do
+// not vectorise it, because a floating-point operation there might trap.
 [[gnu::always_inline]] static inline uint32_t select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = -static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
@@ -42,7 +42,7 @@ constexpr uint32_t kInfinity = 0xFFu << 23;  // of a float without its sign, as 
 template <int kMantissaBits, int kBias> [[gnu::always_inline]] static inline uint32_t round_magnitude(uint32_t magnitude) {
   constexpr int shift = 23 - kMantissaBits;
   constexpr uint32_t rebias = uint32_t{127 - kBias} << 23;
-  // Its last place has the value of the type's smallest subnormal number: an addition rounds there.
+  // Its last place has the value of the type's smallest subnormal number, so an addition rounds there.
   constexpr uint32_t anchor = uint32_t{127 + 24 - kBias - kMantissaBits} << 23;
   const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(anchor)) - anchor;
   const uint32_t normal = (magnitude - rebias + ((1u << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift;
@@ -71,7 +71,7 @@ template <int kMantissaBits, int kBias> [[gnu::always_inline]] static inline uin
   to.bits = static_cast<uint16_t>(((bits >> 16) & 0x8000u) | select(magnitude > kInfinity, 0x7E00u, finite));
 }
 
-// float8_e4m3fn, cut off at the largest finite value, 448.
+// float8_e4m3fn, clamped to the largest finite value, 448.
 [[gnu::always_inline]] static inline uint8_t quantised(float value) {
   const uint32_t bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
   const uint32_t finite = select(magnitude >= 0x43E00000u, 0x7Eu, round_magnitude<3, 7>(magnitude));

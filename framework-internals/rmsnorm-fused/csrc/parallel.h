@@ -1,16 +1,16 @@
-// Where the CPU kernels get their threads from: torch's, through whichever interface the library at hand is built on
-// (parallel_torch.cpp for the just-in-time extension, stable.cpp for the prebuilt library).
+// The threads of the CPU kernels: torch's, through the interface of each library (parallel_torch.cpp for the compiled
+// extension, stable.cpp for the prebuilt library).
 #pragma once
 
 #include <cstdint>
 
 namespace rms_norm {
 
-// Calls task(begin, end, context) for ranges that together are 0 … count, on several threads where that gives each of them
-// `grain` or more; all of them are done when it returns. Inside another parallel region: one range, on this thread.
+// Calls task(begin, end, context) for ranges that together cover 0 … count, on several threads if each gets at least `grain`
+// elements. All calls have returned when it returns. Inside another parallel region, there is one range on this thread.
 void parallel_for(int64_t count, int64_t grain, void (*task)(int64_t begin, int64_t end, void* context), void* context);
 
-// How many threads parallel_for uses at most.
+// The largest number of threads that parallel_for uses.
 int64_t threads();
 
 template <class Task> void parallel_for(int64_t count, int64_t grain, const Task& task) {

@@ -1,4 +1,4 @@
-// The threads of torch for the just-in-time extension.
+// torch's threads for the compiled extension.
 #include <ATen/Parallel.h>
 
 #include "parallel.h"

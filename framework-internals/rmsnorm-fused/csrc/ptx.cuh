@@ -1,14 +1,14 @@
-// Instructions of sm_90 and later that CUDA C++ has no plain name for: barriers in shared memory that count bytes, bulk
-// copies that report to them, and the shared memory of a cluster's other blocks. PTX ISA 8.0, sections 9.7.9 and 9.7.13.
+// Instructions of sm_90 and later without a simple CUDA C++ equivalent: barriers in shared memory that count bytes, bulk
+// copies that signal them, and the shared memory of a cluster's other blocks. PTX ISA 8.0, sections 9.7.9 and 9.7.13.
 #pragma once
 
 #include <cstdint>
 
 namespace rms_norm::ptx {
 
-// What becomes of the lines that a load brings to the L2 cache. Where x is larger than the cache, a pass that reads x and
-// writes y is 4 % faster on an H200 if the lines of x leave it after those of y; a kernel that follows loses less than that
-// (NOTES.md). Where x fits, the next kernel may find it or y there, and nobody is preferred.
+// The L2 eviction policy of a load. If x is larger than the cache, a pass that reads x and writes y is 4 % faster on an H200
+// when the lines of y are evicted before those of x; the following kernel loses less than that (NOTES.md). If x fits, the
+// next kernel may find x or y in the cache, and no policy is set.
 __device__ __forceinline__ uint64_t policy_for(bool larger_than_l2) {
   uint64_t policy = 0;
 #if __CUDA_ARCH__ >= 800
@@ -45,7 +45,7 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// After barrier_init: before other blocks of the cluster use the barriers, and before bulk copies do.
+// Call after barrier_init, before other blocks of the cluster or bulk copies use the barriers.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void fence_for_bulk_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -53,7 +53,7 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives, and has the phase last until so many bytes more have come.
+// Arrives, and extends the phase until this many more bytes have arrived.
 __device__ __forceinline__ void arrive_expecting(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
         : "memory");
 }
 
-// The same where other blocks of the cluster send what is waited for.
+// The same, for data that other blocks of the cluster send.
 __device__ __forceinline__ void wait_for_cluster(uint64_t* barrier, uint32_t parity) {
   uint32_t done = 0;
   while (!done)
@@ -84,7 +84,7 @@ __device__ __forceinline__ void wait_for_cluster(uint64_t* barrier, uint32_t par
         : "memory");
 }
 
-// Bytes (a multiple of 16, at 16-byte boundaries) from global memory; `barrier` counts them as they come.
+// Copies bytes (a multiple of 16, at 16-byte boundaries) from global memory; `barrier` counts them as they arrive.
 __device__ __forceinline__ void copy_bulk(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
                "l"(global), "r"(bytes), "r"(shared_address(barrier))
@@ -99,7 +99,7 @@ __device__ __forceinline__ void copy_bulk(void* shared, const void* global, uint
       : "memory");
 }
 
-// Where `shared` of this block lies in block `rank` of the cluster.
+// The address of `shared` of this block in block `rank` of the cluster.
 __device__ __forceinline__ uint32_t address_in(const void* shared, uint32_t rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
@@ -119,23 +119,23 @@ __device__ __forceinline__ uint32_t rank_in_cluster() {
   return rank;
 }
 
-// Arrives without waiting for what this thread has under way; barriers that it set up are seen (fence_barrier_init).
+// Arrives without waiting for this thread's pending operations; barriers that it set up are visible (fence_barrier_init).
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 #endif
 
-// Waits for the kernel before in the stream, where this one was launched ahead of its end (Launch::before_end): first of
-// all in a kernel, before anything in global memory is read or written.
+// Waits for the previous kernel in the stream if this one was launched before its end (Launch::before_end). Call this first
+// in a kernel, before any access to global memory.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the kernel that comes next in the stream be set up beside this one, if it was launched so. It waits as above; until
-// this kernel's end its blocks take up room, which a grid of more than a few blocks pays for.
+// Lets the next kernel in the stream start its set-up during this one, if it was launched that way; it then waits as above.
+// Until this kernel ends, the blocks of the next one occupy resources, which slows a grid of more than a few blocks.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,8 +1,8 @@
-// RMSNorm on one machine: what the CPU kernels and the CUDA kernels both implement, and what the bindings hand to
-// PyTorch. Free of torch headers, so that the CUDA files compile in seconds and anywhere.
+// The interface of the CPU and the CUDA kernels, which the bindings expose to PyTorch. It includes no torch headers, so the
+// CUDA files compile in seconds and on any machine.
 //
-//   s  = x + residual, rounded to the type of x;  s = x where there is no residual
-//   y  = s * rstd * w,   rstd = 1 / sqrt(mean(s^2) + eps),   w = weight + weight_offset               a row at a time
+//   s  = x + residual, rounded to the type of x;  s = x without a residual
+//   y  = s * rstd * w,   rstd = 1 / sqrt(mean(s^2) + eps),   w = weight + weight_offset               for each row
 //   dx = rstd * g - s * rstd^3 * mean(g * s) + ds,   g = dy * w                      (dx is dresidual as well)
 //   dweight = sum over the rows of dy * s * rstd
 //
@@ -16,12 +16,12 @@ namespace rms_norm {
 
 enum class Type { float32, float64, float16, bfloat16 };
 
-// The largest finite float8_e4m3fn: what |y| / scale is cut off at, and what a row's largest |y| is mapped to.
+// The largest finite float8_e4m3fn: |y| / scale is clamped to it, and a row's largest |y| is mapped to it.
 constexpr float kLargestFloat8 = 448.0f;
 
-// A matrix whose columns are adjacent and whose rows lie at two strides, counted in elements: row r begins at
-// data + (r / inner) * outer_stride + (r % inner) * inner_stride. One stride is the case inner = number of rows; two
-// are what the heads of a fused query-key-value projection need.
+// A matrix with adjacent columns and rows at two strides, counted in elements: row r starts at
+// data + (r / inner) * outer_stride + (r % inner) * inner_stride. With one stride, inner is the number of rows; the heads of
+// a fused query-key-value projection have two strides.
 struct Rows {
   const void* data;
   int64_t inner;
@@ -43,10 +43,10 @@ struct Weight {
   double offset;     // added in the accumulating type; 1 for Gemma's zero-centred weight
 };
 
-// y as float8_e4m3fn: y / scale rounded to the nearest, ties to even, and cut off at the largest finite value.
+// y as float8_e4m3fn: y / scale rounded to nearest, ties to even, and clamped to the largest finite value.
 struct Quantised {
-  const float* scale;  // one; null: each row's own, its largest |y| over kLargestFloat8 (1 where that is 0, NaN beside a NaN)
-  float* row_scales;   // rows; where each row's own go
+  const float* scale;  // one element; null: one scale per row, its largest |y| / kLargestFloat8 (1 if that is 0, NaN if the row has a NaN)
+  float* row_scales;   // rows; output of the scales per row
 };
 
 struct Forward {
@@ -57,23 +57,23 @@ struct Forward {
   double eps;
   bool llama;
   void* y;                     // rows x columns, contiguous; of shape.type, or float8 with `quantised`
-  void* s;                     // rows x columns, contiguous; where there is a residual
-  void* rstd;                  // rows; float or double; null: not wanted
+  void* s;                     // rows x columns, contiguous; only with a residual
+  void* rstd;                  // rows; float or double; null: not computed
   const Quantised* quantised;  // null: y is of shape.type; not for float64
 };
 
 struct Backward {
   Shape shape;
   Rows dy;
-  Rows ds;  // the gradient that reaches s from elsewhere; data null: none
+  Rows ds;  // the gradient that reaches s from other uses; data null: none
   Rows s;
   Weight weight;
   const void* rstd;    // rows, from forward()
   bool llama;
   bool deterministic;  // equal inputs give an equal dweight, bit for bit
   void* dx;            // rows x columns, contiguous
-  void* dweight;       // columns; null: not wanted
-  void* workspace;     // as many bytes as backward_workspace() says
+  void* dweight;       // columns; null: not computed
+  void* workspace;     // backward_workspace() bytes
 };
 
 void forward(const Forward& call);

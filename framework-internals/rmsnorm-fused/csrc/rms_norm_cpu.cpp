@@ -1,10 +1,10 @@
-// RMSNorm on the CPU: rows, or blocks of columns of a few wide ones, spread over threads; columns spread over vector
-// registers by the compiler. weight and dweight are of the accumulating type: they are one row against thousands.
+// RMSNorm on the CPU. Threads share the rows, or the blocks of columns of a few wide rows; the compiler vectorises over
+// columns. weight and dweight have the accumulating type; they are one row among thousands.
 //
-// A result depends neither on the number of threads nor on how the work was cut: a row is always summed block by block,
-// each block by the same machine code (hence noinline), and the blocks' sums in their order.
+// A result depends neither on the number of threads nor on the division of the work: a row is always summed block by block,
+// each block by the same machine code (hence noinline), and the sums of the blocks are added in order.
 //
-// RMS_NORM_CPU_LEVEL names an inner namespace, so that one library can hold this file for several instruction sets.
+// RMS_NORM_CPU_LEVEL names an inner namespace, so that one library can contain this file for several instruction sets.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -20,16 +20,16 @@ namespace RMS_NORM_CPU_LEVEL {
 #endif
 namespace {
 
-// Columns that are converted and summed at a time: three such blocks of floats fit the L1 cache, and a partial sum in
-// float of this many terms, spread over the lanes of a vector, keeps its error at a few units in the last place. Sums of
-// blocks go on in double.
+// The number of columns that are converted and summed at a time. Three such blocks of floats fit in the L1 cache. A partial
+// sum of this many floats, spread over the lanes of a vector, has an error of a few units in the last place. The sums of
+// blocks are added in double.
 constexpr int64_t kBlock = 1024;
 
-// Rows whose dy * s * rstd are summed into one partial row of dweight. Fixed, so that dweight does not depend on the
-// number of threads.
+// The number of rows that are summed into one partial row of dweight. It is fixed, so dweight does not depend on the number
+// of threads.
 constexpr int64_t kRowsPerPartial = 64;
 
-// Elements that are worth waking a thread for.
+// The number of elements that justifies another thread.
 constexpr int64_t kGrain = int64_t{1} << 15;
 
 template <class T> using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -42,7 +42,7 @@ struct Columns {
   int64_t count;
 };
 
-// A matrix as the blocks of columns that its rows are cut into.
+// A matrix whose rows are divided into blocks of columns.
 struct Grid {
   int64_t rows;
   int64_t columns;
@@ -52,7 +52,7 @@ struct Grid {
   int64_t grain_in_rows() const { return std::max<int64_t>(1, kGrain / columns); }
   int64_t grain_in_blocks() const { return std::max<int64_t>(1, kGrain / std::min(columns, kBlock)); }
 
-  // Whether `tasks` of whole rows leave threads idle that blocks of columns would keep busy.
+  // Whether `tasks` of whole rows leave threads idle that blocks of columns would occupy.
   bool is_few_and_wide(int64_t tasks) const { return blocks > 1 && rows * columns >= 2 * kGrain && tasks < threads(); }
 };
 
@@ -60,7 +60,7 @@ template <class T> const T* row_of(const Rows& rows, int64_t row) {
   return static_cast<const T*>(rows.data) + (row / rows.inner) * rows.outer_stride + (row % rows.inner) * rows.inner_stride;
 }
 
-// Elements as the accumulating type: where they are if they are of it, else converted into `buffer`.
+// Elements in the accumulating type: in place if they have that type, otherwise converted into `buffer`.
 template <class T> const Wide<T>* as_wide(const T* from, Wide<T>* buffer, int64_t count) {
   if constexpr (kIsWide<T>) return from;
   else return widen(from, buffer, count), buffer;
@@ -76,7 +76,7 @@ template <class T> void store([[maybe_unused]] const Wide<T>* staged, [[maybe_un
   if constexpr (!kIsWide<T>) narrow(staged, to, count);
 }
 
-// Values that pass through T, as `llama` has it.
+// Rounds values to T and back, for `llama`.
 template <class T> void round_through([[maybe_unused]] Wide<T>* values, [[maybe_unused]] int64_t count) {
   if constexpr (!kIsWide<T>) {
     T rounded[kBlock];
@@ -85,10 +85,10 @@ template <class T> void round_through([[maybe_unused]] Wide<T>* values, [[maybe_
   }
 }
 
-// What the blocks of one row share once its squares are summed.
+// The state that the blocks of a row share after its squares are summed.
 template <class A> struct RowScale {
   A rstd;
-  float quantum;  // that a quantised y is divided by
+  float quantum;  // the scale that divides a quantised y
 };
 
 template <class T> class ForwardKernel {
@@ -100,7 +100,7 @@ template <class T> class ForwardKernel {
 
   bool scales_rows() const { return call_.quantised && !call_.quantised->scale; }
 
-  // The sum of s^2 over a block; s is stored on the way where there is a residual.
+  // The sum of s^2 over a block; with a residual, this also stores s.
   [[gnu::noinline]] A squares(int64_t row, Columns block) const {
     alignas(64) A buffer[kBlock];
     if (call_.residual.data) add(row, block);
@@ -117,7 +117,7 @@ template <class T> class ForwardKernel {
     return {rstd, call_.quantised && call_.quantised->scale ? *call_.quantised->scale : 1.0f};
   }
 
-  // The largest |y| of a block, as bits: those of floats without a sign are in their order, with NaN beyond infinity.
+  // The largest |y| of a block, as bits: bits of non-negative floats are ordered, with NaN above infinity.
   [[gnu::noinline]] uint32_t largest(int64_t row, Columns block, A rstd) const {
     alignas(64) A y[kBlock];
     normalise(row, block, rstd, y);
@@ -169,7 +169,7 @@ template <class T> class ForwardKernel {
     alignas(64) A buffer[kBlock];
     const A* s = as_wide(s_of(row) + block.first, buffer, block.count);
     const A* weight = weight_ ? weight_ + block.first : nullptr;
-    const A offset = offset_;  // a member would be read again after each y that is written
+    const A offset = offset_;  // a local copy: a member would be read again after each write of y
     if (weight && !call_.llama) {
 #pragma omp simd
       for (int64_t i = 0; i < block.count; ++i) y[i] = s[i] * rstd * (weight[i] + offset);
@@ -275,13 +275,13 @@ template <class T> class BackwardKernel {
     return g.weight ? sum_of_products<true>(g, s, block.count) : sum_of_products<false>(g, s, block.count);
   }
 
-  // What s is multiplied by in dx: -rstd^3 * mean(g * s).
+  // The factor of s in dx: -rstd^3 * mean(g * s).
   A pull(int64_t row, double products) const {
     const double rstd = this->rstd(row);
-    return static_cast<A>(-(products * rstd / static_cast<double>(columns_)) * rstd * rstd);  // rstd^3 may be too small a number
+    return static_cast<A>(-(products * rstd / static_cast<double>(columns_)) * rstd * rstd);  // rstd^3 may underflow
   }
 
-  // dx of a block; its dy * s * rstd are added to `partial`, of as many elements as a row, unless that is null.
+  // Computes dx of a block, and adds dy * s * rstd to `partial` (one row) unless it is null.
   [[gnu::noinline]] void write(int64_t row, Columns block, A pull, A* partial) const {
     alignas(64) A dy_buffer[kBlock], s_buffer[kBlock], buffer[kBlock];
     const A* dy = wide_row(call_.dy, row, block, dy_buffer);
@@ -307,7 +307,7 @@ template <class T> class BackwardKernel {
     return as_wide(row_of<T>(rows, row) + block.first, buffer, block.count);
   }
 
-  // With `llama` the product is taken here, into `rounded`, because it is rounded.
+  // With `llama`, the product is computed here, into `rounded`, because it is rounded.
   Gradient<A> gradient(const A* dy, Columns block, A* rounded) const {
     if (!weight_ || !call_.llama) return {dy, weight_ ? weight_ + block.first : nullptr, offset_};
     const A* weight = weight_ + block.first;
@@ -337,7 +337,7 @@ template <class T> class BackwardKernel {
   const A offset_;
 };
 
-// Rows in groups, each with its partial row of dweight where that is wanted.
+// Rows in groups, each with a partial row of dweight if it is needed.
 template <class A> struct Groups {
   explicit Groups(const Backward& call)
       : rows(call.shape.rows), columns(call.shape.columns), size(call.dweight ? kRowsPerPartial : 1), count(ceil_div(rows, size)),

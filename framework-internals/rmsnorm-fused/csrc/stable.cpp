@@ -1,7 +1,7 @@
 // The kernels as operators on LibTorch's stable ABI: one library for every torch from the version that it is built for
 // (TORCH_TARGET_VERSION) on, with the CPU kernels for several instruction sets and, with RMS_NORM_CUDA, the CUDA kernels.
-// impl/prebuilt.py loads and calls it; what its operators take is what ops.register_row_kernels documents, with an empty
-// tensor for a result that was not asked for. They are called below autograd and by nobody else: no fakes, no derivatives.
+// impl/prebuilt.py loads and calls it. ops/rows.py, register_row_kernels, documents the operators' arguments; a result that
+// was not requested is an empty tensor. Only that module calls them, below autograd, so they have no fakes or derivatives.
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -16,7 +16,7 @@
 #include "rms_norm.h"
 
 #ifdef RMS_NORM_CUDA
-// Weak, because it is in torch's CUDA library: this file then loads under a CPU build of torch too.
+// Weak, because the symbol is in torch's CUDA library; this file then also loads under a CPU build of torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 #endif
 
@@ -78,7 +78,7 @@ Shape shape_of(const Tensor& x, const OptionalTensor& weight, void* stream) {
 
 using Results = std::tuple<Tensor, Tensor, Tensor>;
 
-// A set of kernels and the stream that they go to.
+// A set of kernels and their stream.
 struct Target {
   Kernels kernels;
   void* stream;
@@ -164,7 +164,7 @@ class OnCuda {
 };
 #endif
 
-// The operators of a device: a plain function each, as TORCH_BOX wants them.
+// The operators of a device: one plain function each, as TORCH_BOX requires.
 template <class Device> struct Operators {
   static Results forward_op(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, double eps, double offset, bool llama) {
     const Device device(x);

@@ -1,7 +1,7 @@
-// Operators as Python callables: what torch.ops makes of one, without the detours of a call that has to expect anything.
+// Operators as Python callables: like those of torch.ops, but faster for ordinary arguments.
 //
 // torch.ops looks the operator up by its name, packs the arguments into a tuple and a dictionary, and reads the schema for
-// each. Here all that is known when the callable is made. A call that is out of the ordinary goes to torch's own.
+// each. Here all of that happens once, when the callable is made. Calls with unusual arguments go to torch's own callable.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -21,7 +21,7 @@
 
 namespace {
 
-// What an argument may be for the short way: a tensor that is no subclass, a float, an int, a bool.
+// The kinds of arguments that the fast path supports: a tensor that is not a subclass, a float, an int, a bool.
 enum class Kind { kTensor, kFloat, kInt, kBool, kOther };
 
 struct Parameter {
@@ -47,7 +47,7 @@ Kind expected_kind(const c10::Argument& argument) {
   }
 }
 
-// The value for the stack; false for one that is left to torch.
+// Puts the value on the stack; false if the call is left to torch.
 bool push(torch::jit::Stack& stack, Kind kind, PyObject* value) {
   switch (kind) {
     case Kind::kTensor:
@@ -105,7 +105,7 @@ PyObject* wrap(const torch::jit::Stack& results) {
   return tuple;
 }
 
-// Other threads of Python run while the operator does, as in torch's own calls.
+// Releases the GIL while the operator runs, as torch's own calls do.
 class WithoutInterpreter {
  public:
   WithoutInterpreter() : state_(PyEval_SaveThread()) {}

@@ -1,8 +1,8 @@
-// The derivatives of the small operators as nodes of autograd in C++, for one version of torch.
+// The derivatives of vector_add, axpb, scale and bias_gelu as autograd nodes in C++, for one version of torch.
 //
-// The stable ABI has no nodes, and one that torch.library registers from Python costs a call 10 us more. These stand
-// between the dispatcher and the library's kernels as torch's generated code does for its own operators: a call passes
-// its arguments on as they lie on the stack, boxed, and nothing of a kernel is known here.
+// The stable ABI has no nodes, and a node that torch.library registers from Python makes a call 10 us slower. Like torch's
+// generated code for its own operators, these run between the dispatcher and the library's kernels. A call passes its
+// arguments on as they are on the stack, boxed; this file knows nothing about the kernels.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
@@ -28,7 +28,7 @@ template <class Signature> c10::TypedOperatorHandle<Signature> operator_named(co
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// alpha * x by the library's kernel, which has a derivative itself.
+// alpha * x by the library's kernel, which is itself differentiable.
 Tensor scaled(const Tensor& x, double alpha) {
   static const auto scale = operator_named<Tensor(const Tensor&, double)>("custom_ops::scale");
   return scale.call(x, alpha);
@@ -79,7 +79,7 @@ struct BiasGeluBackward : autograd::Node {
     const Tensor& gradient = gradients[0];
     if (!gradient.defined()) return {Tensor(), Tensor()};
     const Tensor x = saved_x.unpack(), bias = saved_bias.unpack();
-    if (at::GradMode::is_enabled()) {  // a graph of the gradients is wanted: torch's own operators have second derivatives
+    if (at::GradMode::is_enabled()) {  // create_graph=True: torch's own operators have second derivatives
       const Tensor dx = at::gelu_backward(gradient, at::add(x, bias), "tanh");
       return {dx, dx.sum_to_size_symint(bias.sym_sizes())};
     }
@@ -96,8 +96,8 @@ struct BiasGeluBackward : autograd::Node {
   autograd::SavedVariable saved_x, saved_bias;
 };
 
-// torch counts the references to a node in a std::shared_ptr, in later versions in the node itself. In the earlier ones a
-// long graph needs deleteNode, or its nodes' destructors call one another until the stack is full.
+// torch counts the references to a node in a std::shared_ptr; later versions count them in the node. Earlier versions need
+// deleteNode for a long graph: otherwise the nodes' destructors call one another until the stack overflows.
 using NodePointer = decltype(autograd::Edge::function);
 
 template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
@@ -105,7 +105,7 @@ template <class Pointer = NodePointer> Pointer own(autograd::Node* node) {
   else return Pointer::unsafe_steal_from_new(node);
 }
 
-// The kernel for autograd's keys: the operator below them, and the node behind its result where a gradient is wanted.
+// The kernel for autograd's keys: calls the operator below them, and attaches the node if a gradient is needed.
 template <class Backward> void differentiable(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
   bool wanted = false;

@@ -1,4 +1,4 @@
-// CPU kernels. The exponential is written out so that the compiler vectorises it: std::exp is a call for each element.
+// CPU kernels. The exponential is written out so that the compiler vectorises it; std::exp would be a call per element.
 
 #include "kernels.h"
 
@@ -15,8 +15,8 @@ constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kCubic = 0.044715;
 constexpr double kLog2E = 1.44269504088896340736;
 
-// 2^t: t = n + f with n whole and |f| <= 1/2, Taylor's polynomial of 2^f to f^7 (relative error 5e-9, below float32's
-// rounding), and n into the exponent. From 128 on it is infinite, at -127 and below zero.
+// 2^t: t = n + f with integer n and |f| <= 1/2. The Taylor polynomial of 2^f up to f^7 has a relative error of 5e-9, below
+// float32's rounding; n is added to the exponent. The result is infinite from 128 on, and zero at -127 and below.
 CUSTOM_OPS_INLINE float exp2_of(float t) {
   constexpr float kWhole = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low bits
   t = t > 128.0f ? 128.0f : t;
@@ -45,7 +45,7 @@ template <typename W> CUSTOM_OPS_INLINE W power_of(W u, W most) {
   constexpr W kLinear = static_cast<W>(-2 * kLog2E * kSqrt2OverPi);
   constexpr W kThird = static_cast<W>(-2 * kLog2E * kSqrt2OverPi * kCubic);
   const W t = u * (kLinear + kThird * (u * u));
-  return exp2_of(t > most ? most : t);  // a NaN stays one
+  return exp2_of(t > most ? most : t);  // keeps NaN
 }
 
 // sigmoid(2 z) of u.
@@ -55,7 +55,7 @@ template <typename W> CUSTOM_OPS_INLINE W gate(W u) { return W(1) / (W(1) + powe
 template <typename W> CUSTOM_OPS_INLINE W slope(W u) {
   constexpr W kLinear = static_cast<W>(2 * kSqrt2OverPi);
   constexpr W kSquare = static_cast<W>(2 * kSqrt2OverPi * 3 * kCubic);
-  // Beyond it the slope is 0 or 1; without a bound, infinity would meet zero.
+  // Beyond the bound the slope is 0 or 1; without it, infinity would be multiplied by zero.
   constexpr W kFar = 64, kMost = sizeof(W) == 8 ? 1000 : 126;
   const W power = power_of(u, kMost), s = W(1) / (W(1) + power);
   W near = u > kFar ? kFar : u;

@@ -33,7 +33,7 @@ int launch_backward(const BiasGeluBackward& call, int64_t groups, bool larger_th
 
 int64_t element_size(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : dtype == Dtype::kFloat32 ? 4 : 2; }
 
-// A plan with every choice made, and the groups of rows that follow from it.
+// A plan with every choice made, and the resulting groups of rows.
 struct Groups {
   int across;
   int width;
@@ -41,31 +41,31 @@ struct Groups {
   bool larger_than_l2;  // each operand
 };
 
-// For one column at least: without any, nothing is left to divide the blocks by.
+// Requires at least one column; otherwise the number of blocks would be divided by zero.
 Groups groups_of(const BiasGeluBackward& call) {
   int device = 0, processors = 0, l2_cache = 0;
   if (cudaGetDevice(&device) != cudaSuccess ||
       cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
       cudaDeviceGetAttribute(&l2_cache, cudaDevAttrL2CacheSize, device) != cudaSuccess) {
-    cudaGetLastError();  // or the next check of anyone in this process would report our error as its own
+    cudaGetLastError();  // clears the error; otherwise the next check in this process would report it
     return {};
   }
   const int64_t size = element_size(call.dtype);
-  // The workspace is asked for before dx is known: a fresh tensor is aligned.
+  // The workspace size is computed before dx exists; a new tensor is aligned.
   const bool vectors = call.plan.vector_bytes != size && call.columns % (kVectorBytes / size) == 0 &&
                        aligned(call.grad, call.x, call.bias, call.dx);
   const int width = vectors ? static_cast<int>(kVectorBytes / size) : 1;
   const int64_t across_row = ceil_div(call.columns, width);
   int across = call.plan.threads_across;
-  // As wide as leaves no more than an eighth of the threads without a column; of float32 a block has two rows at least (on an
-  // H200 384 us where one row takes 404).
+  // The widest block in which at most an eighth of the threads have no column. A float32 block has at least two rows: on an
+  // H200 this took 384 us, and one row took 404.
   for (int wide = width == 4 ? 128 : 256; across == 0; wide /= 2) {
     if (wide == 32 || ceil_div(across_row, wide) * wide - across_row <= across_row / 8) across = wide;
   }
   const int64_t blocks = (call.plan.blocks_per_processor ? call.plan.blocks_per_processor : 4) * int64_t{processors};
   const int64_t down = kGeluThreads / across;
   const int64_t wanted = std::max<int64_t>(1, blocks / ceil_div(across_row, across));
-  // At least eight steps a thread, or the partial sums would be as much traffic as the operands.
+  // At least eight steps per thread; otherwise the partial sums would cause as much traffic as the operands.
   return {across, width, std::min({wanted, ceil_div(call.rows, down * 8), int64_t{65535}}), call.rows * call.columns * size > l2_cache};
 }
 

@@ -1,9 +1,9 @@
-// The CUDA kernels, without a host header, so that NVRTC compiles them as nvcc does.
+// The CUDA kernels, without host headers, so that both NVRTC and nvcc compile them.
 //
-// tanh costs more than the memory: at 4 TB/s, one SM of an H200 has 28 instruction slots and 3.5 special-function slots for
-// each 16-bit element of the forward pass, and tanhf takes some thirty. u * sigmoid(2 z) takes an exponential and a
-// reciprocal, two of the special functions, and nine other instructions; tanh.approx would save one special function and
-// lose the digits of the tail, where 1 + tanh cancels and u * sigmoid does not.
+// tanh takes longer than the memory traffic: at 4 TB/s, one SM of an H200 has 28 instruction slots and 3.5 special-function
+// slots for each 16-bit element of the forward pass, and tanhf takes about thirty instructions. u * sigmoid(2 z) takes an
+// exponential and a reciprocal (two special functions) and nine other instructions. tanh.approx would save one special
+// function, but lose digits in the tail, where 1 + tanh cancels and u * sigmoid does not.
 #pragma once
 
 #include "../common/device.cuh"
@@ -12,8 +12,8 @@ namespace custom_ops {
 
 constexpr int kGeluThreads = 256;
 
-// Blocks of the backward kernel that are to share a multiprocessor, by the registers that they leave each. sm_120 has 1,536
-// threads a multiprocessor.
+// How many blocks of the backward kernel should share a multiprocessor, which limits the registers of each. sm_120 has
+// 1,536 threads per multiprocessor.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 template <typename T> constexpr int kBackwardBlocks = sizeof(T) == 8 ? 2 : 3;
 #else
@@ -24,15 +24,15 @@ constexpr double kSqrt2OverPi = 0.79788456080286535588;
 constexpr double kCubic = 0.044715;
 constexpr double kLog2E = 1.44269504088896340736;
 
-// The factor of log2 exp(-2 z) besides u.
+// The factors of log2 exp(-2 z), without u.
 __device__ __forceinline__ float exponent_over(float u) {
   constexpr float kLinear = static_cast<float>(-2 * kLog2E * kSqrt2OverPi);
   constexpr float kThird = static_cast<float>(-2 * kLog2E * kSqrt2OverPi * kCubic);
   return fmaf(kThird, u * u, kLinear);
 }
 
-// 2^t and 1/x, good to two units in the last place of float32 (CUDA C++ Programming Guide, "Mathematical Functions"); they
-// flush to zero only what is below 2^-126.
+// 2^t and 1/x, accurate to two units in the last place of float32 (CUDA C++ Programming Guide, "Mathematical Functions").
+// They flush only results below 2^-126 to zero.
 __device__ __forceinline__ float power_of_two(float t) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(t));
@@ -50,15 +50,15 @@ __device__ __forceinline__ double gelu(double u) {
   return u / (1.0 + exp(-2 * kSqrt2OverPi * u * fma(kCubic, u * u, 1.0)));
 }
 
-// The smaller of two, and NaN if either is: fminf would drop it.
+// The smaller of two numbers, or NaN if one is NaN; fminf would drop it.
 __device__ __forceinline__ float smaller(float a, float b) {
   float result;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
 
-// s + u * 2z' * s (1 - s) with s = sigmoid(2 z), and 1 - s as exp(-2 z) s, which does not cancel. Where |u| is beyond 64 the
-// slope is 0 or 1; without the bounds, infinity would meet zero.
+// s + u * 2z' * s (1 - s) with s = sigmoid(2 z), and 1 - s as exp(-2 z) s, which does not cancel. For |u| above 64 the slope
+// is 0 or 1; without the bounds, infinity would be multiplied by zero.
 __device__ __forceinline__ float gelu_slope(float u) {
   constexpr float kLinear = static_cast<float>(2 * kSqrt2OverPi);
   constexpr float kSquare = static_cast<float>(2 * kSqrt2OverPi * 3 * kCubic);
@@ -74,8 +74,8 @@ __device__ __forceinline__ double gelu_slope(double u) {
   return fma(near * fma(kSquare, near * near, kLinear), power * s * s, s);
 }
 
-// y of `count` elements. A block takes kGeluThreads * kVectors vectors, and there is a block for each such tile. kLarge:
-// there may be 2^31 vectors or more, and the column costs a 64-bit division.
+// Computes y for `count` elements. Each block handles one tile of kGeluThreads * kVectors vectors. kLarge: there may be
+// 2^31 vectors or more, and the column takes a 64-bit division.
 template <typename T, int kWidth, int kVectors, bool kLarge>
 __global__ void __launch_bounds__(kGeluThreads)
     bias_gelu_forward(const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ out, Index count, FastDivisor columns) {
@@ -110,8 +110,8 @@ __global__ void __launch_bounds__(kGeluThreads)
   }
 }
 
-// What becomes of the lines that a load brings to the L2 cache. Where the operands are larger than the cache, a pass that
-// reads and writes is faster if the lines it has read leave it after those that it writes (measured: NOTES.md).
+// The L2 eviction policy of a load. If the operands are larger than the cache, a pass that reads and writes is faster when
+// written lines are evicted before the lines that it has read (measured: NOTES.md).
 __device__ __forceinline__ unsigned long long policy_for(bool larger_than_l2) {
   unsigned long long policy;
   if (larger_than_l2) asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
@@ -134,11 +134,11 @@ template <typename Lanes> __device__ __forceinline__ Lanes load(const Lanes* fro
   }
 }
 
-// The rows of a thread's column in turn. What is asked for next is on its way while a row is worked on: kAhead rows of
-// gradient and x, in registers.
+// Iterates over the rows of a thread's column. Loads are issued ahead: while one row is processed, kAhead rows of the
+// gradient and x are on their way into registers.
 template <typename Lanes, int kAhead> class Rows {
  public:
-  // Of the elements at `at`, `at + stride`, ... before `stop`.
+  // Covers the elements at `at`, `at + stride`, ... before `stop`.
   template <typename T> __device__ Rows(const T* grad, const T* x, Index at, Index stop, Index stride, bool larger_than_l2)
       : grad_(reinterpret_cast<const char*>(grad)), x_(reinterpret_cast<const char*>(x)), at_(at * sizeof(T)),
         stop_(stop * sizeof(T)), stride_(stride * sizeof(T)), policy_(policy_for(larger_than_l2)) {
@@ -146,7 +146,7 @@ template <typename Lanes, int kAhead> class Rows {
     for (int slot = 0; slot < kAhead; ++slot) fetch(slot);
   }
 
-  // `slot` goes round and must be known to the compiler.
+  // `slot` is cyclic and must be a compile-time constant.
   __device__ __forceinline__ void next(int slot, Lanes& grad, Lanes& x) {
     grad = ahead_[slot][0];
     x = ahead_[slot][1];
@@ -171,16 +171,16 @@ template <typename Lanes, int kAhead> class Rows {
   const unsigned long long policy_;
 };
 
-// dx, and the column sums of a group of rows. kAcross threads stand side by side in a row and 256 / kAcross rows are worked
-// on at a time. A group (blockIdx.y) takes its turn with the others, so that all blocks together go through the memory from
-// its beginning to its end: each on a stretch of its own, they would be at thousands of places at a time. A thread keeps its
-// columns' sums in registers from its first row to its last.
+// Computes dx, and the column sums of a group of rows. kAcross threads work across a row, and 256 / kAcross rows are
+// processed at a time. The groups (blockIdx.y) interleave their rows, so that all blocks together pass through memory from
+// beginning to end. With one contiguous range per group, they would access thousands of places at a time. A thread keeps
+// the sums of its columns in registers for all of its rows.
 template <typename T, int kWidth, int kAcross>
 __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks<T>)
     bias_gelu_backward(const T* __restrict__ grad, const T* __restrict__ x, const T* __restrict__ bias, T* __restrict__ dx,
                        Wide<T>* __restrict__ sums, Index rows, Index columns, bool larger_than_l2) {
   using Lanes = Vector<T, kWidth>;
-  constexpr int kAhead = kWidth == 8 ? 1 : kWidth == 4 ? 2 : 4;  // as many elements, or what the registers hold
+  constexpr int kAhead = kWidth == 8 ? 1 : kWidth == 4 ? 2 : 4;  // about as many elements for every width
   constexpr int kDown = kGeluThreads / kAcross;
   const int across = threadIdx.x % kAcross, down = threadIdx.x / kAcross;
   const Index column = (Index{blockIdx.x} * kAcross + across) * kWidth;
@@ -230,11 +230,11 @@ __global__ void __launch_bounds__(kGeluThreads, kBackwardBlocks<T>)
   }
 }
 
-// dbias: the sum over the groups of bias_gelu_backward, in the order of a tree that depends on their number alone.
+// Computes dbias, the sum over the groups of bias_gelu_backward, in a tree order that depends only on their number.
 template <typename T>
 __global__ void __launch_bounds__(1024)
     bias_gelu_dbias(const Wide<T>* __restrict__ sums, T* __restrict__ dbias, Index groups, Index columns) {
-  __shared__ Wide<T> of_block[32][33];  // a column of padding, or a warp's stores would meet in one bank
+  __shared__ Wide<T> of_block[32][33];  // a column of padding avoids bank conflicts of a warp's stores
   const int across = threadIdx.x % 32, down = threadIdx.x / 32;
   const Index column = Index{blockIdx.x} * 32 + across;
   Wide<T> sum = 0;

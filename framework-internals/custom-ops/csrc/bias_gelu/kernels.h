@@ -1,4 +1,4 @@
-// What a binding knows of the kernels: plain structs and functions on raw pointers.
+// The interface of the kernels for a binding: plain structs and functions on raw pointers.
 //
 //   u = x + bias    z = sqrt(2/pi) * (u + 0.044715 u^3)    y = u / 2 * (1 + tanh z) = u * sigmoid(2 z)
 //
@@ -12,8 +12,8 @@
 
 namespace custom_ops {
 
-// How a thread of the forward kernel reaches memory: one element at a time, or 1, 2 or 4 vectors of 16 bytes in flight.
-// kAuto takes what was fastest where the operands are aligned; a vector that they do not allow is refused.
+// How a thread of the forward kernel accesses memory: one element at a time, or 1, 2 or 4 vectors of 16 bytes in flight.
+// kAuto selects the fastest access for aligned operands. Requesting vectors for unaligned operands is an error.
 enum class Access { kAuto, kScalar, kVector1, kVector2, kVector4 };
 
 struct BiasGelu {
@@ -26,14 +26,14 @@ struct BiasGelu {
   Access access = Access::kAuto;
 };
 
-// The shape of the backward kernel's blocks, 256 threads each; zeros are chosen for the problem.
+// The shape of the backward kernel's blocks of 256 threads; zero means that the kernel chooses.
 struct BackwardPlan {
-  int threads_across = 0;  // side by side in a row: 32, 64, 128 or 256
-  int blocks_per_processor = 0;  // over the whole launch: more balance better and write more partial sums
-  int vector_bytes = 0;  // a load: 16, or one element
+  int threads_across = 0;  // threads across a row: 32, 64, 128 or 256
+  int blocks_per_processor = 0;  // over the whole launch; more blocks balance better, but write more partial sums
+  int vector_bytes = 0;  // bytes per load: 16, or one element
 };
 
-// dx = grad * dy/du, and dbias its sum over the rows, always added in the same order.
+// dx = grad * dy/du; dbias is its sum over the rows, in a fixed order.
 struct BiasGeluBackward {
   Dtype dtype;
   const void* grad;
@@ -41,18 +41,18 @@ struct BiasGeluBackward {
   const void* bias;
   void* dx;
   void* dbias;
-  void* workspace;  // bias_gelu_backward_workspace bytes of the device in question
+  void* workspace;  // bias_gelu_backward_workspace bytes on the device
   int64_t rows;
   int64_t columns;
   BackwardPlan plan = {};
 };
 
-// `begin` and `end` choose elements of the (rows, columns).
+// `begin` and `end` select elements of (rows, columns).
 void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end);
 int bias_gelu_cuda(const BiasGelu& call, void* stream);  // a cudaStream_t; returns a cudaError_t
 
-// On the CPU in two steps, each shared out by ranges: the groups of rows, then the columns of their partial sums. How many
-// groups there are does not depend on the threads, so neither do the sums.
+// The CPU takes two steps, each parallel over a range: the groups of rows, then the columns of their partial sums. The
+// number of groups does not depend on the number of threads, so neither do the sums.
 inline int64_t bias_gelu_backward_groups(int64_t rows) { return rows < 1024 ? (rows + 15) / 16 : 64; }
 inline int64_t bias_gelu_backward_workspace_cpu(const BiasGeluBackward& call) {
   return bias_gelu_backward_groups(call.rows) * call.columns * (call.dtype == Dtype::kFloat64 ? 8 : 4);

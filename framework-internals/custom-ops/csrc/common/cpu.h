@@ -1,8 +1,9 @@
-// What the CPU kernels share: 16-bit types, and blocks of them in float32.
+// Shared by the CPU kernels: 16-bit types, and blocks of them in float32.
 //
-// A wheel built on one machine runs on another, so that the instruction set cannot be the builder's. The library compiles
-// each cpu.cpp once for every level of stable/cpu_levels.cpp, in a namespace of that name (CUSTOM_OPS_LEVEL), and chooses at
-// run time. GCC's target_clones does not do: its clone for "arch=haswell" is taken on a Haswell only, not on what came after.
+// A wheel built on one machine runs on another, so it cannot use the instruction set of the build machine. The library
+// compiles each cpu.cpp once per level of stable/cpu_levels.cpp, in a namespace of that name (CUSTOM_OPS_LEVEL), and selects
+// one at run time. GCC's target_clones does not work here: it uses the clone for "arch=haswell" on a Haswell only, and not
+// on later processors.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-// Always: a function that the linker may share among the levels would run with the instructions of any of them.
+// Always inlined: the linker could share an ordinary function among the levels, with the instructions of any of them.
 #define CUSTOM_OPS_INLINE __attribute__((always_inline)) inline
 
 #ifdef CUSTOM_OPS_LEVEL
@@ -31,7 +32,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// The type that arithmetic is done in, as in PyTorch: float32 for the 16-bit types.
+// The type of the arithmetic, as in PyTorch: float32 for the 16-bit types.
 template <typename T> struct WideOf { using type = float; };
 template <> struct WideOf<double> { using type = double; };
 template <typename T> using Wide = typename WideOf<T>::type;
@@ -52,12 +53,12 @@ CUSTOM_OPS_INLINE void narrow(float value, Half& out) { out = static_cast<Half>(
 CUSTOM_OPS_INLINE void narrow(float value, BFloat16& out) {
   uint32_t word;
   std::memcpy(&word, &value, sizeof word);
-  // To nearest, ties to even: 0x7fff and the last kept bit carry into it. A NaN would carry into infinity.
+  // Rounds to nearest, ties to even: 0x7fff plus the last kept bit carries into the kept bits. NaN would become infinity.
   const uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   out.bits = static_cast<uint16_t>(value != value ? 0x7fc0u : rounded);
 }
 
-// Values are widened into this many, worked on and narrowed, so that one vectorised loop serves every type.
+// The number of values that are widened, processed and narrowed at a time, so that one vectorised loop handles every type.
 constexpr int64_t kBlock = 64;
 
 template <typename T> CUSTOM_OPS_INLINE void load(const T* from, int64_t count, Wide<T>* to) {
@@ -68,7 +69,7 @@ template <typename T> CUSTOM_OPS_INLINE void store(const Wide<T>* from, int64_t 
 }
 
 #ifdef __F16C__
-// GCC 12 converts float16 one element at a time where AVX512-FP16 is not asked for.
+// GCC 12 converts float16 one element at a time unless AVX512-FP16 is enabled.
 CUSTOM_OPS_INLINE void load(const Half* from, int64_t count, float* to) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {

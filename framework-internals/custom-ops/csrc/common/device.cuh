@@ -1,4 +1,4 @@
-// What the CUDA kernels share: conversions and 16-byte vectors. No host header, so that NVRTC compiles it as nvcc does.
+// Shared by the CUDA kernels: conversions and 16-byte vectors. No host headers, so that both NVRTC and nvcc compile it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +10,7 @@ using Index = long long;
 
 constexpr int kVectorBytes = 16;  // the widest load that one thread issues on every architecture
 
-// The type that arithmetic is done in, as in PyTorch: float32 for the 16-bit types.
+// The type of the arithmetic, as in PyTorch: float32 for the 16-bit types.
 template <typename T> struct WideOf { using type = float; };
 template <> struct WideOf<double> { using type = double; };
 template <typename T> using Wide = typename WideOf<T>::type;
@@ -30,7 +30,7 @@ struct alignas(sizeof(T) * kWidth) Vector {
   T lane[kWidth];
 };
 
-// Two 16-bit values are rounded by one instruction; the compiler does not find the pairs by itself.
+// One instruction rounds two values to 16 bits; the compiler does not find the pairs by itself.
 template <int kWidth, typename W, typename T>
 __device__ __forceinline__ void narrow_lanes(const W (&wide)[kWidth], Vector<T, kWidth>& out) {
 #pragma unroll
@@ -63,14 +63,14 @@ __device__ __forceinline__ void narrow_lanes(const float (&wide)[kWidth], Vector
   }
 }
 
-// Division by a number that the host knows, as a multiplication: a 32-bit division costs a thread some twenty
-// instructions, which a kernel at the memory limit has to spend on each vector. Granlund and Montgomery, PLDI 1994.
+// Division by a number that the host knows, as a multiplication. A 32-bit division takes about twenty instructions, once
+// per vector, too many for a kernel at the memory limit. Granlund and Montgomery, PLDI 1994.
 struct FastDivisor {
   unsigned divisor;
   unsigned magic;
   unsigned shift;
 
-  // Both for n below 2^31.
+  // Both require n below 2^31.
   __device__ __forceinline__ unsigned quotient(unsigned n) const { return (__umulhi(n, magic) + n) >> shift; }
   __device__ __forceinline__ unsigned remainder(unsigned n) const { return n - divisor * quotient(n); }
 };

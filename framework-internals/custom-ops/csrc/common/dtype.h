@@ -1,4 +1,4 @@
-// The element types that every kernel of this package comes in.
+// The element types that every kernel of this package supports.
 #pragma once
 
 namespace custom_ops {

@@ -1,4 +1,4 @@
-// One pass over one or two operands, by 16-byte loads and stores.
+// One pass over one or two operands, with 16-byte loads and stores.
 #pragma once
 
 #include "device.cuh"
@@ -23,8 +23,8 @@ struct Scale {
   __device__ __forceinline__ float operator()(float x) const { return static_cast<float>(alpha) * x; }
 };
 
-// out = op(x) or op(x, b): a vector a thread, and a block for each kElementwiseThreads of them (blocks that come and go keep
-// the memory busier than a persistent grid does); the stride is there for grids beyond the limit.
+// out = op(x) or op(x, b), one vector per thread and kElementwiseThreads of them per block. Many short blocks keep the
+// memory busier than a persistent grid. The stride is for problems that exceed the grid's limit.
 template <typename T, int kWidth, int kInputs, typename Op>
 __global__ void __launch_bounds__(kElementwiseThreads)
     elementwise(const T* __restrict__ x, const T* __restrict__ b, T* __restrict__ out, Index count, Op op) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kElementwiseThreads)
     reinterpret_cast<Lanes*>(out)[i] = own;
   }
 
-  // The last count % kWidth elements: fewer than a warp, so one block does them.
+  // The last count % kWidth elements are fewer than a warp, so one block handles them.
   const Index i = vectors * kWidth + threadIdx.x;
   if (blockIdx.x == 0 && i < count) {
     if constexpr (kInputs == 2) {

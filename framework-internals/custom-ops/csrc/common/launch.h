@@ -1,4 +1,4 @@
-// Host side of a launch: which instance of a kernel template, and how many blocks.
+// The host side of a launch: selects the instance of a kernel template and the number of blocks.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,7 +16,7 @@ constexpr int64_t kMaxBlocks = (int64_t{1} << 31) - 1;
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// A view may begin at any element: x[1:] of float32 is aligned to 4 bytes, and a 16-byte load of it would fault.
+// A view may start at any element: x[1:] of float32 is aligned to 4 bytes, and a 16-byte load from it would fault.
 template <typename... Pointers> bool aligned(Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % kVectorBytes == 0) && ...);
 }

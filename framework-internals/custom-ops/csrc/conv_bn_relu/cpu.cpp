@@ -1,4 +1,4 @@
-// CPU kernels: runs of one channel, or of all channels side by side, in blocks that the compiler vectorises.
+// CPU kernels over runs of one channel, or of all channels for channels-last, in blocks that the compiler vectorises.
 
 #include "kernels.h"
 

@@ -1,4 +1,4 @@
-// The CUDA kernel, without a host header, so that NVRTC compiles it as nvcc does.
+// The CUDA kernel, without host headers, so that both NVRTC and nvcc compile it.
 #pragma once
 
 #include "../common/device.cuh"
@@ -7,9 +7,9 @@ namespace custom_ops {
 
 constexpr int kReluThreads = 256;
 
-// In place, a vector a thread and step. kLast: the channels lie last, and a vector covers kWidth of them; else it lies
-// within one channel. `inner` and `channels` count vectors where a vector spans them. kLarge: there may be 2^31 vectors or
-// more, and the channel costs 64-bit divisions.
+// Works in place, one vector per thread and step. kLast: the format is channels-last, and a vector covers kWidth channels;
+// otherwise a vector lies within one channel. `inner` and `channels` count vectors in the dimension that a vector spans.
+// kLarge: there may be 2^31 vectors or more, and the channel takes 64-bit divisions.
 template <typename T, int kWidth, bool kLast, bool kLarge>
 __global__ void __launch_bounds__(kReluThreads)
     scale_shift_relu(T* __restrict__ x, const Wide<T>* __restrict__ scale, const Wide<T>* __restrict__ shift, Index vectors,

@@ -1,9 +1,9 @@
-// What a binding knows of the kernels: plain structs and functions on raw pointers.
+// The interface of the kernels for a binding: plain structs and functions on raw pointers.
 //
 //   y = max(scale[c] * x + shift[c], 0)    scale = gamma / sqrt(var + eps)    shift = beta + (conv_bias - mean) * scale
 //
-// A batch-norm that has stopped learning is such a scale and shift for each channel: one pass over the convolution's
-// result, in place, does the work of its bias, the normalisation and the ReLU.
+// In evaluation, a batch-norm is such a scale and shift per channel. One in-place pass over the convolution's result
+// applies the bias, the normalisation and the ReLU.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace custom_ops {
 
-// x is (outer, channels, inner), contiguous, and is overwritten: inner is the pixels of an image, or 1 where the channels
-// lie last. scale and shift are float32 (float64 for float64). NaN stays NaN.
+// x is (outer, channels, inner), contiguous, and is overwritten. inner is the number of pixels of an image, or 1 for
+// channels-last. scale and shift are float32 (float64 for float64). NaN stays NaN.
 struct ScaleShiftRelu {
   Dtype dtype;
   void* x;
@@ -24,7 +24,7 @@ struct ScaleShiftRelu {
   int64_t inner;
 };
 
-// `begin` and `end` choose elements.
+// `begin` and `end` select elements.
 void scale_shift_relu_cpu(const ScaleShiftRelu& call, int64_t begin, int64_t end);
 int scale_shift_relu_cuda(const ScaleShiftRelu& call, void* stream);  // a cudaStream_t; returns a cudaError_t
 

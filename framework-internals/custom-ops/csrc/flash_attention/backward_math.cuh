@@ -1,4 +1,4 @@
-// What the backward kernels share: probabilities from the log-sum-exp, scales of split numbers.
+// Shared by the backward kernels: probabilities from the log-sum-exp, and the scales of split numbers.
 #pragma once
 
 #include "platform.cuh"
@@ -9,8 +9,8 @@ namespace custom_ops::flash_attention {
 // A probability of at most one leaves a factor of two below fp16's largest number.
 constexpr int kBackwardProbabilityExponent = 15;
 
-// exp2(scale * s - lse), lse in units of log2. Rounding may leave a probability a little over one, and far over where
-// scores are so large that lse is coarse.
+// exp2(scale * s - lse), with lse in units of log2. Because of rounding, a probability may slightly exceed one; it may
+// exceed one by far if scores are so large that lse is coarse.
 FLASH_DEVICE float probability(float s, float scale, float lse) {
   return exp2_approx(fminf(fmaf(s, scale, -lse), 0.f));
 }
@@ -23,18 +23,18 @@ FLASH_DEVICE void scale_probabilities(float (&p)[kCount]) {
   }
 }
 
-// What undoes the scaling of split operands (rows' two, tiles' two) in each of the products.
+// The factors that undo the scaling of the split operands (two of rows, two of tiles) in each product.
 struct SplitUnits {
   float score = 1.f, product = 1.f, first = 1.f, second = 1.f;
   static constexpr float kFromScaled =
-      1.f / (1 << kBackwardProbabilityExponent);  // of what is made of scaled probabilities
+      1.f / (1 << kBackwardProbabilityExponent);  // for products of scaled probabilities
   FLASH_DEVICE SplitUnits() {}
   FLASH_DEVICE explicit SplitUnits(const float (&unit)[4])
       : score(unit[0] * unit[2]), product(unit[1] * unit[3]), first(unit[2]), second(unit[3] * kFromScaled) {}
 };
 
-// Multiplies the two rows of a fragment by powers of two that bring their largest magnitude into [2^9, 2^10); `undo`
-// are the factors that take it back.
+// Multiplies the two rows of a fragment by powers of two so that their largest magnitude lies in [2^9, 2^10); `undo`
+// receives the inverse factors.
 template <int kCount>
 FLASH_DEVICE void scale_rows(float (&value)[kCount], float (&undo)[2]) {
 #pragma unroll

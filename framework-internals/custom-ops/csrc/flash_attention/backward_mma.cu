@@ -1,4 +1,4 @@
-// Launches of the mma.sync backward: the kernel for keys, then the one for queries.
+// Launches the mma.sync backward: the kernel for keys, then the one for queries.
 
 #include "backward_mma.cuh"
 
@@ -41,7 +41,7 @@ const char* launch_shape(const Backward& args, const BackwardWorkspace& workspac
                 kernel);
 }
 
-// The widest heads' two sums for a block of keys do not fit the registers together: each has its own launch.
+// For the widest heads, the two sums of a block of keys do not fit in the registers together, so each has its own launch.
 template <typename T, int kParts>
 const char* launch_width(const Backward& args, const BackwardWorkspace& workspace, void* stream) {
   switch (head_width(args.problem.head_size)) {

@@ -3,13 +3,13 @@
 //   P = exp(S - lse)    dV = P^T dO    dP = dO V^T    dS = P (dP - delta)    dQ = scale dS K    dK = scale dS^T Q
 //   delta = sum over head_size of out * dO, minus the gradient of lse
 //
-// One kernel serves both directions. A block keeps 16 rows a warp of two operands (queries: Q and dO; keys: K and V),
-// walks over tiles of the two others and recomputes P and dP in that orientation. What belongs to its rows is summed in
-// registers and written once: no atomics, one order of summation, at the price of computing S and dP twice. Where
-// several query heads share a key head, the block of keys walks over all of them.
+// One kernel computes both directions. A block keeps 16 rows per warp of two operands (queries: Q and dO; keys: K and V),
+// loops over tiles of the other two, and recomputes P and dP in that orientation. The results for its rows are summed in
+// registers and written once. This needs no atomics and has a fixed order of summation, but computes S and dP twice. If
+// several query heads share a key head, the block of keys loops over all of them.
 //
-// kParts = 2: fp32 as fp16 parts, as forward_wgmma.cuh says. P is at most one and scaled by 2^15; dS has no such bound,
-// so that each row of a tile is scaled by its own power of two.
+// kParts = 2: fp32 as fp16 parts, see forward_wgmma.cuh. P is at most one and is scaled by 2^15; dS has no such bound, so
+// each row of a tile has its own power of two.
 #pragma once
 
 #include "backward_math.cuh"
@@ -24,9 +24,9 @@ struct MmaBackward {
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
   const float *lse, *delta;                   // see row_statistics.cuh
   int64_t statistics_stride;                  // a head
-  const int* exponent[4];                     // kParts = 2: of each operand, as split.cuh writes them
-  int head_size, out_head_size;               // of the operands, which may be filled up already, and of the gradients
-  float scale;                                // that of the scores, not times log2(e)
+  const int* exponent[4];                     // kParts = 2: exponents of each operand, as split.cuh writes them
+  int head_size, out_head_size;               // of the operands, which may be padded, and of the gradients
+  float scale;                                // scale of the scores, without the factor log2(e)
   bool causal;
 };
 
@@ -56,11 +56,11 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
   const int seq_rows = args.operand[0].seq, seq_tiles = args.operand[2].seq;
   const int blocks = (seq_rows + Shape::kRows - 1) / Shape::kRows;
   const int batch = blockIdx.x / blocks / args.operand[0].heads, head = blockIdx.x / blocks % args.operand[0].heads;
-  // Causal: late queries see many keys and early keys are seen by many queries; the long ones go first.
+  // Causal: late queries attend to many keys, and early keys have many queries; the longest blocks go first.
   const int block = args.causal && !kKeys ? blocks - 1 - blockIdx.x % blocks : blockIdx.x % blocks;
   const int row = block * Shape::kRows;
 
-  const int group = kKeys ? args.operand[2].heads / args.operand[0].heads : 1;  // heads of the other side to walk over
+  const int group = kKeys ? args.operand[2].heads / args.operand[0].heads : 1;  // heads of the other side to loop over
   const int first_tile = args.causal && kKeys ? min(row, seq_tiles) / kTile : 0;
   const int end = args.causal && !kKeys ? min(seq_tiles, row + Shape::kRows) : seq_tiles;
   const int tiles = (end + kTile - 1) / kTile - first_tile;  // of one head
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(Shape::kThreads) backward_mma(const MmaBackwar
         }
       });
     }
-    __syncthreads();  // before the tile's memory is written again
+    __syncthreads();  // before the tile's memory is overwritten
     copy_tiles(step + kStages);
   }
   copy_wait<0>();

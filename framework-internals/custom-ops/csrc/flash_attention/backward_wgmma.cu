@@ -1,4 +1,4 @@
-// Launches of the Hopper backward: the kernels for keys, then the one for queries.
+// Launches the Hopper backward: the kernels for keys, then the one for queries.
 
 #include "backward_wgmma.cuh"
 

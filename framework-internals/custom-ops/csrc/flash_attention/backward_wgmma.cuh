@@ -1,18 +1,18 @@
-// Backward on Hopper (sm_90a): the mathematics and the two directions of backward_mma.cuh, with wgmma and TMA.
+// Backward on Hopper (sm_90a): the formulas and the two directions of backward_mma.cuh, with wgmma and TMA.
 //
-// A block keeps 128 rows of two operands (queries: Q, dO; keys: K, V), 64 a warpgroup; a producing warp brings tiles of
-// the two others through two rings. P and dS are computed in the orientation in which they are the left operand, from
-// registers, of the products that follow, so that they never pass through shared memory.
+// A block keeps 128 rows of two operands (queries: Q, dO; keys: K, V), 64 per warpgroup; a producer warp loads tiles of the
+// other two into two rings. P and dS are computed in the orientation in which they are the left operand of the products
+// that follow, from registers, so they never pass through shared memory.
 //
 //   issue S_j                | products of tile j - 1 end
 //   issue dP_j               | P_j = exp2(S_j - lse) under it
 //   issue dV += P_j dO       | dS_j = P_j (dP_j - delta) under it
 //   issue dK += dS_j Q       | runs on under S_{j+1}
 //
-// Seven products of tiles where a kernel that adds up dQ by atomics needs five: the price of gradients that are the
-// same every time. kParts = 2: fp32 as in forward_wgmma.cuh, each product of a tile summed from zero; dS is scaled row
-// by row. fp32 of head sizes over 64 has no room for the sums of dK and dV together and makes two launches of them:
-// eight products.
+// This takes seven products of tiles; a kernel that accumulates dQ with atomics needs five, but its gradients vary from run
+// to run. kParts = 2: fp32 as in forward_wgmma.cuh, with each product of a tile summed from zero; dS is scaled row by row.
+// For fp32 with head sizes above 64, the sums of dK and dV do not fit in the registers together. They take two launches,
+// with eight products.
 #pragma once
 
 #include "backward_math.cuh"
@@ -27,7 +27,7 @@ struct WgmmaBackward {
   int64_t first_stride[3], second_stride[3];  // batch, head, sequence
   const float *lse, *delta;                   // see row_statistics.cuh
   int64_t statistics_stride;                  // a head
-  const int* exponent[4];                     // kParts = 2: of each operand, as split.cuh writes them
+  const int* exponent[4];                     // kParts = 2: exponents of each operand, as split.cuh writes them
   int heads_rows, heads_tiles, seq_rows, seq_tiles, head_size;
   float scale;
   bool causal;
@@ -44,7 +44,7 @@ struct WgmmaBackwardShape {
   static constexpr int kConsumers = 2, kRows = 64 * kConsumers, kThreads = 128 * (kConsumers + 1);
   static constexpr int kRowBytes = kParts * kRows * kD * 2, kTileBytes = kParts * kTile * kD * 2;
   static constexpr int kRowOperands = kFirst ? 2 : 1;
-  static constexpr int kStatisticsBytes = kKeys ? 2 * kTile * 4 : 0;  // lse and delta of a tile of queries
+  static constexpr int kStatisticsBytes = kKeys ? 2 * kTile * 4 : 0;  // for lse and delta of a tile of queries
   static constexpr int kBarriers = 1 + 2 * (kFirstSlots + kSecondSlots);
   static constexpr int kSharedBytes = 1024 + kRowOperands * kRowBytes + (kFirstSlots + kSecondSlots) * kTileBytes +
                                       kFirstSlots * kStatisticsBytes + 8 * kBarriers;
@@ -66,7 +66,7 @@ struct WgmmaBackwardMemory {
   FLASH_DEVICE SharedAddress second_empty(int slot) const { return second_full(slot + Shape::kSecondSlots); }
 };
 
-// What a block works on: its rows, and how many tiles of how many heads of the other side.
+// The work of a block: its rows, and the number of tiles and heads of the other side.
 template <typename Shape>
 struct BackwardBlock {
   int batch, head, row, first_tile, tiles, steps, group, head_ratio;
@@ -75,7 +75,7 @@ struct BackwardBlock {
     const int blocks = (args.seq_rows + Shape::kRows - 1) / Shape::kRows, index = blockIdx.x;
     batch = index / blocks / args.heads_rows;
     head = index / blocks % args.heads_rows;
-    // Causal: late queries see many keys and early keys are seen by many queries; the long ones go first.
+    // Causal: late queries attend to many keys, and early keys have many queries; the longest blocks go first.
     row = (args.causal && !Shape::kKeys ? blocks - 1 - index % blocks : index % blocks) * Shape::kRows;
     group = Shape::kKeys ? args.heads_tiles / args.heads_rows : 1;
     head_ratio = Shape::kKeys ? 1 : args.heads_rows / args.heads_tiles;
@@ -161,7 +161,7 @@ struct BackwardConsumer {
     }
   }
 
-  // lse (which = 0) or delta (1) of the pair of columns 8 n + 2 (lane % 4) and the one behind.
+  // lse (which = 0) or delta (which = 1) of column 8 n + 2 (lane % 4) and the next one.
   FLASH_DEVICE float2 column_pair(SharedAddress statistics, int which, int n) const {
     return load_shared_pair(statistics + (which * kTile + n * 8 + lane % 4 * 2) * 4);
   }
@@ -182,7 +182,7 @@ struct BackwardConsumer {
     }
   }
 
-  // dS into `product`, which holds dP in units of 1 / unit.
+  // Writes dS to `product`, which contains dP in units of 1 / unit.
   FLASH_DEVICE void score_gradients(float (&product)[kScores], const float (&p)[kScores], SharedAddress statistics,
                                     float unit) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// Launches of the Hopper forward: tensor maps, the order of the blocks, one kernel for each type and head width.
+// Launches the Hopper forward: tensor maps, the order of the blocks, one kernel per type and head width.
 
 #include "forward_wgmma.cuh"
 

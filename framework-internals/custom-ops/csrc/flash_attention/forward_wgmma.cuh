@@ -1,23 +1,23 @@
-// Forward on Hopper (sm_90a): warp-specialised, one persistent block a multiprocessor.
+// Forward on Hopper (sm_90a): warp-specialised, with one persistent block per multiprocessor.
 //
-// One warp copies tiles of K and V into two rings of shared memory (TMA, mbarriers); two or three warpgroups each own
-// 64 query rows, whose output stays in registers. For key tile j a warpgroup issues S_j = Q K_j^T and, behind it, the
-// product of the tile before, O += P_{j-1} V_{j-1}; while the second runs it computes the softmax of S_j. Named
-// barriers hand the tensor cores from warpgroup to warpgroup, so that one's softmax runs under another's products.
+// One warp copies tiles of K and V into two rings of shared memory (TMA, mbarriers). Two or three warpgroups each own 64
+// query rows, whose output stays in registers. For key tile j, a warpgroup issues S_j = Q K_j^T and then the product of the
+// previous tile, O += P_{j-1} V_{j-1}. While the second product runs, it computes the softmax of S_j. Named barriers pass
+// the tensor cores from one warpgroup to the next, so that the softmax of one overlaps the products of another.
 //
 //   issue S_0                          | softmax 0
 //   issue S_1, O += P_0 V_0            | softmax 1 (under the product), O *= correction
 //   ...
 //   O += P_last V_last, O / sum, lse
 //
-// kParts = 1: 16-bit tensors. kParts = 2: fp32 as fp16 high and low parts, a product being low * high + high * low +
-// high * high (low * low is below fp32's last bit). The small products go first: the tensor core truncates each sum to
-// the bits of its accumulator, so that only the last third of the additions loses anything. For the same reason every
-// tile's P V starts from zero and is added to O by ordinary rounded arithmetic: accumulated in place over a long row,
-// the truncations, all towards zero, would add up.
+// kParts = 1: 16-bit tensors. kParts = 2: fp32 as fp16 high and low parts; a product is low * high + high * low +
+// high * high (low * low is below fp32's last bit). The small products come first: the tensor core truncates each sum to
+// the bits of its accumulator, so only the last third of the additions loses bits. For the same reason, every tile's P V
+// starts from zero and is added to O with ordinary rounding. Accumulated in place over a long row, the truncations, all
+// towards zero, would add up.
 //
-// Floor: 4 * seq_q * seq_kv * head_size operations a head (three times as many for fp32, half when causal) over the
-// tensor cores' rate.
+// Lower bound of the time: 4 * seq_q * seq_kv * head_size operations per head (three times as many for fp32, half if
+// causal), divided by the rate of the tensor cores.
 #pragma once
 
 #include "wgmma.cuh"
@@ -29,7 +29,7 @@ struct WgmmaForward {
   void* out;                   // T, or float where kParts is 2
   int64_t out_batch_stride, out_head_stride, out_seq_stride;
   float* lse;              // may be null
-  const int* exponent[3];  // kParts = 2: of q, k and v, as split.cuh writes them
+  const int* exponent[3];  // kParts = 2: exponents of q, k and v, as split.cuh writes them
   int batch, heads_q, heads_kv, seq_q, seq_kv, head_size;
   float scale;  // times log2(e)
   bool causal;
@@ -45,7 +45,7 @@ struct WgmmaShape {
   static constexpr int kQBytes = kParts * kQPart, kTileBytes = kParts * kTilePart;
   static constexpr int kBarriers = 2 + 4 * kStages;
   static constexpr int kSharedBytes = 1024 + kQBytes + 2 * kStages * kTileBytes + 8 * kBarriers;
-  // 65,536 registers: the producer's warpgroup gives up what the consumers need.
+  // 65,536 registers: the producer's warpgroup releases registers for the consumers.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
 };
@@ -54,9 +54,8 @@ struct BlockOfRows {
   int row, head, batch, tiles;
 };
 
-// Blocks of a head follow one another, since they read the same K and V, over the multiprocessors round after round.
-// Causal blocks differ in length: of a head, the longest is followed by the shortest and so on, and two rounds make
-// equal shares.
+// The blocks of a head are consecutive because they read the same K and V; they are assigned to the multiprocessors in
+// rounds. Causal blocks differ in length: within a head, long and short blocks alternate, so two rounds balance.
 template <typename Shape>
 struct Schedule {
   const WgmmaForward& args;
@@ -65,7 +64,7 @@ struct Schedule {
   const int rounds_a_share = args.causal ? 2 : 1;
   const int rounds = (args.batch * args.heads_q * shares + gridDim.x - 1) / gridDim.x * rounds_a_share;
 
-  // Whether this multiprocessor has a block in a round, and which.
+  // Whether this multiprocessor has a block in a round, and which one.
   FLASH_DEVICE bool find(int round, BlockOfRows& found) const {
     const int share = round / rounds_a_share * gridDim.x + blockIdx.x, head = share / shares;
     const int other = blocks - 1 - share % shares;
@@ -118,7 +117,7 @@ FLASH_DEVICE void produce(const WgmmaForward& args, const WgmmaMemory<Shape>& me
                                                           block.batch);
       v_place.advance();
     };
-    copy_k(0);  // before Q: the ring has room while the last block's consumers still read their Q
+    copy_k(0);  // before Q: the ring has space while the previous block's consumers still read their Q
     barrier_wait(memory.q_empty(), q_turn ^ 1);
     barrier_arrive_expect(memory.q_full(), Shape::kQBytes);
     copy_rows<Shape::kParts, Shape::kBlockM, Shape::kD>(memory.q, args.q, memory.q_full(), block.row, block.head,
@@ -235,7 +234,7 @@ struct Consumer {
   FLASH_DEVICE void consume(const BlockOfRows& block) {
     const int head = block.batch * args.heads_q + block.head;
     const int head_kv = block.batch * args.heads_kv + block.head / (args.heads_q / args.heads_kv);
-    // 1 / (the powers of two by which the rows of a tile were scaled); loads that return under the products issued
+    // 1 / (the powers of two by which the rows of a tile were scaled); the loads complete during the products issued
     // next.
     auto unit_of = [&](int which, int tile) {
       return kParts == 2 ? split_unit(args.exponent[which], args.seq_kv, head_kv, tile * kBlockN) : 1.f;
@@ -343,7 +342,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1) forward_wgmma(const __grid
   } else {
     registers_acquire<Shape::kConsumerRegisters>();
     Consumer<Shape> consumer{args, memory};
-    if (consumer.group == Shape::kConsumers - 1) consumer.pass_tensor_cores();  // the first may begin
+    if (consumer.group == Shape::kConsumers - 1) consumer.pass_tensor_cores();  // the first one may start
     BlockOfRows block;
     for (int round = 0; round < schedule.rounds; ++round) {
       if (schedule.find(round, block)) consumer.consume(block);

@@ -1,4 +1,4 @@
-// What the launchers share: which kernels serve a problem, and how the workspace is cut.
+// Shared by the launchers: which kernels support a problem, and how the workspace is divided.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -18,17 +18,17 @@ const char* backward_naive(const Backward& args, void* stream);
 const char* backward_mma(const Backward& args, void* stream);
 const char* backward_wgmma(const Backward& args, void* stream);
 
-// What is wrong with the problem for the kernels of an algorithm; null where they serve it.
+// Why the kernels of an algorithm do not support a problem; null if they do.
 const char* refuse_mma(const Problem& problem, const Tensor* const* tensors, int count);
 const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, int count, bool backward);
 
 inline bool is_split(const Problem& problem) { return problem.dtype == ScalarType::kFloat32; }
-// The head sizes that the tensor-core kernels are compiled for; others are filled up with zeros.
+// The head sizes that the tensor-core kernels are compiled for; others are padded with zeros.
 inline int head_width(int64_t head_size) { return head_size <= 64 ? 64 : head_size <= 128 ? 128 : 256; }
 
 constexpr int64_t align_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Takes aligned pieces of a workspace, or with a null workspace only counts them.
+// Takes aligned pieces of a workspace; with a null workspace it only counts bytes.
 class Pieces {
  public:
   explicit Pieces(void* memory) : memory_(static_cast<char*>(memory)) {}
@@ -71,7 +71,7 @@ inline SplitWorkspace take_parts(Pieces& pieces, const Problem& problem, int ten
   return workspace;
 }
 
-// See row_statistics.cuh; `stride` elements a head.
+// See row_statistics.cuh; `stride` elements per head.
 struct RowStatistics {
   float *lse, *delta;
   int64_t stride;
@@ -88,12 +88,12 @@ struct BackwardWorkspace {
   RowStatistics statistics;
 };
 
-// Fills the workspace: what every tensor-core backward begins with.
+// Fills the workspace, the first step of every tensor-core backward.
 const char* prepare_backward(const Backward& args, BackwardWorkspace& workspace, void* stream);
 
 int64_t naive_workspace_bytes(const Problem& problem, bool backward);
 
-// Splits q, k, v and, where there is a fourth, grad_out.
+// Splits q, k, v and, if there is a fourth tensor, grad_out.
 const char* split_tensors(const Problem& problem, const Tensor* const* tensors, int count,
                           const SplitWorkspace& workspace, void* stream);
 

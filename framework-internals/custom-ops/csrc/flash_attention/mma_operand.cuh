@@ -1,4 +1,4 @@
-// Operands of the mma.sync kernels from a binding's tensors or from the parts of an fp32 one in the workspace.
+// Makes operands of the mma.sync kernels from a binding's tensor, or from the parts of an fp32 tensor in the workspace.
 #pragma once
 
 #include "launch.cuh"

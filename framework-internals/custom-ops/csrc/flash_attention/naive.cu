@@ -1,4 +1,4 @@
-// Launches of the naive kernels.
+// Launches the naive kernels.
 
 #include "naive.cuh"
 
@@ -9,7 +9,7 @@
 namespace custom_ops::flash_attention {
 namespace {
 
-// Blocks that take the rows in turns: enough to fill a GPU, few enough that their scratch rows stay small.
+// The number of blocks, which share the rows: enough to fill a GPU, but few enough that their scratch rows stay small.
 constexpr int64_t kMostBlocks = 1024;
 
 int64_t row_length(const Problem& problem, bool backward) {

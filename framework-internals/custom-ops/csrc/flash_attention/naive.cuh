@@ -1,8 +1,8 @@
-// Attention without a tensor core and without tiles: one block a row, the row's scores whole in device memory.
+// Attention without tensor cores and without tiles: one block per row, with the row's scores in device memory.
 //
-// It is what the course begins with, what the tensor-core kernels are compared with, and what serves float64 and head
-// sizes that they do not take. A row of probabilities is written to the workspace, read again by every product, and
-// each block reads the whole of K and V: about seq_q times the bytes of a tiled kernel, and no use of the tensor cores.
+// The tensor-core kernels are compared with this one. It also handles float64 and head sizes that they do not support. A
+// row of probabilities is written to the workspace and read again by every product, and each block reads all of K and V.
+// That is about seq_q times the bytes of a tiled kernel.
 #pragma once
 
 #include "flash_attention.h"
@@ -26,9 +26,9 @@ struct Naive {
   Tensor q, k, v, out, grad_out, dq, dk, dv;
   const void* grad_lse;
   void* lse;
-  void* scratch;  // a row of `Wide` a block
+  void* scratch;  // one row of `Wide` per block
   int64_t row_length;
-  int64_t rows;  // over all heads: the blocks take them in turns
+  int64_t rows;  // over all heads; the blocks share them
   int heads_q, heads_kv, seq_q, seq_kv, head_size;
   double scale;
   bool causal;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kNaiveThreads) forward_naive(const Naive args)
   }
 }
 
-// One query row: dS of the row into the scratch, then dQ.
+// One query row: writes dS of the row to the scratch, then computes dQ.
 template <typename T>
 __global__ void __launch_bounds__(kNaiveThreads) backward_naive_queries(const Naive args) {
   using Wide = typename NaiveTypes<T>::Wide;
@@ -144,11 +144,11 @@ __global__ void __launch_bounds__(kNaiveThreads) backward_naive_queries(const Na
   }
 }
 
-// One key row: P and dS of its column into the scratch, query head after query head, summed into dK and dV.
+// One key row: for each query head, writes P and dS of its column to the scratch and adds to dK and dV.
 template <typename T>
 __global__ void __launch_bounds__(kNaiveThreads) backward_naive_keys(const Naive args) {
   using Wide = typename NaiveTypes<T>::Wide;
-  constexpr int kColumns = 256 / kNaiveThreads;  // a thread's share of a row of at most 256 columns at a time
+  constexpr int kColumns = 256 / kNaiveThreads;  // a thread's share of a row, for at most 256 columns at a time
   const int group = args.heads_q / args.heads_kv;
   Wide* p = static_cast<Wide*>(args.scratch) + blockIdx.x * args.row_length;
   Wide* ds = p + args.row_length / 2;

@@ -1,6 +1,5 @@
-// The few things that the attention kernels ask of the machine: tensor-core products, copies into shared memory,
-// barriers. Kernels call these and nothing else of CUDA's, so that emulator.h can stand in for this file and run them
-// on a CPU.
+// The hardware operations of the attention kernels: tensor-core products, copies into shared memory, barriers. The kernels
+// use nothing else of CUDA, so that emulator.h can replace this file and run them on a CPU.
 #pragma once
 
 #include <cuda.h>
@@ -18,7 +17,7 @@
 #define FLASH_DEVICE __device__ __forceinline__
 #define FLASH_SHARED_MEMORY(name) extern __shared__ __align__(1024) unsigned char name[]
 
-// wgmma, setmaxnreg and the tensor copies exist in code for sm_90a alone; other passes compile the kernel to nothing.
+// wgmma, setmaxnreg and the tensor copies exist only for sm_90a; for other architectures the kernel compiles to nothing.
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define FLASH_HOPPER 1
 #else
@@ -47,7 +46,7 @@ FLASH_DEVICE double shuffle_xor(double value, int mask) { return __shfl_xor_sync
 // --------------------------------------------------------------------------------------------- sm_80: mma.sync,
 // cp.async
 
-FLASH_DEVICE void copy16(SharedAddress to, const void* from, bool valid) {  // 16 zero bytes where not valid
+FLASH_DEVICE void copy16(SharedAddress to, const void* from, bool valid) {  // 16 zero bytes if not valid
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
 FLASH_DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -122,7 +121,7 @@ FLASH_DEVICE void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddr
       : "memory");
 }
 
-// Bytes that lie together, a multiple of 16, both sides aligned to 16.
+// Copies contiguous bytes, a multiple of 16, with both sides aligned to 16.
 FLASH_DEVICE void bulk_copy(SharedAddress to, const void* from, uint32_t bytes, SharedAddress barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
@@ -159,14 +158,15 @@ template <int kPending>
 FLASH_DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-// The compiler does not know that an asynchronous product still writes these: no use of them may move above this line.
+// The compiler does not know that an asynchronous product still writes these registers; this stops it from moving their use
+// above this line.
 template <int kCount>
 FLASH_DEVICE void wgmma_keep(float (&value)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(value[i])::"memory");
 }
 
-// Operand lists of wgmma: the accumulator's registers, %0 on.
+// Operand lists of wgmma: the accumulator's registers, from %0 on.
 #define FLASH_F8(i)                                                                                           \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
@@ -208,8 +208,8 @@ FLASH_WGMMA_FORMS(__nv_bfloat16, "bf16", 64, "m64n128k16", FLASH_N64, FLASH_F64,
 
 // ----------------------------------------------------------------------------------------------------------- host side
 
-// An error's words, or null. CUDA keeps the error itself until it is asked for: left there, the next check of anyone in
-// this process would report it as its own.
+// The message of an error, or null. CUDA keeps an error until it is queried; otherwise the next check in this process would
+// report it.
 inline const char* explain(cudaError_t error) {
   if (error == cudaSuccess) return nullptr;
   cudaGetLastError();
@@ -228,7 +228,7 @@ const char* launch(void (*kernel)(Args), dim3 blocks, int threads, int shared_by
                                   static_cast<cudaStream_t>(stream)));
 }
 
-// What CUDA says of a device; of one that it does not know, nothing: no tensor-core kernel serves there.
+// CUDA's properties of a device; empty for an unknown device, which has no tensor-core kernel.
 inline Device ask_for_device(int id) {
   const auto attribute = [id](cudaDeviceAttr name) {
     int value = 0;
@@ -238,7 +238,7 @@ inline Device ask_for_device(int id) {
           10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor)};
 }
 
-// The current device, asked about once: a call wants to know several times.
+// The properties of the current device, queried once, because a call needs them several times.
 inline Device device() {
   constexpr int kKept = 64;
   static std::array<Device, kKept> devices;
@@ -250,8 +250,8 @@ inline Device device() {
   return devices[id];
 }
 
-// A tensor map of 16-bit elements: boxes of 64 columns by box_rows, 128-byte swizzled. The driver is asked for the
-// encoder at run time, since a library that links libcuda would not load on a machine without a driver.
+// A tensor map of 16-bit elements, with boxes of 64 columns by box_rows and a 128-byte swizzle. The encoder is looked up in
+// the driver at run time, because a library that links libcuda would not load on a machine without a driver.
 inline const char* make_tensor_map(TensorMap& map, const void* base, const int64_t (&sizes)[4],
                                    const int64_t (&strides)[4], int box_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);

@@ -1,6 +1,6 @@
-// What the backward needs of each query besides its tensors: lse in units of log2, and delta, the sum over head_size of
-// out times its gradient, minus the gradient of lse. A head's queries are filled up to a multiple of 128 with an lse of
-// infinity and a delta of zero, which makes the probabilities of queries that do not exist zero.
+// Two numbers per query for the backward: lse in units of log2, and delta, the sum over head_size of out times its gradient,
+// minus the gradient of lse. The queries of a head are padded to a multiple of 128 with an lse of infinity and a delta of
+// zero, so that the probabilities of the padding are zero.
 #pragma once
 
 #include "launch.cuh"
@@ -18,7 +18,7 @@ struct StatisticsArgs {
 
 constexpr int kStatisticsThreads = 256;
 
-// A warp a query.
+// One warp per query.
 template <typename T>
 __global__ void __launch_bounds__(kStatisticsThreads) row_statistics(const StatisticsArgs args) {
   const int64_t row = int64_t{blockIdx.x} * (kStatisticsThreads / 32) + threadIdx.x / 32;

@@ -1,5 +1,4 @@
-// What the kernels do with the fragment of a warp: the online softmax, packing, fp32 numbers as two fp16 numbers,
-// writing.
+// Operations on the fragment of a warp: the online softmax, packing, splitting fp32 numbers into two fp16 numbers, writing.
 //
 // Fragment layout (of mma.sync and wgmma alike): score[4 t + 2 e + i] of lane L is row 8 e + L / 4 of the warp's 16
 // rows and key 8 t + 2 (L % 4) + i, so that a row lies in four neighbouring lanes.
@@ -13,9 +12,9 @@ constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kInfinity = __builtin_huge_valf();
 
-// Two fp16 numbers hold 22 bits of a float whose magnitude lies well inside fp16's range. Probabilities are therefore
-// kept 2^14 times too large, which keeps the low part of any that matters a normal number, and tensors are scaled to a
-// largest magnitude in [2^9, 2^10), 128 rows at a time.
+// Two fp16 numbers store 22 bits of a float whose magnitude lies well inside fp16's range. Probabilities are therefore
+// multiplied by 2^14, so that the low part of every significant one is a normal number. Tensors are scaled to a largest
+// magnitude in [2^9, 2^10), 128 rows at a time.
 constexpr float kSplitProbabilityExponent = 14.f;
 constexpr int kSplitExponent = 9;
 
@@ -37,8 +36,8 @@ FLASH_DEVICE float2 unpack_half(uint32_t packed) {
   return __half22float2(pair);
 }
 
-// The power of two to scale numbers of this largest magnitude by. Infinities go through unscaled; fmaxf drops NaN,
-// which stay NaN in both parts.
+// The power of two that scales numbers of this largest magnitude. Infinities are not scaled; fmaxf ignores NaN, which stays
+// NaN in both parts.
 FLASH_DEVICE int split_exponent(float largest) {
   uint32_t bits;
   memcpy(&bits, &largest, 4);
@@ -53,27 +52,27 @@ FLASH_DEVICE float power_of_two(int exponent) {  // -126 ... 127
   return value;
 }
 
-// The exponents of a split tensor: one for every kSplitRows rows of a head.
+// The exponents of a split tensor: one per kSplitRows rows of a head.
 constexpr int kSplitRows = 128;
 FLASH_DEVICE float split_unit(const int* exponents, int seq, int head, int row) {
   return power_of_two(-exponents[head * ((seq + kSplitRows - 1) / kSplitRows) + row / kSplitRows]);
 }
 
-// exp2(scale * s - maximum) is what the kernels compute, fused, with scale > 0 and not so large that the rounding of
-// the maximum would show: a probability could come out at several times one and overflow fp16. Other scales are
-// multiplied in and rounded beforehand, on a path that costs the ordinary ones two uniform branches a tile.
+// The kernels compute exp2(scale * s - maximum) with a fused multiply-add if scale > 0 and not too large. For large scales,
+// the rounding of the maximum could make a probability several times one, which overflows fp16. Other scales are multiplied
+// and rounded beforehand; this path costs ordinary scales two uniform branches per tile.
 constexpr float kLargestFusedScale = 16.f;
 FLASH_DEVICE bool fused_scale(float scale) { return scale > 0.f && scale <= kLargestFusedScale; }
 
-// The state of the two rows that a lane has a part of. `maximum` is scaled and in units of log2; `sum` is the lane's
-// own.
+// The state of the two rows to which a lane contributes. `maximum` is scaled and in units of log2; `sum` covers the lane's
+// own elements.
 struct RowState {
   float maximum[2] = {-kInfinity, -kInfinity};
   float sum[2] = {0.f, 0.f};
 };
 
-// Turns scores into 2^shift * probabilities relative to the new row maximum, and returns what the old output and sum
-// are to be multiplied by in `correction`. `scale` includes log2(e); `fused` is fused_scale of the problem's.
+// Turns scores into 2^shift * probabilities relative to the new row maximum. `correction` receives the factor for the old
+// output and sum. `scale` includes log2(e); `fused` is fused_scale of the problem's scale.
 template <int kCount>
 FLASH_DEVICE void online_softmax(float (&score)[kCount], RowState& state, float (&correction)[2], float scale,
                                  float shift, bool fused) {
@@ -113,7 +112,7 @@ FLASH_DEVICE float quad_sum(float value) {
   return value + shuffle_xor(value, 2);
 }
 
-// Two neighbouring elements of an output row, unless they lie past the head size.
+// Writes two neighbouring elements of an output row, unless they lie past the head size.
 template <typename T, typename Out>
 FLASH_DEVICE void write_pair(Out* row, int column, int head_size, float x, float y) {
   if (column >= head_size) return;

@@ -1,7 +1,7 @@
-// fp32 tensors as two fp16 tensors: x * 2^e = high + low, with 2^e the power of two that brings the largest magnitude
-// of 128 neighbouring rows of a head into [2^9, 2^10). The parts are written (batch, heads, sequence, width), width
-// being head_size filled up with zeros to what the attention kernel works on. One block holds its rows in registers
-// between finding their largest magnitude and writing the parts: 4 bytes read and 4 written an element.
+// Splits fp32 tensors into two fp16 tensors: x * 2^e = high + low. 2^e is the power of two that brings the largest magnitude
+// of 128 neighbouring rows of a head into [2^9, 2^10). The parts have shape (batch, heads, sequence, width), where width is
+// head_size padded with zeros to the width of the attention kernel. A block keeps its rows in registers while it finds their
+// largest magnitude and writes the parts: 4 bytes read and 4 written per element.
 #pragma once
 
 #include "launch.cuh"
@@ -15,7 +15,7 @@ struct SplitTensor {
   const float* from;
   int64_t batch_stride, head_stride, seq_stride;
   __half *high, *low;
-  int* exponent;  // of every kSplitRows rows of a head
+  int* exponent;  // one per kSplitRows rows of a head
   int batch, heads, seq;
 };
 
@@ -24,7 +24,7 @@ struct Split {
   int head_size;
 };
 
-// Four neighbouring elements of a row, zeros past the head size; 16 bytes at once where the tensor allows that.
+// Four neighbouring elements of a row, zeros past the head size; loads 16 bytes at once if the tensor allows it.
 FLASH_DEVICE float4 load_four(const float* row, int column, int head_size) {
   const float* from = row + column;
   if (column + 4 <= head_size && reinterpret_cast<uintptr_t>(from) % 16 == 0)
@@ -37,7 +37,7 @@ FLASH_DEVICE float largest_of(float4 x) { return fmaxf(fmaxf(fabsf(x.x), fabsf(x
 
 template <int kWidth>
 __global__ void __launch_bounds__(kSplitThreads) split_rows(const Split args) {
-  constexpr int kQuadsARow = kWidth / 4, kQuads = kSplitRows * kQuadsARow / kSplitThreads;  // of a thread
+  constexpr int kQuadsARow = kWidth / 4, kQuads = kSplitRows * kQuadsARow / kSplitThreads;  // per thread
   const SplitTensor& tensor = args.tensor[blockIdx.y];
   const int chunks = (tensor.seq + kSplitRows - 1) / kSplitRows;
   const int head = blockIdx.x / chunks, first_row = blockIdx.x % chunks * kSplitRows;

@@ -1,4 +1,4 @@
-// Tensor maps of an operand: of a binding's tensor, or of the parts of an fp32 one in the workspace.
+// The tensor maps of an operand: of a binding's tensor, or of the parts of an fp32 tensor in the workspace.
 #pragma once
 
 #include "launch.cuh"

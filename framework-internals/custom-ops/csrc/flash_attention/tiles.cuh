@@ -1,8 +1,7 @@
 // Tiles in shared memory as ldmatrix reads them, and products of a warp's fragments, for the kernels built on mma.sync.
 //
-// A tile is rows x kD 16-bit elements, 16-byte chunks of a row exchanged among themselves by the row's number, so that
-// the eight rows that one ldmatrix reads lie in eight different groups of banks. kParts = 2: the high part, then the
-// low one.
+// A tile is rows x kD 16-bit elements. The 16-byte chunks of a row are permuted by the row's number, so that the eight rows
+// that one ldmatrix reads lie in eight different groups of banks. kParts = 2: the high part, then the low one.
 #pragma once
 
 #include "platform.cuh"
@@ -11,7 +10,7 @@
 namespace custom_ops::flash_attention {
 
 // A head of a (batch, heads, sequence, head_size) operand: one tensor of 16-bit elements, or the two parts of an fp32
-// one.
+// tensor.
 struct MmaOperand {
   const void* part[2];
   int64_t batch_stride, head_stride, seq_stride;
@@ -28,7 +27,7 @@ FLASH_DEVICE SharedAddress chunk_address(SharedAddress tile, int row, int chunk)
   return tile + row * (kD * 2) + ((chunk ^ (row & 7)) << 4);
 }
 
-// Rows first_row ... first_row + kRows - 1, zeros past the sequence's end and past the head size.
+// Loads rows first_row ... first_row + kRows - 1, with zeros past the end of the sequence and past the head size.
 template <typename T, int kParts, int kRows, int kD, int kThreads>
 FLASH_DEVICE void copy_tile(SharedAddress tile, const MmaOperand& from, int batch, int head, int first_row,
                             int head_size) {
@@ -45,9 +44,8 @@ FLASH_DEVICE void copy_tile(SharedAddress tile, const MmaOperand& from, int batc
   }
 }
 
-// out (16 x kN of this warp) = rows (16 x kD, from row `first`) times keys (kN x kD)^T. With kParts = 2 the small
-// products have a sum of their own: the tensor core truncates each sum to the bits of its accumulator, and a small one
-// has more.
+// out (16 x kN of this warp) = rows (16 x kD, from row `first`) times keys (kN x kD)^T. With kParts = 2, the small products
+// have a separate sum: the tensor core truncates each sum to the bits of its accumulator, and a small sum keeps more bits.
 template <typename T, int kParts, int kLeftRows, int kN, int kD>
 FLASH_DEVICE void multiply_rows(float (&out)[kN / 8][4], SharedAddress rows, int first, SharedAddress keys) {
   const int lane = threadIdx.x % 32;

@@ -1,9 +1,9 @@
-// What the Hopper kernels share: rings of shared memory, tiles as TMA writes and wgmma reads them, products of tiles.
+// Shared by the Hopper kernels: rings of shared memory, tiles as TMA writes and wgmma reads them, products of tiles.
 //
-// A tile is kRows x kD 16-bit elements in blocks of 64 columns (128 bytes) by all rows, 128-byte swizzled; kParts = 2:
-// the high part, then the low one. A tile whose rows stay in the product (Q, K in scores) is read K-major: 32 bytes on
-// for 16 columns. One whose rows are summed over (V in P V) is read with its rows as the summed dimension: 2048 bytes
-// on for 16 rows, its 64-column blocks the leading offset.
+// A tile is kRows x kD 16-bit elements, in blocks of all rows by 64 columns (128 bytes), 128-byte swizzled; kParts = 2: the
+// high part, then the low one. If the product keeps the rows (Q and K in the scores), the tile is read K-major, and 16
+// columns advance by 32 bytes. If the product sums over the rows (V in P V), 16 rows advance by 2048 bytes, and the leading
+// offset separates the 64-column blocks.
 #pragma once
 
 #include "platform.cuh"
@@ -13,7 +13,7 @@ namespace custom_ops::flash_attention {
 
 constexpr int kTileRowBytes = 128;
 
-// A place in a ring: which stage, and how often the ring has been round.
+// A position in a ring: the stage, and the number of completed rounds.
 template <int kStages>
 struct RingPlace {
   int stage = 0;
@@ -29,7 +29,7 @@ FLASH_DEVICE uint64_t matrix_descriptor(SharedAddress start, int leading_bytes) 
   return kSwizzle128 | kEightRows | uint64_t((leading_bytes >> 4) & 0x3fff) << 16 | uint64_t((start >> 4) & 0x3fff);
 }
 
-// All parts of a tile, which counts kParts * kRows * kD * 2 bytes towards the barrier.
+// Loads all parts of a tile, which adds kParts * kRows * kD * 2 bytes to the barrier.
 template <int kParts, int kRows, int kD>
 FLASH_DEVICE void copy_rows(SharedAddress to, const TensorMap (&maps)[2], SharedAddress barrier, int row, int head,
                             int batch) {
@@ -56,7 +56,7 @@ FLASH_DEVICE void multiply_tiles(float (&out)[kRightRows / 2], SharedAddress lef
   }
 }
 
-// The same of split operands: low high, high low, high high, in this order (see forward_wgmma.cuh).
+// The same for split operands: low * high, high * low, high * high, in this order (see forward_wgmma.cuh).
 template <typename T, int kParts, int kD, int kLeftRows, int kRightRows>
 FLASH_DEVICE void multiply_parts(float (&out)[kRightRows / 2], SharedAddress left, SharedAddress right) {
   if constexpr (kParts == 2) {
@@ -81,7 +81,7 @@ FLASH_DEVICE void weigh_tile(float (&out)[kPieces][kCount], const uint32_t (&wei
   }
 }
 
-// The same of split operands, from zero; or added to `out`, where there is one part.
+// The same for split operands, starting from zero; with one part, added to `out`.
 template <typename T, int kParts, int kD, int kRows, int kPieces, int kCount>
 FLASH_DEVICE void weigh_parts(float (&out)[kPieces][kCount], const uint32_t (&weights)[kParts][kRows / 16][4],
                               SharedAddress tile) {

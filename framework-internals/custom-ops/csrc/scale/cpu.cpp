@@ -1,4 +1,4 @@
-// One loop a dtype, left to the compiler's vectoriser, in blocks that are widened, scaled and narrowed.
+// One loop per dtype, vectorised by the compiler, in blocks that are widened, scaled and narrowed.
 
 #include "kernels.h"
 

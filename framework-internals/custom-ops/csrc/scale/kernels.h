@@ -1,4 +1,4 @@
-// What a binding knows of the kernels: plain functions on raw pointers.
+// The interface of the kernels for a binding: plain functions on raw pointers.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace custom_ops {
 
-// out = alpha * x for `count` contiguous elements: in float32 for the 16-bit dtypes, alpha rounded to that; one rounding.
+// out = alpha * x for `count` contiguous elements, rounded once. The 16-bit dtypes use float32, also for alpha.
 struct ScaleCall {
   Dtype dtype;
   const void* x;

@@ -1,5 +1,5 @@
-// The operator as TORCH_LIBRARY registers it: through torch's own C++ classes, which change from version to version, so
-// that this file fits the torch that it was compiled against and no other. csrc/stable does the same without them.
+// The operator, registered with TORCH_LIBRARY. This uses torch's C++ classes, which change between versions, so the
+// compiled file works only with the version of torch that it was compiled against. csrc/stable avoids these classes.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -31,7 +31,7 @@ Dtype dtype_of(const at::Tensor& x) {
   }
 }
 
-// The dispatcher calls the function of the tensors' device: none of them asks where its tensors are.
+// The dispatcher calls the function for the tensors' device, so no function checks where its tensors are.
 at::Tensor on_cpu(const at::Tensor& x_any, double alpha) {
   const at::Tensor x = x_any.contiguous(), out = at::empty_like(x, at::MemoryFormat::Contiguous);
   const ScaleCall call{dtype_of(x), x.const_data_ptr(), alpha, out.mutable_data_ptr(), x.numel()};

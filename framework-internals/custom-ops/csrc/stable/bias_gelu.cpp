@@ -119,7 +119,7 @@ Gradients backward_on_gpu(Tensor grad, Tensor x, Tensor bias) {
 void define_bias_gelu(Library& library) {
   library.def("bias_gelu(Tensor x, Tensor bias) -> Tensor");
   library.def("bias_gelu_backward(Tensor grad, Tensor x, Tensor bias) -> (Tensor dx, Tensor dbias)");
-  // The same with the choices that the kernels make left to the caller: 0 is their own. Measured, not for daily use.
+  // The same, with the kernels' choices as arguments; 0 lets the kernel choose. For measurements only.
   library.def("bias_gelu.access(Tensor x, Tensor bias, int access) -> Tensor");
   library.def(
       "bias_gelu_backward.plan(Tensor grad, Tensor x, Tensor bias, int threads_across, int blocks_per_processor, int vector_bytes)"

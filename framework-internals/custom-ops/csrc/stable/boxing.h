@@ -1,7 +1,7 @@
-// A function of tensors as the stable ABI calls it: arguments and results are words of 64 bits on a stack.
+// Adapts a function of tensors to the stable ABI, in which arguments and results are 64-bit words on a stack.
 //
-// torch's own TORCH_BOX does the same for torch::stable::Tensor, which counts its owners in a std::shared_ptr beside torch's
-// own count, and hands a result on as a second handle. Here every tensor has one owner, and a handle is passed as it is.
+// torch's TORCH_BOX does the same for torch::stable::Tensor, which counts its owners in a std::shared_ptr in addition to
+// torch's reference count, and returns a result as a second handle. Here every tensor has one owner and passes its handle.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -14,7 +14,7 @@
 
 namespace custom_ops::stable {
 
-// What lies on the stack belongs to the function that takes it.
+// A function owns the stack values that it takes.
 template <typename T> struct Take {
   static T from(StableIValue word) { return torch::stable::detail::to<T>(word); }
 };

@@ -50,7 +50,7 @@ bool channels_last(const Tensor& y) {
   return y.stride(1) == 1 && y.stride(3) == channels && y.stride(2) == width * channels && y.stride(0) == y.size(2) * width * channels;
 }
 
-// Of checked operands; `apply` runs the kernel that a call describes.
+// Requires checked operands; `apply` runs the kernel that a call describes.
 template <typename Apply>
 Tensor run(const Tensor& x, const Tensor& weight, Tensor scale_any, Tensor shift_any, const Pair& stride, const Pair& padding,
            const Pair& dilation, int64_t groups, Apply apply) {
@@ -74,7 +74,7 @@ Tensor conv_bn_relu(Tensor x, Tensor weight, Tensor scale, Tensor shift, Pair st
 
 #ifdef CUSTOM_OPS_CUDA
 Tensor conv_bn_relu_on_gpu(Tensor x, Tensor weight, Tensor scale, Tensor shift, Pair stride, Pair padding, Pair dilation, int64_t groups) {
-  check(x, weight, scale, shift);  // that all of them are on one GPU
+  check(x, weight, scale, shift);  // among others, that all of them are on one GPU
   const OnDevice on(x);
   return run(x, weight, std::move(scale), std::move(shift), stride, padding, dilation, groups,
              [&](const ScaleShiftRelu& call) { check_launch(kOp, scale_shift_relu_cuda(call, on.stream())); });

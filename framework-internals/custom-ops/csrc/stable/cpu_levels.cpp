@@ -1,4 +1,4 @@
-// The CPU kernels as often as instruction sets are worth telling apart, and the choice among them at run time.
+// The CPU kernels, compiled once per instruction set, and the selection among them at run time.
 
 #include <cstdlib>
 #include <string_view>
@@ -27,10 +27,10 @@ namespace {
 
 enum class Level { kBaseline, kAvx2, kAvx512 };
 
-// The best that this processor can run and that torch may use: ATEN_CPU_CAPABILITY (default, avx2, avx512) holds both back.
+// The best level that this processor supports and torch may use; ATEN_CPU_CAPABILITY (default, avx2, avx512) limits both.
 Level find_level() {
 #ifdef __x86_64__
-  // What the names leave out of x86-64-v3 and -v4, for which these levels are compiled, came with these features.
+  // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
                     __builtin_cpu_supports("bmi2");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -30,7 +30,7 @@ void check_dimensions(const char* op, const Argument& x) {
   }
 }
 
-// lse and its gradient: in the dtype that q is computed in.
+// Checks lse and its gradient, which have the dtype in which q is computed.
 void check_of_rows(const char* op, const Argument& q, const Argument& x) {
   check_device(op, q, x);
   check_wide_dtype(op, q, x);
@@ -59,13 +59,13 @@ flash::Problem problem_of(const char* op, const Tensor& q, const Tensor& k, cons
   return {static_cast<flash::ScalarType>(dtype_of(op, of_q)), q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), factor, causal};
 }
 
-// The dtypes of this package and of the attention kernels are the same in the same order.
+// This package and the attention kernels use the same dtypes, in the same order.
 static_assert(static_cast<int>(flash::ScalarType::kFloat32) == static_cast<int>(Dtype::kFloat32));
 static_assert(static_cast<int>(flash::ScalarType::kFloat64) == static_cast<int>(Dtype::kFloat64));
 static_assert(static_cast<int>(flash::ScalarType::kFloat16) == static_cast<int>(Dtype::kFloat16));
 static_assert(static_cast<int>(flash::ScalarType::kBFloat16) == static_cast<int>(Dtype::kBFloat16));
 
-// A tensor as the kernels read it: adjacent elements of a head, and 16-byte rows for the 16-bit types.
+// A tensor in the layout that the kernels read: adjacent elements of a head, and 16-byte rows for the 16-bit types.
 Tensor readable(Tensor&& x) {
   bool fits = x.stride(3) == 1 || x.size(3) == 1;
   if (x.is_cuda() && (x.dtype() == codes.float16 || x.dtype() == codes.bfloat16)) {
@@ -146,7 +146,7 @@ Gradients run_backward(Tensor grad_any, std::optional<Tensor> grad_lse_any, Tens
   return {std::move(dq), std::move(dk), std::move(dv)};
 }
 
-// The operators of a device: a plain function each, as boxed wants them.
+// The operators of a device: one plain function each, as `boxed` requires.
 template <class Device> struct Operators {
   static Results forward(Tensor q, Tensor k, Tensor v, bool causal, std::optional<double> scale) {
     return forward_by(std::move(q), std::move(k), std::move(v), causal, scale, 0);
@@ -168,7 +168,7 @@ void define_flash_attention(Library& library) {
   library.def(
       "flash_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, bool causal,"
       " float? scale) -> (Tensor dq, Tensor dk, Tensor dv)");
-  // By a kernel of the caller's choice: 0 is the operator's own, 1 naive, 2 mma, 3 wgmma. Measured, not for daily use.
+  // With a given kernel: 0 lets the operator choose, 1 is naive, 2 mma, 3 wgmma. For measurements only.
   library.def(
       "flash_attention.algorithm(Tensor q, Tensor k, Tensor v, bool causal, float? scale, int algorithm) -> (Tensor out, Tensor lse)");
 }

@@ -1,7 +1,7 @@
-// The same kernels for JAX, as handlers of XLA's foreign function interface, whose C structs are stable as torch's are.
+// The same kernels for JAX, as handlers of XLA's foreign function interface, whose C structs are stable like torch's.
 //
-// Under vmap every operand gets the batch's dimensions in front (broadcast_all in jax_operators.py), so that a bias may be
-// (batch..., columns): a handler runs its kernel once for each of them, which is once outside of vmap.
+// Under vmap, every operand gets leading batch dimensions (broadcast_all in jax_operators.py), so a bias may be
+// (batch..., columns). A handler runs its kernel once per batch element; outside of vmap there is one.
 
 #include <xla/ffi/api/ffi.h>
 
@@ -30,7 +30,7 @@ using torch::stable::parallel_for;
 
 constexpr int64_t kGrain = custom_ops::stable::kGrain;
 
-// Runs a handler's work, whose exceptions XLA must not see.
+// Runs a handler's work and converts its exceptions, which must not reach XLA.
 template <typename Work> ffi::Error guarded(Work work) {
   try {
     work();
@@ -55,7 +55,7 @@ int64_t wide_size(Dtype dtype) { return dtype == Dtype::kFloat64 ? 8 : 4; }
 
 char* at(void* data, int64_t bytes) { return static_cast<char*>(data) + bytes; }
 
-// Where work runs: on a CPU in torch's threads, or on a stream.
+// Where a handler runs: on a CPU in torch's threads, or on a CUDA stream.
 struct Cpu {
   void add(const Operands& call) const {
     parallel_for(0, call.count, kGrain, [&](int64_t begin, int64_t end) { add_cpu(call, begin, end); });
@@ -134,7 +134,7 @@ struct Gpu {
 };
 #endif
 
-// ---- what each operator does with its buffers, on either device
+// ---- each operator's work on its buffers, for both devices
 
 int64_t product(ffi::Span<const int64_t> dimensions, size_t begin, size_t end) {
   return std::accumulate(dimensions.begin() + begin, dimensions.begin() + end, int64_t{1}, std::multiplies<int64_t>());
@@ -148,7 +148,7 @@ template <class On> void scale(const On& on, AnyBuffer x, Result out, double alp
   on.scale({dtype_of(x), x.untyped_data(), alpha, out->untyped_data(), static_cast<int64_t>(x.element_count())});
 }
 
-// Of x (batch..., rows..., columns) and bias (batch..., columns).
+// Takes x (batch..., rows..., columns) and bias (batch..., columns).
 struct Rows {
   int64_t batches, rows, columns, bytes, bias_bytes;
 };
@@ -179,7 +179,7 @@ template <class On> void bias_gelu_backward(const On& on, AnyBuffer grad, AnyBuf
   }
 }
 
-// y (batch..., images, channels, height, width), scale and shift (batch..., channels).
+// Takes y (batch..., images, channels, height, width), scale and shift (batch..., channels).
 template <class On> void scale_shift_relu(const On& on, AnyBuffer y, AnyBuffer scale, AnyBuffer shift, Result out) {
   const auto sizes = y.dimensions();
   const size_t last = sizes.size();
@@ -222,7 +222,7 @@ void attention_backward(const On& on, AnyBuffer grad_out, AnyBuffer grad_lse, An
                          grad_lse.untyped_data(), heads(*dq), heads(*dk), heads(*dv), nullptr});
 }
 
-// ---- the handlers: a list of what each operator binds, used once for each device
+// ---- the handlers: a list of each operator's bindings, used once per device
 
 #define CUSTOM_OPS_BIND_vector_add .Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>()
 #define CUSTOM_OPS_BIND_scale .Arg<AnyBuffer>().Ret<AnyBuffer>().Attr<double>("alpha")

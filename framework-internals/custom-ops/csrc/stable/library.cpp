@@ -1,4 +1,4 @@
-// Every operator, registered when the library is loaded: torch.ops.load_library, or the import of `_C`.
+// Registers every operator when the library is loaded, by torch.ops.load_library or by the import of `_C`.
 
 #include "registration.h"
 

@@ -1,4 +1,4 @@
-// The operators of each file of this folder, put together in library.cpp.
+// The operators of each file in this folder; library.cpp registers them.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -7,9 +7,9 @@ namespace custom_ops::stable {
 
 using Library = torch::stable::detail::StableLibrary;
 
-// Both namespaces have every operator. custom_ops is the public one: where ../autograd is not compiled, Python registers
-// its derivatives, and with them a kernel in Python that every call passes. custom_ops_kernels has none: a call that
-// needs no gradient costs a fifth.
+// Both namespaces have every operator. custom_ops is public. If ../autograd is not compiled, Python registers its
+// derivatives, and every call passes through a Python kernel. custom_ops_kernels has no derivatives; a call that needs no
+// gradient takes a fifth of the time.
 
 #define CUSTOM_OPS_GROUP(name)               \
   void define_##name(Library& library);         \

@@ -1,4 +1,4 @@
-// What the bindings, which are compiled without CUDA's headers, need of its runtime: an error's words, and a copy.
+// The parts of the CUDA runtime for the bindings, which are compiled without CUDA's headers: error messages and a copy.
 
 #include <cuda_runtime.h>
 
@@ -10,7 +10,7 @@ namespace custom_ops::stable {
 
 void check_launch(const char* op, int status) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next check of anyone in this process would report our error as its own
+  cudaGetLastError();  // clears the error; otherwise the next check in this process would report it
   const auto error = static_cast<cudaError_t>(status);
   throw std::runtime_error(std::string(op) + ": CUDA error " + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }

@@ -1,4 +1,4 @@
-// Tensors as the operators check, make and hand them on: LibTorch's stable ABI, which one binary shares with many versions.
+// How the operators check, create and return tensors, through LibTorch's stable ABI, which many torch versions share.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -19,7 +19,7 @@
 #include "../common/dtype.h"
 
 #ifdef CUSTOM_OPS_CUDA
-// Weak, because it is in torch's CUDA library: this file then loads under a CPU build of torch too.
+// Weak, because the symbol is in torch's CUDA library; this file then also loads under a CPU build of torch.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 #endif
 
@@ -27,7 +27,7 @@ namespace custom_ops::stable {
 
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-// Elements that are worth a thread of their own: what PyTorch's element-wise operators use.
+// The number of elements that justifies another thread; PyTorch's elementwise operators use the same.
 constexpr int64_t kGrain = 32768;
 
 template <typename... Parts> [[noreturn]] void fail(const Parts&... parts) {
@@ -38,8 +38,8 @@ template <typename... Parts> [[noreturn]] void fail(const Parts&... parts) {
 
 // ---- tensors
 
-// torch's numbers for dtypes and devices. They are its own affair and may change, so that it is asked for them; once,
-// because torch::stable::Tensor::scalar_type() asks for one after another until one fits.
+// torch's numbers for dtypes and devices. They may change between versions, so they are queried, and queried once:
+// torch::stable::Tensor::scalar_type() queries one after another until one matches.
 struct Codes {
   const int32_t float32 = aoti_torch_dtype_float32(), float64 = aoti_torch_dtype_float64();
   const int32_t float16 = aoti_torch_dtype_float16(), bfloat16 = aoti_torch_dtype_bfloat16();
@@ -48,14 +48,14 @@ struct Codes {
 };
 inline const Codes codes;
 
-// What a C function of torch's says of a tensor; `what` is for the error.
+// The result of one of torch's C functions for a tensor; `what` is for the error message.
 template <typename T> T asked(AOTITorchError (*function)(AtenTensorHandle, T*), AtenTensorHandle handle, const char* what) {
   T answer{};
   if (function(handle, &answer) != TORCH_SUCCESS) fail("torch does not say what the ", what, " of this tensor is");
   return answer;
 }
 
-// A tensor that a call was given or has made, with one owner (boxing.h).
+// A tensor that a call received or created, with one owner (boxing.h).
 class Tensor {
  public:
   explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
@@ -95,7 +95,7 @@ inline AtenTensorHandle another_handle(AtenTensorHandle handle) {
   return another;
 }
 
-// ---- what an error says
+// ---- error messages
 
 inline std::string name_of_dtype(int32_t code) {
   using torch::headeronly::ScalarType;
@@ -138,9 +138,9 @@ inline bool equal_sizes(Sizes a, Sizes b) {
   return true;
 }
 
-// ---- checks, in the words of custom_ops/checks.py: a test holds them together
+// ---- checks, with the messages of custom_ops/operators/checks.py; a test compares the two
 
-// An argument by the name that the schema gives it.
+// An argument and its name in the schema.
 struct Argument {
   const char* name;
   const Tensor& tensor;
@@ -187,11 +187,11 @@ inline void check_shape(const char* op, const Argument& first, const Argument& o
   }
 }
 
-// ---- making tensors
+// ---- new tensors
 
-// Through the C function itself: torch::stable::new_empty goes through the dispatcher by name, a microsecond more.
+// Calls the C function directly: torch::stable::new_empty looks up the operator by name, which takes a microsecond more.
 inline Tensor make(const Tensor& like, Sizes sizes, int32_t dtype) {
-  constexpr size_t kFew = 8;  // dimensions whose strides need no memory from the heap
+  constexpr size_t kFew = 8;  // up to this many dimensions, the strides need no heap memory
   int64_t few[kFew];
   std::vector<int64_t> many(sizes.size() > kFew ? sizes.size() : 0);
   int64_t* const strides = many.empty() ? few : many.data();
@@ -216,10 +216,10 @@ inline Tensor contiguous(const Tensor& tensor) {
   return Tensor(another_handle(copy.get()));
 }
 
-// The kernels walk memory in order: a transposed or sliced operand is copied.
+// The kernels read memory in order, so a transposed or sliced operand is copied.
 inline Tensor in_order(Tensor&& tensor) { return tensor.is_contiguous() ? std::move(tensor) : contiguous(tensor); }
 
-// Into new memory, which the allocators align: what is contiguous already is itself to contiguous(), wherever it begins.
+// Copies into new memory, which is aligned; contiguous() would return a contiguous tensor as it is, even if unaligned.
 inline Tensor copied(const Tensor& tensor) {
   Tensor copy = make_like(tensor);
   torch::stable::Tensor to(another_handle(copy.get()));
@@ -230,8 +230,8 @@ inline Tensor copied(const Tensor& tensor) {
 // ---- where a kernel runs
 
 #ifdef CUSTOM_OPS_CUDA
-// The device of a tensor made current, and torch's current stream on it: on another stream the operands may still be being
-// written.
+// Makes the tensor's device current and finds torch's current stream on it; on another stream, the operands might not be
+// complete yet.
 class OnDevice {
  public:
   explicit OnDevice(const Tensor& tensor) {
@@ -245,11 +245,11 @@ class OnDevice {
   void* stream() const { return stream_; }
 
  private:
-  std::optional<const torch::stable::accelerator::DeviceGuard> guard_;  // where another device is current: it is made on the heap
+  std::optional<const torch::stable::accelerator::DeviceGuard> guard_;  // only if another device is current; it uses the heap
   void* stream_ = nullptr;
 };
 
-// Both in runtime.cu. The first throws with CUDA's own words.
+// Both are in runtime.cu. The first throws an exception with CUDA's message.
 void check_launch(const char* op, int status);
 void copy_on_device(void* to, const void* from, int64_t bytes, void* stream);
 #endif

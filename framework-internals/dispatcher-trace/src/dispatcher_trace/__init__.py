@@ -1,6 +1,6 @@
-"""The annotated walk of a call through PyTorch's dispatcher.
+"""Trace a call through PyTorch's dispatcher, hop by hop.
 
-What a block calls, hop by hop, as text::
+Print what a block calls::
 
     from dispatcher_trace import trace
 
@@ -10,11 +10,13 @@ What a block calls, hop by hop, as text::
 """
 
 from dispatcher_trace.assertions import assert_dispatch, assert_no_hidden_copies
-from dispatcher_trace.compare import Difference, differences
-from dispatcher_trace.findings import Finding
-from dispatcher_trace.records import Argument, Call, Hop, Kernel, NativeFrame, NativeStep, TensorFact
-from dispatcher_trace.shim import Shims, installed
-from dispatcher_trace.trace import Trace, record, table_of, trace
+from dispatcher_trace.capture.dispatcher import table_of
+from dispatcher_trace.capture.shims import Shims, installed
+from dispatcher_trace.capture.types import Argument, Call, Hop, Kernel, NativeFrame, NativeStep, TensorFact
+from dispatcher_trace.explain.findings import Finding
+from dispatcher_trace.recording import record, trace
+from dispatcher_trace.render.compare import Difference, differences
+from dispatcher_trace.trace import Trace
 
 __all__ = [
     "Argument",

@@ -1,19 +1,22 @@
-"""Assertions on how code is dispatched, for one's own tests.
+"""Assertions on how code is dispatched, for use in tests.
 
-Each installs the shims for the call (``scope="core"`` by default, about a second); a fixture that holds
-:func:`dispatcher_trace.installed` open and hands it over as ``shims`` does so once for many.
+Each assertion installs the shims (``scope="core"`` by default, about a second). A fixture that enters
+:func:`dispatcher_trace.installed` once can pass its shims to many assertions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from dispatcher_trace.keys import Scope
-from dispatcher_trace.records import Call
-from dispatcher_trace.shim import Shims, installed
-from dispatcher_trace.trace import Trace, record
+from dispatcher_trace.capture.scope import Scope
+from dispatcher_trace.capture.shims import Shims, installed
+from dispatcher_trace.capture.user_stack import calls_user_code
+from dispatcher_trace.recording import record
+from dispatcher_trace.trace import Trace
+
+calls_user_code(__file__)
 
 _T = TypeVar("_T")
 
@@ -26,29 +29,31 @@ def assert_no_hidden_copies(
     shims: Shims | None = None,
     **kwargs: Any,
 ) -> _T:
-    """Fail when a call copies data although its lines ask for something else: casts, ``.contiguous()``, ``.to()``.
+    """Fail if a call makes hidden copies: casts, ``.contiguous()``, ``.to()``.
+
+    A copy is hidden if the source line that causes it asks for something else.
 
     Args:
-        function: called once, with the other arguments.
-        *args: for it.
-        allow: operators that may copy: as the user's line calls them (``aten::reshape``) or as the copy itself
-            (``aten::_to_copy``), with or without overload.
-        scope: as :func:`dispatcher_trace.trace` has it.
-        shims: installed already.
-        **kwargs: for the function.
+        function: Function to call, once.
+        *args: Its arguments.
+        allow: Operators that may copy, with or without overload: the operator that the source line calls
+            (``aten::reshape``) or the copy itself (``aten::_to_copy``).
+        scope: Which keys to watch; see :func:`dispatcher_trace.trace`.
+        shims: Shims that are already installed; None to install them for this call.
+        **kwargs: Keyword arguments of the function.
 
     Returns:
-        What the function returned.
+        The result of the function.
 
     Raises:
-        AssertionError: with a line for each copy: what, from what to what, the line of code.
+        AssertionError: With a line for each copy: the operator, the tensors and the source line.
     """
     __tracebackhide__ = True
-    with _recorded(shims, scope) as walk:
+    with _recorded(shims, scope) as trace:
         result = function(*args, **kwargs)
     copies = [
         finding
-        for finding in walk.findings
+        for finding in trace.findings
         if finding.kind == "copy" and not (_named(finding.cause, allow) or _named(finding.operator, allow))
     ]
     if copies:
@@ -66,50 +71,42 @@ def assert_dispatch(
     shims: Shims | None = None,
     **kwargs: Any,
 ) -> _T:
-    """Fail unless an operator is called and visits exactly these keys, in this order.
+    """Fail unless some call of an operator visits exactly these keys, in this order.
 
     Args:
-        function: called once, with the other arguments.
-        operator: ``aten::mm``; without an overload any of its overloads will do.
-        *args: for the function.
-        keys: ``["AutogradCPU", "CPU"]``; one call of the operator that visits them is enough.
-        scope: as :func:`dispatcher_trace.trace` has it.
-        shims: installed already.
-        **kwargs: for the function.
+        function: Function to call, once.
+        operator: ``aten::add.Tensor``, or ``aten::add`` for any overload.
+        *args: Arguments of the function.
+        keys: Keys that one call of the operator must visit: ``["AutogradCPU", "CPU"]``.
+        scope: Which keys to watch; see :func:`dispatcher_trace.trace`.
+        shims: Shims that are already installed; None to install them for this call.
+        **kwargs: Keyword arguments of the function.
 
     Returns:
-        What the function returned.
+        The result of the function.
 
     Raises:
-        AssertionError: with the keys that the operator visited, or the operators that were called instead.
+        AssertionError: With the keys that the operator visited, or the operators that were called instead.
     """
     __tracebackhide__ = True
-    with _recorded(shims, scope) as walk:
+    with _recorded(shims, scope) as trace:
         result = function(*args, **kwargs)
-    every = walk.all_calls
+    every = trace.all_calls
     called = [call for call in every if _named(call.operator, (operator,))]
     if not called:
         others = ", ".join(dict.fromkeys(call.operator for call in every)) or "no operator at all"
         raise AssertionError(f"{operator} was not called; called were: {others}")
     if not any(list(call.path) == list(keys) for call in called):
-        seen = [f"{_path(call)}: {call.title}" for call in called]
+        seen = [f"{' → '.join(call.path)}: {call.title}" for call in called]
         raise AssertionError("\n  ".join([f"{operator} never visited {' → '.join(keys)}, but:", *dict.fromkeys(seen)]))
     return result
 
 
 @contextmanager
 def _recorded(shims: Shims | None, scope: Scope) -> Iterator[Trace]:
-    if shims is None:
-        with installed(scope) as own, record(own, kernels=False) as walk:
-            yield walk
-    else:
-        with record(shims, kernels=False) as walk:
-            yield walk
+    with nullcontext(shims) if shims else installed(scope) as active, record(active, kernels=False) as trace:
+        yield trace
 
 
 def _named(operator: str, names: Collection[str]) -> bool:
     return operator in names or operator.partition(".")[0] in names
-
-
-def _path(call: Call) -> str:
-    return " → ".join(call.path)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
-from compile_bench.capture.trace import CompileTrace, innermost_in
+from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in, plain_function
+from compile_bench.capture.trace import CompileTrace
 
 if TYPE_CHECKING:
     from compile_bench.capture.eager_frames import EagerFrame  # imports torch
@@ -92,6 +92,6 @@ def lost_cuda_graphs(reasons: Sequence[str], messages: Sequence[str], user_code:
     """
     found = []
     for reason, message in zip(reasons, messages, strict=True):
-        place = innermost_in(message, user_code) or Frame("?", 0, "?")
+        place = user_code.innermost(frames_in(message)) or Frame("?", 0, "?")
         found.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are not used: {reason}"))
     return found

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from compile_bench.capture.collector import resuming_in_loops, settings, user_code_filter
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
+from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
-from compile_bench.capture.trace import Break, merge_breaks
+from compile_bench.capture.trace import Break
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.tracing import TracingPass, error_line, own_model, raised_at, trace_target
 from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
@@ -57,7 +58,7 @@ class _Blocks:
     def change_around(self, frames: Iterable[Frame]) -> bool:
         """Change the statements around these lines too; whether there are new ones."""
         user_code = user_code_filter()
-        own = (each for each in frames if user_code.of_user(each.file))
+        own = (each for each in frames if user_code.is_user(each.file))
         around = {block for each in own for block in changeable_blocks(each.file, each.line)}
         new = around - self.changed - self.needed
         self.changed |= new
@@ -135,7 +136,7 @@ def _skipped(found: TracingPass) -> list[Break]:
 
 def _is_installed(each: Break, user_code: UserCodeFilter) -> bool:
     """Whether the skipped frame is an installed package's, whose sources are not changed."""
-    own = [frame for frame in _frames((each,)) if user_code.of_user(frame.file)]
+    own = [frame for frame in _frames((each,)) if user_code.is_user(frame.file)]
     return bool(each.library or not own) and not any(is_in_block(frame.file, frame.line) for frame in own)
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from compile_bench.capture.collector import CudaGraphSkips, user_code_filter
+from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.silent_eager import SilentEager, lost_cuda_graphs
-from compile_bench.capture.trace import Break, Recompile, merge_breaks
+from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.skipped_frames import Hidden, breaks_behind_skipped_frames
 from compile_bench.measure.steps import load_case
@@ -60,7 +61,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         tuple(seen.failures),
         sum(trace.handler_seconds for trace in seen.traces),
         seconds,
-        frozenset(each.file for each in merged if user_code.of_user(each.file)),
+        frozenset(each.file for each in merged if user_code.is_user(each.file)),
         tuple(hidden.notes),
         frozenset(place_of(each) for _, each in hidden.breaks),
         hidden.untraced,

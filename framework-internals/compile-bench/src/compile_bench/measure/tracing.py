@@ -15,10 +15,11 @@ from torch import nn
 from benchkit import UserError
 from compile_bench.capture.collector import Collector, user_code_filter
 from compile_bench.capture.eager_frames import EagerWatch
-from compile_bench.capture.failing_operator import Blamed
+from compile_bench.capture.failing_operator import FailingOperatorBackend
 from compile_bench.capture.frames import Frame, plain_function
+from compile_bench.capture.parsing import broken_in_error, with_failing_lines
 from compile_bench.capture.silent_eager import SilentEager, silent_functions
-from compile_bench.capture.trace import Break, CompileTrace, broken_in_error, with_lines
+from compile_bench.capture.trace import Break, CompileTrace
 from compile_bench.measure.steps import load_case
 from compile_bench.targets.case import Case
 from compile_bench.targets.randomness import seed_everything
@@ -59,7 +60,7 @@ def trace_target(target: Target, case: Case, seeds: Sequence[int]) -> TracingPas
     for seed in seeds:
         torch.compiler.reset()
         model = own_model(target, case)
-        backend = Blamed("aot_eager" if case.train else "eager", user_code)
+        backend = FailingOperatorBackend("aot_eager" if case.train else "eager", user_code)
         compiled = cast(nn.Module, torch.compile(model, backend=backend, dynamic=case.dynamic))
         seed_everything(seed)
         error: Exception | None = None
@@ -72,7 +73,7 @@ def trace_target(target: Target, case: Case, seeds: Sequence[int]) -> TracingPas
                     each()
             except Exception as raised:  # whatever the model or the compiler raises
                 error = raised
-        trace = with_lines(collector.trace(), backend.lines, user_code)
+        trace = with_failing_lines(collector.trace(), backend.lines, user_code)
         found.traces.append(trace)
         found.breaks += [(seed, each) for each in trace.breaks]
         if error is None:

@@ -50,5 +50,5 @@ def forget_user_modules(user_code: UserCodeFilter) -> None:
     """Drop the user's modules, so that their next import executes them again."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if name not in _LOADED_BEFORE and file and user_code.of_user(file):
+        if name not in _LOADED_BEFORE and file and user_code.is_user(file):
             del sys.modules[name]

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from benchkit import Quantity
 from compile_bench.capture.collector import Collector, compile_id, inductor, prepare_toolchain, user_code_filter
 from compile_bench.capture.frames import RESUMED, plain_function
+from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
-from compile_bench.capture.trace import Break, CompileTrace, merge_breaks
+from compile_bench.capture.trace import Break, CompileTrace
 from compile_bench.fixes.types import Figures
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.tracing import own_model
@@ -129,7 +130,7 @@ class GapProfiler:
         seen: dict[int, set[tuple[str, str]]] = {}
 
         def event(frame: FrameType, kind: str, _: Any) -> None:
-            if kind not in ("call", "return") or not user_code.of_user(frame.f_code.co_filename):
+            if kind not in ("call", "return") or not user_code.is_user(frame.f_code.co_filename):
                 return
             entry = (frame.f_code.co_filename, frame.f_code.co_name)
             if kind == "call":

@@ -1,53 +1,56 @@
-"""Which part of one compiler's program is which part of the other's: by labels, and by values where labels fail.
+"""Assigns the kernels of two compilers to the parts of the model: by label, and by value where a label is missing.
 
-Labels: ``jax.named_scope`` on one side, ``torch.fx.traceback.annotate`` on the other. A compiler may drop the label of
-a kernel, or never have had it; then the tensors that it leaves in memory tell: a tensor of the same values is the same
-tensor, whatever its shape, order and name.
+A label is ``jax.named_scope`` in JAX and ``torch.fx.traceback.annotate`` in torch. A compiler may drop the label of a
+kernel, and a user may give none. The values of the tensors in memory then identify the kernel: two tensors with the
+same values are the same tensor, whatever their shapes, layouts and names.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jax_baseline.diff.programs import Program, Scopes, Step, Tensor, star_blocks
+from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor
+from jax_baseline.hlo.summary import star_blocks
 
-# How far sums over the same tensor, computed by two compilers, may be apart, relative to the sum of magnitudes: a
-# thousand times the rounding of one operation, for the many behind a tensor, and far below the difference of any two
-# different tensors of a model with random weights.
+# Tolerance for sums over the same tensor, computed by two compilers, relative to the sum of magnitudes. It is a
+# thousand times the rounding of one operation, because many operations precede a tensor. Two different tensors of a
+# model with random weights are much further apart.
 _TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "float16": 2e-2, "bfloat16": 5e-2}
+
+Write = tuple[KernelLaunch, Tensor]  # a tensor and the launch that writes it
 
 
 @dataclass(frozen=True)
 class Matches:
-    """Tensors of two programs that hold the same values.
+    """Tensors of two programs with equal values.
 
     Attributes:
-        pairs: (step, tensor) of one with (step, tensor) of the other; each tensor is in one pair at most.
-        repeated: per compiler, tensors that are equal to one already in a pair: copies, other orders in memory.
-        only: per compiler, tensors that the other never leaves in memory.
+        pairs: A tensor of the first program and an equal tensor of the second. Each tensor is in at most one pair.
+        copies: By compiler, tensors that equal a tensor in a pair: copies and transpositions.
+        only: By compiler, tensors that the other compiler never writes to memory.
     """
 
-    pairs: tuple[tuple[tuple[Step, Tensor], tuple[Step, Tensor]], ...]
-    repeated: Mapping[str, tuple[tuple[Step, Tensor], ...]]
-    only: Mapping[str, tuple[tuple[Step, Tensor], ...]]
+    pairs: tuple[tuple[Write, Write], ...]
+    copies: Mapping[str, tuple[Write, ...]]
+    only: Mapping[str, tuple[Write, ...]]
 
 
 @dataclass(frozen=True)
-class Aligned:
-    """A step with the part of the model it belongs to.
+class AssignedLaunch:
+    """A kernel launch with the part of the model that it belongs to.
 
     Attributes:
-        step: the kernel.
-        part: the label that both sides know, blocks taken together; empty if nothing tells.
-        parts: of all operations inside.
+        launch: The launch.
+        part: The label that both programs have, with numbered blocks merged. Empty if the launch is not assigned.
+        parts: The parts of all operations inside.
         phase: forward, backward or other.
-        by: ``label``, ``value``, or empty.
+        by: ``label``, ``value`` or ``nothing``: how the part was found.
     """
 
-    step: Step
+    launch: KernelLaunch
     part: Scopes
     parts: tuple[Scopes, ...]
     phase: str
@@ -55,9 +58,10 @@ class Aligned:
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Compare moments: number, Σx, Σ|x|, Σx², Σx³, largest and smallest, none of which a permutation changes.
+    """Compare moments: the number of elements, Σx, Σ|x|, Σx², Σx³, the maximum and the minimum.
 
-    Tensors without moments, and tensors of one repeated value (zeros, ones, masks), are equal to nothing.
+    None of them depends on the order of the elements. A tensor without moments and a tensor of one repeated value
+    (zeros, ones, masks) equal no tensor.
     """
     if one.moments is None or other.moments is None or one.moments[0] != other.moments[0]:
         return False
@@ -67,7 +71,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     count, _, magnitude, square, *_ = one.moments
     root_mean_square = math.sqrt(square / count) + 1e-300
     largest = max(abs(one.moments[5]), abs(one.moments[6]), root_mean_square)
-    # Sums against the sum of magnitudes of what is added; the extremes against the largest element.
+    # The scale of a sum is the sum of magnitudes. The scale of an extreme is the largest element.
     scales = (magnitude, magnitude, square, magnitude * largest**2, largest, largest)
     return all(
         abs(a - b) <= tolerance * scale + 1e-300
@@ -76,102 +80,97 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 
 def match_values(one: Program, other: Program) -> Matches:
-    """Pair the tensors of two programs by their values, large ones first, in the order of the programs.
+    """Pair the tensors of two programs by their values, the largest first.
 
-    Where the values of one were not taken nothing is known: no pairs, and nothing that only one has.
+    Without the values of both programs the result is empty.
     """
     if not (one.has_values and other.has_values):
         nothing = {one.compiler: (), other.compiler: ()}
         return Matches((), nothing, nothing)
-    left = sorted(_tensors(one), key=lambda item: -item[1].bytes)
-    right = _tensors(other)
+    left = sorted(_writes(one), key=lambda write: -write[1].bytes)
+    right = _writes(other)
     by_count: dict[float, list[int]] = defaultdict(list)
     for index, (_, tensor) in enumerate(right):
         if tensor.moments:
             by_count[tensor.moments[0]].append(index)
-    pairs, lone, used = [], [], set[int]()
-    for step, tensor in left:
+    pairs: list[tuple[Write, Write]] = []
+    unmatched, used = list[Write](), set[int]()
+    for launch, tensor in left:
         candidates = by_count.get(tensor.moments[0], []) if tensor.moments else []
-        equal = [index for index in candidates if same_values(tensor, right[index][1])]
-        free = [index for index in equal if index not in used]
+        free = [index for index in candidates if index not in used and same_values(tensor, right[index][1])]
         if free:
-            # Of several equal tensors the one of the same name of label, if there is one.
-            chosen = next((index for index in free if right[index][0].label == step.label), free[0])
+            # Among several equal tensors, prefer the one with the same label.
+            chosen = next((index for index in free if right[index][0].label == launch.label), free[0])
             used.add(chosen)
-            pairs.append(((step, tensor), right[chosen]))
+            pairs.append(((launch, tensor), right[chosen]))
         else:
-            lone.append(((step, tensor), bool(equal)))
-    rest = [item for index, item in enumerate(right) if index not in used]
-    twice = [any(same_values(item[1], pair[1][1]) for pair in pairs) for item in rest]
-    return Matches(
-        tuple(pairs),
-        {
-            one.compiler: tuple(item for item, again in lone if again),
-            other.compiler: tuple(item for item, again in zip(rest, twice, strict=True) if again),
-        },
-        {
-            one.compiler: tuple(item for item, again in lone if not again),
-            other.compiler: tuple(item for item, again in zip(rest, twice, strict=True) if not again),
-        },
-    )
+            unmatched.append((launch, tensor))
+    rest = {one.compiler: unmatched, other.compiler: [write for index, write in enumerate(right) if index not in used]}
+    paired = [partner[1] for _, partner in pairs]
+    copies: dict[str, tuple[Write, ...]] = {}
+    only: dict[str, tuple[Write, ...]] = {}
+    for compiler, writes in rest.items():
+        is_copy = [any(same_values(tensor, equal) for equal in paired) for _, tensor in writes]
+        copies[compiler] = tuple(write for write, copy in zip(writes, is_copy, strict=True) if copy)
+        only[compiler] = tuple(write for write, copy in zip(writes, is_copy, strict=True) if not copy)
+    return Matches(tuple(pairs), copies, only)
 
 
-def align(one: Program, other: Program, matches: Matches) -> dict[str, tuple[Aligned, ...]]:
-    """Give every step of both programs its part of the model.
+def assign_parts(one: Program, other: Program, matches: Matches) -> dict[str, tuple[AssignedLaunch, ...]]:
+    """Assign every launch of both programs to a part of the model.
 
-    A label is shortened to the longest beginning that the other side knows too. A step without one takes the part of
-    the step on the other side that leaves the same values in memory. Where neither has a label, tensors that both leave
-    in memory cut both programs into stretches, and each stretch is a part, named for the tensor it leads to.
+    The part of a labelled launch is the longest prefix of its label that the other program has too. A launch without a
+    label takes the part of the launch in the other program that writes an equal tensor. Where neither launch has a
+    label, the common tensors cut both programs into stretches. Each stretch is then a part, with the name of the
+    tensor at its end.
 
     Returns:
-        The steps in order, by compiler.
+        By compiler, the launches in the order of execution.
     """
-    known = _beginnings(one) & _beginnings(other)
-    found = {
-        program.compiler: [_by_label(step, known, program.steps) for step in program.steps] for program in (one, other)
+    known = _label_prefixes(one) & _label_prefixes(other)
+    assigned = {
+        program.compiler: [_by_label(launch, known, program) for launch in program.launches] for program in (one, other)
     }
-    places = {
-        compiler: {aligned.step.name: index for index, aligned in enumerate(steps)} for compiler, steps in found.items()
+    index_of = {
+        compiler: {item.launch.name: index for index, item in enumerate(items)} for compiler, items in assigned.items()
     }
     for left, right in matches.pairs:
-        for (mine, theirs), (here, there) in zip(
-            ((left, right), (right, left)), ((one, other), (other, one)), strict=True
-        ):
-            index = places[here.compiler][mine[0].name]
-            source = found[there.compiler][places[there.compiler][theirs[0].name]]
-            if not found[here.compiler][index].part and source.by == "label":
-                found[here.compiler][index] = Aligned(mine[0], source.part, (source.part,), source.phase, "value")
-    _cut_into_stretches(
-        found[one.compiler], found[other.compiler], matches, places[one.compiler], places[other.compiler]
-    )
-    return {compiler: tuple(steps) for compiler, steps in found.items()}
+        ends = ((one.compiler, left[0]), (other.compiler, right[0]))
+        for (here, mine), (there, theirs) in (ends, ends[::-1]):
+            index, source = index_of[here][mine.name], assigned[there][index_of[there][theirs.name]]
+            if not assigned[here][index].part and source.by == "label":
+                assigned[here][index] = AssignedLaunch(mine, source.part, (source.part,), source.phase, "value")
+    cuts = [
+        (index_of[one.compiler][mine.name], index_of[other.compiler][theirs.name], str(tensor))
+        for (mine, _), (theirs, tensor) in matches.pairs
+    ]
+    _assign_stretches(assigned[one.compiler], assigned[other.compiler], cuts)
+    return {compiler: tuple(items) for compiler, items in assigned.items()}
 
 
-def _cut_into_stretches(
-    left: list[Aligned],
-    right: list[Aligned],
-    matches: Matches,
-    left_places: Mapping[str, int],
-    right_places: Mapping[str, int],
+def _assign_stretches(
+    left: list[AssignedLaunch], right: list[AssignedLaunch], cuts: Sequence[tuple[int, int, str]]
 ) -> None:
-    """Place what has neither label nor value, between tensors that both programs make in the same order."""
-    cuts = sorted(
-        (left_places[mine[0].name], right_places[theirs[0].name], str(theirs[1]))
-        for mine, theirs in matches.pairs
-        if not left[left_places[mine[0].name]].part and not right[right_places[theirs[0].name]].part
-    )
+    """Assign what is left between tensors that both programs write in the same order.
+
+    Args:
+        left: Launches of one program. Entries are replaced.
+        right: Launches of the other program. Entries are replaced.
+        cuts: Index of a launch in ``left``, index of a launch in ``right``, the tensor that both write.
+    """
+    unlabelled = sorted(cut for cut in cuts if not left[cut[0]].part and not right[cut[1]].part)
     starts = (0, 0)
-    for number, (here, there, tensor) in enumerate(_longest_in_order(cuts), 1):
+    for number, (here, there, tensor) in enumerate(_longest_in_order(unlabelled), 1):
         part = (f"{number}: to {tensor}",)
-        for steps, start, end in ((left, starts[0], here), (right, starts[1], there)):
+        for items, start, end in ((left, starts[0], here), (right, starts[1], there)):
             for index in range(start, end + 1):
-                if not steps[index].part:
-                    steps[index] = Aligned(steps[index].step, part, (part,), right[there].phase, "value")
+                if not items[index].part:
+                    items[index] = AssignedLaunch(items[index].launch, part, (part,), right[there].phase, "value")
         starts = here + 1, there + 1
 
 
 def _longest_in_order(cuts: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """The longest run of cuts that advances in both programs."""
+    """Return the longest sequence of cuts that advances in both programs."""
     best: list[list[tuple[int, int, str]]] = []
     for cut in cuts:
         before = [chain for chain in best if chain[-1][0] < cut[0] and chain[-1][1] < cut[1]]
@@ -179,37 +178,25 @@ def _longest_in_order(cuts: Sequence[tuple[int, int, str]]) -> list[tuple[int, i
     return max(best, key=len, default=[])
 
 
-def region_of(part: Scopes) -> str:
-    """The region a part belongs to: two levels of a numbered scope, one of any other; empty for none."""
-    return "/".join(part[: 2 if part and part[0].endswith("*") else 1])
+def _by_label(launch: KernelLaunch, known: frozenset[Scopes], program: Program) -> AssignedLaunch:
+    parts = tuple(dict.fromkeys(part for label in launch.labels if (part := _longest_known(label, known))))
+    part = _longest_known(launch.label, known) or next(iter(parts), ())
+    phase = launch.phase
+    if part and phase == "other" and any(other.phase == "forward" for other in program.launches):
+        # XLA moves what depends on no gradient out of the differentiated part. It belongs to the forward pass.
+        phase = "forward"
+    return AssignedLaunch(launch, part, parts, phase, "label" if part else "nothing")
 
 
-def _by_label(step: Step, known: frozenset[Scopes], steps: Sequence[Step]) -> Aligned:
-    part = _shorten(step.label, known)
-    parts = tuple(dict.fromkeys(short for label in step.labels if (short := _shorten(label, known))))
-    phase = step.phase
-    if not part and parts:
-        part = parts[0]
-    if part and phase == "other":
-        # XLA moves what depends on no gradient out of the differentiated part; it belongs to the forward pass.
-        phase = "forward" if any(other.phase == "forward" for other in steps) else "other"
-    return Aligned(step, part, parts, phase, "label" if part else "")
-
-
-def _shorten(label: Scopes, known: frozenset[Scopes]) -> Scopes:
+def _longest_known(label: Scopes, known: frozenset[Scopes]) -> Scopes:
     starred = star_blocks(label)
     return next((starred[:depth] for depth in range(len(starred), 0, -1) if starred[:depth] in known), ())
 
 
-def _beginnings(program: Program) -> frozenset[Scopes]:
-    labels: Iterable[Scopes] = {label for step in program.steps for label in (step.label, *step.labels)}
+def _label_prefixes(program: Program) -> frozenset[Scopes]:
+    labels = {label for launch in program.launches for label in (launch.label, *launch.labels)}
     return frozenset(star_blocks(label)[:depth] for label in labels for depth in range(1, len(label) + 1))
 
 
-def _tensors(program: Program) -> list[tuple[Step, Tensor]]:
-    return [(step, tensor) for step in program.steps for tensor in step.writes]
-
-
-def count_by(items: Iterable[Aligned]) -> Counter[str]:
-    """How many steps were placed by what."""
-    return Counter(item.by or "nothing" for item in items)
+def _writes(program: Program) -> list[Write]:
+    return [(launch, tensor) for launch in program.launches for tensor in launch.writes]

@@ -1,7 +1,7 @@
-"""What Inductor makes of a function: compiled, run with hooks around every launch, read as a :class:`Program`.
+"""Compiles a function with Inductor, observes every launch, and returns a :class:`~jax_baseline.diff.programs.Program`.
 
-Bytes are those of the tensors that a launch is given and makes, seen at run time, each whole. Times: on a CPU by a
-clock around the launch, on a GPU those of its kernels in a profile.
+The bytes of a launch are the sizes of the tensors that it receives and returns, each whole. The time of a launch is
+measured by a clock around it on a CPU, and from the kernels of a profile on a GPU.
 """
 
 from __future__ import annotations
@@ -22,102 +22,45 @@ import torch
 
 from benchkit import UserError
 from jax_baseline.diff.inductor_source import GeneratedKernel, HookedModule, Role, hook_launches
-from jax_baseline.diff.programs import Program, Scopes, Step, Tensor, short_place, sketch
+from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor, short_location, sketch
 from jax_baseline.diff.torch_labels import LABEL
 from jax_baseline.diff.torch_private import observe_inductor
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ')
-# Names for memory that is already there.
-_VIEWS = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "permute",
-        "transpose",
-        "t",
-        "expand",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "select",
-        "alias",
-        "detach",
-        "getitem",
-        "unbind",
-        "as_strided",
-        "_reshape_alias",
-        "lift_fresh_copy",
-    ]
-)
+# Operations that only rename existing memory.
+_VIEWS = frozenset({
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "slice",
+    "split", "split_with_sizes", "select", "alias", "detach", "getitem", "unbind", "as_strided", "_reshape_alias",
+    "lift_fresh_copy",
+})  # fmt: skip
 _MOVES_DATA = _VIEWS | {
-    "clone",
-    "copy",
-    "copy_",
-    "cat",
-    "_to_copy",
-    "convert_element_type",
-    "constant_pad_nd",
-    "full",
-    "zeros",
-    "empty",
-}
-_PRODUCTS = frozenset(["mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_mm"])
-_REDUCTIONS = frozenset(
-    [
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "var",
-        "var_mean",
-        "argmax",
-        "argmin",
-        "prod",
-        "any",
-        "all",
-        "logsumexp",
-        "norm",
-        "cumsum",
-    ]
-)
-_INDEXES = frozenset(
-    [
-        "embedding",
-        "embedding_dense_backward",
-        "index",
-        "index_put",
-        "gather",
-        "scatter",
-        "scatter_add",
-        "index_select",
-        "_unsafe_index",
-        "_unsafe_index_put",
-        "_unsafe_masked_index",
-        "_unsafe_masked_index_put_accumulate",
-    ]
-)
-
-_READ: Role = "read"
+    "clone", "copy", "copy_", "cat", "_to_copy", "convert_element_type", "constant_pad_nd", "full", "zeros", "empty",
+}  # fmt: skip
+_MATMULS = frozenset({"mm", "bmm", "addmm", "baddbmm", "convolution", "_scaled_mm"})
+_REDUCTIONS = frozenset({
+    "sum", "mean", "amax", "amin", "max", "min", "var", "var_mean", "argmax", "argmin", "prod", "any", "all",
+    "logsumexp", "norm", "cumsum",
+})  # fmt: skip
+_INDEXES = frozenset({
+    "embedding", "embedding_dense_backward", "index", "index_put", "gather", "scatter", "scatter_add",
+    "index_select", "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index",
+    "_unsafe_masked_index_put_accumulate",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Node:
-    """What is kept of a node of the graph that Inductor lowered."""
+    """A node of the graph that Inductor lowered."""
 
     op: str
     label: Scopes
     elements: int
-    place: str
+    location: str
 
 
 @dataclass
 class _Graph:
-    """A generated module and the graph behind it."""
+    """A generated module and the nodes that it was lowered from."""
 
     module: HookedModule
     nodes: Mapping[str, _Node]
@@ -125,8 +68,8 @@ class _Graph:
 
 
 @dataclass
-class _Ran:
-    """What one launch was given and made."""
+class _Observation:
+    """The memory traffic of one launch."""
 
     bytes_read: int
     writes: tuple[Tensor, ...]
@@ -134,45 +77,44 @@ class _Ran:
 
 @dataclass
 class Hooks:
-    """Receives what the generated code reports; one to a process, since the code finds it by name.
+    """Receives what the generated code reports. A process has one instance, which the generated code imports by name.
 
     Attributes:
-        mode: what to take down: nothing, the tensors, or the times by a clock or a profiler's range.
-        ran_by_key: the tensors.
-        seconds_by_key: the times by a clock.
-        roles_by_key: of the pointers of generated kernels.
-        notes: what was not understood.
+        mode: What to record: ``off``, ``tensors``, ``clock`` (times) or ``profile`` (ranges of the profiler).
+        observed_by_key: Memory traffic by launch.
+        seconds_by_key: Times by launch, from the clock.
+        roles_by_key: Roles of the pointers of a generated kernel, by launch.
+        notes: What could not be interpreted.
     """
 
     mode: str = "off"
-    ran_by_key: dict[str, _Ran] = field(default_factory=dict)
+    observed_by_key: dict[str, _Observation] = field(default_factory=dict)
     seconds_by_key: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     roles_by_key: dict[str, tuple[Role, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def launch(self, key: str) -> Any:
-        """A context around the launch."""
+        """Return a context manager for the launch."""
         if self.mode == "clock":
             return self._clock(key)
         return torch.profiler.record_function(f"launch {key}") if self.mode == "profile" else nullcontext()
 
-    def ran(self, key: str, arguments: Sequence[Any], out: Any, result: Any) -> None:
-        """Take down what a launch read and wrote."""
+    def observe(self, key: str, arguments: Sequence[Any], out: Any, result: Any) -> None:
+        """Record what a launch read and wrote."""
         if self.mode != "tensors":
             return
         given = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         roles = self.roles_by_key.get(key)
-        if roles is not None:
-            if len(roles) != len(given):
-                self.notes.append(f"{key} takes {len(given)} tensors where its source names {len(roles)} pointers")
-                roles = tuple(_READ for _ in given)
+        if roles is None:
+            # An in-place operator returns nothing and writes its first argument.
+            reads, writes = given, [*_tensors(out), *_tensors(result)] or given[:1]
+        elif len(roles) == len(given):
             reads = [tensor for tensor, role in zip(given, roles, strict=True) if role != "write"]
             writes = [tensor for tensor, role in zip(given, roles, strict=True) if role != "read"]
         else:
-            reads, writes = given, [*_tensors(out), *_tensors(result)]
-        if not writes and given and roles is None:
-            writes = given[:1]  # an operator in place writes the first of its arguments
-        self.ran_by_key[key] = _Ran(
+            self.notes.append(f"{key} takes {len(given)} tensors where its source names {len(roles)} pointers")
+            reads, writes = given, []
+        self.observed_by_key[key] = _Observation(
             sum(one.numel() * one.element_size() for one in _distinct(reads)),
             tuple(_tensor(f"{key}[{index}]", one) for index, one in enumerate(_whole(writes))),
         )
@@ -195,25 +137,25 @@ def compile_program(
     sketched: bool = False,
     prepare: Callable[[], object] = lambda: None,
 ) -> Program:
-    """Compile what ``run`` calls, and read it.
+    """Compile the functions that ``run`` calls, and return them as one program.
 
     Args:
-        run: calls functions wrapped in ``torch.compile``, and returns their results, gradients included. It is called
-            a number of times and must do the same each time.
-        device: ``cpu`` or ``cuda``, where it runs.
-        repeats: how often to time it; 0 for not at all.
-        sketched: whether to sketch the results.
-        prepare: called before each ``run``, and not timed.
+        run: Calls functions wrapped in ``torch.compile`` and returns their results, gradients included. It is called
+            several times and must compute the same each time.
+        device: ``cpu`` or ``cuda``.
+        repeats: Number of runs to time. 0 times nothing.
+        sketched: Whether to sketch the results.
+        prepare: Called before each ``run``, outside the timed interval.
 
     Raises:
-        UserError: if Inductor compiled nothing.
-        RuntimeError: if this torch keeps its parts elsewhere.
+        UserError: If Inductor compiled nothing.
+        RuntimeError: If this version of torch has moved a private part.
     """
     graphs: list[_Graph] = []
-    waiting: dict[str, _Node] = {}
+    nodes: dict[str, _Node] = {}  # of the graph whose module Inductor has not generated yet
 
     def on_graph(graph: torch.fx.Graph) -> None:
-        waiting.update({node.name: _node(node) for node in graph.nodes if node.op == "call_function"})
+        nodes.update({node.name: _node(node) for node in graph.nodes if node.op == "call_function"})
 
     def rewrite(source: str, provenance: Mapping[str, list[str]]) -> str:
         module = hook_launches(source, graph=len(graphs), hooks=f"{__name__}:HOOKS")
@@ -221,8 +163,8 @@ def compile_program(
             kernel = module.kernels.get(handle.rsplit(":", 1)[0])
             if kernel:
                 HOOKS.roles_by_key[f"{len(graphs)}:{handle}"] = kernel.roles
-        graphs.append(_Graph(module, dict(waiting), provenance))
-        waiting.clear()
+        graphs.append(_Graph(module, dict(nodes), provenance))
+        nodes.clear()
         return module.source
 
     def prepared_run() -> Sequence[torch.Tensor]:
@@ -238,21 +180,21 @@ def compile_program(
     compile_seconds = time.perf_counter() - start
     if not graphs:
         raise UserError("Inductor compiled nothing: the torch function must call operations of torch on its arguments")
-    values = _take_values(prepared_run, sketched)
+    values = _observe_tensors(prepared_run, sketched)
     seconds = _time_launches(prepared_run, device, repeats) if repeats else {}
     wall = _time_whole(run, prepare, device, repeats) if repeats else None
-    missed = [f"no launch was found behind {handle}" for graph in graphs for handle in graph.module.missed]
+    missed = [f"no launch was found for {handle}" for graph in graphs for handle in graph.module.missed]
     notes = tuple(dict.fromkeys((*HOOKS.notes, *missed)))
-    return Program("Inductor", tuple(_steps(graphs, seconds)), wall, compile_seconds, values, notes)
+    return Program("Inductor", tuple(_launches(graphs, seconds)), wall, compile_seconds, values, notes)
 
 
 def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]]:
-    """Read from a Chrome trace of ``torch.profiler`` how long the kernels behind each ``launch KEY`` range ran.
+    """Read the times of the kernels in each ``launch KEY`` range from a Chrome trace of ``torch.profiler``.
 
-    A kernel belongs to the range in which the CUDA call with its correlation number was made.
+    A kernel belongs to the range that contains the CUDA call with its correlation number.
 
     Returns:
-        Seconds by key, one entry for each time the range was entered.
+        Seconds by key, one entry for each time that the range was entered.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     ranges = sorted(
@@ -279,8 +221,8 @@ def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]
     return dict(found)
 
 
-def _take_values(run: Callable[[], Sequence[torch.Tensor]], sketched: bool) -> tuple[Tensor, ...]:
-    HOOKS.ran_by_key.clear()
+def _observe_tensors(run: Callable[[], Sequence[torch.Tensor]], sketched: bool) -> tuple[Tensor, ...]:
+    HOOKS.observed_by_key.clear()
     HOOKS.mode = "tensors"
     try:
         return tuple(_tensor(f"result {index}", value, sketched) for index, value in enumerate(run()))
@@ -325,31 +267,31 @@ def _time_whole(run: Callable[[], Any], prepare: Callable[[], object], device: s
     return statistics.median(samples)
 
 
-def _steps(graphs: Sequence[_Graph], seconds: Mapping[str, float]) -> Iterator[Step]:
+def _launches(graphs: Sequence[_Graph], seconds: Mapping[str, float]) -> Iterator[KernelLaunch]:
     for number, graph in enumerate(graphs):
         for handle, statement in graph.module.launches:
             key = f"{number}:{handle}"
-            if key in HOOKS.ran_by_key:
-                yield _step(graph, key, handle, statement, seconds.get(key))
+            if key in HOOKS.observed_by_key:
+                yield _launch(graph, key, handle, statement, seconds.get(key))
 
 
-def _step(graph: _Graph, key: str, handle: str, statement: str, seconds: float | None) -> Step:
-    ran, name = HOOKS.ran_by_key[key], handle.rsplit(":", 1)[0]
+def _launch(graph: _Graph, key: str, handle: str, statement: str, seconds: float | None) -> KernelLaunch:
+    observed, name = HOOKS.observed_by_key[key], handle.rsplit(":", 1)[0]
     nodes = [graph.nodes[node] for node in graph.provenance.get(handle, []) if node in graph.nodes]
     kernel = graph.module.kernels.get(name)
-    working = [node for node in nodes if node.op not in _VIEWS] or nodes
+    computing = [node for node in nodes if node.op not in _VIEWS] or nodes
     if kernel is None:
-        # A library call does one operation; what else is named behind it only prepared its arguments.
-        working = [node for node in working if node.op in name] or working
-    ops = Counter(node.op for node in working)
+        # A library call does one operation. The other nodes prepare its arguments.
+        computing = [node for node in computing if node.op in name] or computing
+    ops = Counter(node.op for node in computing)
     weights: Counter[Scopes] = Counter()
-    for node in working:
+    for node in computing:
         weights[node.label] += max(node.elements, 1)
-    chief = max(working, key=lambda node: (node.op in _PRODUCTS, bool(node.label), node.elements), default=None)
+    main = max(computing, key=lambda node: (node.op in _MATMULS, bool(node.label), node.elements), default=None)
     label: Scopes = ()
-    if chief is not None:
-        label = chief.label if chief.op in _PRODUCTS else weights.most_common(1)[0][0]
-    return Step(
+    if main is not None:
+        label = main.label if main.op in _MATMULS else weights.most_common(1)[0][0]
+    return KernelLaunch(
         name=key,
         kind=name if kernel is None else ("Triton kernel" if "triton" in name else "C++ kernel"),
         category=_category(name, ops, kernel),
@@ -357,14 +299,14 @@ def _step(graph: _Graph, key: str, handle: str, statement: str, seconds: float |
         phase=graph.module.phase,
         label=label,
         labels=tuple(found for found, _ in weights.most_common()),
-        place=chief.place if chief else "",
+        location=main.location if main else "",
         calls=1,
-        bytes_read=ran.bytes_read,
-        bytes_written=sum(tensor.bytes for tensor in ran.writes),
+        bytes_read=observed.bytes_read,
+        bytes_written=sum(tensor.bytes for tensor in observed.writes),
         flops=None,
         seconds=seconds,
         source=kernel.source if kernel else statement,
-        writes=ran.writes,
+        writes=observed.writes,
     )
 
 
@@ -374,12 +316,12 @@ def _node(node: torch.fx.Node) -> _Node:
     custom = node.meta.get("custom") or {}
     label = custom.get(LABEL, "")
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "site-packages" not in frame[0]]
+    user_frames = [frame for frame in frames if "site-packages" not in frame[0]]
     return _Node(
         op=target.split(".")[0],
         label=tuple(part for part in label.split("/") if part),
         elements=sum(one.numel() for one in _tensors(value) if isinstance(one.numel(), int)),
-        place=short_place(*(own or frames)[-1]) if frames else "",
+        location=short_location(*(user_frames or frames)[-1]) if frames else "",
     )
 
 
@@ -388,8 +330,8 @@ def _category(name: str, ops: Counter[str], kernel: GeneratedKernel | None) -> s
         return "collective"
     if kernel is None and "attention" in name:
         return "attention"
-    if kernel is None and (ops.keys() & _PRODUCTS or name.rsplit(".", 1)[-1] in _PRODUCTS):
-        return "product"
+    if kernel is None and (ops.keys() & _MATMULS or name.rsplit(".", 1)[-1] in _MATMULS):
+        return "matmul"
     if ops.keys() & _INDEXES:
         return "gather/scatter"
     if ops.keys() & _REDUCTIONS:
@@ -406,12 +348,12 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each piece of memory once."""
+    """Return one tensor for each piece of memory."""
     return list({(one.data_ptr(), one.numel(), one.dtype): one for one in tensors}.values())
 
 
 def _whole(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views that together make up their memory, as that memory: the halves of a concatenation are one tensor."""
+    """Replace views that together fill their storage by one tensor, as for the halves of a concatenation."""
     groups: dict[int, list[torch.Tensor]] = {}
     for one in _distinct(tensors):
         groups.setdefault(one.untyped_storage().data_ptr(), []).append(one)

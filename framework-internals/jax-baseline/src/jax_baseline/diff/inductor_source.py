@@ -1,8 +1,8 @@
-"""Inductor's generated modules as text: their kernels, and hooks around each launch.
+"""Reads the modules that Inductor generates, and adds a hook to every launch.
 
 A generated module defines kernels (``name = async_compile.cpp_pybinding([...], '''source''')`` or ``.triton(...)``)
-and a ``call`` that launches them and library functions one after another. With provenance tracking on, a comment above
-each launch names it. Text in, text out: neither jax nor torch is imported here.
+and a function ``call`` that launches kernels and library functions in order. With provenance tracking, a comment above
+each launch gives its name. The module works on text and imports neither jax nor torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _CPP_PARAMETERS = re.compile(r"\bkernel\(([^)]*)\)")
 
 @dataclass(frozen=True)
 class GeneratedKernel:
-    """A kernel that Inductor wrote.
+    """A kernel that Inductor generated.
 
     Attributes:
-        name: by which ``call`` launches it.
-        source: C++ or Triton.
-        roles: what it does with each of its pointers, in the order of the arguments.
+        name: Name of the kernel in the module.
+        source: C++ or Triton source.
+        roles: What the kernel does with each pointer, in the order of the arguments.
     """
 
     name: str
@@ -40,12 +40,11 @@ class HookedModule:
     """A generated module with hooks.
 
     Attributes:
-        source: to load in place of the generated one.
-        phase: forward or backward; forward for a graph without gradients.
-        kernels: what it defines, by name.
-        launches: in order: the handle that names it in the provenance (``extern_kernels.mm:2``), and the text of the
-            statement.
-        missed: handles whose launch was not found.
+        source: Source with hooks.
+        phase: forward or backward. A graph without gradients is forward.
+        kernels: Generated kernels by name.
+        launches: Handle (``extern_kernels.mm:2``) and statement of each launch, in order.
+        missed: Handles whose launch was not found.
     """
 
     source: str
@@ -56,15 +55,15 @@ class HookedModule:
 
 
 def hook_launches(source: str, *, graph: int, hooks: str) -> HookedModule:
-    """Put a hook around every launch of a generated module.
+    """Add hooks to every launch of a generated module.
 
-    ``with HOOKS.launch(key):`` goes around the statement, and ``HOOKS.ran(key, arguments, out, result)`` behind it,
-    ``key`` being ``"graph:handle"``.
+    The statement moves into ``with HOOKS.launch(key):``, and ``HOOKS.observe(key, arguments, out, result)`` follows it.
+    ``key`` is ``"graph:handle"``.
 
     Args:
-        source: of the module.
-        graph: a number that tells modules of one program apart.
-        hooks: an expression of ``module:attribute`` that is imported as ``HOOKS``.
+        source: Source of the module.
+        graph: Number of the module in the program.
+        hooks: ``module:attribute`` of the object that the module imports as ``HOOKS``.
     """
     module, _, attribute = hooks.partition(":")
     lines, launches, missed = list[str](), list[tuple[str, str]](), list[str]()
@@ -94,7 +93,7 @@ def hook_launches(source: str, *, graph: int, hooks: str) -> HookedModule:
 
 
 def _hooked(line: str, handle: str, key: str) -> list[str] | None:
-    """The line with its hooks; None if it is not the launch that the handle names."""
+    """Return the line with hooks, or None if the line does not launch the handle."""
     text = line.strip()
     if handle.rsplit(":", 1)[0] not in text or text.startswith("#"):
         return None
@@ -112,7 +111,7 @@ def _hooked(line: str, handle: str, key: str) -> list[str] | None:
     return [
         f"{indent}with HOOKS.launch({key!r}):",
         f"{indent}    {ast.unparse(statement)}",
-        f"{indent}HOOKS.ran({key!r}, ({arguments}), {out}, {result})",
+        f"{indent}HOOKS.observe({key!r}, ({arguments}), {out}, {result})",
         *(f"{indent}{ast.unparse(other)}" for other in rest),
     ]
 
@@ -132,7 +131,7 @@ def _generated_kernels(source: str) -> list[GeneratedKernel]:
 
 
 def _roles(name: str, source: str) -> tuple[Role, ...]:
-    """Roles by the names Inductor gives pointers: in_ptr0, out_ptr0, in_out_ptr0."""
+    """Return the roles from Inductor's names of pointers: in_ptr0, out_ptr0, in_out_ptr0."""
     match = re.search(rf"def {re.escape(name)}\(([^)]*)\)", source) or re.search(r"def triton_\w*\(([^)]*)\)", source)
     match = match or _CPP_PARAMETERS.search(source)
     parameters = re.findall(r"\b((?:in_out|in|out)_ptr\d+|ws_ptr\d*)", match[1]) if match else []

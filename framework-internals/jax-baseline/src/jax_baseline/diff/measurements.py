@@ -1,4 +1,4 @@
-"""Half of the main job: the compiled step read kernel by kernel, beside Inductor's, and for a GPU that is not there."""
+"""Measures the compiled programs for the report: XLA's step, XLA and Inductor compared, and the program of an H200."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from benchkit import Quantity, UserError
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
-from jax_baseline.diff.programs import Program
-from jax_baseline.diff.region_diff import Region, compare_programs, instructive
+from jax_baseline.diff.programs import Program, short_location
+from jax_baseline.diff.records import Assigned, CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
+from jax_baseline.diff.region_diff import Quote, Region, compare_programs, most_different
+from jax_baseline.hlo import kernels, parse, summarise
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, TrainConfig
 
@@ -22,26 +24,24 @@ _QUOTED_LINES = 40
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Return what this half does on a device."""
+    """Return the configuration of these measurements on a device."""
     if device == "cuda":
         size = {"preset": "gpt2-124m", "batch_size": 16, "dtype": "bfloat16"}
         step = {**size, "layers": 2 if quick else 12, "attention": "cudnn", "repeats": 5}
-        # Two blocks show whatever is fused across blocks; more of them show it again.
-        # cuDNN's attention is what trains; XLA's own is what XLA fuses, and its values in memory can be taken.
+        # Two blocks show what is fused across blocks. More blocks repeat it.
+        # Training uses cuDNN's attention. XLA's attention shows XLA's fusions, and its intermediates can be read.
         diffs = [{**size, "layers": 2, "attention": attention, "repeats": 5} for attention in ("cudnn", "xla")]
         return {"step": step, "diffs": diffs[:1] if quick else diffs, "layouts": []}
     size = {"preset": "tiny", "batch_size": 4 if quick else 16, "dtype": "float32"}
-    layers = 1 if quick else 2
-    step = {**size, "layers": layers, "attention": "xla", "repeats": 3}
-    diff = {**size, "layers": layers, "attention": "xla", "repeats": 3}
+    step = {**size, "layers": 1 if quick else 2, "attention": "xla", "repeats": 3}
     layouts = [] if quick else [["one device", 1], ["FSDP", 4]]
     target = {"preset": "gpt2-124m", "layers": 2, "batch_size": 16, "dtype": "bfloat16", "attention": "xla"}
-    # Inductor's side of it takes a C++ compiler half a minute.
-    return {"step": step, "diffs": [] if quick else [diff], "target": target, "layouts": layouts}
+    # A quick run has no comparison, because Inductor's C++ compilation takes half a minute.
+    return {"step": step, "diffs": [] if quick else [step], "target": target, "layouts": layouts}
 
 
 def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
-    """What this half measures, part by part: the name under which a report would miss it, and the work."""
+    """Return the measurements in order: a name for the report if the measurement fails, and the function."""
     asked = run.configuration["hlo"]
     found: list[tuple[str, Callable[[Run], None]]] = [
         ("XLA's program of the step", partial(_collect_step, asked=asked["step"])),
@@ -58,7 +58,7 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
 
 
 def _leave_out_others(run: Run) -> None:
-    run.absent("XLA beside Inductor, and the program of a GPU", "a quick run has the step compiled by XLA for its CPU")
+    run.absent("XLA beside Inductor, and the program of a GPU", "a quick run compiles the step for its CPU only")
 
 
 def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
@@ -69,121 +69,124 @@ def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
 
 
 def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
+    # These imports and those below stay in functions, so that rendering a report imports neither framework.
+    from jax_baseline.hlo.compiled_step import compile_train_step
     from jax_baseline.hlo.stablehlo import count_operations
-    from jax_baseline.hlo.step_reading import read_step
-    from jax_baseline.hlo.summary import summarise
 
     model, training = _shapes(asked)
     with run.working("XLA's program of the step"):
-        read = read_step(model, training, attention=asked["attention"], device=run.device, repeats=asked["repeats"])
-    summary = summarise(read.text, read.seconds)
-    values = {
-        "StableHLO operations": Quantity(count_operations(read.stablehlo).total(), ""),
-        "kernels": Quantity(summary.kernels, ""),
-        "FLOPs": Quantity(summary.flops, "FLOP"),
-        "bytes": Quantity(summary.bytes, "B"),
-        "whole bytes": Quantity(summary.whole_bytes, "B"),
-        "library FLOPs": Quantity(summary.library_flops, "FLOP"),
-        "library bytes": Quantity(summary.library_bytes, "B"),
-        "arguments": Quantity(summary.argument_bytes, "B"),
-        "donated": Quantity(summary.donated_bytes, "B"),
-        "temporaries": Quantity(read.xla_memory["temporaries"], "B"),
-        "compile time": Quantity(read.compile_seconds, "s"),
-        "kernel time": Quantity(sum(read.seconds.values()), "s"),
-        "kernels timed": Quantity(len(read.seconds), ""),
-    }
-    if read.step_seconds is not None:
-        values["step time"] = Quantity(read.step_seconds, "s")
-    if read.xla_costs:
-        values["XLA FLOPs"] = Quantity(read.xla_costs["flops"], "FLOP")
-        values["XLA bytes"] = Quantity(read.xla_costs["bytes accessed"], "B")
-    longest = _longest_kernels(read.text, read.seconds)
-    run.record("hlo step", dict(asked), values, {**summary.as_plain(), "longest": longest})
+        step = compile_train_step(
+            model, training, attention=asked["attention"], device=run.device, repeats=asked["repeats"]
+        )
+    summary = summarise(step.text, step.seconds)
+    xla = step.xla_costs
+    run.add(
+        StepRecord(
+            **asked,
+            stablehlo_operations=Quantity(count_operations(step.stablehlo).total(), ""),
+            kernels=Quantity(summary.kernels, ""),
+            flops=Quantity(summary.flops, "FLOP"),
+            bytes=Quantity(summary.bytes, "B"),
+            whole_bytes=Quantity(summary.whole_bytes, "B"),
+            library_flops=Quantity(summary.library_flops, "FLOP"),
+            library_bytes=Quantity(summary.library_bytes, "B"),
+            arguments=Quantity(summary.argument_bytes, "B"),
+            donated=Quantity(summary.donated_bytes, "B"),
+            temporaries=Quantity(step.xla_memory["temporaries"], "B"),
+            compile_time=Quantity(step.compile_seconds, "s"),
+            kernel_time=Quantity(sum(step.seconds.values()), "s"),
+            kernels_timed=Quantity(len(step.seconds), ""),
+            summary=summary,
+            longest=_longest_kernels(step.text, step.seconds),
+            step_time=None if step.step_seconds is None else Quantity(step.step_seconds, "s"),
+            xla_flops=Quantity(xla["flops"], "FLOP") if xla else None,
+            xla_bytes=Quantity(xla["bytes accessed"], "B") if xla else None,
+        ).record()
+    )
 
 
-def _longest_kernels(text: str, seconds: Mapping[str, float]) -> list[dict[str, Any]]:
-    from jax_baseline.diff.programs import short_place
-    from jax_baseline.hlo import kernels, parse
-
+def _longest_kernels(text: str, seconds: Mapping[str, float]) -> tuple[LongKernel, ...]:
     found = sorted(kernels(parse(text)), key=lambda kernel: -seconds.get(kernel.name, 0.0))[:_LONGEST]
-    return [
-        {
-            "name": kernel.name,
-            "kind": kernel.description,
-            "ops": kernel.ops,
-            "region": kernel.region,
-            "phase": kernel.phase,
-            "place": short_place(kernel.place.file, kernel.place.line) if kernel.place else "",
-            "flops": kernel.total.flops,
-            "bytes": kernel.total.bytes,
-            "seconds": seconds.get(kernel.name),
-        }
+    return tuple(
+        LongKernel(
+            kernel.name,
+            kernel.description,
+            kernel.ops,
+            kernel.region,
+            kernel.phase,
+            short_location(kernel.location.file, kernel.location.line) if kernel.location else "",
+            kernel.total.flops,
+            kernel.total.bytes,
+            seconds.get(kernel.name),
+        )
         for kernel in found
-    ]
+    )
 
 
 def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
-    from jax_baseline.diff.compiled_sides import ModelSide, compile_both
+    from jax_baseline.diff.compiled_programs import ModelSpec, compile_both
 
     if (reason := missing_inductor(run.device)) is not None:
         run.absent(f"XLA beside Inductor, attention {asked['attention']}", reason)
         return
     model, training = _shapes(asked)
-    side = ModelSide(
+    spec = ModelSpec(
         asdict(model), training.batch_size, training.dtype, asked["attention"], run.device, asked["repeats"]
     )
     with run.working("XLA beside Inductor"):
-        programs = compile_both(side, side)
-    run.record("region diff", dict(asked), *diff_record(*programs))
+        programs = compile_both(spec, spec)
+    run.add(diff_record(asked, *programs).record())
 
 
-def diff_record(one: Program, other: Program) -> tuple[dict[str, Quantity], dict[str, Any]]:
-    """What is kept of a comparison: figures, and the regions as plain JSON, the most instructive with their sources."""
+def diff_record(asked: Mapping[str, Any], one: Program, other: Program) -> DiffRecord:
+    """Return the record of a comparison. Only the regions that differ most keep their sources.
+
+    Args:
+        asked: Labels of the record: preset, batch size, dtype, layers, attention, repeats.
+        one: Program of one compiler.
+        other: Program of the other compiler.
+    """
     found = compare_programs(one, other)
-    explained = [(region.name, region.phase) for region in instructive(found.regions, _EXPLAINED)]
-    values = {"in both": Quantity(found.same, "B")}
-    for program in (one, other):
-        name = program.compiler
-        values |= {
-            f"{name} kernels": Quantity(sum(step.calls for step in program.steps), ""),
-            f"{name} bytes": Quantity(sum(step.bytes for step in program.steps), "B"),
-            f"{name} compile time": Quantity(program.compile_seconds, "s"),
-            f"{name} only": Quantity(found.only[name], "B"),
-            f"{name} again": Quantity(found.repeated[name], "B"),
-        }
-        values |= {
-            f"{name} placed by {by}": Quantity(found.placed[name].get(by, 0), "")
-            for by in ("label", "value", "nothing")
-        }
-        if program.seconds is not None:
-            values[f"{name} time"] = Quantity(program.seconds, "s")
-    if found.largest_difference is not None:
-        values["difference of results"] = Quantity(found.largest_difference, "")
-    notes = {program.compiler: list(program.notes) for program in (one, other)}
-    regions = [_plain(region, (region.name, region.phase) in explained) for region in found.regions]
-    return values, {"regions": regions, "explained": explained, "notes": notes}
+    explained = tuple((region.name, region.phase) for region in most_different(found.regions, _EXPLAINED))
+    return DiffRecord(
+        **asked,
+        common=Quantity(found.common, "B"),
+        compilers={
+            program.compiler: CompilerTotals(
+                kernels=Quantity(sum(launch.calls for launch in program.launches), ""),
+                bytes=Quantity(sum(launch.bytes for launch in program.launches), "B"),
+                compile_time=Quantity(program.compile_seconds, "s"),
+                only=Quantity(found.only[program.compiler], "B"),
+                copies=Quantity(found.copies[program.compiler], "B"),
+                assigned=Assigned(
+                    *(Quantity(found.assigned[program.compiler].get(by, 0), "") for by in ("label", "value", "nothing"))
+                ),
+                time=None if program.seconds is None else Quantity(program.seconds, "s"),
+            )
+            for program in (one, other)
+        },
+        regions=tuple(_without_sources(region, (region.name, region.phase) in explained) for region in found.regions),
+        explained=explained,
+        notes={program.compiler: program.notes for program in (one, other)},
+        largest_difference=None if found.largest_difference is None else Quantity(found.largest_difference, ""),
+    )
 
 
-def _plain(region: Region, explained: bool) -> dict[str, Any]:
-    """A region as JSON; sources only where the report quotes them."""
-    plain = region.as_plain()
-    plain["quotes"] = {name: _shortened(quote) for name, quote in plain["quotes"].items()} if explained else {}
-    plain["fusions"] = {
-        name: [{**fusion, "source": ""} for fusion in fusions] for name, fusions in plain["fusions"].items()
-    }
-    return plain
+def _without_sources(region: Region, explained: bool) -> Region:
+    """Remove the sources that the report does not quote."""
+    quotes = {name: _shortened(quote) for name, quote in region.quotes.items()} if explained else {}
+    fusions = {name: tuple(replace(fusion, source="") for fusion in found) for name, found in region.fusions.items()}
+    return replace(region, quotes=quotes, fusions=fusions)
 
 
-def _shortened(quote: Mapping[str, Any]) -> dict[str, Any]:
-    """A source as far as a report could show it, with the number of lines that are left out."""
-    lines = quote["source"].splitlines()
+def _shortened(quote: Quote) -> Quote:
+    lines = quote.source.splitlines()
     left_out = max(len(lines) - _QUOTED_LINES, 0)
-    return {**quote, "source": "\n".join(lines[:_QUOTED_LINES]), "left_out": left_out}
+    return replace(quote, source="\n".join(lines[:_QUOTED_LINES]), left_out=left_out)
 
 
 def _collect_target(run: Run, asked: Mapping[str, Any], layouts: list[list[Any]]) -> None:
     from jax_baseline.hlo.gpu_target import compile_step_for_h200, require_gpu_target
-    from jax_baseline.hlo.summary import summarise
 
     try:
         require_gpu_target()
@@ -193,17 +196,18 @@ def _collect_target(run: Run, asked: Mapping[str, Any], layouts: list[list[Any]]
     model, training = _shapes(asked)
     for layout, devices in layouts:
         with run.working(f"the program of an H200, {layout}"):
-            made = compile_step_for_h200(model, training, attention=asked["attention"], devices=devices, layout=layout)
-        summary = summarise(made.text)
-        run.record(
-            "hlo target",
-            {**asked, "layout": layout, "devices": devices},
-            {
-                "kernels": Quantity(summary.kernels, ""),
-                "bytes": Quantity(summary.bytes, "B"),
-                "arguments": Quantity(made.arguments, "B"),
-                "temporaries": Quantity(made.temporaries, "B"),
-                "compile time": Quantity(made.compile_seconds, "s"),
-            },
-            summary.as_plain(),
+            step = compile_step_for_h200(model, training, attention=asked["attention"], devices=devices, layout=layout)
+        summary = summarise(step.text)
+        run.add(
+            TargetRecord(
+                **asked,
+                layout=layout,
+                devices=devices,
+                kernels=Quantity(summary.kernels, ""),
+                bytes=Quantity(summary.bytes, "B"),
+                arguments=Quantity(step.arguments, "B"),
+                temporaries=Quantity(step.temporaries, "B"),
+                compile_time=Quantity(step.compile_seconds, "s"),
+                summary=summary,
+            ).record()
         )

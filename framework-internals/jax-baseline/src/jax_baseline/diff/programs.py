@@ -1,13 +1,12 @@
-"""What any compiler makes of a function, in one form: a sequence of kernels, and the tensors they leave in memory.
+"""A compiled function in the form that both compilers share: a list of kernel launches and the tensors they write.
 
-Both compilers are read into this form (:mod:`jax_baseline.diff.xla_program`,
-:mod:`jax_baseline.diff.inductor_program`), and :mod:`jax_baseline.diff.region_diff` compares two of them without
-knowing which made which. Plain data: neither jax nor torch is imported here.
+:mod:`jax_baseline.diff.xla_program` and :mod:`jax_baseline.diff.inductor_program` produce this form, and
+:mod:`jax_baseline.diff.region_diff` compares two of them without knowledge of the compilers. The module holds plain
+data and imports neither jax nor torch.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
@@ -23,16 +22,16 @@ _SIGNED_SUMS = 256
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that a kernel leaves in memory.
+    """A tensor that a kernel writes to memory.
 
     Attributes:
-        name: of the buffer or instruction.
-        dtype: ``float32``, ``bfloat16``, ``int32``, …
-        shape: sizes.
-        bytes: it takes.
-        moments: sums that no permutation changes (see :func:`jax_baseline.diff.alignment.same_values`); None if not
-            taken.
-        sketch: of a result that the other side lays out alike, see :func:`sketch`; None if not taken.
+        name: Name of the buffer or instruction.
+        dtype: NumPy's name of the dtype: ``float32``, ``bfloat16``, ``int32``.
+        shape: Size of each dimension.
+        bytes: Size in memory.
+        moments: Sums that do not depend on the order of the elements, see
+            :func:`jax_baseline.diff.alignment.same_values`. None if they were not computed.
+        sketch: Signed sums that do depend on the order, see :func:`sketch`. None if they were not computed.
     """
 
     name: str
@@ -47,25 +46,25 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One kernel, or one call of a library, in the order in which the program runs them.
+class KernelLaunch:
+    """One kernel launch or library call.
 
     Attributes:
-        name: unique in the program.
-        kind: what the compiler calls it; a library call by the library's name.
-        category: product, attention, reduction, element-wise, data movement, gather/scatter, collective, library call.
-        ops: operations inside by name, most frequent first.
+        name: Unique name in the program.
+        kind: The compiler's name for the kind of kernel. For a library call, the library's name.
+        category: matmul, attention, reduction, element-wise, data movement, gather/scatter, collective or library call.
+        ops: Number of operations inside by name, most frequent first.
         phase: forward, backward or other.
-        label: scopes of the operation that does most of its work.
-        labels: of all operations inside.
-        place: line of the user's source, ``model.py:77``; empty if unknown.
-        calls: how often it runs.
-        bytes_read: in one run of the program.
-        bytes_written: likewise.
-        flops: likewise; None where the compiler's side does not count them.
-        seconds: likewise; None if not measured.
-        source: what the compiler wrote.
-        writes: tensors it leaves in memory.
+        label: Scopes of the operation that does most of the work.
+        labels: Scopes of all operations inside.
+        location: Line of the user's source, ``model.py:77``. Empty if it is unknown.
+        calls: Number of launches in one run of the program. It is above 1 inside a loop.
+        bytes_read: Bytes read in one run of the program.
+        bytes_written: Bytes written in one run of the program.
+        flops: Floating-point operations in one run of the program. None if they are not counted.
+        seconds: Time in one run of the program. None if it was not measured.
+        source: The text that the compiler generated.
+        writes: Tensors that the kernel writes to memory.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Step:
     phase: str
     label: Scopes
     labels: tuple[Scopes, ...]
-    place: str
+    location: str
     calls: int
     bytes_read: int
     bytes_written: int
@@ -86,7 +85,7 @@ class Step:
 
     @property
     def bytes(self) -> int:
-        """Read and written."""
+        """Bytes read and written."""
         return self.bytes_read + self.bytes_written
 
 
@@ -96,15 +95,16 @@ class Program:
 
     Attributes:
         compiler: ``XLA`` or ``Inductor``.
-        steps: its kernels, in order.
-        seconds: one run of the whole takes, median; None if not measured.
-        compile_seconds: the compiler took.
-        values: what the function returned, reduced to moments, so that two sides can be seen to compute the same.
-        notes: what could not be observed, and why.
+        launches: Kernel launches in the order of execution.
+        seconds: Median time of one run. None if it was not measured.
+        compile_seconds: Time of the compilation.
+        values: The results of the function, reduced to moments and sketches. They show whether two programs compute
+            the same.
+        notes: What could not be observed, and why.
     """
 
     compiler: str
-    steps: tuple[Step, ...]
+    launches: tuple[KernelLaunch, ...]
     seconds: float | None
     compile_seconds: float
     values: tuple[Tensor, ...] = ()
@@ -115,77 +115,77 @@ class Program:
         return asdict(self)
 
     def with_values(self, moments: Mapping[str, Sequence[float] | None]) -> Program:
-        """The same with the moments of tensors, by their names."""
+        """Return the same program with the moments of its tensors.
 
-        def take(tensor: Tensor) -> Tensor:
+        Args:
+            moments: Moments by the name of the tensor. A tensor without an entry has none.
+        """
+
+        def with_moments(tensor: Tensor) -> Tensor:
             found = moments.get(tensor.name)
             return replace(tensor, moments=None if found is None else tuple(found))
 
-        steps = (replace(step, writes=tuple(take(tensor) for tensor in step.writes)) for step in self.steps)
-        return replace(self, steps=tuple(steps))
+        launches = (replace(launch, writes=tuple(map(with_moments, launch.writes))) for launch in self.launches)
+        return replace(self, launches=tuple(launches))
 
     @property
     def has_values(self) -> bool:
-        """Whether the moments of its tensors were taken."""
-        return any(tensor.moments for step in self.steps for tensor in step.writes)
+        """Whether any tensor has moments."""
+        return any(tensor.moments for launch in self.launches for tensor in launch.writes)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Program:
-        """The inverse of :meth:`as_plain`, after a passage through JSON."""
+        """Build a program from what :meth:`as_plain` returned, also after a round trip through JSON."""
         return cls(
             plain["compiler"],
-            tuple(_step(step) for step in plain["steps"]),
+            tuple(_launch_from_plain(launch) for launch in plain["launches"]),
             plain["seconds"],
             plain["compile_seconds"],
-            tuple(_tensor(value) for value in plain["values"]),
+            tuple(_tensor_from_plain(value) for value in plain["values"]),
             tuple(plain["notes"]),
         )
 
 
 def sketch(array: NDArray) -> tuple[float, ...]:
-    """Return Σ|x|² and 256 sums Σ ±x, each over a share of the elements; signs and shares are drawn once for each size.
+    """Return Σ|x|² and 256 sums Σ ±x, each over a share of the elements.
 
-    With random signs the sum of (Σ ±(x − y))² over the shares has the mean Σ (x − y)², and with random shares its
-    standard deviation is at most √(2/256), 9 %, of that (Thorup and Zhang, "Tabulation based 4-universal hashing with
-    applications to second moment estimation", 2004): from the sketches of two arrays, made in two processes, follows
-    how far apart they are element by element. Any other order of the elements is another array.
+    Signs and shares are random, and the same for all arrays of one size. The sum of (Σ ±(x − y))² over the shares then
+    has the mean Σ (x − y)² and a standard deviation of at most √(2/256), 9 %, of it (Thorup and Zhang, "Tabulation
+    based 4-universal hashing with applications to second moment estimation", 2004). Two processes can thus estimate
+    the distance of two arrays, element by element, from their sketches. The sketch depends on the order of the
+    elements.
 
     Args:
-        array: of numbers or booleans, complex ones as their real and imaginary parts.
+        array: Numbers or booleans. Complex numbers count as their real and imaginary parts.
     """
     flat = np.ascontiguousarray(array).ravel()
     parts = (flat.real, flat.imag) if np.iscomplexobj(flat) else (flat,)
     wide = np.concatenate([part.astype(np.float64) for part in parts])
     generator = np.random.Generator(np.random.PCG64(0))
     positive = generator.integers(0, 2, wide.size, dtype=np.bool_)
-    few = wide.size <= _SIGNED_SUMS  # each then is its own share, and the distance exact
+    few = wide.size <= _SIGNED_SUMS  # each element is then a share, and the distance is exact
     shares = np.arange(wide.size) if few else generator.integers(0, _SIGNED_SUMS, wide.size, dtype=np.uint8)
-    with np.errstate(invalid="ignore"):  # of infinities that cancel: not a number, which tells enough
+    with np.errstate(invalid="ignore"):  # infinities that cancel give NaN, which the comparison reports
         sums = np.bincount(shares, np.where(positive, wide, -wide), _SIGNED_SUMS)
         return (float(np.square(wide).sum()), *sums.tolist())
 
 
-def star_blocks(scopes: Sequence[str]) -> Scopes:
-    """Take numbered scopes together: ("block3", "mlp") → ("block*", "mlp")."""
-    return tuple(re.sub(r"^([A-Za-z_.]*[A-Za-z_.])\d+$", r"\1*", scope) for scope in scopes)
-
-
-def short_place(file: str, line: int | str) -> str:
-    """A line of source without the folders of this machine: ``gpt/model.py:77``."""
+def short_location(file: str, line: int | str) -> str:
+    """Return a source line without the folders of this machine: ``gpt/model.py:77``."""
     return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"
 
 
-def _tensor(plain: Mapping[str, Any]) -> Tensor:
+def _tensor_from_plain(plain: Mapping[str, Any]) -> Tensor:
     sums = {key: None if plain[key] is None else tuple(plain[key]) for key in ("moments", "sketch")}
     return Tensor(**{**plain, "shape": tuple(plain["shape"]), **sums})
 
 
-def _step(plain: Mapping[str, Any]) -> Step:
-    return Step(
+def _launch_from_plain(plain: Mapping[str, Any]) -> KernelLaunch:
+    return KernelLaunch(
         **{
             **plain,
             "label": tuple(plain["label"]),
             "labels": tuple(tuple(label) for label in plain["labels"]),
-            "writes": tuple(_tensor(tensor) for tensor in plain["writes"]),
+            "writes": tuple(_tensor_from_plain(tensor) for tensor in plain["writes"]),
         }
     )

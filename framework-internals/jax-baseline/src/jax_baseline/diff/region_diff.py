@@ -1,4 +1,4 @@
-"""Two compilers' programs side by side: region by region, what each fused, moved and took."""
+"""Compares two compilers' programs region by region: what each fused, wrote to memory, and how long it took."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from typing import Any
 
 import numpy as np
 
-from jax_baseline.diff.alignment import Aligned, Matches, align, count_by, match_values, region_of
-from jax_baseline.diff.programs import Program, Scopes, Step, Tensor
+from jax_baseline.diff.alignment import AssignedLaunch, Matches, Write, assign_parts, match_values
+from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor
+from jax_baseline.hlo.summary import region_of
 
 _PHASES = ("forward", "backward", "other")
 _CPP_WORK = re.compile(r"for\(|auto tmp\d+ =|\.store\(|_ptr\d+\[.*\] =|tmp_acc\d+\w* = (?!0|at::vec::Vectorized)")
 
+_LaunchesByParts = Mapping[tuple[Scopes, Scopes], list[AssignedLaunch]]
+
 
 @dataclass(frozen=True)
-class Side:
+class CompiledRegion:
     """What one compiler made of a region.
 
     Attributes:
-        kernels: that run, loops counted.
-        bytes: they read and write.
-        seconds: they take; None if not measured.
-        flops: they do; None if not counted.
-        categories: kernels by category.
-        libraries: calls of libraries and of kernels a back end has by name, by that name.
+        kernels: Number of kernel launches, each iteration of a loop counted.
+        bytes: Bytes that they read and write.
+        seconds: Time that they take. None if it was not measured.
+        flops: Floating-point operations. None if they are not counted.
+        categories: Number of kernels by category.
+        libraries: Number of library calls, and of kernels from a named generator of the back end, by name.
     """
 
     kernels: int
@@ -41,16 +44,16 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Written:
-    """Tensors of one shape, from one line of the source, that a compiler leaves in memory.
+class WrittenTensors:
+    """Tensors of one shape, from one line of the source, that a compiler writes to memory.
 
     Attributes:
-        tensor: ``float32[16,4,128,128]``.
-        count: how many.
-        bytes: all of them.
-        kernel: the first that writes one.
-        kind: of that kernel.
-        place: line of the source behind it.
+        tensor: Dtype and shape: ``float32[16,4,128,128]``.
+        count: Number of tensors.
+        bytes: Bytes of all of them.
+        kernel: Name of the first kernel that writes one.
+        kind: Kind of this kernel.
+        location: Line of the user's source.
     """
 
     tensor: str
@@ -58,19 +61,19 @@ class Written:
     bytes: int
     kernel: str
     kind: str
-    place: str
+    location: str
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """Parts of the model that one compiler puts into one kernel and the other never does.
+    """Parts of the model that one compiler fuses into one kernel and the other compiler never fuses.
 
     Attributes:
-        parts: the two, or more.
-        kernels: how many kernels of the region hold them together.
-        kernel: the first of those.
-        ops: inside it.
-        source: its text.
+        parts: Names of the parts, at least two.
+        kernels: Number of kernels of the region that contain these parts.
+        kernel: Name of the first of these kernels.
+        ops: Number of operations inside it by name.
+        source: Its text.
     """
 
     parts: tuple[str, ...]
@@ -82,19 +85,21 @@ class Fusion:
 
 @dataclass(frozen=True)
 class Quote:
-    """A kernel shown as what it is, abridged.
+    """Abridged source of a kernel.
 
     Attributes:
-        kernel: its name.
-        kind: what it is.
+        kernel: Name of the kernel.
+        kind: Kind of the kernel.
         language: ``text`` (HLO), ``cpp`` or ``python``.
-        source: its text.
+        source: The text.
+        left_out: Number of lines that are missing at the end of the text.
     """
 
     kernel: str
     kind: str
     language: str
     source: str
+    left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,23 +107,23 @@ class Region:
     """One part of the model in one phase, in both compilers. The mappings have the compilers' names as keys.
 
     Attributes:
-        name: ``block*/attention``; empty for what could not be placed.
+        name: Name of the part, ``block*/attention``. Empty for kernels that are not assigned to a part.
         phase: forward, backward or other.
-        sides: what each made of it.
-        only: tensors that only this one leaves in memory, most bytes first.
-        again: tensors that this one leaves in memory a second time, in another order or shape.
-        fusions: that only this one makes.
-        hosts: kernels of other regions that hold operations of this one.
-        quotes: of the kernel of each that tells most.
+        compiled: What each compiler made of the region.
+        only: Tensors that the other compiler never writes to memory, most bytes first.
+        copies: Tensors that this compiler writes a second time, in another order or shape.
+        fusions: Fusions that the other compiler does not make.
+        fused_into: Kernels of other regions that contain operations of this region.
+        quotes: Source of the kernel that shows the difference best.
     """
 
     name: str
     phase: str
-    sides: Mapping[str, Side]
-    only: Mapping[str, tuple[Written, ...]]
-    again: Mapping[str, tuple[Written, ...]]
+    compiled: Mapping[str, CompiledRegion]
+    only: Mapping[str, tuple[WrittenTensors, ...]]
+    copies: Mapping[str, tuple[WrittenTensors, ...]]
     fusions: Mapping[str, tuple[Fusion, ...]]
-    hosts: Mapping[str, tuple[str, ...]]
+    fused_into: Mapping[str, tuple[str, ...]]
     quotes: Mapping[str, Quote]
 
     def as_plain(self) -> dict[str, Any]:
@@ -128,116 +133,115 @@ class Region:
 
 @dataclass(frozen=True)
 class Diff:
-    """Two programs side by side.
+    """The comparison of two programs.
 
     Attributes:
-        regions: in the order of the model.
-        placed: per compiler, how many steps were placed by label, by value, by nothing.
-        same: bytes of the tensors that both leave in memory.
-        repeated: per compiler, bytes of copies of those.
-        only: per compiler, bytes of tensors that only it leaves in memory.
-        largest_difference: between what the two functions returned, relative, see :func:`_between`; infinite between
-            other shapes; None where the numbers of results differ.
+        regions: Regions in the order of the model.
+        assigned: By compiler, how many launches were assigned to a part by ``label``, by ``value`` and by ``nothing``.
+        common: Bytes of the tensors that both compilers write to memory.
+        copies: By compiler, bytes of further copies of these tensors.
+        only: By compiler, bytes of the tensors that the other compiler never writes to memory.
+        largest_difference: Largest :func:`difference_between` two results. None if the numbers of results differ.
     """
 
     regions: tuple[Region, ...]
-    placed: Mapping[str, Mapping[str, int]]
-    same: int
-    repeated: Mapping[str, int]
+    assigned: Mapping[str, Mapping[str, int]]
+    common: int
+    copies: Mapping[str, int]
     only: Mapping[str, int]
     largest_difference: float | None
 
 
 def compare_programs(one: Program, other: Program) -> Diff:
-    """Put two programs side by side.
-
-    Args:
-        one: of one compiler.
-        other: of the other; the same function of the same inputs.
-    """
+    """Compare the programs that two compilers made of the same function with the same inputs."""
     matches = match_values(one, other)
-    aligned = align(one, other, matches)
-    pairs = {compiler: _fused_pairs(steps) for compiler, steps in aligned.items()}
+    assigned = assign_parts(one, other, matches)
+    pairs = {compiler: _launches_by_parts(items) for compiler, items in assigned.items()}
     names = (one.compiler, other.compiler)
-    regions = tuple(
-        _region(key, aligned, matches, pairs, names)
-        for key in _region_keys(aligned[one.compiler], aligned[other.compiler])
-    )
+    keys = _region_keys(assigned[one.compiler], assigned[other.compiler])
     return Diff(
-        regions,
-        {compiler: dict(count_by(steps)) for compiler, steps in aligned.items()},
-        sum(pair[0][1].bytes for pair in matches.pairs),
-        {name: sum(tensor.bytes for _, tensor in matches.repeated[name]) for name in names},
+        tuple(_region(key, assigned, matches, pairs, names) for key in keys),
+        {compiler: dict(Counter(item.by for item in items)) for compiler, items in assigned.items()},
+        sum(first[1].bytes for first, _ in matches.pairs),
+        {name: sum(tensor.bytes for _, tensor in matches.copies[name]) for name in names},
         {name: sum(tensor.bytes for _, tensor in matches.only[name]) for name in names},
         _largest_difference(one.values, other.values),
     )
 
 
-def instructive(regions: Iterable[Region], count: int = 3) -> list[Region]:
-    """The regions whose bytes differ most, at most one of a name first, and none that could not be placed."""
-    placed = sorted((region for region in regions if region.name), key=_difference, reverse=True)
+def most_different(regions: Iterable[Region], count: int = 3) -> list[Region]:
+    """Return the regions with the largest differences in bytes.
+
+    Each name comes once before any name comes twice. Kernels without a region are left out.
+    """
+
+    def difference(region: Region) -> int:
+        one, other = region.compiled.values()
+        return abs(one.bytes - other.bytes)
+
+    named = sorted((region for region in regions if region.name), key=difference, reverse=True)
     best: dict[str, Region] = {}
-    for region in placed:
+    for region in named:
         best.setdefault(region.name, region)
     firsts = list(best.values())
-    return (firsts + [region for region in placed if region not in firsts])[:count]
+    return (firsts + [region for region in named if region not in firsts])[:count]
 
 
-def _difference(region: Region) -> int:
-    one, other = region.sides.values()
-    return abs(one.bytes - other.bytes)
-
-
-def _region_keys(*programs: Sequence[Aligned]) -> list[tuple[str, str]]:
-    """(name, phase) in the order in which forward regions first appear, then backward, then the rest."""
-    seen = dict.fromkeys((region_of(item.part), item.phase) for steps in programs for item in steps)
+def _region_keys(*programs: Sequence[AssignedLaunch]) -> list[tuple[str, str]]:
+    """Return (name, phase) of the regions: the forward pass in its order, then the backward pass, then the rest."""
+    seen = dict.fromkeys((region_of(item.part), item.phase) for items in programs for item in items)
     order = list(dict.fromkeys(name for name, _ in seen if name))
     return sorted(seen, key=lambda key: (_PHASES.index(key[1]), order.index(key[0]) if key[0] else len(order)))
 
 
 def _region(
     key: tuple[str, str],
-    aligned: Mapping[str, Sequence[Aligned]],
+    assigned: Mapping[str, Sequence[AssignedLaunch]],
     matches: Matches,
-    pairs: Mapping[str, Mapping[tuple[Scopes, Scopes], list[Aligned]]],
+    pairs: Mapping[str, _LaunchesByParts],
     names: tuple[str, str],
 ) -> Region:
-    members = {name: [item for item in aligned[name] if (region_of(item.part), item.phase) == key] for name in names}
+    members = {name: [item for item in assigned[name] if (region_of(item.part), item.phase) == key] for name in names}
     only = {name: _written(members[name], matches.only[name]) for name in names}
     fusions = {name: _fusions(members[name], pairs[name], pairs[other]) for name, other in (names, names[::-1])}
-    sides = {name: _side(members[name]) for name in names}
-    hosts = {name: _hosts(key, aligned[name]) for name in names}
-    again = {name: _written(members[name], matches.repeated[name]) for name in names}
-    return Region(*key, sides, only, again, fusions, hosts, _quotes(members, only, fusions))
+    return Region(
+        *key,
+        {name: _compiled_region(members[name]) for name in names},
+        only,
+        {name: _written(members[name], matches.copies[name]) for name in names},
+        fusions,
+        {name: _fused_into(key, assigned[name]) for name in names},
+        _quotes(members, only, fusions),
+    )
 
 
-def _hosts(key: tuple[str, str], steps: Iterable[Aligned]) -> tuple[str, ...]:
-    """Kernels of the phase that belong to another region but hold operations of this one."""
+def _fused_into(key: tuple[str, str], items: Iterable[AssignedLaunch]) -> tuple[str, ...]:
+    """Return the kernels of this phase that belong to another region and contain operations of this one."""
     name, phase = key
     return tuple(
-        item.step.name
-        for item in steps
+        item.launch.name
+        for item in items
         if name and item.phase == phase and region_of(item.part) != name and name in map(region_of, item.parts)
     )
 
 
-def _side(items: Sequence[Aligned]) -> Side:
-    steps = [item.step for item in items]
-    times = [step.seconds for step in steps]
-    flops = [step.flops for step in steps]
-    return Side(
-        sum(step.calls for step in steps),
-        sum(step.bytes for step in steps),
+def _compiled_region(items: Sequence[AssignedLaunch]) -> CompiledRegion:
+    launches = [item.launch for item in items]
+    times = [launch.seconds for launch in launches]
+    flops = [launch.flops for launch in launches]
+    return CompiledRegion(
+        sum(launch.calls for launch in launches),
+        sum(launch.bytes for launch in launches),
         None if not times or None in times else sum(time for time in times if time is not None),
         None if None in flops else sum(flop for flop in flops if flop is not None),
-        dict(Counter(step.category for step in steps).most_common()),
-        dict(Counter(name for step in steps if (name := _library(step))).most_common()),
+        dict(Counter(launch.category for launch in launches).most_common()),
+        dict(Counter(name for launch in launches if (name := _library(launch))).most_common()),
     )
 
 
-def _library(step: Step) -> str:
-    """The name under which a library, or a back end's own generator of products, made the kernel; empty for others."""
-    kind = step.kind
+def _library(launch: KernelLaunch) -> str:
+    """Return the library, or the named generator of the back end, that made the kernel. Empty for other kernels."""
+    kind = launch.kind
     if kind in ("C++ kernel", "Triton kernel") or kind.startswith(("fusion loop", "fusion input", "fusion output")):
         return ""
     if kind.startswith(("custom call: ", "fusion custom: ")):
@@ -245,46 +249,42 @@ def _library(step: Step) -> str:
     return kind if "." in kind else ""
 
 
-def _written(members: Sequence[Aligned], tensors: Iterable[tuple[Step, Tensor]]) -> tuple[Written, ...]:
-    steps = {item.step.name for item in members}
-    groups: dict[tuple[str, str], list[tuple[Step, Tensor]]] = defaultdict(list)
-    for step, tensor in tensors:
-        if step.name in steps:
-            groups[str(tensor), step.place].append((step, tensor))
+def _written(members: Sequence[AssignedLaunch], writes: Iterable[Write]) -> tuple[WrittenTensors, ...]:
+    names = {item.launch.name for item in members}
+    groups: dict[tuple[str, str], list[Write]] = defaultdict(list)
+    for launch, tensor in writes:
+        if launch.name in names:
+            groups[str(tensor), launch.location].append((launch, tensor))
     found = [
-        Written(
+        WrittenTensors(
             text,
             len(group),
             sum(tensor.bytes for _, tensor in group),
             group[0][0].name,
             group[0][0].kind,
-            place,
+            location,
         )
-        for (text, place), group in groups.items()
+        for (text, location), group in groups.items()
     ]
     return tuple(sorted(found, key=lambda one: -one.bytes))
 
 
-def _fused_pairs(steps: Iterable[Aligned]) -> dict[tuple[Scopes, Scopes], list[Aligned]]:
-    """The kernels that hold operations of two parts, by the two."""
-    found: dict[tuple[Scopes, Scopes], list[Aligned]] = defaultdict(list)
-    for item in steps:
+def _launches_by_parts(items: Iterable[AssignedLaunch]) -> _LaunchesByParts:
+    """Return, for every pair of parts, the kernels that contain operations of both."""
+    found: dict[tuple[Scopes, Scopes], list[AssignedLaunch]] = defaultdict(list)
+    for item in items:
         for one, other in combinations(sorted(item.parts), 2):
             found[one, other].append(item)
     return found
 
 
-def _fusions(
-    members: Sequence[Aligned],
-    mine: Mapping[tuple[Scopes, Scopes], list[Aligned]],
-    theirs: Mapping[tuple[Scopes, Scopes], list[Aligned]],
-) -> tuple[Fusion, ...]:
-    """Fusions across parts with a kernel in the region, that the other compiler makes nowhere in the same phase."""
-    names = {item.step.name for item in members}
-    groups: dict[tuple[Scopes, ...], list[Aligned]] = defaultdict(list)
+def _fusions(members: Sequence[AssignedLaunch], mine: _LaunchesByParts, theirs: _LaunchesByParts) -> tuple[Fusion, ...]:
+    """Return the fusions of parts in the region's kernels that the other compiler makes nowhere in the same phase."""
+    names = {item.launch.name for item in members}
+    groups: dict[tuple[Scopes, ...], list[AssignedLaunch]] = defaultdict(list)
     for pair, items in mine.items():
         for item in items:
-            if item.step.name in names and not any(other.phase == item.phase for other in theirs.get(pair, [])):
+            if item.launch.name in names and not any(other.phase == item.phase for other in theirs.get(pair, [])):
                 key = tuple(sorted(item.parts))
                 if item not in groups[key]:
                     groups[key].append(item)
@@ -292,59 +292,58 @@ def _fusions(
         Fusion(
             tuple("/".join(part) for part in parts),
             len(items),
-            items[0].step.name,
-            items[0].step.ops,
-            items[0].step.source,
+            items[0].launch.name,
+            items[0].launch.ops,
+            items[0].launch.source,
         )
         for parts, items in sorted(groups.items(), key=lambda entry: -len(entry[1]))
     )
 
 
 def _quotes(
-    members: Mapping[str, Sequence[Aligned]],
-    only: Mapping[str, tuple[Written, ...]],
+    members: Mapping[str, Sequence[AssignedLaunch]],
+    only: Mapping[str, tuple[WrittenTensors, ...]],
     fusions: Mapping[str, tuple[Fusion, ...]],
 ) -> dict[str, Quote]:
-    """Of the side that writes more the kernel that tells most, and of the other the one that serves the same part."""
+    """Quote one kernel of each compiler.
+
+    The compiler that writes more shows the kernel with the largest difference. The other compiler shows the kernel
+    that computes the same part.
+    """
     leader, other = sorted(members, key=lambda name: -sum(one.bytes for one in only[name]))
-    steps = {name: {item.step.name: item for item in items} for name, items in members.items()}
-    largest = {name: sorted(found, key=lambda kernel: -found[kernel].step.bytes) for name, found in steps.items()}
-    quotes = {}
-    telling = [one.kernel for one in only[leader]] + [one.kernel for one in fusions[leader]] + largest[leader]
-    shown = next((steps[leader][kernel] for kernel in telling if kernel in steps[leader]), None)
-    if shown is not None:
-        quotes[leader] = _quote(shown.step)
+    items = {name: {item.launch.name: item for item in found} for name, found in members.items()}
+    by_bytes = sorted(items[leader], key=lambda kernel: -items[leader][kernel].launch.bytes)
+    candidates = [one.kernel for one in only[leader]] + [one.kernel for one in fusions[leader]] + by_bytes
+    shown = next((items[leader][kernel] for kernel in candidates if kernel in items[leader]), None)
     parts = set(shown.parts) if shown else set()
-    best = max(
-        steps[other].values(),
+    partner = max(
+        items[other].values(),
         key=lambda item: (
             shown is not None and item.part == shown.part,
             len(parts & set(item.parts)),
-            item.step.name in [one.kernel for one in fusions[other]],
-            item.step.bytes,
+            item.launch.name in [one.kernel for one in fusions[other]],
+            item.launch.bytes,
         ),
         default=None,
     )
-    if best is not None:
-        quotes[other] = _quote(best.step)
-    return quotes
+    return {name: _quote(item.launch) for name, item in ((leader, shown), (other, partner)) if item is not None}
 
 
-def _quote(step: Step) -> Quote:
-    if "C++" in step.kind:
+def _quote(launch: KernelLaunch) -> Quote:
+    if "C++" in launch.kind:
         language = "cpp"
-    elif "Triton" in step.kind or "." in step.kind.split(":")[0]:
+    elif "Triton" in launch.kind or "." in launch.kind.split(":")[0]:
         language = "python"
     else:
         language = "text"
-    return Quote(step.name, step.kind, language, _abridged(step.source, language))
+    return Quote(launch.name, launch.kind, language, _abridged(launch.source, language))
 
 
 def _abridged(source: str, language: str) -> str:
-    """A source without what a reader of the kernel does not need; what remains is as the compiler wrote it.
+    """Shorten a source to the lines that show what the kernel computes.
 
-    HLO: metadata and back-end configuration go. C++: lines that compute or open a loop remain, the scalar tail of a
-    vectorised loop does not. Triton: the decorators' tables of hints go.
+    HLO loses its metadata and the configuration of the back end. C++ keeps the lines that compute or open a loop, and
+    loses the scalar tail of a vectorised loop. Triton loses the hints above ``@triton.jit``.
     """
     if language == "cpp":
         return _abridged_cpp(source)
@@ -368,15 +367,19 @@ def _abridged_cpp(source: str) -> str:
 
 
 def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float | None:
-    """The largest over the results; None where there are more on one side; NaN where a result is not finite."""
+    """Return the largest difference; None if the numbers of results differ, NaN if a result is not finite."""
     if not one or len(one) != len(other):
         return None
     differences = [difference_between(*pair) for pair in zip(one, other, strict=True)]
-    return float(np.max(differences))  # unlike max, it keeps a NaN
+    return float(np.max(differences))  # unlike max, it propagates NaN
 
 
 def difference_between(one: Tensor, other: Tensor) -> float:
-    """‖x − y‖ over the larger norm by the sketches; without them between moments, over the larger sum of magnitudes."""
+    """Return how far apart two results are.
+
+    With sketches this is an estimate of ‖x − y‖ over the larger norm, and infinite for different shapes. Without
+    sketches it is the largest difference between Σx or Σ|x| of the two, over the larger Σ|x|.
+    """
     if one.sketch and other.sketch:
         if one.shape != other.shape:
             return math.inf

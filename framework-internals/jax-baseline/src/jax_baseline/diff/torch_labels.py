@@ -1,7 +1,7 @@
-"""The baseline in torch with the labels that its JAX port has from ``jax.named_scope``.
+"""Adds labels to the torch baseline, the same labels that its JAX port has from ``jax.named_scope``.
 
-``torch.fx.traceback.annotate`` writes them onto the graph that torch.compile captures; they are put on from outside, so
-that the model itself stays what it is.
+``torch.fx.traceback.annotate`` adds a label to the nodes of the graph that torch.compile captures. The labels wrap the
+model from outside, so the source of the model has none.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch_baseline.config import Precision
 from torch_baseline.model import GPT, Block, cross_entropy
 from torch_baseline.train import autocast
 
-LABEL = "region"  # the key under which a label travels
+LABEL = "region"  # key of the label in a node's custom metadata
 
 
 def labelled(function: Callable[..., Any], label: str) -> Callable[..., Any]:
-    """Return a function whose operations carry the label in a captured graph.
+    """Return a function whose operations have a label in a captured graph.
 
     Args:
-        function: any.
-        label: scopes from the outermost in, joined by ``/``: ``block0/mlp``.
+        function: The function to wrap.
+        label: Scopes from the outermost to the innermost, joined by ``/``: ``block0/mlp``.
     """
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -37,21 +37,21 @@ def labelled(function: Callable[..., Any], label: str) -> Callable[..., Any]:
 
 
 def labelled_loss(model: GPT, dtype: Precision, device_type: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Put the labels of :mod:`jax_baseline.gpt.model` on a model, and return its loss with the rest of them.
+    """Label a model and its loss like :mod:`jax_baseline.gpt.model`.
 
     Args:
-        model: is changed: its parts are wrapped, and a tied head becomes a module.
-        dtype: of the matrix products.
+        model: The model. It is modified: its parts are wrapped, and a tied head becomes a module.
+        dtype: Dtype of the matrix products.
         device_type: ``cpu`` or ``cuda``.
 
     Returns:
-        (tokens_BT, targets_BT) → the mean cross-entropy, as ``model(tokens_BT, targets_BT)`` computes it.
+        A function (tokens_BT, targets_BT) → mean cross-entropy, equal to ``model(tokens_BT, targets_BT)``.
     """
     _label(model.embedding, "embedding")
     for index, block in enumerate(model.blocks):
         _label_block(block, f"block{index}")
     _label(model.norm, "head/norm")
-    parts: Any = model  # whose head is a linear layer or nothing
+    parts: Any = model  # mypy: the head is declared as a linear layer or None
     parts.head = model.head or _TiedHead(model.embedding)
     _label(parts.head, "head")
 
@@ -67,7 +67,7 @@ def labelled_loss(model: GPT, dtype: Precision, device_type: str) -> Callable[[T
 
 
 class _TiedHead(nn.Module):
-    """The logits by the embedding table, as a module that can be labelled."""
+    """Computes the logits from the embedding table, as a module that can be labelled."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def _label_block(block: nn.Module, name: str) -> None:
     block.attention.attend = labelled(block.attention.attend, f"{name}/attention/core")
     block.mlp.activate = labelled(block.mlp.activate, f"{name}/mlp/activation")
 
-    # Block.forward's two residual sums, each with the label of its branch.
+    # The two residual sums of Block.forward, each with the label of its branch.
     def attend(x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         return x_BTC + block.attention(block.attention_norm(x_BTC.to(cos_TD.dtype)), cos_TD, sin_TD)
 
@@ -94,7 +94,7 @@ def _label_block(block: nn.Module, name: str) -> None:
         return x_BTC + block.mlp(block.mlp_norm(x_BTC.to(cos_TD.dtype)))
 
     attend, feed_forward = labelled(attend, f"{name}/attention"), labelled(feed_forward, f"{name}/mlp")
-    parts: Any = block  # a method is replaced
+    parts: Any = block  # mypy: a method is replaced
     parts.forward = lambda x_BTC, cos_TD, sin_TD: feed_forward(attend(x_BTC, cos_TD, sin_TD), cos_TD)
 
 

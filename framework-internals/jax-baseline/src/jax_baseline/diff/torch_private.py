@@ -1,10 +1,10 @@
-"""The parts of Inductor that are not public and that this package stands on; nothing else here touches them.
+"""All uses of private parts of Inductor in this package.
 
-- ``torch._inductor.codecache.PyCodeCache.write(source_code, extra)`` receives the generated module with ``def call(``.
-- ``torch._inductor.config``: ``post_grad_custom_post_pass`` sees the graph that is about to be scheduled, and
-  ``trace.provenance_tracking_level = 1`` makes the module say, above each launch,
+- ``torch._inductor.codecache.PyCodeCache.write(source_code, extra)`` receives every generated module.
+- ``torch._inductor.config.post_grad_custom_post_pass`` receives the graph before Inductor schedules it.
+- ``torch._inductor.config.trace.provenance_tracking_level = 1`` adds a comment above each launch:
   ``# [Provenance debug handles] kernel:7``.
-- ``torch._inductor.debug._inductor_triton_kernel_to_post_grad_node_info`` holds the graph's nodes behind ``kernel:7``.
+- ``torch._inductor.debug._inductor_triton_kernel_to_post_grad_node_info`` maps ``kernel:7`` to nodes of the graph.
 """
 
 from __future__ import annotations
@@ -15,24 +15,22 @@ from typing import Any
 
 import torch
 
-PROVENANCE_MARK = "# [Provenance debug handles] "
-
 
 @contextmanager
 def observe_inductor(
     on_graph: Callable[[torch.fx.Graph], None], rewrite: Callable[[str, Mapping[str, list[str]]], str]
 ) -> Iterator[None]:
-    """Compile anew inside, showing every graph and letting every generated module be rewritten before it is loaded.
+    """Disable Inductor's caches, and pass every graph and every generated module to the caller.
 
     Args:
-        on_graph: called with the graph Inductor is about to lower.
-        rewrite: called with a generated module's source and the names of graph nodes behind each launch; returns the
-            source to load instead.
+        on_graph: Receives the graph before Inductor lowers it.
+        rewrite: Receives the source of a generated module and, by launch, the names of graph nodes. Returns the source
+            to load.
 
     Raises:
-        RuntimeError: if this torch keeps one of the parts named above somewhere else.
+        RuntimeError: If this version of torch has moved a private part.
     """
-    config, cache, provenance = _parts()
+    config, functorch_config, cache, provenance = _parts()
     write = cache.write.__func__
 
     def rewriting_write(cls: Any, source_code: str, extra: str = "") -> Any:
@@ -45,21 +43,21 @@ def observe_inductor(
         "trace.provenance_tracking_level": 1,
         "fx_graph_cache": False,
         "autotune_local_cache": True,
-        # A CUDA graph replays what was recorded: no launch could be observed.
+        # A CUDA graph replays recorded launches, which the hooks cannot observe.
         "triton.cudagraphs": False,
     }
     cache.write = classmethod(rewriting_write)
     try:
-        with config.patch(settings), torch._functorch.config.patch(enable_autograd_cache=False):
+        with config.patch(settings), functorch_config.patch(enable_autograd_cache=False):
             yield
     finally:
         cache.write = classmethod(write)
 
 
-def _parts() -> tuple[Any, Any, Callable[[], Mapping[str, list[str]]]]:
+def _parts() -> tuple[Any, Any, Any, Callable[[], Mapping[str, list[str]]]]:
     try:
-        import torch._functorch.config
         import torch._inductor.config as config
+        from torch._functorch import config as functorch_config
         from torch._inductor import debug
         from torch._inductor.codecache import PyCodeCache
 
@@ -74,10 +72,14 @@ def _parts() -> tuple[Any, Any, Callable[[], Mapping[str, list[str]]]]:
             if not hasattr(owner, name)
         ]
     except ImportError as error:
-        raise RuntimeError(f"torch {torch.__version__} keeps its Inductor parts elsewhere: {error}") from error
+        raise RuntimeError(_moved(f"private part ({error})")) from error
     if missing:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no {', '.join(missing)} where jax_baseline.diff.torch_private looks for "
-            "it; this version has been tested with torch 2.11 and 2.13"
-        )
-    return config, PyCodeCache, lambda: debug._inductor_triton_kernel_to_post_grad_node_info
+        raise RuntimeError(_moved(", ".join(missing)))
+    return config, functorch_config, PyCodeCache, lambda: debug._inductor_triton_kernel_to_post_grad_node_info
+
+
+def _moved(missing: str) -> str:
+    return (
+        f"jax_baseline.diff.torch_private found no {missing} in torch {torch.__version__}; "
+        "install torch 2.11 or 2.13, which are tested"
+    )

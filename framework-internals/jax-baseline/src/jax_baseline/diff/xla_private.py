@@ -1,7 +1,7 @@
-"""The parts of jaxlib that are not public and that this package stands on; nothing else here touches them.
+"""All uses of private parts of jaxlib in this package.
 
-Optimised HLO text is compiled once more with other results. ``jaxlib._hlo`` reads the text, ``jaxlib._jax.mlir`` turns
-it into what a client compiles.
+They compile optimised HLO text again. ``jaxlib._hlo`` parses the text, and ``jaxlib._jax.mlir`` converts it to the form
+that a client compiles.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from jaxtyping import Array, Shaped
 
 
 def complete_text(compiled: Any) -> str:
-    """The optimised module of a compiled function with every constant written out; ``as_text()`` leaves out large ones.
+    """Return the optimised module of a compiled function with all constants; ``as_text()`` elides large ones.
 
     Raises:
-        RuntimeError: if this jaxlib keeps its parts elsewhere.
+        RuntimeError: If this version of jaxlib has moved a private part.
     """
     try:
         from jaxlib import _hlo
@@ -30,10 +30,10 @@ def complete_text(compiled: Any) -> str:
 
 
 def kept_arguments(compiled: Any) -> list[int]:
-    """Numbers of the flat arguments that are parameters of the module: those the function never reads are not.
+    """Return the indices of the flat arguments that are parameters of the module; unused arguments are not.
 
     Raises:
-        RuntimeError: if this jax keeps its parts elsewhere.
+        RuntimeError: If this version of jax has moved a private part.
     """
     try:
         return sorted(compiled._executable._kept_var_idx)
@@ -42,14 +42,17 @@ def kept_arguments(compiled: Any) -> list[int]:
 
 
 def run_text(text: str, arguments: Sequence[Shaped[Array, ...]]) -> list[Shaped[Array, ...]]:
-    """Compile the text of an HLO module, run it, and return its results in order.
+    """Compile and run the text of an HLO module.
 
     Args:
-        text: of the module; its entry computation returns a tuple.
-        arguments: one for each parameter, all on one device.
+        text: Text of the module. Its entry computation returns a tuple.
+        arguments: One array for each parameter, all on one device.
+
+    Returns:
+        The results in order.
 
     Raises:
-        RuntimeError: if this jaxlib keeps its parts elsewhere.
+        RuntimeError: If this version of jaxlib has moved a private part.
     """
     try:
         from jax._src import compiler
@@ -69,6 +72,6 @@ def run_text(text: str, arguments: Sequence[Shaped[Array, ...]]) -> list[Shaped[
 
 def _moved(error: Exception) -> str:
     return (
-        f"jax {jax.__version__} keeps a part elsewhere that jax_baseline.diff.xla_private needs ({error}); "
-        "this version has been tested with jax 0.10.2 and 0.11.2"
+        f"jax_baseline.diff.xla_private did not find a private part in jax {jax.__version__} ({error}); "
+        "install jax 0.10.2 or 0.11.2, which are tested"
     )

@@ -1,4 +1,4 @@
-"""What XLA makes of a function: compiled, profiled, its arrays taken, read as a :class:`Program`."""
+"""Compiles a function with XLA, profiles it, and returns it as a :class:`~jax_baseline.diff.programs.Program`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from jax_baseline.diff.programs import Program, Step, Tensor, short_place, sketch
+from jax_baseline.diff.programs import KernelLaunch, Program, Tensor, short_location, sketch
 from jax_baseline.diff.xla_private import complete_text, kept_arguments, run_text
 from jax_baseline.gpt.compilation import profiled
 from jax_baseline.hlo import Kernel, Module, Shape, kernels, parse
+from jax_baseline.hlo.exposed_intermediates import expose_intermediates
 from jax_baseline.hlo.kernels import quote
 from jax_baseline.hlo.profile import kernel_seconds
-from jax_baseline.hlo.taps import return_everything
 
 AnyArray = Shaped[Array, "..."]
 
@@ -27,12 +27,12 @@ _NAMES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
 
 
 class CompiledFunction:
-    """A function that XLA has compiled.
+    """A function compiled by XLA.
 
     Args:
-        function: of arrays and trees of arrays; not yet jitted.
-        arguments: on one device; not consumed.
-        gradients: whether the function takes gradients; if not, all of it counts as the forward phase.
+        function: A function of arrays and trees of arrays that is not jitted.
+        arguments: Its arguments, on one device. They are not donated.
+        gradients: Whether the function computes gradients. Without gradients, every kernel is in the forward phase.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], *, gradients: bool) -> None:
@@ -45,40 +45,39 @@ class CompiledFunction:
         self._kernels = kernels(self._module)
 
     def program(self, *, repeats: int, sketched: bool = False) -> Program:
-        """Read it, without the values in memory.
+        """Return the program without the values of its intermediate tensors.
 
         Args:
-            repeats: how often to time it; 0 for not at all.
-            sketched: whether to sketch the results.
+            repeats: Number of runs to time. 0 times nothing.
+            sketched: Whether to sketch the results.
         """
         run = partial(self._compiled, *self._arguments)
         names = [kernel.name for kernel in self._kernels]
         times = kernel_seconds(run, names, repeats=repeats) if repeats else {}
         return Program(
             "XLA",
-            tuple(_step(self._module, kernel, times, self._gradients) for kernel in self._kernels),
+            tuple(_launch(self._module, kernel, times, self._gradients) for kernel in self._kernels),
             _time_whole(run, repeats) if repeats else None,
             self._compile_seconds,
             tuple(_result(index, leaf, sketched) for index, leaf in enumerate(jax.tree.leaves(run()))),
         )
 
     def values(self) -> dict[str, tuple[float, ...] | None]:
-        """Compile the optimised text once more so that it returns what kernels leave in memory, and take its moments.
+        """Return the moments of the tensors that the kernels write, by name.
+
+        The optimised text is changed to return these tensors, and compiled again.
 
         Raises:
-            ValueError: for a library call whose values cannot be had this way.
+            ValueError: If the program calls a library function that the text alone does not define.
         """
-        text, names = return_everything(complete_text(self._compiled), {kernel.name for kernel in self._kernels})
+        text, names = expose_intermediates(complete_text(self._compiled), {kernel.name for kernel in self._kernels})
         flat = jax.tree.leaves(self._arguments)
         results = run_text(text, [flat[index] for index in kept_arguments(self._compiled)])
         return {name: moments(array) for name, array in zip(names, results, strict=True)}
 
 
 def moments(array: AnyArray) -> tuple[float, ...] | None:
-    """Sums over an array that no permutation changes, in float64.
-
-    See :func:`jax_baseline.diff.alignment.same_values`.
-    """
+    """Return the sums of :func:`jax_baseline.diff.alignment.same_values` over an array, in float64."""
     if array.size == 0 or jnp.issubdtype(array.dtype, jnp.complexfloating):
         return None
     with jax.enable_x64(True):
@@ -91,9 +90,9 @@ def _sums(array: AnyArray) -> tuple[Float[Array, ""], ...]:
     return wide.sum(), jnp.abs(wide).sum(), (wide**2).sum(), (wide**3).sum(), wide.max(), wide.min()
 
 
-def _step(module: Module, kernel: Kernel, times: Mapping[str, float], gradients: bool) -> Step:
+def _launch(module: Module, kernel: Kernel, times: Mapping[str, float], gradients: bool) -> KernelLaunch:
     total = kernel.total
-    return Step(
+    return KernelLaunch(
         name=kernel.name,
         kind=kernel.description,
         category=kernel.category,
@@ -101,7 +100,7 @@ def _step(module: Module, kernel: Kernel, times: Mapping[str, float], gradients:
         phase=kernel.phase if gradients else "forward",
         label=kernel.label.scopes,
         labels=tuple(label.scopes for label in kernel.labels),
-        place=short_place(kernel.place.file, kernel.place.line) if kernel.place else "",
+        location=short_location(kernel.location.file, kernel.location.line) if kernel.location else "",
         calls=kernel.calls,
         bytes_read=total.bytes_read,
         bytes_written=total.bytes_written,
@@ -113,7 +112,7 @@ def _step(module: Module, kernel: Kernel, times: Mapping[str, float], gradients:
 
 
 def _dtype(shape: Shape) -> str:
-    """HLO's name as NumPy's: f32 → float32, pred → bool."""
+    """Translate HLO's name to NumPy's: f32 → float32, pred → bool."""
     letters = shape.dtype.rstrip("0123456789")
     return (
         f"{_NAMES[letters]}{shape.dtype[len(letters) :]}" if letters in _NAMES else shape.dtype.replace("pred", "bool")

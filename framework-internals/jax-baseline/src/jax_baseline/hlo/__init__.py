@@ -1,6 +1,6 @@
-"""Optimised HLO read as what it is: a list of kernels, what each does, costs and belongs to.
+"""Reads optimised HLO as a list of kernels with their operations, costs and parts of the model.
 
-Text in, numbers out: neither jax nor torch is imported here, so that a dump from another machine can be read anywhere.
+The functions here work on text and import neither jax nor torch, so they can read a dump from another machine.
 """
 
 from jax_baseline.hlo.cost import Cost

@@ -1,12 +1,16 @@
-"""What an instruction costs: floating-point operations, transcendental functions, bytes.
+"""Counts the cost of an instruction: floating-point operations, transcendental functions and bytes.
 
-The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/service/hlo_cost_analysis.cc``): an
-element-wise operation is one a result element, a product 2·m·n·k, a reduction one application of its function for each
-element that disappears, a sort of n elements n·⌈log₂ n⌉, a Fourier transform 8·n·⌊log₂ length⌋; functions such as exp
-are counted apart. Where XLA's totals mislead, this one differs: a library call that is a product counts as one (XLA's
-analysis gives custom calls nothing), bytes are those that are touched, and :mod:`jax_baseline.hlo.kernels` counts the
-body of a loop as often as it runs (XLA: once). Left out here, and counted by XLA where its optimised text still has
-them: Cholesky decompositions and triangular solves, random numbers, the sums of an all-reduce.
+The conventions are those of XLA's ``HloCostAnalysis`` (openxla/xla, ``xla/service/hlo_cost_analysis.cc``):
+
+- An element-wise operation costs one operation for each element of the result.
+- A matrix product costs 2·m·n·k.
+- A reduction applies its function once for each element that it removes.
+- A sort of n elements costs n·⌈log₂ n⌉, and a Fourier transform 8·n·⌊log₂ length⌋.
+- Transcendental functions such as exp have a separate count.
+
+Three conventions differ from XLA's. A matrix product in a library counts like any other (XLA: nothing). Bytes are those
+that are touched (XLA: whole arrays). :mod:`jax_baseline.hlo.kernels` counts the body of a loop once for each iteration
+(XLA: once). Cholesky decompositions, triangular solves, random numbers and the sums of an all-reduce are not counted.
 """
 
 from __future__ import annotations
@@ -18,69 +22,18 @@ from dataclasses import dataclass
 
 from jax_baseline.hlo.text import Instruction, Module, Shape
 
-_ELEMENTWISE = frozenset(
-    [
-        "add",
-        "subtract",
-        "multiply",
-        "divide",
-        "maximum",
-        "minimum",
-        "negate",
-        "abs",
-        "compare",
-        "select",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "clamp",
-        "sign",
-        "floor",
-        "ceil",
-        "round-nearest-even",
-        "round-nearest-afz",
-        "remainder",
-        "shift-left",
-        "shift-right-logical",
-        "shift-right-arithmetic",
-        "convert",
-        "popcnt",
-        "count-leading-zeros",
-        "is-finite",
-        "real",
-        "imag",
-        "complex",
-    ]
-)
-_TRANSCENDENTAL = frozenset(
-    [
-        "exponential",
-        "exponential-minus-one",
-        "log",
-        "log-plus-one",
-        "tanh",
-        "tan",
-        "sine",
-        "cosine",
-        "rsqrt",
-        "sqrt",
-        "cbrt",
-        "power",
-        "erf",
-        "logistic",
-        "atan2",
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atanh",
-        "cosh",
-        "sinh",
-    ]
-)
+_ELEMENTWISE = frozenset({
+    "add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "abs", "compare", "select", "and", "or",
+    "not", "xor", "clamp", "sign", "floor", "ceil", "round-nearest-even", "round-nearest-afz", "remainder",
+    "shift-left", "shift-right-logical", "shift-right-arithmetic", "convert", "popcnt", "count-leading-zeros",
+    "is-finite", "real", "imag", "complex",
+})  # fmt: skip
+_TRANSCENDENTAL = frozenset({
+    "exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "tan", "sine", "cosine", "rsqrt", "sqrt",
+    "cbrt", "power", "erf", "logistic", "atan2", "acos", "acosh", "asin", "asinh", "atanh", "cosh", "sinh",
+})  # fmt: skip
 _BY_ELEMENT = _ELEMENTWISE | _TRANSCENDENTAL
-# Only a part of their first operand is read.
+# Operations that read only a part of their first operand.
 _READS_A_PART = frozenset({"dynamic-slice", "gather", "slice"})
 _NESTED = frozenset({"fusion", "async-start"})
 _APPLIES = frozenset({"map", "reduce", "reduce-window", "scatter"})
@@ -88,13 +41,14 @@ _APPLIES = frozenset({"map", "reduce", "reduce-window", "scatter"})
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one run.
+    """The cost of one run of an instruction.
 
     Attributes:
-        flops: floating-point operations.
-        transcendentals: exp, tanh, rsqrt, …: one each, not counted in ``flops``.
-        bytes_read: operands, each distinct array once; of an array that is only sliced or gathered from, the part.
-        bytes_written: results; of a result updated in place, the part.
+        flops: Floating-point operations.
+        transcendentals: Transcendental functions (exp, tanh, rsqrt, …). They are not part of ``flops``.
+        bytes_read: Bytes of the operands, each distinct array once. A sliced or gathered array counts with the part
+            that is read.
+        bytes_written: Bytes of the results. A result that is updated in place counts with the update.
     """
 
     flops: int = 0
@@ -116,25 +70,25 @@ class Cost:
         )
 
     def times(self, count: int) -> Cost:
-        """The cost of running it ``count`` times."""
+        """Return the cost of ``count`` runs."""
         return Cost(*(count * part for part in (self.flops, self.transcendentals, self.bytes_read, self.bytes_written)))
 
 
 def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
-    """Return (FLOPs, transcendentals) of one instruction, with everything it calls.
+    """Return (FLOPs, transcendentals) of an instruction and the computations that it calls.
 
     Args:
-        module: it belongs to.
-        instruction: which one.
-        types: the instructions of its computation by name, for the shapes of its operands.
+        module: Module of the instruction.
+        instruction: The instruction.
+        types: Instructions of its computation by name. They give the shapes of the operands.
     """
     opcode, elements = instruction.opcode, instruction.elements
     if opcode == "dot":
-        return _product(types[instruction.operands[0]], instruction.dimensions("lhs_contracting_dims"), elements), 0
+        return _dot_flops(types[instruction.operands[0]], instruction.dimensions("lhs_contracting_dims"), elements), 0
     if opcode == "convolution":
         return _convolution(types[instruction.operands[1]], instruction), 0
     if opcode == "custom-call":
-        return _library_product(instruction, types), 0
+        return _library_flops(instruction, types), 0
     if opcode in _ELEMENTWISE:
         return elements, 0
     if opcode in _TRANSCENDENTAL:
@@ -155,7 +109,7 @@ def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Ins
 
 
 def computation_arithmetic(module: Module, name: str) -> tuple[int, int]:
-    """Return (FLOPs, transcendentals) of a computation that is called from within a kernel."""
+    """Return (FLOPs, transcendentals) of a computation that a kernel calls."""
     body = module.computations.get(name, ())
     types = {instruction.name: instruction for instruction in body}
     found = [arithmetic(module, instruction, types) for instruction in body]
@@ -163,12 +117,12 @@ def computation_arithmetic(module: Module, name: str) -> tuple[int, int]:
 
 
 def cost(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> Cost:
-    """Return what one run of an instruction costs.
+    """Return the cost of one run of an instruction.
 
     Args:
-        module: it belongs to.
-        instruction: an instruction that is a kernel.
-        types: the instructions of its computation by name.
+        module: Module of the instruction.
+        instruction: An instruction that is a kernel.
+        types: Instructions of its computation by name.
     """
     flops, functions = arithmetic(module, instruction, types)
     operands = [types[name] for name in dict.fromkeys(instruction.operands) if name in types]
@@ -177,25 +131,25 @@ def cost(module: Module, instruction: Instruction, types: Mapping[str, Instructi
     return Cost(flops, functions, read, _bytes_written(module, instruction, types))
 
 
-def _product(left: Instruction, contracted: tuple[int, ...], elements: int) -> int:
+def _dot_flops(left: Instruction, contracted: tuple[int, ...], elements: int) -> int:
     return 2 * elements * math.prod(left.shapes[0].dimensions[axis] for axis in contracted)
 
 
 def _convolution(kernel: Instruction, instruction: Instruction) -> int:
-    """2 · outputs · kernel elements per output feature; padding is not taken off."""
+    """Return 2 · outputs · kernel elements per output feature. Padding counts too."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
     sizes = kernel.shapes[0].dimensions
     features = sizes[labels[1].index("o")] if labels else 1
     return 2 * instruction.elements * kernel.elements // max(features, 1)
 
 
-def _library_product(instruction: Instruction, types: Mapping[str, Instruction]) -> int:
-    """Of cuBLAS's matrix products and cuDNN's attention; 0 for other calls."""
+def _library_flops(instruction: Instruction, types: Mapping[str, Instruction]) -> int:
+    """Return the FLOPs of a matrix product in cuBLAS or of attention in cuDNN; 0 for other calls."""
     target, operands = instruction.attribute("custom_call_target"), [types.get(name) for name in instruction.operands]
     if "gemm" in target or "matmul" in target:
         axes = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
         if axes and operands and operands[0]:
-            return _product(operands[0], tuple(map(int, re.findall(r"\d+", axes[1]))), instruction.elements)
+            return _dot_flops(operands[0], tuple(map(int, re.findall(r"\d+", axes[1]))), instruction.elements)
     if "fmha" in target and operands and operands[0] and operands[1]:
         # q and k are (B, T, H, D) and (B, S, H, D), or (B, H, ·, D): q's elements times S, two products forward and
         # five backward, no discount for the mask.
@@ -213,7 +167,7 @@ def _sequence_length(instruction: Instruction, key: tuple[int, ...]) -> int:
 
 
 def _applications(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
-    """Of a map, reduction or scatter: how often its function is applied, times what one application costs."""
+    """Return the cost of a map, reduction or scatter: the number of applications times the cost of its function."""
     source = types.get(instruction.operands[-1 if instruction.opcode == "scatter" else 0])
     incoming = source.elements if source else instruction.elements
     if instruction.opcode == "map":
@@ -229,7 +183,10 @@ def _applications(module: Module, instruction: Instruction, types: Mapping[str, 
 
 
 def _select_and_scatter(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
-    """Every source element is put where its window has, by that many comparisons less one, the element to select."""
+    """Return the cost of a select-and-scatter.
+
+    Each source element takes (window − 1) comparisons to select an element of its window, and one scatter.
+    """
     sources = types[instruction.operands[1]].elements
     total = [0, 0]
     for name, times in (("select", sources * (_window(instruction) - 1)), ("scatter", sources)):
@@ -239,19 +196,19 @@ def _select_and_scatter(module: Module, instruction: Instruction, types: Mapping
 
 
 def _window(instruction: Instruction) -> int:
-    """Elements of it; 1 where none is printed."""
+    """Return the number of elements of the window; 1 if the text has none."""
     size = re.search(r"size=([\dx]+)", instruction.attributes)
     return math.prod(map(int, size[1].split("x"))) if size else 1
 
 
 def _fourier_transform(instruction: Instruction, types: Mapping[str, Instruction]) -> int:
-    """A complex product of four multiplications and additions an element and stage."""
+    """Return 8 operations (a complex product and sum) for each element and stage."""
     stages = math.prod(length.bit_length() - 1 for length in instruction.dimensions("fft_length"))
     return 2 * 4 * types[instruction.operands[0]].elements * stages
 
 
 def _parts_read(module: Module, instruction: Instruction) -> dict[str, int]:
-    """Bytes read of those operands of which only a part is."""
+    """Return the bytes read by operand, for the operands that are read in part."""
     if instruction.opcode in _READS_A_PART:
         return {instruction.operands[0]: instruction.bytes}
     if instruction.opcode == "dynamic-update-slice":
@@ -273,21 +230,21 @@ def _parts_read(module: Module, instruction: Instruction) -> dict[str, int]:
 
 
 def _part_of_parameter(parameter: Instruction, readers: Mapping[str, list[Instruction]]) -> int | None:
-    """Bytes that a fusion reads of a parameter; None if all of it.
+    """Return the bytes of a parameter that a fusion reads; None if it reads all.
 
-    An element-wise operation between the parameter and a slice is made for the elements of the slice alone.
+    An element-wise operation between the parameter and a slice computes only the elements of the slice.
     """
-    total, waiting = 0, [parameter.name]
+    total, pending = 0, [parameter.name]
     itemsize = parameter.bytes // max(parameter.elements, 1)
-    while waiting:
-        name = waiting.pop()
+    while pending:
+        name = pending.pop()
         for reader in readers.get(name, []):
             if reader.opcode in _READS_A_PART and reader.operands[0] == name:
                 total += reader.elements * itemsize
             elif not reader.root and (reader.opcode == "bitcast" or reader.opcode in _BY_ELEMENT):
-                waiting.append(reader.name)
+                pending.append(reader.name)
             elif reader.opcode == "dynamic-update-slice" and reader.operands[0] == name:
-                continue  # written in place: nothing of the old is read
+                continue  # an update in place reads nothing of the old array
             else:
                 return None
     return total
@@ -307,7 +264,7 @@ def _bytes_written(module: Module, instruction: Instruction, types: Mapping[str,
 
 
 def _result_bytes(result: Instruction, body: Mapping[str, Instruction]) -> int:
-    """Of one result of a fusion; a buffer that is updated in place counts with the update."""
+    """Return the bytes of one result of a fusion. A result that is updated in place counts with the update."""
     inner = result
     while inner.opcode == "bitcast" and inner.operands and inner.operands[0] in body:
         inner = body[inner.operands[0]]
@@ -317,7 +274,7 @@ def _result_bytes(result: Instruction, body: Mapping[str, Instruction]) -> int:
 
 
 def scratch(instruction: Instruction) -> Shape | None:
-    """A library call's scratch memory, which it returns as the last member of a tuple of bytes; None if it has none."""
+    """Return the scratch memory that a library call returns as the last member of a tuple; None if it has none."""
     *_, last = instruction.shapes
     has = instruction.opcode == "custom-call" and len(instruction.shapes) > 1 and last.dtype in ("s8", "u8")
     return last if has else None

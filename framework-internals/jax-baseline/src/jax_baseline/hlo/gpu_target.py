@@ -1,8 +1,8 @@
-"""The GPU's program on a machine without one: XLA compiles ahead of time for a description of an H200.
+"""Compiles the train step for an H200 ahead of time, on a machine without a GPU.
 
-The compiler is the one that a GPU machine has (the ``jax-cuda13-pjrt`` plugin), so fusions, buffers and collectives are
-what a GPU gets. What it would choose by trying it out, it cannot: tile sizes, and whether cuBLAS or Triton multiplies,
-are defaults here. Nothing is run, and nothing timed.
+XLA's compiler for GPUs (the ``jax-cuda13-pjrt`` plugin) compiles for a description of the device. Fusions, buffers and
+collectives are the same as on a GPU machine. XLA cannot autotune here, so tile sizes and the choice between cuBLAS and
+Triton are defaults. Nothing runs, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class GpuStep:
-    """The train step as a GPU would run it.
+    """The train step compiled for a GPU.
 
     Attributes:
-        text: optimised HLO.
-        compile_seconds: tracing, lowering and compiling took.
-        temporaries: bytes of scratch memory on one device.
-        arguments: bytes of weights, optimizer state and batch on one device.
-        versions: of what compiled it.
+        text: Optimised HLO.
+        compile_seconds: Time of tracing, lowering and compilation.
+        temporaries: Bytes of scratch memory on one device.
+        arguments: Bytes of weights, optimizer state and batch on one device.
+        versions: Versions of the compiler.
     """
 
     text: str
@@ -46,13 +46,13 @@ class GpuStep:
 
 
 def require_gpu_target() -> None:
-    """Check that the compiler for GPUs is installed, in the version of jaxlib.
+    """Check that the compiler for GPUs is installed in the version of jaxlib.
 
     Raises:
-        UserError: if not, with the remedy.
+        UserError: If it is not, with the remedy.
     """
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        raise UserError(f"the GPU's program needs XLA's compiler for GPUs; {REMEDY}")
+        raise UserError(f"compiling for a GPU needs XLA's compiler for GPUs; {REMEDY}")
     plugin, jaxlib = (importlib.metadata.version(name) for name in ("jax-cuda13-pjrt", "jaxlib"))
     if plugin != jaxlib:
         raise UserError(
@@ -64,22 +64,20 @@ def require_gpu_target() -> None:
 def compile_step_for_h200(
     model: GPTConfig, training: TrainConfig, *, attention: str = "xla", devices: int = 1, layout: Layout = "one device"
 ) -> GpuStep:
-    """Compile the train step for H200s, in a process of its own.
+    """Compile the train step for H200s in a separate process.
 
     Args:
-        model: the shape.
-        training: batch over all devices, dtype, optimizer.
+        model: Shape of the model.
+        training: Batch over all devices, dtype and optimizer.
         attention: ``xla``.
-        devices: how many GPUs of one host.
-        layout: of weights and optimizer state over them: whole on every device, or sharded (FSDP).
+        devices: Number of GPUs, all on one host.
+        layout: Layout of weights and optimizer state: replicated, or sharded (FSDP).
 
     Raises:
-        UserError: if the compiler for GPUs is not installed, or for an attention that it cannot compile.
+        UserError: If the compiler for GPUs is not installed, or cannot compile the attention.
     """
     if attention != "xla":
-        raise UserError(
-            f"without a GPU only XLA's own attention compiles (JAX asks cuDNN for its version), got {attention!r}"
-        )
+        raise UserError(f"without a GPU the attention must be xla (JAX asks cuDNN for its version), got {attention!r}")
     require_gpu_target()
     arguments = {
         "model": asdict(model),
@@ -88,13 +86,13 @@ def compile_step_for_h200(
         "devices": devices,
         "layout": layout,
     }
-    # The plug-in must not look for a GPU: arrays stay on the CPU, and only the compiler is used.
-    with RemoteObject(Target, arguments, environment={"JAX_PLATFORMS": "cpu"}) as worker:
+    # The plug-in must not search for a GPU. Arrays stay on the CPU, and only the compiler is used.
+    with RemoteObject(TargetCompiler, arguments, environment={"JAX_PLATFORMS": "cpu"}) as worker:
         return GpuStep(**worker.call("compile"))
 
 
-class Target:
-    """What the worker holds: a step that is ready to be compiled."""
+class TargetCompiler:
+    """Object in the worker process: the arguments of one compilation."""
 
     def __init__(
         self, model: Mapping[str, Any], training: Mapping[str, Any], attention: str, devices: int, layout: Layout
@@ -103,7 +101,7 @@ class Target:
         self._attention, self._devices, self._layout = attention, devices, layout
 
     def compile(self) -> dict[str, Any]:
-        """Compile; the fields of a :class:`GpuStep`."""
+        """Compile the step, and return the fields of a :class:`GpuStep`."""
         import jax
         import jax.numpy as jnp
         from jax.experimental import topologies

@@ -1,4 +1,4 @@
-"""The steps of a compiled program that do something: what each is, holds, costs, and what it serves."""
+"""Lists the kernels of a compiled program: kind, operations, cost, and part of the model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_baseline.hlo.cost import Cost, cost, scratch
-from jax_baseline.hlo.text import Instruction, Module, Place, Shape, member_name
+from jax_baseline.hlo.text import Instruction, Module, Shape, SourceLocation, member_name
 
 Phase = Literal["forward", "backward", "other"]
 Category = Literal[
-    "product", "attention", "collective", "gather/scatter", "reduction", "element-wise", "data movement", "library call"
+    "matmul", "attention", "collective", "gather/scatter", "reduction", "element-wise", "data movement", "library call"
 ]
 
 COLLECTIVES = frozenset(
@@ -29,66 +29,36 @@ COLLECTIVES = frozenset(
     )
     for suffix in ("", "-start")
 )
-# Names for memory that is already there: no kernel runs for them. The "-done" half of an asynchronous pair only waits.
+# Operations that only name existing memory. No kernel runs for them.
 _NO_KERNEL = frozenset(
     {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "partition-id", "replica-id"}
 )
 _CONTROL_FLOW = frozenset({"while", "conditional", "call"})
-_MOVES_DATA = frozenset(
-    [
-        "copy",
-        "copy-start",
-        "transpose",
-        "bitcast",
-        "bitcast-convert",
-        "reshape",
-        "broadcast",
-        "slice",
-        "dynamic-slice",
-        "dynamic-update-slice",
-        "concatenate",
-        "pad",
-        "iota",
-        "reverse",
-        "convert",
-        "tuple",
-        "get-tuple-element",
-    ]
-)
-# Their label says where a value is used, not where something is computed.
+_MOVES_DATA = frozenset({
+    "copy", "copy-start", "transpose", "bitcast", "bitcast-convert", "reshape", "broadcast", "slice", "dynamic-slice",
+    "dynamic-update-slice", "concatenate", "pad", "iota", "reverse", "convert", "tuple", "get-tuple-element",
+})  # fmt: skip
+# The label of these operations says where a value is used, not where it is computed.
 _CARRIES_NO_WORK = frozenset({"parameter", "constant", "broadcast", "bitcast", "tuple", "get-tuple-element", "iota"})
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _KIND = re.compile(r"kind=k(\w+)")
 _BACKEND_KIND = re.compile(r'"fusion(?:_backend)?_config":\{[^{}]*?"kind":"([^"]+)"')
 _WRAPPER = re.compile(r"^[\w.]+\((.*)\)$")
-# What JAX writes into names for its own control flow and transformations, and not a scope of the user's.
-_NOT_A_SCOPE = frozenset(
-    [
-        "while",
-        "body",
-        "cond",
-        "body_pred",
-        "branch_0_fun",
-        "branch_1_fun",
-        "closed_call",
-        "checkpoint",
-        "remat",
-        "rematted_computation",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "shard_map",
-    ]
-)
+# Names that JAX adds for its control flow and transformations. They are not scopes of the user.
+_NOT_A_SCOPE = frozenset({
+    "while", "body", "cond", "body_pred", "branch_0_fun", "branch_1_fun", "closed_call", "checkpoint", "remat",
+    "rematted_computation", "custom_jvp_call", "custom_vjp_call", "shard_map",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Label:
-    """Where an operation belongs.
+    """The label of an operation.
 
     Attributes:
         phase: forward, backward, or other (the update).
-        scopes: ``jax.named_scope`` names from the outermost in.
+        scopes: Names of ``jax.named_scope``, from the outermost to the innermost.
     """
 
     phase: Phase
@@ -102,25 +72,26 @@ class Label:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One step of the compiled program.
+    """One kernel of the compiled program.
 
     Attributes:
-        name: of the instruction.
+        name: Name of the instruction.
         kind: ``fusion loop``, ``fusion input``, ``fusion custom``, … for a fusion; ``custom call``; else the opcode.
-        target: of a custom call, or what the back end calls a custom fusion (``__triton_gemm``); empty otherwise.
-        category: what it mainly is.
-        ops: the operations inside by opcode, most frequent first; names for memory are left out.
-        dots: matrix products inside.
-        label: of the operation that does most of its work: a product if there is one, else the largest.
-        labels: of all operations inside, most elements first.
-        place: line of the user's source behind that operation; None where the compiler kept none.
-        calls: how often it runs, more than once in a loop.
-        cost: of one run.
-        whole_bytes: of all operands and results as if each were read and written whole, an operand that is named twice
-            counted twice: what XLA's CPU and generic analyses call "bytes accessed".
-        operands: names of the instructions it reads.
-        writes: the arrays of its result by name (``name[0]`` in a tuple), a library's scratch memory left out.
-        computation: the computation it calls, for quoting; empty if none.
+        target: Target of a custom call, or the back end's name of a custom fusion (``__triton_gemm``). Empty otherwise.
+        category: Main kind of work.
+        ops: Number of operations inside by opcode, most frequent first. Operations that only name memory are left out.
+        dots: Number of matrix products inside.
+        label: Label of the operation that does most of the work: a matrix product if there is one, else the largest.
+        labels: Labels of all operations inside, most elements first.
+        location: Line of the user's source of that operation. None if the compiler kept none.
+        calls: Number of runs. It is above 1 inside a loop.
+        cost: Cost of one run.
+        whole_bytes: Bytes of all operands and results, each whole, with repeated operands counted each time. XLA's CPU
+            and generic analyses call this "bytes accessed".
+        operands: Names of the instructions that it reads.
+        writes: Names and shapes of the arrays of its result (``name[0]`` in a tuple). A library's scratch memory is not
+            among them.
+        computation: Name of the computation that it calls. Empty if there is none.
     """
 
     name: str
@@ -131,7 +102,7 @@ class Kernel:
     dots: int
     label: Label
     labels: tuple[Label, ...]
-    place: Place | None
+    location: SourceLocation | None
     calls: int
     cost: Cost
     whole_bytes: int
@@ -141,33 +112,34 @@ class Kernel:
 
     @property
     def phase(self) -> Phase:
-        """Of the operation that does most of its work."""
+        """Phase of the operation that does most of the work."""
         return self.label.phase
 
     @property
     def region(self) -> str:
-        """Named scopes of the same, outermost first, joined by ``/``; empty where the compiler gave none."""
+        """Scopes of the same operation joined by ``/``. Empty if there are none."""
         return self.label.region
 
     @property
     def description(self) -> str:
-        """The kind, and by which name a library or a back end makes it."""
+        """Kind, and the name that a library or the back end has for the kernel."""
         return f"{self.kind}: {self.target}" if self.target else self.kind
 
     @property
     def total(self) -> Cost:
-        """Of all its runs in one run of the program."""
+        """Cost of all runs in one run of the program."""
         return self.cost.times(self.calls)
 
 
 def kernels(module: Module) -> list[Kernel]:
-    """Return the steps of a compiled program that do something, in the order of the program.
+    """Return the kernels of a compiled program in the order of execution.
 
-    What is inside a fusion is no step of its own; the body of a loop is listed once, with how often it runs.
+    A fusion is one kernel. The body of a loop is listed once, with its number of iterations.
     """
     return [
         _kernel(module, instruction, types, calls)
         for instruction, types, calls in _executed(module, module.entry, 1)
+        # The "-done" half of an asynchronous pair only waits.
         if instruction.opcode not in _NO_KERNEL and not instruction.opcode.endswith("-done")
     ]
 
@@ -183,14 +155,14 @@ def label_of(instruction: Instruction) -> Label:
         elif "jvp" in wrappers and phase == "other":
             phase = "forward"
         if part == "rematted_computation":
-            phase = "backward"  # the forward pass done again, for the gradient
+            phase = "backward"  # the backward pass computes the forward pass again
         if inner and not {"jit", "pjit"} & set(wrappers) and inner not in _NOT_A_SCOPE:
             scopes.append(inner)
     return Label(phase, tuple(scopes))
 
 
 def quote(module: Module, kernel: Kernel) -> str:
-    """The HLO text of what is inside a kernel: its computation, or its own line."""
+    """Return the HLO text of a kernel: the computation that it calls, or its line."""
     if kernel.computation:
         return module.lines[kernel.computation]
     return next(
@@ -211,7 +183,7 @@ def _executed(
             trips = instruction.trip_count if instruction.opcode == "while" else None
             condition = instruction.attribute("condition").lstrip("%")
             for name in instruction.callees:
-                # The condition is asked once more than the body runs; a loop of unknown length counts as one run.
+                # The condition runs once more than the body. A loop of unknown length counts as one iteration.
                 times = 1 if trips is None else trips + (name == condition)
                 yield from _executed(module, name, calls * times)
         else:
@@ -221,25 +193,25 @@ def _executed(
 def _kernel(module: Module, instruction: Instruction, types: dict[str, Instruction], calls: int) -> Kernel:
     inside = list(module.inside(instruction)) if instruction.opcode == "fusion" else [instruction]
     content = [one for one in inside if one.opcode not in ("parameter", "constant", "fusion")] or [instruction]
-    working = [one for one in content if one.opcode not in _CARRIES_NO_WORK] or content
-    chief = max(working, key=lambda one: (one.opcode == "dot", bool(one.op_name), one.elements))
-    weights = _weights(working) or _weights(_functions_of_its_own(module, inside))
-    if chief.opcode == "dot" or not weights:
-        label = label_of(chief if chief.op_name else instruction)
+    computing = [one for one in content if one.opcode not in _CARRIES_NO_WORK] or content
+    main = max(computing, key=lambda one: (one.opcode == "dot", bool(one.op_name), one.elements))
+    weights = _weights(computing) or _weights(_unshared_functions(module, inside))
+    if main.opcode == "dot" or not weights:
+        label = label_of(main if main.op_name else instruction)
     else:
         label = weights.most_common(1)[0][0]
     target = _TARGET.search(instruction.attributes) or _BACKEND_KIND.search(instruction.attributes)
-    ops = Counter(one.opcode for one in working)
+    ops = Counter(one.opcode for one in computing)
     return Kernel(
         name=instruction.name,
         kind=_kind(instruction),
         target=target[1] if target else "",
-        category=_category(instruction, target[1] if target else "", working),
+        category=_category(instruction, target[1] if target else "", computing),
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
         dots=ops["dot"],
         label=label,
         labels=tuple(found for found, _ in weights.most_common()),
-        place=module.place(chief) or module.place(instruction),
+        location=module.location(main) or module.location(instruction),
         calls=calls,
         cost=cost(module, instruction, types),
         whole_bytes=instruction.bytes + sum(types[name].bytes for name in instruction.operands if name in types),
@@ -250,7 +222,7 @@ def _kernel(module: Module, instruction: Instruction, types: dict[str, Instructi
 
 
 def _weights(instructions: Iterable[Instruction]) -> Counter[Label]:
-    """Elements by label."""
+    """Return the number of elements by label."""
     weights: Counter[Label] = Counter()
     for one in instructions:
         if one.op_name:
@@ -258,10 +230,10 @@ def _weights(instructions: Iterable[Instruction]) -> Counter[Label]:
     return weights
 
 
-def _functions_of_its_own(module: Module, inside: Sequence[Instruction]) -> Iterator[Instruction]:
-    """What the functions do that nothing else in the module uses.
+def _unshared_functions(module: Module, inside: Sequence[Instruction]) -> Iterator[Instruction]:
+    """Yield the instructions of the called functions that nothing else in the module calls.
 
-    XLA splits a long reduction in two, and only one of them keeps the label; the function of the other still has it.
+    XLA splits a long reduction in two and keeps the label of one. The function of the other still has the label.
     """
     users = Counter(name for body in module.computations.values() for one in body for name in one.callees)
     for name in (name for one in inside for name in one.callees if users[name] == 1):
@@ -282,20 +254,20 @@ def _kind(instruction: Instruction) -> str:
     return instruction.opcode
 
 
-def _category(instruction: Instruction, target: str, working: list[Instruction]) -> Category:
-    # Arithmetic on an index does not make a slice more than a slice.
-    ops = {one.opcode for one in working if one.elements > 1} or {one.opcode for one in working}
+def _category(instruction: Instruction, target: str, computing: list[Instruction]) -> Category:
+    # A slice stays a slice when it computes its index, a scalar.
+    ops = {one.opcode for one in computing if one.elements > 1} or {one.opcode for one in computing}
     if instruction.opcode in COLLECTIVES:
         return "collective"
     if "fmha" in target or "flash" in target:
         return "attention"
     if ops & {"dot", "convolution"} or re.search("gemm|matmul", target):
-        return "product"
+        return "matmul"
     if instruction.opcode == "custom-call":
         return "library call"
     if ops & {"gather", "scatter"}:
         return "gather/scatter"
-    if any(one.opcode in ("reduce", "reduce-window") for one in working):
+    if any(one.opcode in ("reduce", "reduce-window") for one in computing):
         return "reduction"
     return "data movement" if ops <= _MOVES_DATA else "element-wise"
 

@@ -1,7 +1,7 @@
-"""A fusion lock: what a program was fused into, kept in a file, so that a change of it fails a test.
+"""A fusion lock records the fusions of a program in a file, so that a test fails when they change.
 
-What is kept is what a reader of a fusion would call the same: region, phase, kind and the operations inside, and how
-many such kernels there are. Names, layouts, tile sizes and order may change.
+The lock has the number of kernels for each region, phase, kind and list of operations. Names, layouts, tile sizes and
+order may change.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_baseline.hlo.kernels import kernels
-from jax_baseline.hlo.summary import part_of_model
+from jax_baseline.hlo.summary import region_of, star_blocks
 from jax_baseline.hlo.text import parse
 
-FORMAT = 2  # 1 listed the functions of reductions among the operations
+FORMAT = 2  # format 1 counted the functions of reductions as operations
 
 Signature = tuple[str, str, str, str]  # region, phase, kind, operations
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A program's fusions.
+    """The fusions of a program.
 
     Attributes:
-        subject: what was compiled, in words.
-        versions: of what compiled it: ``{"jax": "0.10.2", "backend": "cpu"}``.
-        kernels: how many there are of each signature.
-        donated: arguments whose memory an output takes over.
+        subject: Description of the program.
+        versions: Versions of the compiler: ``{"jax": "0.10.2", "backend": "cpu"}``.
+        kernels: Number of kernels by signature.
+        donated: Number of arguments whose memory an output reuses.
     """
 
     subject: str
@@ -38,7 +38,7 @@ class Lock:
     donated: int
 
     def dump(self) -> str:
-        """The text of the file, one line a signature, so that a diff of two locks can be read."""
+        """Return the text of the file, with one line for each signature so that diffs are readable."""
         rows = [
             json.dumps([*signature, count], ensure_ascii=False) for signature, count in sorted(self.kernels.items())
         ]
@@ -49,54 +49,54 @@ class Lock:
 
 @dataclass(frozen=True)
 class Drift:
-    """How a program differs from its lock.
+    """The difference between a program and its lock. It is false if there is none.
 
     Attributes:
-        gone: signatures of the lock that are fewer now, and by how many.
-        new: signatures that are more now.
-        kernels: (in the lock, now).
-        donated: (in the lock, now).
-        versions: what compiled it then and now, where they differ: name to (then, now).
+        removed: Number of kernels that the program has fewer of than the lock, by signature.
+        added: Number of kernels that the program has more of than the lock, by signature.
+        kernels: Number of kernels in the lock and in the program.
+        donated: Number of donated arguments in the lock and in the program.
+        versions: Versions of the compiler that differ: name to (lock, program).
     """
 
-    gone: Mapping[Signature, int]
-    new: Mapping[Signature, int]
+    removed: Mapping[Signature, int]
+    added: Mapping[Signature, int]
     kernels: tuple[int, int]
     donated: tuple[int, int]
     versions: Mapping[str, tuple[str, str]]
 
     def __bool__(self) -> bool:
-        return bool(self.gone or self.new or self.donated[0] != self.donated[1])
+        return bool(self.removed or self.added or self.donated[0] != self.donated[1])
 
     def lines(self) -> list[str]:
-        """The differences in words, one a line, region by region."""
+        """Return one line for each difference, in the order of the regions."""
         found = []
-        for sign, signatures in (("−", self.gone), ("+", self.new)):
+        for sign, signatures in (("−", self.removed), ("+", self.added)):
             for (region, phase, kind, ops), count in sorted(signatures.items()):
                 found.append((region, phase, f"{sign} {count} × {kind} [{ops}]"))
         found.sort(key=lambda item: item[:2])
         lines = [f"{region or '(no scope)'}, {phase}: {text}" for region, phase, text in found]
         if self.donated[0] != self.donated[1]:
             lines.append(f"donated arguments: {self.donated[0]} in the lock, {self.donated[1]} now")
-        lines += [f"{name}: {then} made the lock, this is {now}" for name, (then, now) in self.versions.items()]
+        lines += [f"{name}: {then} in the lock, {now} now" for name, (then, now) in self.versions.items()]
         return lines
 
 
 def make_lock(text: str, *, subject: str, versions: Mapping[str, str]) -> Lock:
-    """Take the lock of an optimised module.
+    """Create the lock of an optimised module.
 
     Args:
-        text: of the module.
-        subject: what it is, in words.
-        versions: of what compiled it.
+        text: Text of the module.
+        subject: Description of the program.
+        versions: Versions of the compiler.
 
     Raises:
-        ValueError: if the text is no HLO module.
+        ValueError: If the text is not an HLO module.
     """
     module = parse(text)
     signatures: Counter[Signature] = Counter(
         (
-            part_of_model(kernel.label.scopes),
+            region_of(star_blocks(kernel.label.scopes)),
             kernel.phase,
             kernel.description,
             " ".join(op if count == 1 else f"{op}×{count}" for op, count in sorted(kernel.ops.items())),
@@ -110,7 +110,7 @@ def read_lock(text: str) -> Lock:
     """Read the text of a lock file.
 
     Raises:
-        ValueError: if it is not one, or of another format.
+        ValueError: If it is not a lock file, or has another format.
     """
     try:
         plain: Any = json.loads(text)
@@ -119,17 +119,17 @@ def read_lock(text: str) -> Lock:
     if not isinstance(plain, dict) or plain.get("format") != FORMAT:
         found = plain.get("format") if isinstance(plain, dict) else type(plain).__name__
         raise ValueError(
-            f"expected a fusion lock of format {FORMAT}, got {found!r}; make it anew with jax-baseline lock"
+            f"expected a fusion lock of format {FORMAT}, got {found!r}; write a new one with jax-baseline lock"
         )
     try:
         kernels_ = {(row[0], row[1], row[2], row[3]): row[4] for row in plain["kernels"]}
         return Lock(plain["subject"], plain["versions"], kernels_, plain["donated"])
     except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"not a whole fusion lock ({error!r}); make it anew with jax-baseline lock") from error
+        raise ValueError(f"expected a whole fusion lock ({error!r}); write a new one with jax-baseline lock") from error
 
 
 def compare_locks(then: Lock, now: Lock) -> Drift:
-    """Hold a program's lock of now against the one in a file; the result is false where nothing drifted."""
+    """Compare the lock in a file with the lock of a program."""
     before, after = Counter(then.kernels), Counter(now.kernels)
     return Drift(
         dict(before - after),
@@ -137,7 +137,7 @@ def compare_locks(then: Lock, now: Lock) -> Drift:
         (before.total(), after.total()),
         (then.donated, now.donated),
         {
-            name: (then.versions.get(name, "nothing"), now.versions.get(name, "nothing"))
+            name: (then.versions.get(name, "none"), now.versions.get(name, "none"))
             for name in sorted(then.versions.keys() | now.versions.keys())
             if then.versions.get(name) != now.versions.get(name)
         },

@@ -1,4 +1,4 @@
-"""How long each kernel of a compiled JAX function runs, from the profiler that comes with JAX."""
+"""Times the kernels of a compiled JAX function with JAX's profiler."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jax_baseline.hlo.xplane import read_instructions
 
 
 def kernel_seconds(run: Callable[[], Any], names: Collection[str], *, repeats: int) -> dict[str, float]:
-    """Profile a compiled function and return the time of its kernels in one run, on average.
+    """Profile a compiled function and return the mean time of each kernel in one run.
 
-    Compile with the options of :func:`jax_baseline.gpt.compilation.profiled`.
+    Compile the function with the options of :func:`jax_baseline.gpt.compilation.profiled`.
 
     Args:
-        run: runs the function once; what it returns is waited for.
-        names: of the instructions to look for.
-        repeats: runs under the profiler.
+        run: Runs the function once. The profiler waits for its results.
+        names: Names of the instructions.
+        repeats: Number of runs.
 
     Returns:
-        Seconds by name; a name that was never seen is missing.
+        Seconds by name. An instruction that did not run is missing.
     """
 
     def runs() -> None:
@@ -39,24 +39,24 @@ def kernel_seconds(run: Callable[[], Any], names: Collection[str], *, repeats: i
 
 
 def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
-    """Profile a call and return what ran: the HLO instruction and the seconds, once for every event.
+    """Profile a call and return the HLO instruction and the seconds of every event.
 
-    XLA gives each event of a device's timeline the name of the instruction behind it (``hlo_op``); an instruction that
-    is several launches, or that runs in a loop, has several events. On a CPU they are those of the thread pool's tasks.
+    XLA adds the name of the instruction (``hlo_op``) to each event on a device's timeline. An instruction has several
+    events if it is several launches or runs in a loop. On a CPU the events are tasks of the thread pool.
 
-    On a GPU, call it in a process that nothing else depends on (:class:`benchkit.processes.RemoteObject`) and in which
-    torch has profiled nothing: NVIDIA's profiling library serves one of them, and the other may abort.
+    On a GPU, call it in a separate process (:class:`benchkit.processes.RemoteObject`) in which torch has profiled
+    nothing. NVIDIA's profiling library supports one framework in a process and may abort the other.
 
     Args:
-        run: runs compiled functions, and waits for them.
+        run: Runs compiled functions and waits for them.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # every Python call as an event: none of them is an instruction
+    options.python_tracer_level = 0  # Python calls are not instructions
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             run()
         ran = [event for path in Path(folder).rglob("*.xplane.pb") for event in read_instructions(path.read_bytes())]
     if jax.default_backend() != "cpu":
-        # The GPU's streams alone: XLA's own lines ("XLA Ops") show the same kernels again, the host's their launches.
+        # Streams of the GPU only. XLA's lines ("XLA Ops") repeat the same kernels, and the host's lines are launches.
         ran = [event for event in ran if event.plane.startswith("/device:GPU") and event.line.startswith("Stream")]
     return [(event.instruction, event.seconds) for event in ran]

@@ -1,4 +1,4 @@
-"""StableHLO, what JAX hands to XLA, counted: the operations before any of them is fused."""
+"""Counts the operations of a StableHLO module, the input of XLA."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import re
 from collections import Counter
 
 _OPERATION = re.compile(r"(?:^|[\s\"=])(stablehlo|chlo|sdy|mhlo)\.(\w+)")
-# They hold values or structure, and become no work of their own.
+# Operations for values and structure, which need no work at run time.
 _NO_WORK = frozenset({"constant", "return", "tuple", "get_tuple_element"})
 
 
 def count_operations(text: str) -> Counter[str]:
-    """Return how often each operation stands in the text of a StableHLO module, a function's body once.
+    """Count each operation in the text of a StableHLO module. The body of a function counts once.
 
     Args:
         text: ``lowered.as_text()``.
 
     Raises:
-        ValueError: if there is no StableHLO in it.
+        ValueError: If the text contains no StableHLO.
     """
     if "stablehlo." not in text:
         raise ValueError(f"expected the text of a StableHLO module (lowered.as_text()), got {text[:60]!r}…")

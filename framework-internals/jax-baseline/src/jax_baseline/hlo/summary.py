@@ -1,4 +1,4 @@
-"""An optimised module in numbers: by kind of kernel, by part of the model, in all."""
+"""Counts of an optimised module: by kind of kernel, by part of the model, and in total."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_baseline.hlo.cost import Cost
 from jax_baseline.hlo.kernels import COLLECTIVES, Kernel, Phase, kernels
-from jax_baseline.hlo.text import Module, parse
+from jax_baseline.hlo.text import parse
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class RegionCount:
     """Kernels of one part of the model in one phase.
 
     Attributes:
-        region: the part, ``block*/attention``; empty for operations without a scope.
+        region: Name of the part, ``block*/attention``. Empty for operations without a scope.
         phase: forward, backward or other.
-        kernels: how many.
-        dots: matrix products inside.
-        flops: of all of them.
-        bytes: read and written by all of them.
-        seconds: they take in one run, where measured.
+        kernels: Number of kernels.
+        dots: Number of matrix products inside them.
+        flops: Floating-point operations of all of them.
+        bytes: Bytes that all of them read and write.
+        seconds: Time of all of them in one run. None if it was not measured.
     """
 
     region: str
@@ -38,25 +38,26 @@ class RegionCount:
 
 @dataclass(frozen=True)
 class Summary:
-    """An optimised module in numbers.
+    """Counts of an optimised module.
 
     Attributes:
-        kernels: steps of the program that do something, a loop's body once.
-        kinds: their number by kind, most frequent first.
-        dots: matrix products, alone or inside fusions; a library call that is one is a kind of its own.
-        collectives: by opcode.
-        donated: arguments whose memory an output takes over.
-        donated_bytes: their size.
-        arguments: how many there are.
-        argument_bytes: their size.
-        output_bytes: size of the results.
-        flops: of a run, loop bodies as often as they run.
-        transcendentals: likewise.
-        bytes: that kernels read and write in a run; of what is only sliced, gathered from or updated in place, a part.
-        whole_bytes: the same with every operand and result taken whole and loop bodies once, which is how XLA counts.
-        library_flops: the share of ``flops`` that calls of libraries do, which XLA does not count.
-        library_bytes: likewise of ``whole_bytes``.
-        regions: kernels by part of the model.
+        kernels: Number of kernels. The body of a loop counts once.
+        kinds: Number of kernels by kind, most frequent first.
+        dots: Number of matrix products, alone or inside fusions. Library calls are not among them.
+        collectives: Number of collectives by opcode.
+        donated: Number of arguments whose memory an output reuses.
+        donated_bytes: Bytes of these arguments.
+        arguments: Number of arguments.
+        argument_bytes: Bytes of all arguments.
+        output_bytes: Bytes of the results.
+        flops: Floating-point operations of one run. The body of a loop counts once for each iteration.
+        transcendentals: Transcendental functions of one run, likewise.
+        bytes: Bytes that the kernels read and write in one run. Of an array that is sliced, gathered from or updated
+            in place, only the touched part counts.
+        whole_bytes: Bytes of all operands and results, each whole, with the body of a loop once. XLA counts this way.
+        library_flops: Share of ``flops`` in library calls, which XLA does not count.
+        library_bytes: Share of ``whole_bytes`` in library calls.
+        regions: Counts by part of the model and phase.
     """
 
     kernels: int
@@ -81,62 +82,33 @@ class Summary:
         return asdict(self)
 
 
-def count_by_kind(found: Iterable[Kernel]) -> Counter[str]:
-    """Return how many kernels there are of each kind, custom calls and custom fusions by name."""
-    return Counter(kernel.description for kernel in found)
+def star_blocks(scopes: Sequence[str]) -> tuple[str, ...]:
+    """Merge numbered scopes: ("block3", "mlp") → ("block*", "mlp")."""
+    return tuple(re.sub(r"^([A-Za-z_.]+)\d+$", r"\1*", scope) for scope in scopes)
 
 
-def part_of_model(scopes: Sequence[str]) -> str:
-    """Name the part that scopes stand for, blocks of a number taken together: block3, attention, … → block*/attention.
+def region_of(starred: Sequence[str]) -> str:
+    """Return the part of the model for the scopes that :func:`star_blocks` returned; empty for no scope.
 
-    Two levels of a numbered part remain, one of any other: what follows are scopes a library opened for itself.
+    The part has two levels below a numbered scope and one level elsewhere. Deeper levels are scopes that libraries
+    open.
     """
-    parts = [re.sub(r"^([A-Za-z_]+)\d+$", r"\1*", part) for part in scopes]
-    depth = 2 if parts and parts[0].endswith("*") else 1
-    return "/".join(parts[:depth])
-
-
-def count_by_region(found: Iterable[Kernel], seconds: Mapping[str, float] | None = None) -> tuple[RegionCount, ...]:
-    """Add up kernels by part of the model and phase, in the order in which the parts first appear.
-
-    Args:
-        found: the kernels.
-        seconds: of one run by name of the kernel, where measured.
-    """
-    groups: dict[tuple[str, Phase], list[Kernel]] = {}
-    for kernel in found:
-        groups.setdefault((part_of_model(kernel.label.scopes), kernel.phase), []).append(kernel)
-    return tuple(
-        RegionCount(
-            region,
-            phase,
-            len(group),
-            sum(kernel.dots for kernel in group),
-            sum(kernel.total.flops for kernel in group),
-            sum(kernel.total.bytes for kernel in group),
-            sum(seconds.get(kernel.name, 0.0) for kernel in group) if seconds else None,
-        )
-        for (region, phase), group in groups.items()
-    )
+    return "/".join(starred[: 2 if starred and starred[0].endswith("*") else 1])
 
 
 def summarise(text: str, seconds: Mapping[str, float] | None = None) -> Summary:
     """Count what is in the text of an optimised HLO module.
 
     Args:
-        text: of the module.
-        seconds: of one run by name of the kernel, where measured.
+        text: Text of the module.
+        seconds: Time in one run by name of the kernel. None if it was not measured.
 
     Raises:
-        ValueError: if it is not one.
+        ValueError: If the text is not an HLO module.
     """
-    return summarise_module(parse(text), seconds)
-
-
-def summarise_module(module: Module, seconds: Mapping[str, float] | None = None) -> Summary:
-    """The same of a module that has been parsed."""
+    module = parse(text)
     found = kernels(module)
-    kinds = count_by_kind(found)
+    kinds = Counter(kernel.description for kernel in found)
     arguments = module.arguments
     libraries = [kernel for kernel in found if kernel.kind == "custom call"]
     total = sum((kernel.total for kernel in found), Cost())
@@ -156,5 +128,24 @@ def summarise_module(module: Module, seconds: Mapping[str, float] | None = None)
         whole_bytes=sum(kernel.whole_bytes for kernel in found),
         library_flops=sum(kernel.total.flops for kernel in libraries),
         library_bytes=sum(kernel.whole_bytes for kernel in libraries),
-        regions=count_by_region(found, seconds),
+        regions=_count_by_region(found, seconds),
+    )
+
+
+def _count_by_region(found: Iterable[Kernel], seconds: Mapping[str, float] | None) -> tuple[RegionCount, ...]:
+    """Add up kernels by part of the model and phase, in the order in which the parts first appear."""
+    groups: dict[tuple[str, Phase], list[Kernel]] = {}
+    for kernel in found:
+        groups.setdefault((region_of(star_blocks(kernel.label.scopes)), kernel.phase), []).append(kernel)
+    return tuple(
+        RegionCount(
+            region,
+            phase,
+            len(group),
+            sum(kernel.dots for kernel in group),
+            sum(kernel.total.flops for kernel in group),
+            sum(kernel.total.bytes for kernel in group),
+            sum(seconds.get(kernel.name, 0.0) for kernel in group) if seconds else None,
+        )
+        for (region, phase), group in groups.items()
     )

@@ -1,4 +1,4 @@
-"""The text of an HLO module as computations and instructions: the grammar alone, no judgement of what they cost."""
+"""Parses the text of an HLO module into computations and instructions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-# Bits of an element by the name HLO prints. Four-bit and narrower types are stored packed.
+# Bits of an element by HLO's name of the dtype. Types of four bits and fewer are packed.
 _BITS = {
     **dict.fromkeys(("pred", "s8", "u8"), 8),
     **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
@@ -43,18 +43,18 @@ _TABLE_ROW = re.compile(r"^(\d+) (.*)$")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 _BRACKET = re.compile(r'[()]|"(?:[^"\\]|\\.)*"')
 
-# Of every other opcode (reduce, scatter, sort, all-reduce, …) what it names says how two elements combine or compare.
-# A module keeps one such function for all of them, with the label and the line of whichever operation came first.
+# Opcodes that run the computations that they call. The computation of any other opcode (reduce, scatter, sort,
+# all-reduce, …) combines or compares two elements. A module shares it, with the label and the line of its first user.
 _RUNS_WHAT_IT_CALLS = frozenset({"async-start", "call", "conditional", "custom-call", "fusion", "map", "while"})
 
 
 @dataclass(frozen=True)
 class Shape:
-    """An array's element type and dimensions.
+    """Element type and dimensions of an array.
 
     Attributes:
-        dtype: as HLO prints it: ``f32``, ``bf16``, ``s32``, ``pred``.
-        dimensions: sizes, outermost logical dimension first.
+        dtype: HLO's name: ``f32``, ``bf16``, ``s32``, ``pred``.
+        dimensions: Sizes, outermost logical dimension first.
     """
 
     dtype: str
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """Bytes it takes; a token takes none."""
+        """Size in bytes. A token has 0."""
         bits = 8 if _EIGHT_BIT_FLOAT.match(self.dtype) else _BITS.get(self.dtype, 0)
         return math.ceil(self.elements * bits / 8)
 
@@ -76,8 +76,8 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where in the user's source an instruction comes from."""
+class SourceLocation:
+    """Line of the user's source that an instruction comes from."""
 
     file: str
     function: str
@@ -92,13 +92,13 @@ class Instruction:
     """One line of HLO.
 
     Attributes:
-        name: unique in its module.
-        shape: of the result, as printed: ``f32[16,128]{1,0}``, or a tuple in brackets.
+        name: Unique name in the module.
+        shape: Printed shape of the result: ``f32[16,128]{1,0}``, or a tuple in parentheses.
         opcode: ``fusion``, ``dot``, ``custom-call``, …
-        operands: names of the instructions it reads; empty for a parameter or a constant.
-        argument: what stands between the brackets: a parameter's number, a constant's value, the operands.
-        attributes: everything behind the operands.
-        root: whether it is the result of its computation.
+        operands: Names of the instructions that it reads. Empty for a parameter or a constant.
+        argument: Text in the parentheses: the number of a parameter, the value of a constant, or the operands.
+        attributes: Text after the parentheses.
+        root: Whether it is the result of its computation.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Instruction:
 
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
-        """The arrays of the result: one, or those of a tuple."""
+        """Shapes of the result: one array, or the members of a tuple."""
         return tuple(
             Shape(dtype, tuple(int(size.lstrip("<=")) for size in sizes.split(",") if size))
             for dtype, sizes in _SHAPE.findall(self.shape)
@@ -119,39 +119,39 @@ class Instruction:
 
     @property
     def elements(self) -> int:
-        """Number of elements of the (first) result."""
+        """Number of elements of the first array of the result."""
         return self.shapes[0].elements if self.shapes else 0
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result, a tuple's members together."""
+        """Bytes of the result, summed over the members of a tuple."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property
     def callees(self) -> tuple[str, ...]:
-        """Names of the computations this instruction calls."""
+        """Names of the computations that this instruction calls."""
         found = (single or several for single, several in _CALLEES.findall(self.attributes))
         return tuple(name.strip().lstrip("%") for group in found for name in group.split(","))
 
     @property
     def op_name(self) -> str:
-        """JAX's name for the operation, scopes included: ``jit(step)/jvp(block0)/mlp/dot_general``; empty if none."""
+        """JAX's name of the operation with its scopes: ``jit(step)/jvp(block0)/mlp/dot_general``. Empty if none."""
         match = _OP_NAME.search(self.attributes)
         return match[1] if match else ""
 
     @property
     def trip_count(self) -> int | None:
-        """How often a ``while`` runs, where the compiler knows."""
+        """Number of iterations of a ``while``. None if the compiler does not know it."""
         match = _TRIP_COUNT.search(self.attributes)
         return int(match[1]) if match else None
 
     def attribute(self, name: str) -> str:
-        """The text of ``name=…`` up to the next comma outside braces; empty if there is none."""
+        """Return the text of ``name=…`` up to the next comma outside braces; empty if there is none."""
         match = re.search(rf"\b{name}=(\{{[^}}]*\}}|\"[^\"]*\"|[^,\s]+)", self.attributes)
         return match[1].strip('"') if match else ""
 
     def dimensions(self, name: str) -> tuple[int, ...]:
-        """The numbers of ``name={0,2}``."""
+        """Return the numbers of ``name={0,2}``."""
         return tuple(int(number) for number in re.findall(r"\d+", self.attribute(name)))
 
 
@@ -160,12 +160,12 @@ class Module:
     """A parsed HLO module.
 
     Attributes:
-        name: ``jit_step``.
-        entry: name of the computation that is run.
-        computations: instructions by computation.
-        lines: the printed text of each computation, for quoting.
-        donated: numbers of the parameters whose memory an output takes over.
-        tables: the source locations at the top of the text, by table.
+        name: Name of the module: ``jit_step``.
+        entry: Name of the entry computation.
+        computations: Instructions by computation.
+        lines: Text of each computation.
+        donated: Numbers of the parameters whose memory an output reuses.
+        tables: Tables of source locations at the top of the text.
     """
 
     name: str
@@ -176,47 +176,42 @@ class Module:
     tables: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property
-    def undecided(self) -> str:
-        """What the program decides when it runs, and a count of its work therefore assumes; empty if nothing."""
+    def assumptions(self) -> str:
+        """What the counts assume about loops and branches that the program decides at run time. Empty if nothing."""
         every = [one for instructions in self.computations.values() for one in instructions]
         loops = sum(one.opcode == "while" and one.trip_count is None for one in every)
         branches = sum(one.opcode == "conditional" for one in every)
-        parts = [f"{loops} loops of unknown length count as one run each"] if loops else []
-        parts += [f"{branches} conditionals with all of their branches"] if branches else []
+        parts = [f"{loops} loops of unknown length count as one iteration each"] if loops else []
+        parts += [f"{branches} conditionals count with all branches"] if branches else []
         return ", ".join(parts)
 
     @property
     def arguments(self) -> dict[int, Instruction]:
-        """The entry computation's parameters by number."""
+        """Parameters of the entry computation by number."""
         return {int(one.argument): one for one in self.computations[self.entry] if one.opcode == "parameter"}
 
     @property
-    def parameters(self) -> int:
-        """How many arrays the entry computation takes."""
-        return len(self.arguments)
-
-    @property
     def result(self) -> Instruction:
-        """The entry computation's root."""
+        """Root of the entry computation."""
         return next(one for one in self.computations[self.entry] if one.root)
 
     def inside(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The instruction itself and everything it runs, at any depth; the function of a reduction is not among it."""
+        """Yield the instruction and all instructions that it runs, without the functions of reductions."""
         yield instruction
         for name in instruction.callees if instruction.opcode in _RUNS_WHAT_IT_CALLS else ():
             for inner in self.computations.get(name, ()):
                 yield from self.inside(inner)
 
-    def place(self, instruction: Instruction) -> Place | None:
-        """The innermost frame outside installed packages that made the instruction; the innermost of all if none is."""
+    def location(self, instruction: Instruction) -> SourceLocation | None:
+        """Return the innermost frame outside installed packages, or else the innermost frame; None without frames."""
         if match := _FILE_AND_LINE.search(instruction.attributes):
-            return Place(match[1], "", int(match[2]))
+            return SourceLocation(match[1], "", int(match[2]))
         match = _FRAME.search(instruction.attributes)
         frames = self._frames(int(match[1])) if match else []
-        return next((place for place in frames if "site-packages" not in place.file), frames[0] if frames else None)
+        return next((frame for frame in frames if "site-packages" not in frame.file), frames[0] if frames else None)
 
-    def _frames(self, number: int) -> list[Place]:
-        """The call stack behind a frame's number, innermost first."""
+    def _frames(self, number: int) -> list[SourceLocation]:
+        """Return the call stack of a frame's number, innermost first."""
         stack, found, seen = self.tables.get("StackFrames", {}), [], set()
         while number in stack and number not in seen:
             seen.add(number)
@@ -225,21 +220,21 @@ class Module:
                 int(part) for part in re.findall(r"=(\d+)", self.tables["FileLocations"][location])[:3]
             )
             names = (self.tables["FileNames"][file].strip('"'), self.tables["FunctionNames"][function].strip('"'))
-            found.append(Place(*names, line))
+            found.append(SourceLocation(*names, line))
             number = parent - self._parents_are_one_high
         return found
 
     @cached_property
     def _parents_are_one_high(self) -> bool:
-        """Whether parents are printed with one added: then the outermost frames seem to be their own parents."""
+        """Whether the text adds one to the parents' numbers. The outermost frames then name themselves as parents."""
         return any(f"parent_frame_id={number}" in row for number, row in self.tables.get("StackFrames", {}).items())
 
 
 def parse(text: str) -> Module:
-    """Read the text of an HLO module, as ``compiled.as_text()`` gives it.
+    """Parse the text of an HLO module, as ``compiled.as_text()`` returns it.
 
     Raises:
-        ValueError: if there is no entry computation in it.
+        ValueError: If the text has no entry computation.
     """
     computations: dict[str, tuple[Instruction, ...]] = {}
     quoted: dict[str, str] = {}
@@ -275,12 +270,12 @@ def parse(text: str) -> Module:
 
 
 def member_name(instruction: Instruction, index: int) -> str:
-    """An array of an instruction's result: its name, with the number of the member if it is a tuple."""
+    """Return the name of an array of an instruction's result, with its index if the result is a tuple."""
     return f"{instruction.name}[{index}]" if instruction.shape.startswith("(") else instruction.name
 
 
 def _instruction(name: str, rest: str, root: bool) -> Instruction:
-    """Split ``shape opcode(operands), attributes``; a tuple's shape has brackets and blanks of its own."""
+    """Split ``shape opcode(operands), attributes``. The shape of a tuple contains parentheses and blanks."""
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     match = _OPCODE.match(rest, end)
     if match is None:
@@ -301,13 +296,13 @@ def _instruction(name: str, rest: str, root: bool) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index of the bracket that closes the one at ``start``, strings skipped."""
+    """Return the index of the parenthesis that closes the one at ``start``. Strings are skipped."""
     depth = 0
     for match in _BRACKET.finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match[0], 0)
         if depth == 0:
             return match.start()
-    raise ValueError(f"a bracket is never closed in the HLO text {text[start : start + 80]!r}")
+    raise ValueError(f"a parenthesis is never closed in the HLO text {text[start : start + 80]!r}")
 
 
 def _donated(first_line: str) -> frozenset[int]:

@@ -1,11 +1,10 @@
-"""A profile of JAX's (``*.xplane.pb``) read from its bytes: which HLO instruction ran, on which line, for how long.
+"""Reads the bytes of a JAX profile (``*.xplane.pb``): HLO instructions, their timelines and their times.
 
-``jax.profiler.ProfileData`` reads the same in C++, in the process that was profiled. There NVIDIA's profiling library
-(CUPTI) can have left a damaged heap behind (jax-ml/jax#15384 and #40260, pytorch/pytorch#195207), and the many small
-allocations of that reader are where it shows: the process aborts. Bytes can be read by any process, and durations keep
-their picoseconds.
+``jax.profiler.ProfileData`` reads the same file in C++. NVIDIA's profiling library (CUPTI) can damage the heap of the
+profiled process (jax-ml/jax#15384 and #40260, pytorch/pytorch#195207), and the many small allocations of that reader
+then abort the process. This reader also keeps the picoseconds of durations.
 
-The messages are those of ``tsl/profiler/protobuf/xplane.proto``; the wire format is protobuf's.
+The messages are defined in ``tsl/profiler/protobuf/xplane.proto``. The encoding is protobuf's wire format.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _STAT_ID, _STAT_STRING, _STAT_REFERENCE = 1, 5, 7
 _VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
 
 
-class Ran(NamedTuple):
-    """One event.
+class ProfileEvent(NamedTuple):
+    """One event of a profile.
 
     Attributes:
-        plane: a device (``/device:GPU:0``) or the host.
-        line: of that plane: a stream or a thread.
-        instruction: of the optimised HLO.
-        seconds: it took.
+        plane: A device (``/device:GPU:0``) or the host.
+        line: A stream or a thread of the plane.
+        instruction: Name of the instruction in the optimised HLO.
+        seconds: Duration.
     """
 
     plane: str
@@ -42,14 +41,14 @@ class Ran(NamedTuple):
     seconds: float
 
 
-def read_instructions(profile: bytes) -> Iterator[Ran]:
-    """Yield the events of a profile that name the HLO instruction behind them (``hlo_op``).
+def read_instructions(profile: bytes) -> Iterator[ProfileEvent]:
+    """Yield the events that have the name of an HLO instruction (``hlo_op``).
 
     Args:
-        profile: a serialised ``XSpace``.
+        profile: A serialised ``XSpace``.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: If the bytes are not a serialised ``XSpace``.
     """
     view = memoryview(profile)
     for number, plane in _fields(view):
@@ -57,7 +56,7 @@ def read_instructions(profile: bytes) -> Iterator[Ran]:
             yield from _plane_events(_message(plane))
 
 
-def _plane_events(plane: memoryview) -> Iterator[Ran]:
+def _plane_events(plane: memoryview) -> Iterator[ProfileEvent]:
     name, lines, names = "", [], {}
     for number, value in _fields(plane):
         if number == _PLANE_NAME:
@@ -85,18 +84,18 @@ def _plane_events(plane: memoryview) -> Iterator[Ran]:
                     if stat.get(_STAT_ID) in wanted:
                         instruction = _stat_text(stat, names)
             if instruction:
-                yield Ran(name, line_name, instruction, picoseconds * 1e-12)
+                yield ProfileEvent(name, line_name, instruction, picoseconds * 1e-12)
 
 
 def _stat_text(stat: dict[int, int | memoryview], names: dict[int | memoryview, str]) -> str:
-    """A string, or a reference to the name of another statistic, which is how a repeated string is kept once."""
+    """Return the string of a statistic. A repeated string is a reference to the name of another statistic."""
     if _STAT_REFERENCE in stat:
         return names.get(stat[_STAT_REFERENCE], "")
     return _text(stat.get(_STAT_STRING, memoryview(b"")))
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """The fields of a message in order: numbers of eight or four bytes as those bytes."""
+    """Yield the fields of a message in order. Fixed-size numbers are returned as bytes."""
     at, end = 0, len(message)
     while at < end:
         tag, at = _varint(message, at)
@@ -112,13 +111,13 @@ def _fields(message: memoryview) -> Iterator[tuple[int, int | memoryview]]:
         else:
             raise ValueError(f"expected a serialised XSpace, got a field of wire type {kind}")
         if at + length > end:
-            raise ValueError("expected a serialised XSpace, got one that is cut off")
+            raise ValueError("expected a serialised XSpace, got a truncated one")
         yield number, message[at : at + length]
         at += length
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """An integer of seven bits a byte, and where it ends."""
+    """Return an integer of seven bits a byte, and the index after it."""
     value = shift = 0
     for index in range(at, len(message)):
         byte = message[index]
@@ -126,13 +125,13 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, index + 1
         shift += 7
-    raise ValueError("expected a serialised XSpace, got one that is cut off")
+    raise ValueError("expected a serialised XSpace, got a truncated one")
 
 
 def _message(value: int | memoryview) -> memoryview:
     if isinstance(value, int):
-        # It is the bytes that are wrong, not the type of an argument.
-        raise ValueError("expected a serialised XSpace, got a number in the place of a message")  # noqa: TRY004
+        # The bytes are wrong, not the type of an argument.
+        raise ValueError("expected a serialised XSpace, got a number instead of a message")  # noqa: TRY004
     return value
 
 

@@ -26,18 +26,18 @@ Quantity = Literal["loss", "gradient norm", "gradients", "weights", "optimizer s
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
 
-# The candidate may deviate this many times as far as the controls. NOTES.md has the measurements behind the numbers: the
-# ratio for a control against the other controls, and for a correct candidate against all controls.
+# The candidate may deviate this many times as far as the controls. NOTES.md has the measurements behind the numbers:
+# the ratio for a control against the other controls, and for a correct candidate against all controls.
 TIMES_CONTROL: Mapping[str, float] = {"float64": 4.0, "float32": 4.0, "bfloat16": 3.0}
 
-# A loss or a norm is a single number, and the few controls may all agree with the reference by accident at one step. The
-# first steps therefore share one bound: the largest deviation of the controls in any of them. The distance of an array
-# is a sum over many elements, where this does not happen.
+# A loss or a norm is a single number, and the few controls may all agree with the reference by accident at one step.
+# The first steps therefore share one bound: the largest deviation of the controls in any of them. The distance of an
+# array is a sum over many elements, where this does not happen.
 _SHARED_STEPS = 8
 
-# Smallest bounds, in units of the epsilon of the accumulation dtype. They apply when the controls happen to round as the
-# reference does. The loss is a mean over thousands of tokens, the norm a sum over a million gradients, and a gradient
-# passes every matrix product of the model twice.
+# Smallest bounds, in units of the epsilon of the accumulation dtype. They apply when the controls happen to round as
+# the reference does. The loss is a mean over thousands of tokens, the norm a sum over a million gradients, and a
+# gradient passes every matrix product of the model twice.
 _FLOOR_EPS: Mapping[Quantity, float] = {
     "loss": 8,
     "gradient norm": 32,
@@ -246,9 +246,9 @@ class Comparison:
 def compare(
     batches: Sequence[tuple[Tokens, Tokens]],
     *,
-    reference: Side,
-    candidate: Side,
-    controls: Sequence[Side],
+    reference: Adapter,
+    candidate: Adapter,
+    controls: Sequence[Adapter],
     dtype: str,
 ) -> Comparison:
     """Take the same steps with all implementations and compare what they observe.
@@ -267,7 +267,7 @@ def compare(
     if dtype not in TIMES_CONTROL:
         raise ValueError(f"dtype must be one of {', '.join(TIMES_CONTROL)}, got {dtype!r}")
     if not controls:
-        raise ValueError("expected at least one control, got none; pass the reference with other rounding")
+        raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
     adapters = (reference, candidate, *controls)
     losses: list[list[float]] = [[] for _ in adapters]
     deviations: list[list[Deviation]] = [[] for _ in adapters[1:]]
@@ -286,7 +286,7 @@ def compare(
     return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters, dtype))
 
 
-def judge(
+def compare_observations(
     reference: Sequence[Observation],
     candidate: Sequence[Observation],
     *,
@@ -336,7 +336,7 @@ def distance(expected: Arrays, found: Arrays) -> Distance:
     """
     if expected.keys() != found.keys():
         different = sorted(expected.keys() ^ found.keys())
-        raise ValueError(f"only one of the two has {different}; both must have the same parameters")
+        raise ValueError(f"the implementations differ in {different}; both must have the same parameters")
     squares = {
         name: (_square(array.astype(np.float64) - found[name]), _square(array)) for name, array in expected.items()
     }

@@ -1,1 +1,1 @@
-"""The report: sentences, tables and figures, computed from the records alone."""
+"""The report: sentences, tables and figures, computed from the records only."""

@@ -1,0 +1,269 @@
+"""The dispatcher of this process, through torch's private API: tables, kernels, registration, autograd nodes.
+
+Together with :mod:`~dispatcher_trace.capture.key_sets` and :mod:`~dispatcher_trace.capture.wrapped_numbers` this is
+where the package uses private names of torch. :func:`missing_apis` names those that a torch version lacks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dispatcher_trace.capture.key_sets import key_member
+from dispatcher_trace.capture.wrapped_numbers import wrapped_number
+
+SUPPORTED = "2.10 to 2.15"
+
+_PRIVATE = (
+    "DispatchKey",
+    "DispatchKeySet",
+    "DisableTorchFunctionSubclass",
+    "TensorBase",
+    "_ForceDispatchKeyGuard",
+    "_current_autograd_node",
+    "_dispatch_dump_table",
+    "_dispatch_get_all_op_names",
+    "_dispatch_get_computed_kernel_for_dispatch_key",
+    "_dispatch_key_for_device",
+    "_dispatch_keys",
+    "_dispatch_keyset_full_after",
+    "_dispatch_library",
+    "_dispatch_tls_local_exclude_set",
+    "_dispatch_tls_local_include_set",
+    "_get_schema",
+    "_storage_address",
+)
+
+# "CPU: fallthrough registered at /build/…/File.cpp:12 [backend fallback]"
+_LINE = re.compile(r"^(\w+): (fallthrough )?registered at (.+):(\d+) \[(.+)\]$")
+# Build machines and installations put their own folders before these.
+_SOURCE_ROOT = re.compile(r"^.*/(?=(?:aten/src|torch/csrc|build/aten/src|c10|torchgen|torch)/)")
+_MAX_NEAR_NAMES = 6
+
+
+def missing_apis() -> list[str]:
+    """The private names that this package needs and this torch does not have."""
+    missing = [f"torch._C.{name}" for name in _PRIVATE if not hasattr(torch._C, name)]
+    hooks = ("set_code_exec_strategy", "_FrameAction", "_FrameExecStrategy")
+    missing += [f"torch._C._dynamo.eval_frame.{n}" for n in hooks if not hasattr(torch._C._dynamo.eval_frame, n)]
+    missing += [] if hasattr(torch._C._profiler, "_RecordFunctionFast") else ["torch._C._profiler._RecordFunctionFast"]
+    missing += [] if hasattr(torch._library.custom_ops, "OPDEFS") else ["torch._library.custom_ops.OPDEFS"]
+    missing += [] if hasattr(torch._C._FunctionBase, "_sequence_nr") else ["torch._C._FunctionBase._sequence_nr"]
+    missing += [] if hasattr(torch._C._autograd, "_profiler_enabled") else ["torch._C._autograd._profiler_enabled"]
+    if not missing:
+        kernel = kernel_of("aten::add.Tensor", "CPU")
+        missing += [] if hasattr(kernel, "call_boxed") else ["torch._C._SafeKernelFunction.call_boxed"]
+        missing += [] if table("aten::add.Tensor") else ["the line format of torch._C._dispatch_dump_table"]
+        strong = torch.result_type(torch.ones((), dtype=torch.float16), wrapped_number(0.5)) != torch.float16
+        missing += ["wrapped numbers among saved tensors (grad_fn._saved_other)"] if strong else []
+    return missing
+
+
+def require_apis() -> None:
+    """Refuse a torch without the private API that this package needs.
+
+    Raises:
+        RuntimeError: Naming what is missing and the supported versions.
+    """
+    if missing := missing_apis():
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {', '.join(missing)}; dispatcher_trace supports torch {SUPPORTED}"
+        )
+
+
+# -- tables and kernels -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One cell of an operator's dispatch table.
+
+    Attributes:
+        kind: The dispatcher's own term: ``kernel``, ``autograd kernel``, ``math kernel`` (composite; differentiable
+            through the operators that it calls), ``default backend kernel`` (composite; has its own derivative),
+            ``backend fallback``.
+        fallthrough: Whether the dispatcher skips the key.
+        file: Source file of the registration, relative to the root of the source tree.
+        line: Line in the file; 0 for a Python registration without one.
+    """
+
+    kind: str
+    fallthrough: bool
+    file: str
+    line: int
+
+    @property
+    def torch_python(self) -> bool:
+        """Whether the kernel is a Python function of torch that is registered at this very key.
+
+        Such a cell cannot be shimmed and restored. Torch also keeps Python kernels in a second map, by operator and
+        key. It consults that map while a Python mode is active, and removing a registration does not clear it: after
+        the shims are gone, a fake tensor would find one of them instead of, for example, a meta kernel. A kernel that
+        the table shows under an alias key (``torch.library.custom_op``: composite, autograd) is in the map under the
+        alias, so a shim at the key itself does not collide with it.
+        """
+        return self.kind == "kernel" and self.file.startswith("torch/") and self.file.endswith(".py")
+
+    @property
+    def where(self) -> str:
+        """``file:line``."""
+        return f"{self.file}:{self.line}"
+
+
+Table = Mapping[str, Registration]
+
+
+def operators() -> list[str]:
+    """All registered operators with their overloads (``aten::add.Tensor``), sorted."""
+    return sorted(torch._C._dispatch_get_all_op_names())
+
+
+def table(operator: str) -> Table:
+    """The dispatch table of an operator, by the names of the keys; empty for an unknown operator."""
+    return _parse_table(torch._C._dispatch_dump_table(operator))
+
+
+def table_of(operator: str) -> Table:
+    """The dispatch table of an operator, by the names of the keys.
+
+    Raises:
+        ValueError: If there is no such operator; the message has near names.
+    """
+    if not torch._C._dispatch_dump_table(operator):
+        raise ValueError(f"no operator {operator!r}{near_names(operator, operators())}")
+    return table(operator)
+
+
+def near_names(wanted: str, known: Sequence[str]) -> str:
+    """``; near names: a, b`` for an error message, or nothing.
+
+    Names are also compared without namespace, so that ``add.tensor`` finds ``aten::add.Tensor``.
+    """
+    by_key: dict[str, str] = {}
+    for name in known:
+        by_key[name.lower()] = name
+        by_key.setdefault(name.partition("::")[2].lower(), name)
+    close = difflib.get_close_matches(wanted.lower(), by_key, n=5, cutoff=0.6)
+    # The overloads of an operator come first: difflib would count the letters of a long overload against them.
+    overloads = [name for key, name in by_key.items() if key.partition(".")[0] == wanted.lower()]
+    names = list(dict.fromkeys([*overloads, *(by_key[match] for match in close)]))[:_MAX_NEAR_NAMES]
+    return f"; near names: {', '.join(names)}" if names else ""
+
+
+def custom_kernel_at(operator: str) -> str:
+    """``file:line`` of the function that ``torch.library.custom_op`` made the operator from; empty for others.
+
+    The dispatch table names the line of torch that registers all such operators.
+    """
+    definition = torch._library.custom_ops.OPDEFS.get(operator.partition(".")[0])
+    if definition is None:
+        return ""
+    code = inspect.unwrap(definition._init_fn).__code__
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"
+
+
+@functools.lru_cache(maxsize=8192)
+def _parse_table(text: str) -> Table:
+    """Parse a dump. The cache is keyed by its text, so a changed registration never gets an old entry."""
+    cells = {}
+    for line in text.splitlines():
+        if match := _LINE.match(line):
+            key, fallthrough, file, number, kind = match.groups()
+            cells[key] = Registration(kind, fallthrough is not None, _SOURCE_ROOT.sub("", file), int(number))
+    return cells
+
+
+def dumps() -> dict[str, str]:
+    """The dispatcher's own dump of every table, by operator, to compare before and after."""
+    return {operator: torch._C._dispatch_dump_table(operator) for operator in operators()}
+
+
+def schema(operator: str) -> Any:
+    """The operator's ``torch._C.FunctionSchema``."""
+    name, _, overload = operator.partition(".")
+    return torch._C._get_schema(name, overload)
+
+
+def kernel_of(operator: str, key: str) -> Any:
+    """The kernel at (operator, key); its ``call_boxed(keyset, *args, **kwargs)`` runs it."""
+    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(operator, key_member(key))
+
+
+def registrar(namespace: str) -> Any:
+    """A library handle: ``impl(name, key, function, True)`` registers a Python kernel that gets the key set.
+
+    Its ``reset()`` removes everything that it registered. It is the object inside ``torch.library.Library``, whose own
+    ``impl`` would spend most of 60,000 registrations on bookkeeping that they do not need.
+    """
+    return torch._C._dispatch_library("IMPL", namespace, "")
+
+
+# -- tensors and autograd nodes ---------------------------------------------------------------------------------------
+
+
+def tensor_constructor(name: str) -> Callable[..., Any]:
+    """The method of torch's tensor base class that makes a tensor of a Python subclass."""
+    constructor: Callable[..., Any] = getattr(torch._C.TensorBase, name)
+    return constructor
+
+
+def without_subclass_code() -> AbstractContextManager[None]:
+    """A context in which reading an attribute of a tensor subclass does not run the subclass's code."""
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage object; 0 for a tensor without storage.
+
+    ``untyped_storage()`` would also make a Python object that counts as a second owner of the storage. Autograd then
+    adds gradients out of place instead of in place.
+    """
+    try:
+        address: int = torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+        return address
+    except (RuntimeError, NotImplementedError):  # sparse, nested and functorch tensors
+        return 0
+
+
+def running_node() -> Any:
+    """The autograd node whose backward runs on this thread, or None."""
+    return torch._C._current_autograd_node()
+
+
+def sequence_number(node: Any) -> int:
+    """The sequence number of an autograd node: the order in which its thread made the nodes."""
+    number: int = node._sequence_nr()
+    return number
+
+
+# -- torch.compile and the profiler -----------------------------------------------------------------------------------
+
+
+def hide_from_compiler(function: Callable[..., Any]) -> None:
+    """Make Dynamo skip every call of this function's code, and all Python code that the function calls."""
+    hooks = torch._C._dynamo.eval_frame
+    skip = hooks._FrameAction.SKIP
+    hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(skip, skip))
+
+
+OWN_WORK = "dispatcher_trace's own work"
+
+
+def own_work() -> AbstractContextManager[Any]:
+    """A span named :data:`OWN_WORK` in a running profile: the operators inside it are the tracer's, not the user's."""
+    return torch._C._profiler._RecordFunctionFast(OWN_WORK)
+
+
+def profiler_enabled() -> bool:
+    """Whether a profiler runs in this process."""
+    return torch._C._autograd._profiler_enabled()

@@ -1,0 +1,112 @@
+"""Dispatch key sets, as the integers of their bits: comparable, hashable, and JSON."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+KeyBits = int
+
+_ANY_BACKEND = re.compile(r"^StartOf(\w+)(?:FunctionalityBackends|Backends)$")
+
+# Read once: torch makes a new mapping at every access, and an installation looks up 65,000 keys.
+_KEYS: Mapping[str, Any] = torch._C.DispatchKey.__members__
+
+
+def known_key(name: str) -> bool:
+    """Whether Python has a name for that dispatch key; a few keys of the tables have none."""
+    return name in _KEYS
+
+
+def key_member(name: str) -> Any:
+    """The ``torch._C.DispatchKey`` of that name."""
+    return _KEYS[name]
+
+
+def key_set(bits: KeyBits) -> Any:
+    """The ``DispatchKeySet`` of these bits."""
+    return torch._C.DispatchKeySet.from_raw_repr(bits)
+
+
+def bits_of(*names: str) -> KeyBits:
+    """The bits of the set of these keys."""
+    bits = 0
+    for name in names:
+        bits |= torch._C.DispatchKeySet(_KEYS[name]).raw_repr()
+    return bits
+
+
+@functools.lru_cache(maxsize=65536)
+def key_names(bits: KeyBits) -> tuple[str, ...]:
+    """The keys of a set, highest priority first.
+
+    A set has functionality bits and backend bits. Like the dispatcher, this combines each per-backend functionality
+    with the highest backend in the set, so two backends in one set show as the higher one.
+    """
+    names = []
+    remaining = key_set(bits)
+    while (key := remaining.highestPriorityTypeId()) != torch._C.DispatchKey.Undefined:
+        if known_key(key.name):
+            # A set without any backend, such as a thread's exclude set, has the functionality under another name.
+            names.append(_ANY_BACKEND.sub(r"\1", key.name))
+        without = remaining.remove(key)
+        if without.raw_repr() == remaining.raw_repr():
+            break
+        remaining = without
+    return tuple(names)
+
+
+def keys_of(tensor: torch.Tensor) -> KeyBits:
+    """The dispatch keys of a tensor."""
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+@functools.lru_cache(maxsize=1024)
+def as_inference_tensor(keys: KeyBits) -> KeyBits:
+    """The keys that a tensor would have if ``torch.inference_mode`` had made it: no autograd, no ADInplaceOrView."""
+    for key in key_names(keys):
+        if key == "ADInplaceOrView" or key.startswith("Autograd"):
+            keys = without(keys, key)
+    return keys
+
+
+def tls_included() -> KeyBits:
+    """The include set of this thread: the keys that it adds to every key set."""
+    return torch._C._dispatch_tls_local_include_set().raw_repr()
+
+
+def tls_excluded() -> KeyBits:
+    """The exclude set of this thread: the keys that it removes from every key set."""
+    return torch._C._dispatch_tls_local_exclude_set().raw_repr()
+
+
+def computed(carried: KeyBits, included: KeyBits, excluded: KeyBits) -> KeyBits:
+    """The key set of a call: (carried ∪ included) − excluded (``computeDispatchKeySet`` in c10).
+
+    Args:
+        carried: Union of the arguments' keys.
+        included: The thread's include set.
+        excluded: The thread's exclude set.
+    """
+    return ((key_set(carried) | key_set(included)) - key_set(excluded)).raw_repr()
+
+
+@functools.lru_cache(maxsize=65536)
+def without(bits: KeyBits, key: str) -> KeyBits:
+    """The set without one key; backend bits stay."""
+    return key_set(bits).remove(_KEYS[key]).raw_repr()
+
+
+@functools.lru_cache(maxsize=65536)
+def below(bits: KeyBits, key: str) -> KeyBits:
+    """The keys of a set that have lower priority than ``key``."""
+    return (key_set(bits) & torch._C._dispatch_keyset_full_after(_KEYS[key])).raw_repr()
+
+
+def backend_key(device_type: str) -> str:
+    """``"cuda"`` → ``"CUDA"``."""
+    return torch._C._dispatch_key_for_device(device_type)

@@ -1,0 +1,356 @@
+"""Shims: Python functions that replace the kernels of the dispatch tables, record the hop and call the kernel.
+
+The table gives the current kernel of (operator, key). A wrapper that is registered under the same (operator, key)
+replaces it and gets the exact key set of the hop; ``call_boxed`` runs the kernel as the dispatcher would. Removing the
+registrations restores the tables.
+
+All operators are shimmed at once. To find out which operators a callable uses would need a dry run, which changes
+random state, parameters and caches; and the second run might use others. A registration costs about 18 µs (NOTES.md).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from dispatcher_trace.capture import dispatcher, wrapped_numbers
+from dispatcher_trace.capture.native_step import Stepper
+from dispatcher_trace.capture.recorder import RawHop, Recorder
+from dispatcher_trace.capture.scope import Scope, watched_keys
+
+# torch.Tensor's constructors of subclasses need a new view that Python has not seen, and a shim shows every result to
+# Python. So the shims of the operators that they call are suspended while they run. The same holds for the operators
+# that make wrapped numbers.
+_CONSTRUCTORS = {"_make_subclass": "aten::detach", "as_subclass": "aten::alias"}
+_SUSPENDABLE = frozenset({*_CONSTRUCTORS.values(), *wrapped_numbers.WRAPPING_OPERATORS})
+
+_NUMBER_UNDER_GRAD = (
+    "dispatcher_trace cannot trace {operator} with the number {value} under torch.func.grad or jvp: no tensor has "
+    "exactly the same effect. Write the number as a tensor of the operand's dtype."
+)
+
+_active = threading.Lock()
+
+
+class Shims:
+    """The shims of one installation; :func:`installed` makes and removes them.
+
+    Attributes:
+        recorder: Where hops go; None while nothing is recorded.
+        stepper: Steps through CPU kernels; None unless a recording asks for it.
+        tables: Dispatch table of every operator before the installation.
+        scope: Which keys are watched.
+        count: Number of shimmed (operator, key) pairs.
+        number_labels: Text of each wrapped number, by ``id``.
+    """
+
+    def __init__(self, scope: Scope) -> None:
+        dispatcher.require_apis()
+        self.scope = scope
+        self.recorder: Recorder | None = None
+        self.stepper: Stepper | None = None
+        self._stepped: RawHop | None = None
+        self.tables: dict[str, dispatcher.Table] = {}
+        self.count = 0
+        self._libraries: dict[str, Any] = {}
+        self._wrappers: dict[str, list[tuple[str, Callable[..., Any]]]] = {}
+        # By type and text, because 1, 1.0 and True are equal; a symbol by its node, which its tensor keeps alive.
+        self._numbers: dict[int | tuple[type, str], torch.Tensor] = {}
+        self._plain_numbers: dict[tuple[type, str, torch.dtype], torch.Tensor] = {}
+        self.number_labels: dict[int, str] = {}
+        self._suspending = threading.RLock()
+
+    def install(self, only: Iterable[str] | None = None) -> None:
+        """Register the shims.
+
+        Args:
+            only: The operators to shim; all by default.
+        """
+        watched = watched_keys(self.scope)
+        pending = []
+        # Get every kernel before registering any: a new CPU registration changes the kernel of a composite operator at
+        # AutogradCPU.
+        for operator in dispatcher.operators() if only is None else only:
+            self.tables[operator] = table = dispatcher.table(operator)
+            for key, registration in table.items():
+                if key in watched and not registration.fallthrough and not registration.torch_python:
+                    pending.append((operator, key, dispatcher.kernel_of(operator, key)))
+        for operator, key, kernel in pending:
+            self._wrappers.setdefault(operator, []).append((key, self._wrap(operator, key, kernel)))
+        self.count = len(pending)
+        for operator in self._wrappers:
+            self._register(operator)
+        for name, operator in _CONSTRUCTORS.items():
+            if operator in self._wrappers:
+                setattr(torch.Tensor, name, self._constructor(name, operator))
+
+    def remove(self) -> None:
+        """Remove the shims, which restores the tables."""
+        for name in _CONSTRUCTORS:
+            if name in vars(torch.Tensor):
+                delattr(torch.Tensor, name)
+        for library in self._libraries.values():
+            library.reset()
+        self._libraries.clear()
+        self._wrappers.clear()
+
+    def _register(self, operator: str) -> None:
+        namespace, _, name = operator.partition("::")
+        own = operator if operator in _SUSPENDABLE else namespace
+        if own not in self._libraries:
+            self._libraries[own] = dispatcher.registrar(namespace)
+        for key, wrapper in self._wrappers[operator]:
+            self._libraries[own].impl(name, key, wrapper, True)
+
+    def _wrap(self, operator: str, key: str, kernel: Any) -> Callable[..., Any]:
+        """The shim of (operator, key): record the hop, run the kernel, record how it ended.
+
+        Python gets wrapped numbers as plain ones, in arguments and in results. The shim wraps them again.
+        """
+        run = kernel.call_boxed
+        signature = _Signature(operator)
+        steppable = _steppable(operator, key, self.tables[operator][key])
+        if key == "CPU" and operator in _CALL_FROM_WORKERS:
+            run = _on_one_thread(run)
+
+        def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(type(value) in _NUMBERS for value in args):
+                args = self._with_numbers(operator, key, args, signature.tensor_positions)
+            recorder = self.recorder
+            if (
+                recorder is None
+                or recorder.busy
+                or (key == "ADInplaceOrView" and recorder.exists_only_for_number(key, args, kwargs))
+            ):
+                result = run(keyset, *args, **kwargs)
+                return self._wrapped(result) if type(result) in _NUMBERS and signature.returns_tensor else result
+            hop = recorder.enter(operator, key, keyset, signature.names, args, kwargs)
+            result = None
+            error: BaseException | None = None
+            try:
+                free = self.stepper is not None and self._stepped is None
+                if steppable and free and recorder.first_of_its_kind(hop):
+                    result = self._stepping(hop, lambda: run(keyset, *args, **kwargs))
+                else:
+                    result = run(keyset, *args, **kwargs)
+                if type(result) in _NUMBERS and signature.returns_tensor:
+                    result = self._wrapped(result)
+            except BaseException as raised:
+                error = raised
+                raise
+            finally:
+                recorder.leave(hop, result, args, kwargs, error)
+                if self._stepped is not None and hop.parent is self._stepped and self.stepper is not None:
+                    self.stepper.resume()  # control returns to the stepped kernel
+            return result
+
+        # Between graph breaks Dynamo compiles every Python frame; it must not compile the tracer's.
+        dispatcher.hide_from_compiler(shim)
+        return shim
+
+    def _stepping(self, hop: RawHop, call: Callable[[], Any]) -> Any:
+        """Make the call and step through its kernel; operators that the kernel calls run at full speed."""
+        assert self.stepper is not None
+        self._stepped = hop
+        try:
+            result, hop.native_step = self.stepper.step(call)
+        finally:
+            self._stepped = None
+        return result
+
+    @contextmanager
+    def _suspended(self, *operators: str) -> Iterator[None]:
+        """Remove the shims of these operators for the duration of the block."""
+        with self._suspending:
+            taken = [operator for operator in operators if operator in self._libraries]
+            for operator in taken:
+                self._libraries.pop(operator).reset()
+            try:
+                with dispatcher.own_work():
+                    yield
+            finally:
+                with _quiet():
+                    for operator in taken:
+                        self._register(operator)
+
+    def _constructor(self, name: str, operator: str) -> Any:
+        original = dispatcher.tensor_constructor(name)
+
+        def construct(*args: Any, **kwargs: Any) -> Any:
+            recorder = self.recorder
+            if recorder is not None and not recorder.busy:
+                recorder.unrecorded[operator] = recorder.unrecorded.get(operator, 0) + 1
+            with self._suspended(operator):
+                return original(*args, **kwargs)
+
+        return staticmethod(construct) if name == "_make_subclass" else construct
+
+    def _with_numbers(
+        self, operator: str, key: str, args: tuple[Any, ...], positions: frozenset[int]
+    ) -> tuple[Any, ...]:
+        """The arguments, with tensors instead of numbers where the schema says Tensor."""
+        make = self._wrapped
+        if key == "FuncTorchDynamicLayerFrontMode" and wrapped_numbers.differentiating():
+            # The kernel wraps the tensor in one of functorch's, which keeps the mark of a wrapped number. Torch would
+            # then try to pass it to the next shim as a plain number, and find no number in it.
+            operands = [value for value in args if isinstance(value, torch.Tensor)]
+
+            def make(value: wrapped_numbers.Number) -> torch.Tensor:
+                return self._plain(operator, value, operands)
+
+        return tuple(
+            make(value) if index in positions and type(value) in _NUMBERS else value for index, value in enumerate(args)
+        )
+
+    def _plain(self, operator: str, value: wrapped_numbers.Number, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        number = None
+        if not isinstance(value, wrapped_numbers.SYMBOLS):  # no plain tensor can stand for a symbol
+            with self._unrecorded():
+                number = wrapped_numbers.plain_number(value, self._wrapped(value), operands)
+        if number is None:
+            raise RuntimeError(_NUMBER_UNDER_GRAD.format(operator=operator, value=value))
+        known = self._plain_numbers.setdefault((type(value), repr(value), number.dtype), number)
+        self.number_labels[id(known)] = repr(value)
+        return known
+
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """A block whose operators are the tracer's own and are not recorded."""
+        recorder = self.recorder
+        if recorder is None or recorder.busy:
+            yield
+            return
+        recorder.busy = True
+        try:
+            yield
+        finally:
+            recorder.busy = False
+
+    def _wrapped(self, value: wrapped_numbers.Number) -> torch.Tensor:
+        """The wrapped number of a value, made once for each value."""
+        known = id(value.node) if isinstance(value, wrapped_numbers.SYMBOLS) else (type(value), repr(value))
+        if known not in self._numbers:
+            with self._unrecorded(), self._suspended(*wrapped_numbers.WRAPPING_OPERATORS):
+                number = (
+                    wrapped_numbers.wrapped_symbol(value)
+                    if isinstance(value, wrapped_numbers.SYMBOLS)
+                    else wrapped_numbers.wrapped_number(value)
+                )
+            self.number_labels[id(number)] = repr(value)
+            self._numbers[known] = number
+        return self._numbers[known]
+
+
+def _steppable(operator: str, key: str, registration: dispatcher.Registration) -> bool:
+    """Whether the kernel itself computes on a CPU, instead of calling other operators."""
+    on_cpu = key.endswith("CPU") and not key.startswith(("Autograd", "Autocast"))
+    computes = operator.partition(".")[0] not in _ALLOCATE_OR_VIEW
+    return on_cpu and computes and (registration.kind == "kernel" or operator == "aten::copy_")
+
+
+# Kernels that call operators from the worker threads of a parallel region. A shim there would wait for the interpreter
+# lock, which the thread that entered the kernel keeps until the region ends: a deadlock. So these kernels run on one
+# thread. Their regions are split by sample or head, so one thread computes the same bits.
+_CALL_FROM_WORKERS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+        "aten::slow_conv_transpose2d",
+        "aten::slow_conv_transpose2d.out",
+    }
+)
+
+
+def _on_one_thread(run: Callable[..., Any]) -> Callable[..., Any]:
+    def on_one_thread(*args: Any, **kwargs: Any) -> Any:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return on_one_thread
+
+
+_ALLOCATE_OR_VIEW = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_strided", "as_strided", "view", "_reshape_alias", "resize_", "set_")
+)
+
+_NUMBERS = frozenset({int, float, bool, complex, *wrapped_numbers.SYMBOLS})
+_TENSOR_TYPES = ("Tensor", "Optional[Tensor]")
+
+
+class _Signature:
+    """The part of an operator's schema that a shim needs, read when it is first needed."""
+
+    def __init__(self, operator: str) -> None:
+        self._operator = operator
+
+    @cached_property
+    def _schema(self) -> Any:
+        return dispatcher.schema(self._operator)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(argument.name for argument in self._schema.arguments)
+
+    @cached_property
+    def tensor_positions(self) -> frozenset[int]:
+        arguments = enumerate(self._schema.arguments)
+        return frozenset(index for index, argument in arguments if str(argument.type) in _TENSOR_TYPES)
+
+    @cached_property
+    def returns_tensor(self) -> bool:
+        returns = self._schema.returns
+        return len(returns) == 1 and str(returns[0].type) == "Tensor"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore torch's warning about the first kernel that is overridden: that is the purpose of a shim."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message="(?s).*Overriding a previously registered kernel", category=UserWarning
+        )
+        yield
+
+
+@contextmanager
+def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Iterator[Shims]:
+    """Install the shims, and remove them when the block ends, also when it raises.
+
+    Args:
+        scope: Which keys to watch; see :func:`dispatcher_trace.capture.scope.watched_keys`.
+        only: Operators to shim; all by default.
+
+    Raises:
+        RuntimeError: If shims are installed already, here or on another thread: the tables belong to the process.
+    """
+    if not _active.acquire(blocking=False):
+        raise RuntimeError(
+            "a trace is active already; dispatch tables belong to the whole process, so leave that block first "
+            "(also when it runs on another thread)"
+        )
+    try:
+        shims = Shims(scope)
+        collecting = gc.isenabled()
+        gc.disable()  # tens of thousands of new objects stay alive, so a collection would find nothing
+        try:
+            with _quiet():
+                shims.install(only)
+            if collecting:
+                gc.enable()
+            yield shims
+        finally:
+            shims.remove()
+            if collecting:
+                gc.enable()
+    finally:
+        _active.release()

@@ -1,0 +1,269 @@
+"""The command ``dispatcher-trace``."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchkit import UserError
+from benchkit.command import one_line_errors
+from benchkit.device import resolve_device
+from benchkit.errors import first_line
+from benchkit.results import write_text_atomically
+from dispatcher_trace.capture import profile
+from dispatcher_trace.capture.dispatcher import table_of
+from dispatcher_trace.capture.scope import Scope, watched_keys
+from dispatcher_trace.capture.types import Call
+from dispatcher_trace.cli.callables import expression, importable_beside, load_function
+from dispatcher_trace.cli.conditions import Conditions
+from dispatcher_trace.cli.tensors import parse_dtype, parse_tensors
+from dispatcher_trace.explain import operator_cost
+from dispatcher_trace.recording import trace
+from dispatcher_trace.render import compare, text
+from dispatcher_trace.trace import Trace
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="What happens between an operator call and its kernel, hop by hop.",
+)
+
+
+class _Format(StrEnum):
+    markdown = "markdown"
+    tree = "tree"
+    findings = "findings"
+    json = "json"
+    html = "html"
+    perfetto = "perfetto"
+
+
+class _Scope(StrEnum):
+    all = "all"
+    core = "core"
+
+
+_Tensor = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SPEC", help="An argument by name, such as a=bf16[256,256]@cuda. Repeat it for more."),
+]
+_RequiresGrad = Annotated[bool, typer.Option("--requires-grad", help="The tensors require gradients.")]
+_Device = Annotated[
+    str, typer.Option(help="auto, cpu or cuda: device of factory functions and of each --tensor without @.")
+]
+_Autocast = Annotated[str | None, typer.Option(metavar="DTYPE", help="Run under torch.autocast with this dtype.")]
+_Backward = Annotated[
+    bool,
+    typer.Option(
+        "--backward", help="Also run sum().backward() on the result; a complex result sums real and imaginary parts."
+    ),
+]
+_InferenceMode = Annotated[bool, typer.Option("--inference-mode", help="Run under torch.inference_mode.")]
+_Vmap = Annotated[bool, typer.Option("--vmap", help="Map over the first dimension of each --tensor.")]
+_Compile = Annotated[
+    bool, typer.Option("--compile", help="Compile the callable, which runs it once, then trace the compiled call.")
+]
+_Native = Annotated[
+    bool, typer.Option("--native", help="Single-step CPU kernels to name the routines below them (x86-64 Linux).")
+]
+_Cost = Annotated[
+    bool, typer.Option("--cost", help="List the operators over 5 % of the time, from a second run without the tracer.")
+]
+_ScopeOption = Annotated[
+    _Scope, typer.Option(help="Keys to watch. core installs faster and does not see functorch and modes.")
+]
+_FormatOption = Annotated[
+    _Format, typer.Option("--format", help="markdown has the tree, one sentence for each hop, and the findings.")
+]
+_Out = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
+
+
+def _add_trace_command(
+    name: str,
+    argument: Any,
+    load: Callable[[str, list[str]], Callable[..., Any]],
+    about: str,
+    context: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> None:
+    """Add a command that traces a callable; ``expr`` and ``run`` differ only in what their argument names.
+
+    Args:
+        name: Name of the command.
+        argument: Its argument, for typer.
+        load: Makes the callable from the argument and the names of the tensors.
+        about: Help text of the command.
+        context: Makes from the argument the context in which the callable is loaded and runs.
+    """
+
+    def command(
+        target: Annotated[str, argument],
+        tensor: _Tensor = None,
+        requires_grad: _RequiresGrad = False,
+        device: _Device = "auto" if name == "run" else "cpu",
+        autocast: _Autocast = None,
+        backward: _Backward = False,
+        inference_mode: _InferenceMode = False,
+        vmap: _Vmap = False,
+        compiled: _Compile = False,
+        native: _Native = False,
+        costs: _Cost = False,
+        scope: _ScopeOption = _Scope.all,
+        form: _FormatOption = _Format.markdown,
+        out: _Out = None,
+    ) -> None:
+        def job() -> str:
+            if costs and form in (_Format.json, _Format.html, _Format.perfetto):
+                raise UserError(f"--cost prints a table: use --format markdown, tree or findings, not {form.value}")
+            resolved = resolve_device(device)
+            specs = parse_tensors(tensor or [], resolved)
+            tensors = {spec.name: spec.make(requires_grad=requires_grad or backward) for spec in specs}
+            main = next((spec.device.partition(":")[0] for spec in specs if spec.device != "cpu"), resolved)
+            dtype = None if autocast is None else parse_dtype(autocast, "--autocast")
+            conditions = Conditions(main, dtype, inference_mode, backward, vmap, compiled)
+            # Standard output is for the trace, which may be JSON; what the user's code prints goes to standard error.
+            with context(target), redirect_stdout(sys.stderr):
+                function = load(target, list(tensors))
+                recorded, cost_table = _record(function, tensors, conditions, scope.value, native=native, costs=costs)
+            return _text(recorded, form, target) + cost_table
+
+        _run(job, out)
+
+    app.command(name, help=about)(command)
+
+
+_add_trace_command(
+    "expr",
+    typer.Argument(metavar="EXPRESSION", help='Such as "a @ b"; torch and F are in scope.'),
+    expression,
+    "Trace an expression over tensors that are made for it.",
+)
+_add_trace_command(
+    "run",
+    typer.Argument(metavar="FILE.py:FUNCTION", help="Called with the tensors of --tensor, or without arguments."),
+    load_function,
+    "Trace a function of your own.",
+    importable_beside,
+)
+
+
+@app.command()
+def op(
+    operator: Annotated[str, typer.Argument(help="With namespace and overload: aten::add.Tensor.")],
+    every: Annotated[bool, typer.Option("--all", help="Show every key, not only those of this machine.")] = False,
+) -> None:
+    """Show an operator's dispatch table: each key, the kind of its kernel and the place of its registration."""
+
+    def job() -> str:
+        try:
+            table = table_of(operator)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        return text.dispatch_table(operator, table, None if every else watched_keys("all"))
+
+    _run(job, None)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="A trace that --format json wrote.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another trace.")],
+) -> None:
+    """Compare two traces: calls of only one, other keys, other tensors, other kernels. Exit status 1 if they differ."""
+    found: list[compare.Difference] = []
+
+    def job() -> str:
+        found.extend(compare.differences(_load(a), _load(b)))
+        return "".join(f"{difference}\n" for difference in found) or "no difference\n"
+
+    _run(job, None)
+    if found:
+        raise typer.Exit(1)
+
+
+def _load(path: Path) -> list[Call]:
+    try:
+        return compare.load_calls(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not JSON ({error}): expected what --format json writes") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _record(
+    function: Callable[..., Any],
+    tensors: Mapping[str, torch.Tensor],
+    conditions: Conditions,
+    scope: Scope,
+    *,
+    native: bool,
+    costs: bool,
+) -> tuple[Trace, str]:
+    """The trace, and the table of operator costs as text."""
+    on_gpu = conditions.device == "cuda"
+    with _user_errors("the traced code"):
+        call = conditions.prepare(function, tensors)
+        with trace(scope=scope, kernels=on_gpu, native=native) as recorded:
+            call()
+            if on_gpu:
+                torch.cuda.synchronize()
+    if not costs:
+        return recorded, ""
+    # After the trace: gradients, caches and optimizer state of an earlier run would change its operators.
+    with (
+        _user_errors("the second, untraced run for --cost (leave --cost out if the code runs only once)"),
+        profile.profiled() as profiled,
+    ):
+        call()
+    return recorded, f"\n{operator_cost.table(operator_cost.operator_costs(profiled, recorded.all_calls))}\n"
+
+
+@contextmanager
+def _user_errors(what: str) -> Iterator[None]:
+    """Turn what the user's code raises inside the block into one line that names the run."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{what} raised {first_line(error)}") from error
+
+
+def _text(recorded: Trace, form: _Format, title: str) -> str:
+    if not recorded.calls and form in (_Format.tree, _Format.findings):
+        return "".join(f"{note}\n" for note in recorded.notes)
+    match form:
+        case _Format.json:
+            return _json(recorded.to_json())
+        case _Format.perfetto:
+            return _json(recorded.to_perfetto())
+        case _Format.html:
+            return recorded.to_html(title)
+        case _Format.tree:
+            return text.tree(recorded.calls) + "\n"
+        case _Format.findings:
+            return "".join(f"{finding}\n" for finding in recorded.findings) or "no findings\n"
+        case _Format.markdown:
+            return recorded.to_markdown()
+
+
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+
+
+def _run(job: Callable[[], str], out: Path | None) -> None:
+    with one_line_errors("dispatcher-trace"):
+        output = job()
+        if out is not None:
+            write_text_atomically(out, output)
+            output = f"{out}\n"
+        sys.stdout.write(output)
+        sys.stdout.flush()

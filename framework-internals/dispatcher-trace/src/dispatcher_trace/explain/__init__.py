@@ -1,0 +1,1 @@
+"""From captured hops to explained calls: prediction, reasons, native names, findings."""

@@ -1,0 +1,189 @@
+"""Assemble captured hops into calls: group them, predict their keys, add native names and reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from dispatcher_trace.capture import dispatcher, key_sets
+from dispatcher_trace.capture.recorder import RawHop, Recorder, facts_in
+from dispatcher_trace.capture.types import Argument, Call, Hop, TensorFact
+from dispatcher_trace.explain.native_functions import native_function
+from dispatcher_trace.explain.predict import PredictedHop, choose, predict, redispatched_keys
+from dispatcher_trace.explain.why import explain
+
+
+def calls_of(
+    recorder: Recorder, tables: Mapping[str, dispatcher.Table]
+) -> tuple[list[Call], list[RawHop], dict[str, int]]:
+    """The calls that a recorder has captured.
+
+    Args:
+        recorder: The recorder, after the traced code has ended.
+        tables: Dispatch tables without shims.
+
+    Returns:
+        The calls that the traced code itself made; the captured first hop of every call (nested ones too) in order of
+        their numbers, to match a profile with; and how often calls went through kernels without shim, by operator and
+        key.
+    """
+    assembler = _Assembler(recorder, tables)
+    calls = [assembler.call(raw) for raw in recorder.top]
+    _link_backward(calls)
+    return calls, sorted(assembler.first_hops, key=lambda raw: raw.number), dict(assembler.unshimmed)
+
+
+def is_redispatch(raw: RawHop, table: dispatcher.Table) -> bool:
+    """Whether the hop's parent redispatched to it, rather than calling the operator again.
+
+    The dispatcher does not say. A hop counts as redispatched if its parent is a hop of the same operator whose kernel
+    redispatches by the rules of :mod:`~dispatcher_trace.explain.predict`, and if the key set of that redispatch leads
+    to this key, possibly through kernels without shim.
+    """
+    parent = raw.parent
+    if parent is None or parent.operator != raw.operator or parent.key not in table:
+        return False
+    left = redispatched_keys(parent.key, table[parent.key].kind, parent.keys, raw.backend)
+    if left is None:
+        return False
+    if parent.key == "BackendSelect":
+        return True  # any key: the backend may come from a layout or a default device
+    step = choose(table, left)
+    while step.key in table and table[step.key].torch_python:
+        left = redispatched_keys(step.key, table[step.key].kind, step.keys, raw.backend)
+        if left is None:
+            return False
+        step = choose(table, left)
+    return step.key == raw.key
+
+
+class _Assembler:
+    def __init__(self, recorder: Recorder, tables: Mapping[str, dispatcher.Table]) -> None:
+        self.recorder = recorder
+        self.tables = tables
+        self.first_hops: list[RawHop] = []
+        self.unshimmed: Counter[str] = Counter()
+        self._threads: dict[int, str] = {recorder.thread: "main"}
+
+    def call(self, first: RawHop) -> Call:
+        """The call whose first hop this is."""
+        self.first_hops.append(first)
+        table = self.tables[first.operator]
+        expected = self._expected(first, table)
+        chain: list[RawHop] = []
+        following: RawHop | None = first
+        while following is not None:
+            chain.append(following)
+            following = next((child for child in chain[-1].children if is_redispatch(child, table)), None)
+        hops: list[Hop] = []
+        for position, raw in enumerate(chain):
+            predicted = expected[position].key if position < len(expected) else ""
+            hop = self._hop(raw, table, predicted, redispatched=position > 0)
+            successor = chain[position + 1] if position + 1 < len(chain) else None
+            hop.calls = [self.call(child) for child in raw.children if child is not successor]
+            hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
+            hops.append(hop)
+        missed = tuple(hop.key for hop in expected[len(chain) :])
+        return Call(first.operator, hops, missed=missed, stack=first.stack)
+
+    def _expected(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
+        """The predicted hops of a call, without those at torch's own Python kernels, which are only counted.
+
+        A later hop at Undefined is at a backend that has no name in Python (MKL-DNN's). It is not watched.
+        """
+        predicted = predict(table, first.carried, first.included, first.excluded, first.backend)
+        predicted = [hop for hop in predicted if hop is predicted[0] or hop.key != "Undefined"]
+        unshimmed = [hop for hop in predicted if hop.key in table and table[hop.key].torch_python]
+        self.unshimmed.update(f"{first.operator} at {hop.key}" for hop in unshimmed)
+        return [hop for hop in predicted if hop not in unshimmed]
+
+    def _hop(self, raw: RawHop, table: dispatcher.Table, predicted: str, *, redispatched: bool) -> Hop:
+        registration = table[raw.key]
+        where = registration.where
+        if registration.file.endswith("custom_ops.py") and not raw.key.startswith("Autograd"):
+            where = dispatcher.custom_kernel_at(raw.operator) or where
+        removed: tuple[str, ...] = ()
+        if not redispatched:
+            computed = key_sets.key_names(key_sets.computed(raw.carried, raw.included, raw.excluded))
+            removed = tuple(key for key in key_sets.key_names(raw.carried) if key not in computed)
+        thread = f"{'autograd worker' if raw.node else 'thread'} {len(self._threads)}"
+        return Hop(
+            number=raw.number,
+            operator=raw.operator,
+            key=raw.key,
+            keys=key_sets.key_names(raw.keys),
+            how="redispatch" if redispatched else "call",
+            skipped=_skipped(raw, table, redispatched=redispatched),
+            included=key_sets.key_names(raw.included),
+            excluded=key_sets.key_names(raw.excluded),
+            removed=removed,
+            kind=registration.kind,
+            where=where,
+            native=native_function(raw.operator, raw.key, registration.kind),
+            predicted=predicted,
+            arguments=tuple(_argument(name, value) for name, value in raw.arguments),
+            results=tuple(_argument("", value) for value in raw.results),
+            thread=self._threads.setdefault(raw.thread, thread),
+            node=raw.node,
+            made_node=raw.made_node,
+            start_ns=raw.start_ns,
+            stop_ns=raw.stop_ns,
+            error=raw.error,
+            effects=_own_effects(raw),
+            native_step=raw.native_step,
+        )
+
+
+def _skipped(raw: RawHop, table: dispatcher.Table, *, redispatched: bool) -> tuple[str, ...]:
+    if not redispatched:
+        return choose(table, key_sets.computed(raw.carried, raw.included, raw.excluded)).skipped
+    assert raw.parent is not None
+    left = redispatched_keys(raw.parent.key, table[raw.parent.key].kind, raw.parent.keys, raw.backend)
+    return () if left is None else choose(table, left).skipped
+
+
+def _link_backward(calls: list[Call]) -> None:
+    """Set for each call of a backward the forward hop that made the running node."""
+    every = [call for top in calls for call in top.walk()]
+    made: dict[str, tuple[int, str]] = {}
+    for call in every:
+        for hop in call.hops:
+            if hop.made_node:
+                # The innermost hop that returned the node made it, and comes last.
+                made[hop.made_node] = (hop.number, call.source)
+    for call in every:
+        if call.hops[0].node in made:
+            call.forward, call.forward_source = made[call.hops[0].node]
+
+
+def _own_effects(raw: RawHop) -> tuple[str, ...]:
+    """The effects of a hop, without those of the hops inside it."""
+    inside = {effect for child in raw.children for effect in _effects(child)}
+    return tuple(effect for effect in _effects(raw) if effect not in inside)
+
+
+def _effects(raw: RawHop) -> tuple[str, ...]:
+    """Which results share memory with arguments, and which versions went up."""
+    given = [fact for _, value in raw.arguments for fact in facts_in(value)]
+    labels = {fact.label for fact in given}
+    memory: dict[str, str] = {}
+    for fact in given:
+        if fact.storage:
+            memory.setdefault(fact.storage, fact.label)
+    made = [fact for value in raw.results for fact in facts_in(value) if fact.label not in labels]
+    on_memory = (
+        f"{fact.label} aliases the memory of {memory[fact.storage]} ({fact.storage})"
+        for fact in made
+        if fact.storage in memory
+    )
+    return (*on_memory, *(f"the version of {label} went up" for label in raw.bumped))
+
+
+def _argument(name: str, value: Any) -> Argument:
+    if isinstance(value, TensorFact):
+        return Argument(name, str(value), (value,))
+    if isinstance(value, list):
+        tensors = tuple(item for item in value if isinstance(item, TensorFact))
+        return Argument(name, f"[{', '.join(map(str, value))}]", tensors)
+    return Argument(name, f"{name}={value}" if name else value)

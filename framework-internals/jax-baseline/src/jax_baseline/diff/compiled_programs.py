@@ -1,0 +1,403 @@
+"""Compiles a function with JAX and its torch counterpart with Inductor, each in a separate process.
+
+The function is the loss of the baseline, or a pair of functions of the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchkit import UserError, user_file
+from benchkit.device import Device
+from benchkit.processes import ChildFailure, RemoteObject
+from jax_baseline.diff.programs import Program
+from native_build import missing_inductor
+from torch_baseline.config import GPTConfig, Precision
+
+JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it computes gradients
+
+# Norm weights of one and biases of zero make many tensors equal. Noise distinguishes them.
+_JITTER = 0.05
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The loss of the baseline and its gradients.
+
+    Attributes:
+        model: Fields of :class:`GPTConfig`.
+        batch_size: Number of sequences.
+        dtype: Dtype of the matrix products.
+        attention: Attention of the JAX model.
+        device: Device to run on.
+        repeats: Number of runs to time.
+        seed: Seed of weights and tokens.
+    """
+
+    model: Mapping[str, Any]
+    batch_size: int
+    dtype: Precision
+    attention: str
+    device: Device
+    repeats: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A function of the user.
+
+    Attributes:
+        function: ``path/to/file.py:name``.
+        inputs: ``path/to/file.py:name`` of a function that returns the arguments as NumPy arrays.
+        gradients: Whether to compute the gradients too. The function then returns a scalar.
+        device: Device to run on.
+        repeats: Number of runs to time.
+    """
+
+    function: str
+    inputs: str
+    gradients: bool
+    device: Device
+    repeats: int
+
+
+class JaxProgram:
+    """Object in the worker process that compiles with XLA."""
+
+    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+        self._importable = _importable_neighbours(kind, spec)
+        made = _jax_model(spec) if kind == "model" else _jax_function(spec)
+        self._function, self._arguments, self._gradients = made
+        self._repeats = spec["repeats"]
+        self._sketched = kind == "function"  # the layouts of the model's gradients differ between the frameworks
+        self._compiled: Any = None
+
+    def program(self) -> dict[str, Any]:
+        """Compile and run the function, and return the fields of a :class:`Program`."""
+        from jax_baseline.diff.xla_program import CompiledFunction
+
+        self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
+        return self._compiled.program(repeats=self._repeats, sketched=self._sketched).as_plain()
+
+    def values(self) -> dict[str, tuple[float, ...] | None]:
+        """Return the moments of the tensors that the kernels write, by name."""
+        return self._compiled.values()
+
+
+class TorchProgram:
+    """Object in the worker process that compiles with Inductor."""
+
+    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+        import jax_baseline.diff.inductor_program  # noqa: F401 - imports torch while JAX starts
+
+        self._importable = _importable_neighbours(kind, spec)
+        self._program = _torch_model if kind == "model" else _torch_function
+        self._spec = spec
+
+    def program(self) -> dict[str, Any]:
+        """Compile and run the function, and return the fields of a :class:`Program` with the values of its tensors."""
+        return self._program(self._spec).as_plain()
+
+
+def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | FunctionSpec) -> tuple[Program, Program]:
+    """Compile and run both functions one after the other, each in a separate process.
+
+    Returns:
+        The program of XLA and the program of Inductor.
+
+    Raises:
+        UserError: If a specification cannot be compiled, or a function of the user fails.
+    """
+    if (reason := missing_inductor(torch_spec.device)) is not None:
+        raise UserError(reason)
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(2) as pool:  # both processes import at the same time, and then work one at a time
+            starting = [pool.submit(_start, JaxProgram, jax_spec), pool.submit(_start, TorchProgram, torch_spec)]
+        for started in starting:
+            if started.exception() is None:
+                stack.enter_context(started.result())
+        jax_worker, torch_worker = (started.result() for started in starting)
+        xla = _with_values(Program.from_plain(jax_worker.call("program")), jax_worker)
+        jax_worker.close()  # it releases the memory of the device
+        return xla, Program.from_plain(torch_worker.call("program"))
+
+
+def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionSpec) -> RemoteObject:
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if spec.device == "cpu" or program is TorchProgram:
+        environment["JAX_PLATFORMS"] = "cpu"
+    arguments = {"kind": "model" if isinstance(spec, ModelSpec) else "function", "spec": asdict(spec)}
+    return RemoteObject(program, arguments, environment=environment)
+
+
+def _importable_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
+    """Keep the modules beside the user's file importable, for functions that import modules when they run."""
+    stack = ExitStack()
+    if kind == "function":
+        stack.enter_context(user_file.importable(Path(spec["function"].rpartition(":")[0])))
+    return stack
+
+
+def _with_values(program: Program, worker: RemoteObject) -> Program:
+    """Add the values of XLA's tensors. If XLA cannot compile its text again, a note gives the reason."""
+    try:
+        return program.with_values(worker.call("values"))
+    except ChildFailure as error:
+        lines = [line.strip() for line in error.details.splitlines() if re.search("[Ee]rror|Check failed", line)]
+        why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # this package's own errors are sentences
+        note = f"values in memory could not be read ({why}), so kernels are matched by label only"
+        return replace(program, notes=(note,))
+
+
+def load_function(reference: str, *, what: str) -> Callable[..., Any]:
+    """Import ``path/to/file.py:name``.
+
+    Args:
+        reference: File and name. The name may be ``object.method``.
+        what: Purpose of the function, for the error message.
+
+    Raises:
+        UserError: If the file or the name does not exist, or cannot be imported or called.
+    """
+    path, separator, name = reference.rpartition(":")
+    if not separator or not path.endswith(".py") or not name:
+        raise UserError(f"{what} must be given as file.py:function, got {reference!r}")
+    if not Path(path).is_file():
+        raise UserError(f"{what}: there is no file {path}")
+    try:
+        module = user_file.load_file(Path(path), "_jax_baseline_user_")
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from error
+    function = user_file.find(module, name)
+    if not callable(function):
+        public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise UserError(f"{what}: {path} has no function {name!r}; it has {', '.join(public) or 'none'}")
+    return function
+
+
+@contextmanager
+def errors_of(reference: str) -> Iterator[None]:
+    """Turn an exception in the user's function into one line that names the function.
+
+    Raises:
+        UserError: In place of any exception.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = (str(error).strip() or "no message").splitlines()[0][:300]
+        # A tracer of JAX in the message means that the torch function received JAX arrays.
+        swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
+        raise UserError(f"{reference} raised {type(error).__name__}: {text}{swapped}") from error
+
+
+def load_inputs(reference: str) -> tuple[NDArray, ...]:
+    """Call ``file.py:name``, which must return a tuple of NumPy arrays that both frameworks can represent.
+
+    Returns:
+        Row-major copies of the arrays. torch does not accept negative strides, and the function may write into them.
+
+    Raises:
+        UserError: If the result is anything else.
+    """
+    function = load_function(reference, what="the inputs")
+    with errors_of(reference):
+        made = function()
+    arrays = made if isinstance(made, tuple) else (made,)
+    for index, array in enumerate(arrays):
+        _require_in_both(array, f"{reference}: element {index}")
+    return tuple(np.array(array, order="C") for array in arrays)
+
+
+def _require_in_both(array: object, what: str) -> None:
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{what} of the returned tuple must be a NumPy array, got {type(array).__name__}")
+    if array.dtype not in (np.float32, np.float16, np.int32, np.int64, np.bool_):
+        raise UserError(
+            f"{what} is {array.dtype}; return float32, float16, int32, bool, or int64 with values in the range of "
+            "int32 (JAX converts 64 bits to 32)"
+        )
+    if array.dtype == np.int64 and array.size:
+        limits = np.iinfo(np.int32)
+        outside = [value for value in (array.min(), array.max()) if not limits.min <= value <= limits.max]
+        if outside:
+            raise UserError(
+                f"{what} is int64 and contains {outside[0]}; JAX converts it to int32: return values in its range"
+            )
+
+
+def _weights_and_batch(spec: ModelSpec) -> tuple[GPTConfig, dict[str, NDArray], tuple[NDArray, ...]]:
+    from torch_baseline.data import batch, load_corpus
+    from torch_baseline.model import init_numpy
+
+    config = GPTConfig(**spec.model)
+    generator = np.random.default_rng(spec.seed)
+    weights = {
+        name: array + np.float32(_JITTER) * generator.standard_normal(array.shape, np.float32)
+        if array.ndim == 1
+        else array
+        for name, array in init_numpy(config, spec.seed).items()
+    }
+    return config, weights, batch(load_corpus(None).train, spec.seed, 0, spec.batch_size, config.block_size)
+
+
+def _torch_model(plain: Mapping[str, Any]) -> Program:
+    import jax
+    import torch
+
+    from jax_baseline.diff.inductor_program import compile_program
+    from jax_baseline.diff.torch_labels import labelled_loss
+    from jax_baseline.gpt.transfer import weight_map
+    from torch_baseline.model import GPT
+
+    spec = ModelSpec(**plain)
+    config, weights, tokens = _weights_and_batch(spec)
+    model = GPT(config)
+    model.load_numpy(weights)
+    model.to(spec.device)
+    if spec.dtype == "float64":
+        model.double()
+    parameters = dict(model.named_parameters())
+    order = [source.torch_name for source in jax.tree.leaves(weight_map(config))]
+    batch = [torch.from_numpy(part).to(spec.device) for part in tokens]
+    loss_of = torch.compile(labelled_loss(model, spec.dtype, spec.device))
+
+    def run() -> list[torch.Tensor]:
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss = loss_of(*batch)
+        loss.backward()
+        return [loss.detach(), *(grad for name in order if (grad := parameters[name].grad) is not None)]
+
+    return compile_program(run, device=spec.device, repeats=spec.repeats)
+
+
+def _jax_model(plain: Mapping[str, Any]) -> JaxCall:
+    import jax
+    import jax.numpy as jnp
+
+    from jax_baseline.gpt.model import ATTENTIONS
+    from jax_baseline.gpt.optim import master_dtype
+    from jax_baseline.gpt.train import make_gradient, require_jax_device
+    from jax_baseline.gpt.transfer import from_torch
+    from torch_baseline.config import TrainConfig
+
+    spec = ModelSpec(**plain)
+    require_jax_device(spec.device)
+    if spec.attention not in ATTENTIONS:
+        raise UserError(f"the attention must be one of {', '.join(ATTENTIONS)}, got {spec.attention!r}")
+    if spec.dtype == "float64":
+        jax.config.update("jax_enable_x64", True)  # this process does nothing else
+    config, weights, tokens = _weights_and_batch(spec)
+    training = TrainConfig(dtype=spec.dtype)
+    try:
+        function = make_gradient(config, training, attention=ATTENTIONS[spec.attention])
+    except ValueError as error:  # an unsupported dtype
+        raise UserError(str(error)) from error
+    params = from_torch(weights, config, master_dtype(training))
+    batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
+    return function, (params, *batch), True
+
+
+def _torch_function(plain: Mapping[str, Any]) -> Program:
+    import torch
+
+    from jax_baseline.diff.inductor_program import compile_program
+
+    spec = FunctionSpec(**plain)
+    function = load_function(spec.function, what="the torch function")
+    arrays = load_inputs(spec.inputs)
+    originals = [torch.from_numpy(array).to(spec.device) for array in arrays]
+    wanted = _differentiated(arrays, spec)
+    arguments: list[torch.Tensor] = []
+
+    def prepare() -> None:
+        """Make new copies, because the function may write into its arguments."""
+        arguments[:] = [one.clone().requires_grad_(index in wanted) for index, one in enumerate(originals)]
+
+    prepare()
+    with errors_of(spec.function):
+        function(*arguments)
+    compiled = torch.compile(function)
+
+    def run() -> list[torch.Tensor]:
+        result = compiled(*arguments)
+        if not wanted:
+            return _leaves(result, torch.Tensor, spec.function)
+        if not isinstance(result, torch.Tensor) or result.numel() != 1:
+            raise UserError(f"{spec.function}: with --gradients the function must return one scalar")
+        result.backward()
+        inputs = [arguments[index] for index in wanted]
+        # If the result does not depend on an argument, its gradient is zeros in JAX and None in torch.
+        return [result.detach(), *(torch.zeros_like(one) if one.grad is None else one.grad for one in inputs)]
+
+    return compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare)
+
+
+def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
+    import jax
+    import jax.numpy as jnp
+
+    from jax_baseline.gpt.train import require_jax_device
+
+    spec = FunctionSpec(**plain)
+    require_jax_device(spec.device)
+    function = load_function(spec.function, what="the JAX function")
+    arrays = load_inputs(spec.inputs)
+    wanted = _differentiated(arrays, spec)
+    arguments = [jnp.asarray(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
+    with errors_of(spec.function):
+        result = jax.eval_shape(function, *arguments)
+    if wanted:
+        if getattr(result, "shape", None) != ():
+            raise UserError(f"{spec.function}: with --gradients the function must return one scalar, got {result}")
+        function = jax.value_and_grad(function, argnums=wanted)
+    return function, arguments, spec.gradients
+
+
+def _differentiated(arrays: Sequence[NDArray], spec: FunctionSpec) -> tuple[int, ...]:
+    """Return the indices of the arguments with gradients; none unless gradients are requested.
+
+    Raises:
+        UserError: If gradients are requested and no argument is floating-point.
+    """
+    if not spec.gradients:
+        return ()
+    floating = tuple(index for index, array in enumerate(arrays) if np.issubdtype(array.dtype, np.floating))
+    if not floating:
+        kinds = ", ".join(str(array.dtype) for array in arrays) or "nothing"
+        raise UserError(
+            f"{spec.inputs}: --gradients needs a float32 or float16 argument, got {kinds}; add one, or leave out "
+            "--gradients"
+        )
+    return floating
+
+
+def _leaves(value: Any, kind: type, reference: str) -> list[Any]:
+    """Flatten the result of a function like JAX does: dictionaries in the order of their keys, without None.
+
+    Raises:
+        UserError: If the result has anything but tensors in tuples, lists and dictionaries.
+    """
+    if value is None:
+        return []
+    if isinstance(value, kind):
+        return [value]
+    if not isinstance(value, (tuple, list, dict)):
+        raise UserError(
+            f"{reference} must return tensors, alone or in tuples, lists and dictionaries; got {type(value).__name__}"
+        )
+    parts: Sequence[Any] = [value[key] for key in sorted(value)] if isinstance(value, dict) else value
+    return [leaf for part in parts for leaf in _leaves(part, kind, reference)]
