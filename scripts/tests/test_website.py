@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def site() -> pages.Site:
+    pages.write_catalogue(ROOT)
     return pages.collect(ROOT)
 
 
