@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,11 @@ MODULES = {
         "throughput",
     ),
     "compile_bench": ("targets.target", "pytest_plugin"),
+<<<<<<< HEAD
+    "jax_baseline": (*("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),),
+=======
     "jax_baseline": ("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),
+>>>>>>> main
     "rmsnorm_fused": ("backends",),
     "custom_ops": ("jax_operators",),
 }
@@ -57,7 +60,7 @@ class Site:
         root: The root of the repository.
         pages: Markdown files that are shown as they are.
         sources: Other files that are shown on a page each: ``LICENSE`` on ``LICENSE.md``.
-        files: Files that are copied: figures, the trace viewer, the searchable catalogue.
+        files: Files that are copied: figures, the trace viewer.
         api: Generated pages: their path and the text that mkdocstrings fills in.
     """
 
@@ -66,19 +69,6 @@ class Site:
     sources: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     api: dict[str, str] = field(default_factory=dict)
-
-
-def write_catalogue(root: Path) -> None:
-    """Write the pages of compile-bench's catalogue, which git does not hold.
-
-    Its programs import torch. Without torch the site has the catalogue's index alone.
-    """
-    if importlib.util.find_spec("torch") is None:
-        print("site: torch is not installed, so the catalogue's pages are left out")
-        return
-    from compile_bench.catalogue.page import write_page
-
-    write_page(root / HOUSE / "compile-bench" / "catalogue")
 
 
 def collect(root: Path) -> Site:
@@ -91,7 +81,6 @@ def collect(root: Path) -> Site:
     patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
     site.pages = [path for path in _matching(root, patterns) if "-quick/" not in path]
     site.sources = _matching(root, _SOURCES)
-    site.files = _matching(root, [f"{HOUSE}/*/catalogue/*.html"])
     for page in site.pages:
         for target in linked_files(root, page):
             if target.endswith(".md") or target in site.sources or target in site.files:

@@ -23,6 +23,7 @@ from benchkit.processes import (
     Job,
     RemoteObject,
     Runner,
+    deferred_module,
     last_line,
 )
 from benchkit.processes.fork_server import ForkServer, child_environment, child_settings
@@ -157,6 +158,19 @@ def test_a_job_has_a_fresh_process(jobs, runner, tmp_path, monkeypatch):
     assert not one["main"]  # the program's own __main__ is not imported
     assert one["parent"] == other["parent"]  # the fork server is kept
     assert runner.run(Job(partial(jobs.add, 2, other=3), "add")) == 5
+
+
+def test_a_module_of_jobs_is_imported_in_the_child_alone(jobs, runner, tmp_path):
+    (tmp_path / "deferred_jobs.py").write_text(MODULE)
+    deferred = deferred_module("deferred_jobs")
+    assert deferred.add.__name__ == "add"
+    assert runner.run(Job(partial(deferred.add, 2, other=3), "add")) == 5
+    with RemoteObject(deferred.Talker, {"greeting": "Hello"}) as talker:
+        assert talker.call("greet", name="you") == "Hello, you"
+    assert "deferred_jobs" not in sys.modules
+    assert deferred.add(1, 2) == 3
+    assert "deferred_jobs" in sys.modules
+    del sys.modules["deferred_jobs"]
 
 
 def test_a_fork_server_serves_what_agrees_in_modules_and_in_what_is_read_at_start(jobs, runner):

@@ -7,6 +7,7 @@
 Neither torch nor jax is imported here.
 """
 
+from benchkit.processes.deferred import deferred_module
 from benchkit.processes.exclusive_timing import (
     ExclusiveTiming,
     Pause,
@@ -30,6 +31,7 @@ __all__ = [
     "RemoteObject",
     "Runner",
     "Stopwatch",
+    "deferred_module",
     "exclusive",
     "last_line",
     "one_at_a_time",

@@ -50,7 +50,7 @@ class RemoteObject:
             stack.callback(server.close)
             self._child = stack.enter_context(server.child(child_settings(variables)))
             made = functools.partial(_make, factory, dict(arguments))
-            self._class = self._child.call(made, factory.__qualname__, limit)
+            self._class = self._child.call(made, factory.__name__, limit)
             self._resources = stack.pop_all()
 
     def __enter__(self) -> RemoteObject:

@@ -27,7 +27,7 @@ class Job(Generic[Result]):
 
     Attributes:
         call: A function, or ``functools.partial`` of one, at the top level of a module. It is pickled by its qualified
-            name; its arguments and its result are pickled too.
+            name; its arguments and its result are pickled too. See also :func:`deferred_module`.
         name: What error messages call the job.
         preload: Modules that the process finds imported. Figures of the job do not contain these imports.
         environment: Environment variables to set before the preloaded modules are imported.

@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -54,15 +53,11 @@ _SURFACE = (
     ("torch._inductor.compile_fx", "compile_fx"),
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
-    ("torch._dynamo", "mark_static"),
-    ("torch._dynamo.eval_frame", "skip_code"),
+    ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
     ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext.current_compile_id"),
-    ("torch._guards", "CompileContext.current_trace_id"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
-    ("torch._dynamo.utils", "get_compilation_metrics"),
-    ("torch._dynamo.utils", "CompilationMetrics.fail_type"),
     ("torch._inductor.config", "force_disable_caches"),
     (_BENCHMARKING, "benchmarker.benchmark_gpu"),
 )
@@ -312,32 +307,6 @@ def compile_id() -> str:
     return "" if identity is None else f"{identity.frame_id}/{identity.frame_compile_id}"
 
 
-@dataclass(frozen=True)
-class Tracing:
-    """The compilation that Dynamo is at.
-
-    Attributes:
-        compile_id: Id of the compilation, as :func:`compile_id` returns it.
-        attempt: How often Dynamo restarted the analysis of the function.
-    """
-
-    compile_id: str
-    attempt: int
-
-
-def tracing() -> Tracing:
-    """The compilation that Dynamo is at now."""
-    trace = importlib.import_module("torch._guards").CompileContext.current_trace_id()
-    return Tracing(compile_id(), 0 if trace is None else trace.attempt)
-
-
-def was_skipped(compile_id: str) -> bool:
-    """Whether a finished compilation failed, so that its function runs eagerly."""
-    metrics = importlib.import_module("torch._dynamo.utils").get_compilation_metrics()
-    latest = next((each for each in reversed(metrics) if each.compile_id == compile_id), None)
-    return latest is not None and latest.fail_type is not None
-
-
 def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
     """Change settings of ``torch._dynamo.config`` inside a block."""
     return importlib.import_module("torch._dynamo").config.patch(dict(values)) if values else nullcontext()
@@ -381,19 +350,25 @@ def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:
     return config.patch({name: getattr(config, name) for name in names})
 
 
+@contextmanager
+def resuming_in_loops() -> Iterator[None]:
+    """Have Dynamo resume behind a graph break inside a loop, where it otherwise skips the whole frame.
+
+    Every iteration that breaks becomes a graph and a resume function of its own. Dynamo refuses this because of the
+    compilations that it costs, and can do it all the same.
+    """
+    translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslatorBase
+    original = translator.maybe_has_backedge
+    translator.maybe_has_backedge = lambda _: False
+    try:
+        yield
+    finally:
+        translator.maybe_has_backedge = original
+
+
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
     """Make the size of a dimension a symbol from the first call on."""
     importlib.import_module("torch._dynamo").mark_dynamic(tensor, dimension)
-
-
-def mark_static(tensor: torch.Tensor) -> None:
-    """Keep all sizes of a tensor constants, even if tensors from the same place have other sizes."""
-    importlib.import_module("torch._dynamo").mark_static(tensor)
-
-
-def never_begin_at(function: Callable[..., Any]) -> None:
-    """Have Dynamo inline a function, but never compile it by itself."""
-    importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
 
 
 def allocations(profile: Any) -> list[int]:

@@ -11,15 +11,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from benchkit import UserError
 from benchkit.device import Device
-from benchkit.processes import ChildFailure, Job, Runner
+from benchkit.processes import ChildFailure, Job, Runner, deferred_module
 from compile_bench.measure.measurements import Bench, Compiled, FirstSteps, Triage
 from compile_bench.measure.shapes import STRATEGIES, ShapeStudy, Strategy
 from compile_bench.targets.case import Case
 from native_build import missing_inductor
+
+if TYPE_CHECKING:
+    from compile_bench.measure import shape_schedule, steps, survey
+else:
+    shape_schedule = deferred_module("compile_bench.measure.shape_schedule")
+    steps = deferred_module("compile_bench.measure.steps")
+    survey = deferred_module("compile_bench.measure.survey")
 
 DEFAULT_LIMIT = 600.0
 
@@ -32,8 +39,6 @@ _COMPILER = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
 
 class Harness(Runner):
     """Runs functions of a case in fresh processes, with a private temporary folder for their caches.
-
-    The functions are imported where they are used, because their modules import torch.
 
     Args:
         folder: The temporary folder.
@@ -78,11 +83,8 @@ class Harness(Runner):
             if self._toolchain is None:
                 if (reason := missing_inductor(self.device)) is not None:
                     raise UserError(reason)
-                from compile_bench.measure.steps import toolchain
-
-                self._toolchain = self._in_child(
-                    partial(toolchain, Case("", self.device)), cache=self.folder / "toolchain"
-                )
+                call = partial(steps.toolchain, Case("", self.device))
+                self._toolchain = self._in_child(call, cache=self.folder / "toolchain")
             return self._toolchain
 
     def eager(self, case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
@@ -92,9 +94,7 @@ class Harness(Runner):
             case: The model and the kind of step.
             timing_folder: See :func:`compile_bench.measure.steps.compiled`.
         """
-        from compile_bench.measure.steps import eager
-
-        return self.measure(eager, case, timing_folder=timing_folder)
+        return self.measure(steps.eager, case, timing_folder=timing_folder)
 
     def bench(
         self,
@@ -128,8 +128,6 @@ class Harness(Runner):
             raise UserError(reason)
         eager = eager or self.eager(case)  # before the compiler is prepared: a target at fault says so in seconds
         self.toolchain_seconds()
-        from compile_bench.measure import steps
-
         compiled = partial(steps.compiled, case, timing_folder=timing_folder)
         cache = cache or self.new_cache()
         artifact = cache.with_suffix(".artifact") if mega else None
@@ -168,9 +166,7 @@ class Harness(Runner):
             ChildFailure: If the process hung or crashed.
             UserError: If the target is at fault.
         """
-        from compile_bench.measure.survey import triage
-
-        return self.trace(triage, case)
+        return self.trace(survey.triage, case)
 
     def shapes(
         self,
@@ -193,10 +189,8 @@ class Harness(Runner):
             UserError: If the target is at fault, or its shapes do not change.
         """
         self.toolchain_seconds()
-        from compile_bench.measure.shape_schedule import shapes
-
         answers = [
-            self.measure(shapes, case, strategy=strategy, schedule=schedule, seconds=seconds)
+            self.measure(shape_schedule.shapes, case, strategy=strategy, schedule=schedule, seconds=seconds)
             for strategy in sorted(strategies, key=lambda strategy: strategy != "eager")  # it finds calls that fail
         ]
         return ShapeStudy(case, answers[0].schedule, answers[0].varying, tuple(answer.passes for answer in answers))
