@@ -352,10 +352,10 @@ def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:
 
 @contextmanager
 def resuming_in_loops() -> Iterator[None]:
-    """Have Dynamo resume behind a graph break inside a loop, where it otherwise skips the whole frame.
+    """Have Dynamo resume after a graph break in a loop, where by default it skips the whole frame.
 
-    Every iteration that breaks becomes a graph and a resume function of its own. Dynamo refuses this because of the
-    compilations that it costs, and can do it all the same.
+    Each iteration that breaks needs a separate graph and resume function. Dynamo can compile them, but does not by
+    default because there are so many.
     """
     translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslatorBase
     original = translator.maybe_has_backedge
