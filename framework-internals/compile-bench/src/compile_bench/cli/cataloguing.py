@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import UserError
-from benchkit.progress import working
+from benchkit.command.progress import working
 from compile_bench.cli.options import leave
 from compile_bench.measure.serialize import plural
 
