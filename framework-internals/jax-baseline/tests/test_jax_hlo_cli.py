@@ -141,7 +141,7 @@ def test_diff_prints_both_programs(monkeypatch, loss, status, verdict):
     ],
 )
 def test_how_far_apart_results_may_be_depends_on_what_rounds(dtype, source, apart, same):
-    from jax_baseline.cli.hlo import _agreement
+    from jax_baseline.cli.diff import _agreement
     from jax_baseline.diff.programs import KernelLaunch, Program, Tensor
 
     def program(compiler, value):
