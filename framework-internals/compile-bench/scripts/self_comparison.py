@@ -1,4 +1,4 @@
-"""How often is a step that is compared with itself found different? Exit status 1 if in more than 5 % of the runs.
+"""How often does a step differ from itself by the verdict's rule? Exit status 1 if in more than 5 % of the runs.
 
 python scripts/self_comparison.py --runs 200
 """
@@ -18,9 +18,9 @@ ALLOWED = 0.05
 
 
 def main(
-    target: Annotated[str, typer.Option(help="A target: of the zoo, or file.py:function.")] = "mlp",
-    runs: Annotated[int, typer.Option(min=1, help="Comparisons.")] = 100,
-    seconds: Annotated[float, typer.Option(help="Seconds of sampling each.")] = 1.0,
+    target: Annotated[str, typer.Option(help="A name of the zoo, or file.py:function.")] = "mlp",
+    runs: Annotated[int, typer.Option(min=1, help="Number of comparisons.")] = 100,
+    seconds: Annotated[float, typer.Option(help="Seconds of sampling for each comparison.")] = 1.0,
     train: Annotated[bool, typer.Option("--train/--infer", help="A training step, or a forward pass.")] = True,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
@@ -33,7 +33,7 @@ def main(
     busy = sum((steady.pressure or 0) > BUSY for steady in found)
     print(f"{target} {case.kind} on {case.device} against itself, {runs} comparisons of {seconds:g} s:")
     print(f"  no difference in {numbers.percent(1 - different / runs)}")
-    print(f"  the bare interval covers 1 in {numbers.percent(1 - bare / runs)} (no control)")
+    print(f"  the interval alone covers 1 in {numbers.percent(1 - bare / runs)} (no control)")
     print(f"  on a machine that was busy in {numbers.percent(busy / runs)} of them")
     raise typer.Exit(int(different > ALLOWED * runs))
 

@@ -11,6 +11,8 @@ from benchkit.results import load
 from benchkit.run import sweep_and_write
 from compile_bench import Case, Harness, judge
 from compile_bench.lens import build_lens
+from compile_bench.measure.records import FailedCell
+from compile_bench.report.queries import measured_cases
 from compile_bench.targets.case import MODES
 from compile_bench.targets.hugging_face import ARCHITECTURES
 from compile_bench.targets.loading import load_target
@@ -130,14 +132,14 @@ def test_inference_with_cuda_graphs(harness):
     assert bench.accuracy.holds, bench.accuracy
 
 
-def test_a_sweep_samples_in_turns_and_autotunes_once(tmp_path):
+def test_a_sweep_times_exclusively_and_autotunes_once(tmp_path):
     """All modes of a model side by side: graphs are replayed, and the second mode that autotunes finds the choices."""
     wanted = {
         "device": "cuda",
         "groups": [["mlp"]],
         "kinds": ["inference"],
         "modes": list(MODES),
-        "side_by_side": 3,
+        "processes": 3,
         "compile_threads": 4,
         "limit_seconds": 300.0,
         "steady_seconds": 0.3,
@@ -145,23 +147,20 @@ def test_a_sweep_samples_in_turns_and_autotunes_once(tmp_path):
     lens = replace(build_lens(Path(__file__).parents[1]), configure=lambda device, quick: {"sweep": wanted})
     sweep_and_write(lens, device="cuda", quick=True, out=tmp_path, time_limit=None)
     results = load(tmp_path / "results.json")
-    assert {record.labels["mode"]: record.data["failed"] for record in results.select("cell")} == dict.fromkeys(
-        MODES, ""
-    )
-    launches = {record.labels["mode"]: record["compiled launches"].value for record in results.select("profile")}
+    assert FailedCell.select(results) == []
+    cases = {case.mode: case for case in measured_cases(results)}
+    assert set(cases) == set(MODES)
+    launches = {mode: case.record.compiled_profile.launches for mode, case in cases.items()}
     assert launches["reduce-overhead"] < launches["default"]
     assert launches["max-autotune"] < launches["max-autotune-no-cudagraphs"]
-    tuner, tuned = (
-        results.one("first steps", mode=mode, cache=cache)["total"].value
-        for mode, cache in (("max-autotune-no-cudagraphs", "cold"), ("max-autotune", "tuned"))
-    )
-    assert tuned < tuner  # seconds against the compilation of dozens of candidates
-    compared = {record.labels["mode"]: record.data.get("untuned mode") for record in results.select("steady")}
+    tuner, tuned = cases["max-autotune-no-cudagraphs"], cases["max-autotune"]
+    assert (tuner.record.tuned, tuned.record.tuned) == (False, True)
+    assert tuned.cold.total < tuner.cold.total  # seconds against the compilation of dozens of candidates
+    compared = {mode: case.steady.untuned and case.steady.untuned.mode for mode, case in cases.items()}
     assert compared["max-autotune"] == "reduce-overhead"
     assert compared["max-autotune-no-cudagraphs"] == "default"
     assert compared["default"] is compared["reduce-overhead"] is None
     # The same kernels or better ones, each in its own captured graph.
-    assert 0.5 < results.one("steady", mode="max-autotune")["speedup over untuned"].value < 20
-    for record in results.select("first steps"):
-        phases = sum(value.value for name, value in record.values.items() if name.startswith("phase "))
-        assert phases <= record["total"].value
+    assert 0.5 < tuned.steady.untuned.speedup.value < 20
+    for start in (each for case in cases.values() for each in (case.cold, case.eager)):
+        assert sum(start.phases.values()) <= start.total

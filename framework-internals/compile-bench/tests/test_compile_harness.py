@@ -15,7 +15,7 @@ from compile_bench import Case, ChildFailure, Harness, judge
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
-from compile_bench.cli.measuring import describe_bench
+from compile_bench.cli.describe import describe_bench
 from compile_bench.measure import steps as measuring
 from compile_bench.measure.measurements import (
     Accuracy,
@@ -208,7 +208,7 @@ def test_a_line_that_breaks_for_two_reasons_is_one_break():
 def test_a_model_that_cannot_be_compiled_is_within_no_budget():
     found = Triage(Case("x"), CompileTrace(), 2, ("RuntimeError: no double backward",))
     (line,) = budget_exceeded(found, None, 9, 9, None)
-    assert line == "raises where it is compiled, and not by itself: RuntimeError: no double backward"
+    assert line == "raises when it is compiled, and not by itself: RuntimeError: no double backward"
 
 
 def test_a_step_is_compared_with_itself():
@@ -241,11 +241,11 @@ def test_what_autotuning_gives_is_sampled_in_the_same_rounds(toolchain, file):
 
 def test_a_comparison_that_was_not_made_says_why():
     tuned = replace(made_up(1.9, 2.1), case=Case("x", mode="max-autotune"))
-    assert "| autotuning | not held against default: a third model does not fit in the memory |" in describe_bench(
+    assert "| autotuning | not compared with default: a third model does not fit in the memory |" in describe_bench(
         tuned
     )
     nested = replace(tuned, case=replace(tuned.case, scope="nested"))
-    assert "| autotuning | not held against default: blocks are marked once |" in describe_bench(nested)
+    assert "| autotuning | not compared with default: blocks are marked once |" in describe_bench(nested)
     assert "autotuning" not in describe_bench(made_up(1.9, 2.1))
 
 

@@ -1,4 +1,4 @@
-"""The main job: what fails or comes too late leaves the rest standing, and an interruption ends what runs."""
+"""The main job: work that fails or is too late does not stop the rest."""
 
 import time
 from dataclasses import replace
@@ -13,9 +13,9 @@ from benchkit.results import Record, Recorder
 from benchkit.run import Run
 from compile_bench import Bench, Case, ChildFailure, Harness
 from compile_bench.capture.trace import CompileTrace
-from compile_bench.lens import _Measuring, collect, configure
-from compile_bench.measure.agreement import Agreement
+from compile_bench.lens import _MainJob, collect, configure
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
+from compile_bench.measure.records import CaseRecord
 from compile_bench.measure.shapes import Passes, ShapeAnswer
 from compile_bench.report.sections import REPORT
 
@@ -24,12 +24,12 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def measuring(tmp_path):
-    configuration = {"until_seconds": {"cases": -1.0, "agreement": 1e6, "shapes": -1.0}}
+    configuration = {"until_seconds": {"cases": -1.0, "more cases": 1e6, "shapes": -1.0}}
     recorder = Recorder(
         tmp_path, lens="compile-bench", environment=capture("cpu", root=ROOT), configuration=configuration
     )
     with Harness.open("cpu") as harness:
-        yield _Measuring(Run("cpu", configuration, recorder), harness, ROOT)
+        yield _MainJob(Run("cpu", configuration, recorder), harness, ROOT)
 
 
 def record(name, **labels):
@@ -50,51 +50,45 @@ def absences(measuring):
 
 def test_a_failure_is_said_and_the_rest_is_kept(measuring):
     work = [("first", lambda: [record("a")]), ("second", fails), ("third", lambda: [record("b"), record("c")])]
-    measuring._keep("agreement", work, 2)
+    measuring._measure("more cases", work)
     assert sorted(names(measuring)) == ["a", "b", "c"]
     assert absences(measuring) == {"second": "it is not there"}
 
 
 def test_a_mistake_of_ours_is_not_swallowed(measuring):
     with pytest.raises(ZeroDivisionError):
-        measuring._keep("agreement", [("bad", lambda: 1 / 0)], 1)
+        measuring._measure("more cases", [("bad", lambda: 1 / 0)])
 
 
 def test_what_comes_too_late_is_named_once(measuring):
-    measuring._keep("shapes", [(f"work {index}", list) for index in range(5)], 2)
+    measuring._measure("shapes", [(f"work {index}", list) for index in range(5)])
     assert absences(measuring) == {
         "work 0; work 1; work 2; 2 others": "left out for time: of shapes no more is begun -1 s after the start"
     }
 
 
 def test_one_case_is_measured_however_slow_the_machine_is(measuring):
-    work = [("bad", fails), ("first", lambda: [record("verdict")]), ("second", lambda: [record("verdict")])]
-    measuring._keep("cases", work, 1)
-    assert names(measuring) == ["verdict"]
+    work = [("bad", fails), ("first", lambda: [record("case")]), ("second", lambda: [record("case")])]
+    measuring._measure("cases", work)
+    assert names(measuring) == ["case"]
     assert list(absences(measuring)) == ["bad", "second"]
 
 
-def test_the_eager_start_of_a_model_is_kept_once(measuring):
-    eager = record("first steps", target="gpt", kind="training", mode="eager")
-    measuring._keep("agreement", [("one", lambda: [eager]), ("two", lambda: [eager, record("b")])], 1)
-    assert names(measuring) == ["first steps", "b"]
+def test_the_eager_start_of_a_model_is_kept_once(measuring, monkeypatch):
+    asked = []
 
+    def eager(self, case):
+        asked.append(case)
+        return FIRST
 
-def test_what_found_no_memory_beside_others_is_done_once_more_alone(measuring):
-    tried = []
-
-    def crowded():
-        tried.append(1)
-        if len(tried) == 1:
-            raise ChildFailure("a (compiled, default) ended with status 1: torch.OutOfMemoryError: CUDA out of memory.")
-        return [record("a")]
-
-    def hopeless():
-        raise UserError("b: the eager training step raised OutOfMemoryError: CUDA out of memory")
-
-    measuring._keep("agreement", [("crowded", crowded), ("hopeless", hopeless)], 2)
-    assert names(measuring) == ["a"]
-    assert list(absences(measuring)) == ["hopeless"]
+    monkeypatch.setattr(Harness, "eager", eager)
+    monkeypatch.setattr(Harness, "bench", lambda self, case, **options: bench(case))
+    measuring.run.configuration["steady_seconds"] = 1.0
+    case = {"target": "gpt", "train": True, "scope": "whole", "warm": False, "mega": False}
+    measuring.run.configuration["more cases"] = [{**case, "mode": mode} for mode in ("default", "reduce-overhead")]
+    measuring.measure_cases("more cases")
+    assert names(measuring) == ["eager start", "case", "case"]
+    assert len(asked) == 1
 
 
 def test_after_the_deadline_nothing_is_begun_and_what_runs_is_ended(measuring):
@@ -111,18 +105,8 @@ def test_every_part_of_the_job_has_its_deadline():
         for quick in (True, False):
             found = configure(device, quick)
             parts = {key for key in ("cases", "more cases", "shapes") if found[key]}
-            parts |= {"agreement"} if found["agreement"]["targets"] else set()
             assert parts <= set(found["until_seconds"])
             assert all(seconds < found["end_seconds"] for seconds in found["until_seconds"].values())
-
-
-def test_an_interruption_ends_what_runs(measuring):
-    def interrupted():
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        measuring._keep("agreement", [("one", interrupted)], 1)
-    assert measuring.harness.stopped
 
 
 def bench(case):
@@ -159,8 +143,6 @@ def test_the_gpu_job_goes_through_all_its_parts_whatever_fails(tmp_path, monkeyp
         if job == "shapes":
             passes = Passes(arguments["strategy"], 1.0, Quantity(0.1, "s", 0.1, 0.1, 9, "p20-p80"), 1)
             return ShapeAnswer(passes, ("[8]", "[5]"), ("args[0] dimension 0",))
-        if job == "agreement":
-            return Agreement(case, 1, (), 0, 0, 1, 0, "", ())
         raise ChildFailure(f"{case.target} ({job}, default) ended with status -11: it wrote nothing")
 
     monkeypatch.setattr(Harness, "bench", benched)
@@ -169,18 +151,16 @@ def test_the_gpu_job_goes_through_all_its_parts_whatever_fails(tmp_path, monkeyp
         monkeypatch.setattr(Harness, ways, ask)
     monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 2.0)
     configuration = configure("cuda", quick=False)
-    configuration["agreement"]["targets"] = ["gpt", "llama", "t5"]
     recorder = Recorder(
         tmp_path, lens="compile-bench", environment=capture("cpu", root=ROOT), configuration=configuration
     )
     collect(Run("cuda", configuration, recorder), ROOT / "framework-internals" / "compile-bench")
     results = recorder.results
-    assert [each.labels["mode"] for each in results.select("verdict")] == ["default"]
-    assert len(results.select("agreement")) == 3
+    assert [(each.mode, each.scope) for each in CaseRecord.select(results)] == [("default", "whole")]
     assert len(results.select("shapes")) == 1
     absent = {each.what: each.why for each in results.absences}
     assert "status -11" in absent["the break table of planted"]
     assert absent["gpt training, mode default, blocks"] == "gpt: the model raised"
     text = render(results, REPORT)
-    assert "## Do the counts agree" in text
+    assert "## Shapes that change: gpt2 inference" in text
     assert "A process is forked from an interpreter that has imported torch" in text

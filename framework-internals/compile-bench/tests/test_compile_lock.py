@@ -14,8 +14,8 @@ from benchkit import UserError
 from compile_bench import Case, Harness, pytest_plugin
 from compile_bench.capture.trace import CompileTrace, Graph
 from compile_bench.cli import app
-from compile_bench.lock import Inventory, key_of, locked, read_lock, update_lock
-from compile_bench.measure.measurements import Triage
+from compile_bench.lock import key_of, locked, read_lock, update_lock
+from compile_bench.measure.measurements import Inventory, Triage
 
 COUNTS = Inventory(graphs=1, breaks=0, recompiles=0, guards=12, kernels=3, torch="2.13.0")
 
@@ -34,7 +34,8 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from compile_bench.lock import Inventory, update_lock
+from compile_bench.lock import update_lock
+from compile_bench.measure.measurements import Inventory
 for number in range(20):
     update_lock(Path(sys.argv[1]), f"{sys.argv[2]}{number}", Inventory(1, 0, 0, 0, 0, "2.13.0"))
 """
@@ -70,7 +71,7 @@ def test_a_lock_file_of_another_version_or_without_the_entry_is_one_line(tmp_pat
     with pytest.raises(UserError, match="there is no lock file"):
         read_lock(tmp_path / "absent.json")
     update_lock(tmp_path / "new.json", "a", COUNTS)
-    with pytest.raises(UserError, match="holds no entry 'b'"):
+    with pytest.raises(UserError, match="has no entry 'b'"):
         locked(tmp_path / "new.json", "b")
 
 

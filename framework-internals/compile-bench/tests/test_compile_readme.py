@@ -1,4 +1,4 @@
-"""The README's commands and snippets do what it says."""
+"""The commands and snippets of the README and the guide do what these say."""
 
 import os
 import re
@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from compile_bench.cli import app
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDE = (Path(__file__).parents[3] / "docs" / "compile-bench.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", GUIDE + README, re.DOTALL)
 COMMANDS = re.findall(r"^compile-bench (\w+)", README, re.MULTILINE)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from benchkit import Quantity, UserError
 from compile_bench.capture.trace import Recompile
-from compile_bench.cli.measuring import describe_shapes
+from compile_bench.cli.describe import describe_shapes
 from compile_bench.measure.shape_schedule import _prepare, make_calls, shapes, varying_sizes
 from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.targets.case import Case

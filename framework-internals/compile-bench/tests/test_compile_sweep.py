@@ -19,9 +19,11 @@ from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import build_lens, configure
 from compile_bench.measure import steps
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Untuned
-from compile_bench.report.figures import draw_autotuning, draw_speedup, figures
+from compile_bench.measure.records import CaseRecord, EagerStart, FailedCell, SweepCall
+from compile_bench.report.autotuning import autotuned
+from compile_bench.report.figures import figures
+from compile_bench.report.queries import measured_cases
 from compile_bench.report.sections import REPORT
-from compile_bench.report.sweep import autotuned
 from compile_bench.sweep.cells import cells, missing, units
 from compile_bench.sweep.run import sweep
 from compile_bench.targets.case import MODES
@@ -46,13 +48,13 @@ def hangs():
 """
 
 
-def configuration(targets=("mlp",), modes=MODES, side_by_side=1, **more):
+def configuration(targets=("mlp",), modes=MODES, processes=1, **more):
     return {
         "device": "cpu",
         "groups": [list(targets)],
         "kinds": ["training", "inference"],
         "modes": list(modes),
-        "side_by_side": side_by_side,
+        "processes": processes,
         "compile_threads": None,
         "limit_seconds": 60.0,
         "steady_seconds": 0.1,
@@ -113,10 +115,8 @@ def made_up(monkeypatch):
 
 def outcomes(results):
     """Cell -> why it failed, or nothing."""
-    return {
-        (record.labels["target"], record.labels["kind"], record.labels["mode"]): record.data["failed"]
-        for record in results.select("cell")
-    }
+    measured = {(each.target, each.kind, each.mode): "" for each in CaseRecord.select(results)}
+    return measured | {(each.target, each.kind, each.mode): each.why for each in FailedCell.select(results)}
 
 
 def test_every_model_is_swept_in_both_kinds_and_all_modes():
@@ -139,11 +139,11 @@ def test_groups_come_in_order_and_autotuning_first_but_in_the_last():
 
 
 def test_eager_steps_are_measured_once_a_model_and_kind(tmp_path, made_up):
-    run = run_of(tmp_path, targets=["mlp", "bert"], side_by_side=3)
+    run = run_of(tmp_path, targets=["mlp", "bert"], processes=3)
     sweep(run, ROOT, None)
     assert len(made_up) == len(set(made_up)) == 4
-    assert len(run.recorder.results.select("first steps", mode="eager")) == 4
-    assert len(run.recorder.results.select("verdict")) == 2 * 2 * 4
+    assert len(EagerStart.select(run.recorder.results)) == 4
+    assert len(CaseRecord.select(run.recorder.results)) == 2 * 2 * 4
     assert missing(run.recorder.results) == []
 
 
@@ -182,9 +182,9 @@ tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT, None)
     after = load(tmp_path / "results.json")
     assert after == run.recorder.results
     assert after.records[: len(before.records)] == before.records
-    assert len(after.select("verdict")) == len(outcomes(after)) == 8
-    assert len(after.select("first steps", mode="eager")) == 2
-    assert [call.labels["call"] for call in after.select("sweep call")] == [1, 2]
+    assert len(CaseRecord.select(after)) == len(outcomes(after)) == 8
+    assert len(EagerStart.select(after)) == 2
+    assert [call.number for call in SweepCall.select(after)] == [1, 2]
     records = len(after.records)
     sweep(run_of(tmp_path), ROOT, None)
     assert len(load(tmp_path / "results.json").records) == records  # nothing is missing, nothing is begun
@@ -240,7 +240,7 @@ def test_what_found_no_memory_is_measured_once_more_alone(tmp_path, made_up, mon
         return measured(self, case, **options)
 
     monkeypatch.setattr(Harness, "bench", bench)
-    run = run_of(tmp_path, modes=MODES[:2], side_by_side=2)
+    run = run_of(tmp_path, modes=MODES[:2], processes=2)
     sweep(run, ROOT, None)
     assert len(tried) == 8
     assert set(outcomes(run.recorder.results).values()) == {""}
@@ -273,7 +273,7 @@ def hangs(tmp_path, monkeypatch, made_up):
 
 
 def test_a_cell_that_hangs_is_ended_and_the_rest_is_measured(tmp_path, hangs):
-    run = run_of(tmp_path / "out", targets=[hangs, "mlp"], modes=MODES[:1], side_by_side=2, limit_seconds=1.0)
+    run = run_of(tmp_path / "out", targets=[hangs, "mlp"], modes=MODES[:1], processes=2, limit_seconds=1.0)
     sweep(run, ROOT, None)
     found = outcomes(run.recorder.results)
     for kind in ("training", "inference"):
@@ -283,7 +283,7 @@ def test_a_cell_that_hangs_is_ended_and_the_rest_is_measured(tmp_path, hangs):
 
 def test_it_ends_in_time_with_what_it_has(tmp_path, hangs):
     """What hangs is ended when the time is over, and its cells are missing, not failed."""
-    run = run_of(tmp_path / "out", targets=[hangs, "mlp"], modes=MODES[:2], side_by_side=4, limit_seconds=600.0)
+    run = run_of(tmp_path / "out", targets=[hangs, "mlp"], modes=MODES[:2], processes=4, limit_seconds=600.0)
     sweep(run, ROOT, 3.0)
     assert {case.target for case in missing(run.recorder.results)} == {hangs}
     assert len(outcomes(run.recorder.results)) == 4
@@ -305,7 +305,7 @@ def on_gpu(results: Results) -> Results:
 
 
 def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path, made_up):
-    run = run_of(tmp_path, targets=["mlp", "bert"], side_by_side=2)
+    run = run_of(tmp_path, targets=["mlp", "bert"], processes=2)
     sweep(run, ROOT, None)
     results = on_gpu(run.recorder.results)
     text = render(results, REPORT)
@@ -320,16 +320,18 @@ def test_the_report_shows_each_cell_and_whether_autotuning_was_worth_it(tmp_path
     assert "| mlp training, max-autotune | reduce-overhead | 1.20× (1.19–1.21) | +10.0 sᵃ | 7,500 steps |" in text
     assert "| mlp training, max-autotune-no-cudagraphs | default | 1.75× (1.73–1.77) | +10.0 s | 2,333 steps |" in text
     assert "a step was faster in 8 of 8 cases" in text
-    assert {each.borrowed for each in autotuned(results)} == {True, False}
+    tuned = autotuned(results, measured_cases(results))
+    assert {each.borrowed for each in tuned} == {True, False}
     names = [figure.name for figure in figures(results)]
     assert {"speedup", "autotuning", "models"} <= set(names)
-    for figure in (draw_speedup(results), draw_autotuning(results)):
+    drawn = {figure.name: figure.draw() for figure in figures(results)}
+    for figure in (drawn["speedup"], drawn["autotuning"]):
         assert len(figure.axes[0].get_yticks()) == 4
         assert figure.legends[0].get_texts()[0].get_text().startswith(("default", "max-autotune against"))
 
 
 def test_the_report_says_that_autotuning_had_the_gpu_to_itself(tmp_path, made_up):
-    run = run_of(tmp_path, side_by_side=2)
+    run = run_of(tmp_path, processes=2)
     sweep(run, ROOT, None)
     results = run.recorder.results
     assert "though none timed on the GPU at\n  the same time: it may" in render(results, REPORT)
@@ -365,8 +367,9 @@ def test_two_real_cells_side_by_side(tmp_path, monkeypatch):
     report = sweep_and_write(lens, device="cpu", quick=True, out=tmp_path / "out", time_limit=None)
     results = load(tmp_path / "out" / "results.json")
     assert list(outcomes(results).values()) == ["", ""]
-    for record in results.select("first steps", cache="cold"):
-        phases = sum(value.value for name, value in record.values.items() if name.startswith("phase "))
-        assert 0 < phases <= record["total"].value
-    assert all(record.data["holds"] for record in results.select("accuracy"))
+    cases = measured_cases(results)
+    assert len(cases) == 2
+    for case in cases:
+        assert 0 < sum(case.cold.phases.values()) <= case.cold.total
+    assert all(case.accuracy.holds for case in cases)
     assert "2 cells on" in report.read_text()

@@ -20,16 +20,16 @@ What a field becomes:
 - a :class:`~benchkit.results.Quantity` becomes a figure under the field's name. In a nested dataclass, or in a mapping
   from strings, its name is the path to it: ``eager.step``;
 - everything else becomes plain JSON in the record's data, again under the field's name: numbers, strings, None, and
-  tuples, mappings and dataclasses of these.
+  tuples, mappings and dataclasses of these. A ``NamedTuple`` becomes a list, the shortest form of a row.
 
-A field that a record lacks takes its default.
+A field that has its default is left out of the record, and a field that a record lacks takes its default.
 """
 
 from __future__ import annotations
 
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
@@ -60,11 +60,11 @@ class TypedRecord:
         labels: dict[str, Label] = {name: getattr(self, name) for name in self.record_labels}
         values: dict[str, Quantity] = {}
         data = {}
-        for field in fields(self):
-            if field.name not in labels:
-                plain = _encode(getattr(self, field.name), field.name, values)
+        for name, value in _members(self).items():
+            if name not in labels:
+                plain = _encode(value, name, values)
                 if plain is not _ABSENT:
-                    data[field.name] = plain
+                    data[name] = plain
         return Record(self.record_name, labels, values, data or None)
 
     @classmethod
@@ -105,15 +105,32 @@ def _encode(value: Any, path: str, values: dict[str, Quantity]) -> Json:
         values[path] = value
         return _ABSENT
     if is_dataclass(value):
-        members = {field.name: getattr(value, field.name) for field in fields(value)}
+        members = _members(value)
     elif isinstance(value, Mapping):
         members = dict(value)
-    elif isinstance(value, (tuple, list)):
-        return [asdict(each) if is_dataclass(each) and not isinstance(each, type) else each for each in value]
     else:
-        return value
+        return _inline(value)
     encoded = {key: _encode(each, f"{path}.{key}", values) for key, each in members.items()}
     return {key: each for key, each in encoded.items() if each is not _ABSENT}
+
+
+def _members(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass that do not have their default."""
+    members = {field: getattr(value, field.name) for field in fields(value)}
+    return {field.name: each for field, each in members.items() if each != _default(field)}
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _inline(value: Any) -> Json:
+    """Plain JSON of a value inside a sequence, figures included: they have no path."""
+    if is_dataclass(value):
+        return {name: _inline(each) for name, each in _members(value).items()}
+    if isinstance(value, Mapping):
+        return {key: _inline(each) for key, each in value.items()}
+    return [_inline(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
 def _arguments(kind: Any, path: str, values: dict[str, Quantity], data: Mapping[str, Json]) -> dict[str, Any]:
@@ -149,6 +166,8 @@ def _decode(kind: Any, path: str, values: dict[str, Quantity], plain: Json) -> A
         nested = arguments[1]
         keys = [*plain, *(key if nested is Quantity else key.partition(".")[0] for key in below)]
         return {key: _decode(nested, key, below, plain.get(key, _ABSENT)) for key in dict.fromkeys(keys)}
+    if isinstance(plain, (list, tuple)) and isinstance(kind, type) and issubclass(kind, tuple) and not arguments:
+        return kind(*plain)
     if isinstance(plain, (list, tuple)) and arguments:
         every = arguments if origin is tuple and arguments[-1] is not ... else (arguments[0],) * len(plain)
         return (origin or tuple)(_decode(each, "", {}, item) for each, item in zip(every, plain, strict=True))

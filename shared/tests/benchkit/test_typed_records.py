@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,6 +21,11 @@ SECOND = Quantity(1.5, "s", 1.0, 2.0, 9, "p20-p80")
 class Kernel:
     name: str
     seconds: float
+
+
+class Call(NamedTuple):
+    name: str
+    times: int
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Profiled(TypedRecord, name="profile", labels=("target", "train")):
     reasons: tuple[str, ...] = ()
     shape: tuple[int, str] = (0, "")
     exact: int = 0
+    calls: tuple[Call, ...] = ()
 
 
 FULL = Profiled(
@@ -53,6 +60,7 @@ FULL = Profiled(
     ("a", "b"),
     (3, "x"),
     7,
+    (Call("gemm", 3), Call("copy", 1)),
 )
 SMALL = Profiled("gpt", False, Profile(Quantity(0, "")))
 
@@ -76,6 +84,7 @@ def test_figures_are_named_by_the_path_to_them_and_the_rest_is_data():
     assert record["by_kernel.two.operators"].value == 2
     assert record.data["eager"]["costliest"][0] == {"name": "gemm<a.b>", "seconds": 0.25}
     assert "phases" in record.data
+    assert record.data["calls"] == [["gemm", 3], ["copy", 1]]
     assert all(isinstance(each, Quantity) for each in record.values.values())
 
 
@@ -96,3 +105,22 @@ def test_a_record_that_does_not_fit_is_refused_by_name(record, message):
 def test_an_absent_field_takes_its_default():
     record = Record("profile", {"target": "gpt", "train": True}, {"eager.operators": Quantity(4, "")})
     assert Profiled.of(record) == Profiled("gpt", True, Profile(Quantity(4, "")))
+
+
+def test_a_default_is_not_written_not_even_inside_a_sequence():
+    @dataclass(frozen=True)
+    class Row:
+        name: str
+        figure: Quantity | None = None
+        kernels: tuple[Kernel, ...] = ()
+
+    @dataclass(frozen=True)
+    class Table(TypedRecord, name="table"):
+        rows: tuple[Row, ...]
+        note: str = ""
+        profile: Profile | None = None
+
+    plain = Row("a"), Row("b", Quantity(2.0, "s"), (Kernel("copy", 0.5),))
+    record = Table(plain).record()
+    second = {"name": "b", "figure": {"value": 2.0, "unit": "s"}, "kernels": [{"name": "copy", "seconds": 0.5}]}
+    assert record.data == {"rows": [{"name": "a"}, second]}

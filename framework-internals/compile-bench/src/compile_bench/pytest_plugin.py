@@ -1,8 +1,8 @@
 """pytest: ``@pytest.mark.compile_budget(breaks=0, recompiles=1)``, and counts locked in a file beside the test.
 
-Everything that is compiled while the test runs is counted, from an empty compiler: whatever earlier tests compiled is
-forgotten first. ``lock=True`` holds all counts to ``compile.lock.json`` beside the test file;
-``pytest --compile-lock-update`` writes it. Nothing of torch is imported before the first marked test.
+The plugin counts everything that is compiled while the test runs. It first resets the compiler, so that what earlier
+tests compiled does not count. ``lock=True`` compares all counts with ``compile.lock.json`` beside the test file;
+``pytest --compile-lock-update`` writes that file. torch is not imported before the first marked test.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _UPDATE = "--compile-lock-update"
 
 @dataclass(frozen=True)
 class Budget:
-    """Most that a test may compile; None: any number.
+    """The most that a test may compile; None allows any number.
 
     Attributes:
-        breaks: graph breaks.
-        recompiles: compilations of a function that had been compiled before.
-        graphs: captured graphs.
-        guards: conditions over all graphs.
-        kernels: that Inductor generates.
-        lock: hold all counts to the lock file too.
+        breaks: Graph breaks.
+        recompiles: Compilations of a function that had been compiled before.
+        graphs: Captured graphs.
+        guards: Guards of all graphs.
+        kernels: Kernels that Inductor generates.
+        lock: Whether to compare all counts with the lock file too.
     """
 
     breaks: int | None = None
@@ -47,7 +47,7 @@ class Budget:
         """The budget of a marker.
 
         Raises:
-            pytest.UsageError: for arguments that there are not.
+            pytest.UsageError: If an argument is unknown.
         """
         known = [field.name for field in fields(cls)]
         unknown = [name for name in mark.kwargs if name not in known]
@@ -57,7 +57,7 @@ class Budget:
         return cls(**mark.kwargs)
 
     def exceeded(self, trace: CompileTrace) -> list[str]:
-        """One line for every count that is over, with its breaks and recompilations below."""
+        """One line for every count that is exceeded, followed by the breaks or recompilations."""
         counts = {
             "breaks": trace.broken_lines,
             "recompiles": len(trace.recompiles),
@@ -89,13 +89,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
-        "markers", f"{_MARK}(breaks, recompiles, graphs, guards, kernels, lock): what the test may compile at most"
+        "markers", f"{_MARK}(breaks, recompiles, graphs, guards, kernels, lock): the most that the test may compile"
     )
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Count what a marked test compiles, and hold it to its budget once it has passed."""
+    """Count what a marked test compiles, and compare it with its budget after it has passed."""
     mark = item.get_closest_marker(_MARK)
     if mark is None:
         return (yield)
@@ -105,7 +105,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     from compile_bench.capture.collector import Collector, without_caches
 
     torch.compiler.reset()
-    # From a cache a kernel is loaded and not generated: it would not be counted.
+    # A kernel that is loaded from a cache is not generated, so it would not be counted.
     counts_kernels = budget.lock or budget.kernels is not None
     with without_caches() if counts_kernels else nullcontext(), Collector() as collector:
         result = yield
@@ -120,7 +120,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 def _drift(item: pytest.Item, trace: CompileTrace, torch_version: str) -> list[str]:
     from benchkit import UserError
-    from compile_bench.lock import DEFAULT_FILE, Inventory, locked, update_lock
+    from compile_bench.lock import DEFAULT_FILE, locked, update_lock
+    from compile_bench.measure.measurements import Inventory
 
     file = Path(item.path).parent / DEFAULT_FILE
     key = f"{item.path.name}::{item.nodeid.partition('::')[2]}"

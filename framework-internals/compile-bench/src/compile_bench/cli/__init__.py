@@ -1,18 +1,19 @@
-"""The command ``compile-bench``: every sub-command lives with what it belongs to and is registered here."""
+"""The command ``compile-bench``: its sub-commands are registered here."""
 
 from __future__ import annotations
 
 import typer
 
+from compile_bench.cli.cataloguing import catalogue
 from compile_bench.cli.checking import check, lock
 from compile_bench.cli.measuring import run, shapes, zoo
-from compile_bench.cli.triaging import catalogue, triage
+from compile_bench.cli.triaging import triage
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
-    help="What torch.compile costs, what it gives and what breaks the graph, for any model.",
+    help="What torch.compile costs, what it gains and what breaks the graph, for any model.",
 )
 for command in (run, triage, catalogue, check, shapes, zoo, lock):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""The commands ``check`` and ``lock``: a target held to a budget, or to what it was."""
+"""The commands ``check`` and ``lock``: a target against a budget, or against its lock file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from compile_bench.cli.options import (
     place,
     recompiled,
 )
-from compile_bench.lock import DEFAULT_FILE, Inventory, key_of, locked, update_lock
+from compile_bench.lock import DEFAULT_FILE, key_of, locked, update_lock
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.measure.measurements import Bench, Triage
+from compile_bench.measure.measurements import Bench, Inventory, Triage
 from compile_bench.measure.serialize import plural
 from compile_bench.measure.verdict import BUSY
 from compile_bench.targets.case import Case
@@ -39,16 +39,17 @@ else:
 
 def check(
     target: TargetName,
-    max_breaks: Annotated[int, typer.Option(min=0, help="Graph breaks allowed, a line counted once.")] = 0,
+    max_breaks: Annotated[int, typer.Option(min=0, help="Graph breaks allowed; breaks at one line count once.")] = 0,
     max_recompiles: Annotated[int, typer.Option(min=0, help="Recompilations allowed.")] = 1,
     min_speedup: Annotated[
         float | None,
         typer.Option(
-            help="Measure, and fail if the whole interval of the speed-up is below this. Without it: no timing."
+            help="Fail if the whole interval of the speed-up is below this. Nothing is timed without this option."
         ),
     ] = None,
     lock: Annotated[
-        Path | None, typer.Option(help="Fail too if graphs, breaks, recompilations, guards or kernels differ from it.")
+        Path | None,
+        typer.Option(help="Also fail if graphs, breaks, recompilations, guards or kernels differ from this lock file."),
     ] = None,
     train: Train = True,
     mode: Mode = "default",
@@ -57,7 +58,7 @@ def check(
     limit: Limit = DEFAULT_LIMIT,
     seconds: Seconds = 10.0,
 ) -> None:
-    """Hold a target to a budget. Exit status: 0 kept, 1 exceeded, 2 unusable target, 3 could not be measured."""
+    """Check a target against a budget. Exit status: 0 within, 1 exceeded, 2 unusable target, 3 not measured."""
 
     def judge_budget() -> int:
         case = case_of(target, train, mode, dynamic, device)
@@ -80,7 +81,7 @@ def check(
 
 def lock(
     target: TargetName,
-    file: Annotated[Path, typer.Option(help="The lock file; an entry of the same name in it is replaced.")] = (
+    file: Annotated[Path, typer.Option(help="The lock file. An entry of the same target is replaced.")] = (
         DEFAULT_FILE
     ),
     train: Train = True,
@@ -89,11 +90,11 @@ def lock(
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
 ) -> None:
-    """Write down what a target compiles to: graphs, breaks, recompilations, guards and kernels, for check --lock."""
+    """Record how many graphs, breaks, recompilations, guards and kernels a target has, for check --lock."""
 
     def write() -> int:
         case = case_of(target, train, mode, dynamic, device)
-        file.parent.mkdir(parents=True, exist_ok=True)  # what refuses it does so before anything is counted
+        file.parent.mkdir(parents=True, exist_ok=True)  # it may fail, and counting takes long
         with Harness.open(case.device, limit=limit) as harness, working(f"counting {target}"):
             now = _inventory(harness, case)
         update_lock(file, key_of(case), now)
@@ -121,11 +122,11 @@ def _inventory(harness: Harness, case: Case) -> Inventory:
 def budget_exceeded(
     found: Triage, bench: Bench | None, max_breaks: int, max_recompiles: int, min_speedup: float | None
 ) -> list[str]:
-    """One line for every part of a budget that is exceeded; the breaks and recompilations themselves follow theirs.
+    """One line for every part of a budget that is exceeded, followed by the breaks or recompilations.
 
-    A model that raises where it is compiled is within no budget.
+    A model that raises only when it is compiled exceeds every budget.
     """
-    lines = [f"raises where it is compiled, and not by itself: {each}" for each in found.failures]
+    lines = [f"raises when it is compiled, and not by itself: {each}" for each in found.failures]
     trace = found.trace
     if trace.broken_lines > max_breaks:
         several = f" in {plural(trace.broken_lines, 'line')}" if len(trace.breaks) > trace.broken_lines else ""
@@ -144,7 +145,7 @@ def _too_slow(bench: Bench, min_speedup: float) -> list[str]:
     speedup, pressure = bench.steady.speedup, bench.steady.pressure
     assert speedup.high is not None
     if speedup.high < min_speedup:
-        line = f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× asked for"
+        line = f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× required"
         if bench.case.device == "cpu" and pressure is not None and pressure > BUSY:
             line += f" (the machine was busy: some task waited for a core in {pressure:.0f} % of the time)"
         lines.append(line)

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from benchkit import UserError, numbers
+from benchkit import UserError
 from benchkit.command.progress import working
 from benchkit.processes import ChildFailure
-from benchkit.report import markdown_table
+from compile_bench.cli.describe import describe_bench, describe_shapes, describe_zoo, zoo_table
 from compile_bench.cli.options import (
     NOT_MEASURED,
     DeviceName,
@@ -24,12 +24,8 @@ from compile_bench.cli.options import (
     case_of,
     leave,
 )
-from compile_bench.cli.triaging import describe_triage
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
-from compile_bench.measure.measurements import Bench, Triage
-from compile_bench.measure.serialize import plural
-from compile_bench.measure.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy
-from compile_bench.measure.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, difference, judge, plan
+from compile_bench.measure.shapes import MADE_SCHEDULES
 
 
 def run(
@@ -42,7 +38,7 @@ def run(
     limit: Limit = DEFAULT_LIMIT,
     seconds: Seconds = 10.0,
 ) -> None:
-    """Measure everything: price, gain, break-even, breaks, recompiles, memory, coverage, accuracy."""
+    """Measure one target: compile cost, speed-up, break-even, breaks, recompiles, memory, coverage, accuracy."""
 
     def measure() -> int:
         case = case_of(target, train, mode, dynamic, device, scope)
@@ -55,7 +51,9 @@ def run(
 
 
 def zoo(
-    names: Annotated[list[str] | None, typer.Argument(help="Names of the zoo or other targets; none lists it.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Names of the zoo or other targets; without: list the zoo.")
+    ] = None,
     train: Train = True,
     mode: Mode = "default",
     dynamic: Dynamic = None,
@@ -63,25 +61,24 @@ def zoo(
     limit: Limit = DEFAULT_LIMIT,
     seconds: Seconds = 3.0,
 ) -> None:
-    """List the targets that come along, or measure some: one line each; one that fails leaves the others standing."""
+    """Measure targets, one line each, or list the zoo. A target that fails does not stop the others."""
 
     def measure() -> int:
         if not names:
             print(describe_zoo())
             return 0
-        rows, status = [], 0
+        benches, status = [], 0
         cases = [case_of(name, train, mode, dynamic, device) for name in names]
         with Harness.open(cases[0].device, limit=limit) as harness:
             for case in cases:
                 try:
                     with working(f"measuring {case.target}"):
-                        rows.append(_zoo_row(harness.bench(case, steady_seconds=seconds, warm=False)))
+                        benches.append(harness.bench(case, steady_seconds=seconds, warm=False))
                 except (ChildFailure, UserError) as error:
                     print(f"compile-bench: {error}", file=sys.stderr)
                     status = NOT_MEASURED
-        if rows:
-            header = ["target", "verdict", "speed-up (95 %)", "price", "break-even", "breaks", "covered", "accuracy"]
-            print(markdown_table(header, rows, left=2))
+        if benches:
+            print(zoo_table(benches))
         return status
 
     leave(measure)
@@ -90,16 +87,16 @@ def zoo(
 def shapes(
     target: TargetName,
     schedule: Annotated[
-        str, typer.Option(help=f"Cut from the target's arguments: {', '.join(MADE_SCHEDULES)}; the target's own else.")
+        str, typer.Option(help=f"One cut from the target's arguments: {', '.join(MADE_SCHEDULES)}. Default: its own.")
     ] = "",
-    passes: Annotated[int, typer.Option(min=1, help="Passes through the schedule that are reckoned.")] = 100,
+    passes: Annotated[int, typer.Option(min=1, help="Number of passes to rank the strategies for.")] = 100,
     train: Train = True,
     mode: Mode = "default",
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
     seconds: Seconds = 3.0,
 ) -> None:
-    """Compare ways of living with changing shapes (mark_dynamic, buckets, padding, …) by their total time."""
+    """Compare strategies for changing shapes (mark_dynamic, buckets, padding, …) by their total time."""
 
     def measure() -> int:
         if schedule and schedule not in MADE_SCHEDULES:
@@ -111,161 +108,3 @@ def shapes(
         return 0
 
     leave(measure)
-
-
-def describe_zoo() -> str:
-    """The zoo as Markdown."""
-    from compile_bench.targets.zoo import ZOO
-
-    return markdown_table(["target", "what it is"], [(name, entry.about) for name, entry in ZOO.items()], left=2)
-
-
-def _zoo_row(bench: Bench) -> tuple[str, ...]:
-    verdict = judge(bench)
-    return (
-        bench.case.target,
-        verdict.advice,
-        numbers.quantity(bench.steady.speedup),
-        numbers.with_unit(verdict.cost, "s"),
-        _steps(verdict.cold.steps),
-        numbers.count(len(bench.trace.breaks)),
-        _covered(bench),
-        _accuracy(bench),
-    )
-
-
-def describe_shapes(study: ShapeStudy, passes: int) -> str:
-    """A shape study as Markdown, the recommendation first."""
-    ranking = study.ranking(passes)
-    lines = [
-        f"{study.case.target}, {study.case.kind}: {plural(len(study.schedule), 'call')} a pass, "
-        f"{', '.join(study.varying)} changing ({' | '.join(dict.fromkeys(study.schedule))})"
-    ]
-    if ranking:
-        best = ranking[0]
-        total = numbers.with_unit(best.total(passes)[0], "s")
-        lines.append(
-            f"cheapest for {passes} pass{'' if passes == 1 else 'es'}: "
-            f"{best.strategy} ({STRATEGIES[best.strategy]}), {total}"
-        )
-    rows = []
-    for each in [*ranking, *(each for each in study.passes if each.failed)]:
-        if each.later is None:
-            rows.append((each.strategy, "fails", "", "", "", each.failed))
-            continue
-        rows.append(
-            (
-                each.strategy,
-                numbers.with_unit(each.total(passes)[0], "s"),
-                numbers.with_unit(each.first, "s"),
-                numbers.quantity(each.later),
-                numbers.count(each.compilations),
-                "; ".join(dict.fromkeys(again.guard for again in each.recompiles)),
-            )
-        )
-    header = ["strategy", f"{passes} passes", "first pass", "later pass (p20–p80)", "graphs", "compiled again, since"]
-    return "\n".join([*lines, "", markdown_table(header, rows)])
-
-
-def describe_bench(bench: Bench) -> str:
-    """Everything about a case as Markdown, the verdict first."""
-    verdict = judge(bench)
-    steady = bench.steady
-    rows = [
-        ("verdict", f"{verdict.advice}: {verdict.why}"),
-        ("speed-up", f"{numbers.quantity(steady.speedup)}, {steady.speedup.interval}"),
-    ]
-    if steady.control is not None:
-        rows.append(("eager against itself", numbers.quantity(steady.control)))
-    rows += [
-        ("step, eager", numbers.quantity(steady.eager)),
-        ("step, compiled", numbers.quantity(steady.compiled)),
-        *_untuned_rows(bench),
-        ("price, empty caches", numbers.with_unit(verdict.cost, "s")),
-        ("break-even, empty caches", _steps(verdict.cold.steps)),
-    ]
-    if verdict.warm is not None:
-        rows.append(("break-even, warm caches", _steps(verdict.warm.steps)))
-    if verdict.mega is not None:
-        size = numbers.with_unit(bench.artifact_bytes, "B")
-        rows.append(("break-even, cache artifacts", f"{_steps(verdict.mega.steps)}, {size}"))
-    rows += [(f"compiling: {name}", numbers.with_unit(seconds, "s")) for name, seconds in bench.trace.phases.items()]
-    rows += _step_rows(bench)
-    rows.append(("accuracy", _accuracy(bench)))
-    title = f"{bench.case.target}, {bench.case.kind}, {bench.case.mode}"
-    table = markdown_table([title if bench.case.scope == "whole" else f"{title}, {bench.case.scope}", ""], rows, left=2)
-    found = describe_triage(Triage(bench.case, bench.trace, len(bench.cold.steps)))
-    return "\n\n".join([table, _plan_table(bench), found])
-
-
-def _untuned_rows(bench: Bench) -> list[tuple[str, str]]:
-    """What autotuning gives, where the mode does any."""
-    plain, other = bench.case.untuned, bench.steady.untuned
-    if plain is None:
-        return []
-    if other is None:
-        why = "blocks are marked once" if bench.case.scope == "nested" else "a third model does not fit in the memory"
-        return [("autotuning", f"not held against {plain.mode}: {why}")]
-    gain = f"a step {numbers.quantity(other.speedup)} as fast as in {other.mode}"
-    if difference(other.speedup, bench.steady.control) == "none":
-        gain += ", within what eager shows against itself"
-    return [(f"step, {other.mode}", numbers.quantity(other.step)), ("autotuning", gain)]
-
-
-def _step_rows(bench: Bench) -> list[tuple[str, str]]:
-    """Memory and the profile of a step."""
-    rows = [("covered by compiled regions", _covered(bench))]
-    if bench.memory is not None:
-        eager, compiled = (numbers.with_unit(peak, "B") for peak in (bench.memory.eager, bench.memory.compiled))
-        captured = bench.memory.captured
-        kept = f", {numbers.with_unit(captured, 'B')} of it kept by captured graphs" if captured else ""
-        rows.append(("peak memory", f"eager {eager}, compiled {compiled}{kept}"))
-    before, after = bench.eager_profile, bench.compiled_profile
-    if before is not None and after is not None:
-        pairs = [("operators called a step", before.operators, after.operators)]
-        if before.kernels is not None and after.kernels is not None:
-            pairs.append(("GPU kernels a step", before.kernels, after.kernels))
-        if before.launches is not None and after.launches is not None:
-            pairs.append(("launches a step", before.launches, after.launches))
-        if before.fused_attention or after.fused_attention:
-            pairs.append(("fused attention a step", before.fused_attention, after.fused_attention))
-        rows += [(name, f"eager {numbers.count(one)}, compiled {numbers.count(two)}") for name, one, two in pairs]
-        rows.append(("guards, a step", numbers.with_unit(after.guard_seconds, "s")))
-    if bench.no_cudagraphs:
-        rows.append(("CUDA graphs skipped", "; ".join(bench.no_cudagraphs)))
-    return rows
-
-
-def _plan_table(bench: Bench) -> str:
-    """Compile or not, by steps of the run, restarts and state of the caches."""
-    rows = []
-    for restarts in PLAN_RESTARTS:
-        for cache in CACHE_STATES:
-            cells = [plan(bench, steps, restarts, cache) for steps in PLAN_STEPS]
-            if any(cell is not None for cell in cells):
-                texts = [f"{cell.advice} ({numbers.significant(cell.ratio)}×)" if cell else "" for cell in cells]
-                rows.append((plural(restarts, "restart"), CACHE_STATES[cache], *texts))
-    header = ["run", "each process finds", *(f"{numbers.count(steps)} steps" for steps in PLAN_STEPS)]
-    return markdown_table(header, rows, left=2)
-
-
-def _covered(bench: Bench) -> str:
-    profile = bench.compiled_profile
-    return "not known" if profile is None or profile.covered is None else numbers.percent(profile.covered)
-
-
-def _accuracy(bench: Bench) -> str:
-    accuracy = bench.accuracy
-    if accuracy.skipped:
-        return f"not compared: {accuracy.skipped}"
-    if accuracy.wrong:
-        return f"WRONG: {accuracy.wrong}"
-    assert accuracy.output is not None
-    size = numbers.error_size
-    within, compared = "within" if accuracy.holds else "OUTSIDE", plural(accuracy.tensors, "tensor")
-    text = f"{within} the bound, {compared} against float64"
-    return f"{text}; output error {size(accuracy.output.compiled)}, eager {size(accuracy.output.eager)}"
-
-
-def _steps(steps: float | None) -> str:
-    return "never" if steps is None else f"{numbers.count(steps)} steps"

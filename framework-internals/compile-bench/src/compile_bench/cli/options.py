@@ -1,4 +1,4 @@
-"""What all commands of ``compile-bench`` share: options, exit statuses, and errors as one line."""
+"""What all commands of ``compile-bench`` share: options, exit statuses, and one-line errors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,20 @@ from compile_bench.targets.case import MODES, SCOPES, Case
 OVER_BUDGET, UNUSABLE, NOT_MEASURED = 1, 2, 3
 
 TargetName = Annotated[
-    str, typer.Argument(help="file.py:function or module:attribute that returns (model, args), or a name of the zoo.")
+    str, typer.Argument(help="file.py:function or module:function that returns (model, args), or a name of the zoo.")
 ]
 Train = Annotated[bool, typer.Option("--train/--infer", help="A training step, or a forward pass without gradients.")]
 Mode = Annotated[str, typer.Option(help=f"Mode of torch.compile: {', '.join(MODES)}.")]
 Dynamic = Annotated[
     bool | None,
-    typer.Option("--dynamic/--static", help="Sizes symbolic from the start, or never; PyTorch's choice else."),
+    typer.Option("--dynamic/--static", help="Symbolic sizes from the start, or never. Default: PyTorch decides."),
 ]
 ScopeName = Annotated[
-    str, typer.Option("--scope", help="whole model, its repeated blocks one by one, or nested_compile_region on them.")
+    str,
+    typer.Option(
+        "--scope",
+        help="whole; blocks: each repeated block; nested: nested_compile_region on the blocks.",
+    ),
 ]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 Limit = Annotated[float, typer.Option(help="Seconds after which a measuring process is ended.")]
@@ -37,12 +41,12 @@ Seconds = Annotated[float, typer.Option(help="Seconds of sampling steady steps."
 
 
 def place(file: str, line: int) -> str:
-    """``file.py:LINE``, relative to the working directory where that is shorter."""
+    """``file.py:LINE``, relative to the working directory if the file is below it."""
     return f"{shorten(file, Path.cwd())}:{line}"
 
 
 def recompiled(again: Recompile) -> str:
-    """Where a guard failed; of one in a library also the user's line that called it."""
+    """Where a guard failed; for a library's line, also the user's line that called it."""
     file, _, line = again.called_from.rpartition(":")
     return place(again.file, again.line) + (f", called from {place(file, int(line))}" if file else "")
 
@@ -51,7 +55,7 @@ def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: s
     """The case that a command line names.
 
     Raises:
-        UserError: for a mode, device or scope that there is not.
+        UserError: If the mode, device or scope is unknown.
     """
     known = next((known for known in MODES if known == mode), None)
     if known is None:
@@ -63,7 +67,7 @@ def case_of(target: str, train: bool, mode: str, dynamic: bool | None, device: s
 
 
 def leave(action: Callable[[], int]) -> None:
-    """Do ``action`` and exit with its status; an error of the user or of a measuring process is one line."""
+    """Do ``action`` and exit with its status. Errors of the user and of measuring processes are one line."""
     try:
         with one_line_errors("compile-bench"):  # its status is UNUSABLE
             status = action()

@@ -1,8 +1,10 @@
-"""What a measurement is asked for, and the typed results it gives. Nothing here imports torch."""
+"""The types of all measurements. Nothing here imports torch."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchkit.results import Quantity
 from compile_bench.capture.trace import CompileTrace
@@ -14,11 +16,11 @@ class FirstSteps:
     """The first steps in a fresh process.
 
     Attributes:
-        steps: seconds of the first :data:`FIRST_STEPS` steps.
-        import_seconds: importing Dynamo and Inductor; 0 for eager.
-        toolchain_seconds: what Inductor finds out about compiler and machine once a process; 0 for eager.
-        trace: what was compiled; None for eager.
-        artifact_seconds: loading the artifacts of ``torch.compiler.save_cache_artifacts``; 0 without.
+        steps: Seconds of each of the first :data:`FIRST_STEPS` steps.
+        import_seconds: Import of Dynamo and Inductor; 0 for eager.
+        toolchain_seconds: Inductor's check of compiler and machine, once a process; 0 for eager.
+        trace: What was compiled; None for eager.
+        artifact_seconds: Loading the artifacts of ``torch.compiler.save_cache_artifacts``; 0 without.
     """
 
     steps: tuple[float, ...]
@@ -35,12 +37,12 @@ class FirstSteps:
 
 @dataclass(frozen=True)
 class Untuned:
-    """Steps of the same model compiled without autotuning, taken in turns with those of a mode that autotunes.
+    """Steps of the same model compiled without autotuning, sampled in alternation with those of a mode that autotunes.
 
     Attributes:
-        mode: that it was compiled in.
-        step: seconds.
-        speedup: this step over the autotuned one, paired, with its interval.
+        mode: Mode of ``torch.compile`` without autotuning.
+        step: Seconds a step.
+        speedup: Time of this step over that of the autotuned one, paired, with its interval.
     """
 
     mode: Mode
@@ -50,16 +52,16 @@ class Untuned:
 
 @dataclass(frozen=True)
 class Steady:
-    """Steps after all compiling, eager and compiled taken in turns.
+    """Steps after all compiling, eager and compiled sampled in alternation.
 
     Attributes:
-        eager: seconds a step.
-        compiled: seconds a step.
-        speedup: eager over compiled, paired, with its interval.
-        method: the clock.
-        pressure: percent of the last ten seconds of it in which some task waited for a CPU core; None if not known.
-        control: eager over eager, sampled in the same rounds: what this machine shows where there is no difference.
-        untuned: the same without autotuning; None where the mode does none.
+        eager: Seconds of an eager step.
+        compiled: Seconds of a compiled step.
+        speedup: Eager over compiled, paired, with its interval.
+        method: The clock.
+        pressure: Percent of the last ten seconds in which some task waited for a CPU core; None if not known.
+        control: Eager over eager, sampled in the same rounds: what this machine shows where there is no difference.
+        untuned: The same model without autotuning; None if the mode does not autotune.
     """
 
     eager: Quantity
@@ -76,10 +78,10 @@ class ErrorPair:
     """Errors of one tensor (or all outputs as one) against float64: ‖x − x₆₄‖₂ / ‖x₆₄‖₂.
 
     Attributes:
-        name: of the tensor.
-        eager: error of the eager computation.
-        compiled: error of the compiled one.
-        bound: what the compiled one's error may be, see :mod:`compile_bench.measure.accuracy`.
+        name: Name of the tensor.
+        eager: Error of the eager computation.
+        compiled: Error of the compiled computation.
+        bound: Largest error that the compiled computation may have, see :mod:`compile_bench.measure.accuracy`.
     """
 
     name: str
@@ -98,14 +100,14 @@ class Accuracy:
     """Outputs and gradients of eager and compiled, both against float64.
 
     Attributes:
-        output: all outputs (for training: the loss).
-        gradient: the gradient tensor closest to, or furthest over, its bound; None for inference.
-        tensors: how many were compared.
-        skipped: why nothing was compared; empty if it was.
-        wrong: what no error says: that the compiled call raised, lacks a gradient, or gives NaN or infinity where eager
-            and float64 do not; empty otherwise.
-        attempts: with how many sets of weights: more than one where a gradient jumped, see
-            :mod:`compile_bench.measure.accuracy`; the figures are the last one's.
+        output: All outputs as one tensor; for training, the loss.
+        gradient: The gradient closest to its bound, or furthest over it; None for inference.
+        tensors: How many tensors were compared.
+        skipped: Why nothing was compared; empty if something was.
+        wrong: What is wrong other than an error's size: the compiled call raised, lacks a gradient, or gives NaN or
+            infinity where eager and float64 do not. Empty otherwise.
+        attempts: Number of sets of weights that were compared. It is more than 1 if a gradient jumped, see
+            :mod:`compile_bench.measure.accuracy`; the errors are those of the last set.
     """
 
     output: ErrorPair | None = None
@@ -117,7 +119,7 @@ class Accuracy:
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was compared is there, finite and within its bound."""
+        """Whether everything that was compared exists, is finite and is within its bound."""
         return not self.wrong and all(pair.holds for pair in (self.output, self.gradient) if pair is not None)
 
 
@@ -125,14 +127,14 @@ class Accuracy:
 class Memory:
     """Peak bytes of a step.
 
-    On a GPU what torch's allocator had given out at most, weights included, and what captured graphs keep beside it for
-    their replays. On a CPU the largest rise within the step, from the profiler's allocator events: activations,
-    gradients and workspaces, no weights.
+    On a GPU: the most that torch's allocator had given out, weights included, plus what captured graphs keep for their
+    replays. On a CPU: the largest rise within the step, from the profiler's allocator events. It contains activations,
+    gradients and workspaces, and no weights.
 
     Attributes:
-        eager: of the eager step.
-        compiled: of the compiled one, ``captured`` included.
-        captured: kept by captured graphs and otherwise counted as free; 0 without CUDA graphs.
+        eager: Peak of the eager step.
+        compiled: Peak of the compiled step, ``captured`` included.
+        captured: Memory that captured graphs keep and the allocator counts as free; 0 without CUDA graphs.
     """
 
     eager: int
@@ -140,14 +142,13 @@ class Memory:
     captured: int = 0
 
 
-@dataclass(frozen=True)
-class KernelTime:
-    """GPU kernels of one name, template arguments left out, in a step.
+class KernelTime(NamedTuple):
+    """GPU kernels of one name in a step.
 
     Attributes:
-        name: as the profiler has it, without return type, template arguments and parameters.
-        calls: how often it runs.
-        seconds: of all these together.
+        name: Name of the kernel, see :func:`kernel_name`.
+        calls: How often it runs.
+        seconds: Time of all its calls together.
     """
 
     name: str
@@ -155,20 +156,39 @@ class KernelTime:
     seconds: float
 
 
+def kernel_name(symbol: str) -> str:
+    """A kernel's name without return type, template arguments and parameters.
+
+    Examples:
+        >>> kernel_name("void at::native::some_kernel<4, float>(int)")
+        'at::native::some_kernel'
+        >>> kernel_name("_ZN7cutlass6KernelINS_4conv6kernelEEEvNT_6ParamsE")
+        'cutlass::Kernel'
+    """
+    if mangled := re.match(r"_ZN?(?=\d)", symbol):
+        rest, parts = symbol[mangled.end() :], []
+        while length := re.match(r"\d+", rest):
+            end = length.end() + int(length[0])
+            parts.append(rest[length.end() : end])
+            rest = rest[end:]
+        return "::".join(parts)
+    return re.split(r"[<(]", symbol.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
+
+
 @dataclass(frozen=True)
 class StepProfile:
     """What one step does, by the profiler.
 
     Attributes:
-        covered: share inside compiled regions: of the wall time on a CPU, of the kernels' time on a GPU. None on a GPU
-            whose kernels the profiler did not tie to calls.
-        operators: calls of ATen operators from Python and autograd, outside of compiled regions.
-        kernels: kernels that ran on the GPU; None on a CPU.
-        launches: calls that started them; with CUDA graphs one replays many. None on a CPU.
-        guard_seconds: Dynamo's search for code whose guards hold.
-        busy_seconds: while at least one kernel or copy ran on the GPU; None on a CPU.
-        dearest: the kernels that took longest, longest first.
-        fused_attention: kernels of fused attention that ran on the GPU; on a CPU, calls of its operators.
+        covered: Share of the step inside compiled regions: of the wall time on a CPU, of the kernels' time on a GPU.
+            None if the profiler did not link the GPU's kernels to calls.
+        operators: Calls of ATen operators from Python and autograd, outside of compiled regions.
+        kernels: Kernels that ran on the GPU; None on a CPU.
+        launches: Calls that launched them; with CUDA graphs one call replays many kernels. None on a CPU.
+        guard_seconds: Time that Dynamo searched for code whose guards hold.
+        busy_seconds: Time in which at least one kernel or copy ran on the GPU; None on a CPU.
+        costliest: The kernels that took longest, longest first.
+        fused_attention: Kernels of fused attention that ran on the GPU; on a CPU, calls of its operators.
     """
 
     covered: float | None
@@ -200,20 +220,20 @@ class Bench:
     """Everything about one case.
 
     Attributes:
-        case: what was measured.
-        eager: first steps without compiling.
-        cold: first steps with empty caches.
-        warm: first steps in a process that finds the caches of the one before; None if not asked for.
-        steady: after compiling.
-        accuracy: against float64.
-        memory: peaks of a step.
-        mega: first steps in a process that finds empty folders and loads the artifacts of the cold one; None if not
-            asked for.
-        eager_profile: of an eager step.
-        compiled_profile: of a compiled one.
-        no_cudagraphs: why a graph was not replayed as a CUDA graph in a mode that asks for it, in PyTorch's words.
-        artifact_bytes: size of the cache artifacts; 0 if not asked for.
-        tuned: whether the process of ``cold`` found the kernels that autotuning chose in another mode.
+        case: What was measured.
+        eager: First steps without compiling.
+        cold: First steps with empty caches.
+        warm: First steps in a process that finds the caches of the one before; None if not asked for.
+        steady: Steps after all compiling.
+        accuracy: Outputs and gradients against float64.
+        memory: Peaks of a step.
+        mega: First steps in a process with empty caches that loads the cache artifacts of the cold one (PyTorch's
+            mega-cache); None if not asked for.
+        eager_profile: What an eager step does.
+        compiled_profile: What a compiled step does.
+        no_cudagraphs: Why CUDA graphs were left out in a mode that asks for them, in PyTorch's words.
+        artifact_bytes: Size of the cache artifacts; 0 if not asked for.
+        tuned: Whether the process of ``cold`` found the kernels that autotuning chose in another mode.
     """
 
     case: Case
@@ -242,13 +262,43 @@ class Triage:
     """Breaks and recompilations of one case, counted without a code generator.
 
     Attributes:
-        case: what was traced.
-        trace: what was seen.
-        calls: how many steps were made over the schedule.
-        failures: what compiling raised, or the compiled steps did and the model by itself does not.
+        case: What was traced.
+        trace: Its graphs, breaks and recompilations.
+        calls: How many steps were made over the schedule.
+        failures: Errors that compiling or the compiled steps raised and the model by itself does not.
     """
 
     case: Case
     trace: CompileTrace
     calls: int
     failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What a target or test compiles to, with the version of torch that counted it."""
+
+    graphs: int
+    breaks: int
+    recompiles: int
+    guards: int
+    kernels: int
+    torch: str
+
+    @classmethod
+    def of(cls, trace: CompileTrace, torch_version: str) -> Inventory:
+        """Count a trace."""
+        return cls(
+            len(trace.graphs), len(trace.breaks), len(trace.recompiles), trace.guards, trace.kernels, torch_version
+        )
+
+    def drift(self, now: Inventory) -> list[str]:
+        """One line for every count that differs."""
+        lines = [
+            f"{name}: {getattr(self, name)} locked, {getattr(now, name)} now"
+            for name in ("graphs", "breaks", "recompiles", "guards", "kernels")
+            if getattr(self, name) != getattr(now, name)
+        ]
+        if lines and self.torch != now.torch:
+            lines.append(f"locked with torch {self.torch}, this is {now.torch}: lock anew if that is the reason")
+        return lines

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchkit.device import Device
 from compile_bench.capture.collector import allocations
-from compile_bench.measure.measurements import KernelTime, StepProfile
+from compile_bench.measure.measurements import KernelTime, StepProfile, kernel_name
 from compile_bench.targets.target import Step
 
 STEPS = 3
@@ -22,12 +22,12 @@ _STEP = "compile_bench step"
 _GUARDS = "TorchDynamo Cache Lookup"
 # What PyTorch records around compiled code: the forward pass, a generated graph, the backward pass.
 _REGIONS = ("Torch-Compiled Region", "## Call CompiledFxGraph", "CompiledFunctionBackward")
-# Kernels that are kept by name: enough to see what a step's time went to.
+# How many of the costliest kernels are recorded.
 _COSTLIEST = 5
-# How the operators begin that torch.nn.functional.scaled_dot_product_attention chooses among, but for the plain one.
+# Prefix of the operators that torch.nn.functional.scaled_dot_product_attention chooses from; the last is not fused.
 _ATTENTION_OPERATOR = "aten::_scaled_dot_product_"
 _PLAIN_ATTENTION = "aten::_scaled_dot_product_attention_math"
-# Their kernels: PyTorch's memory-efficient one, Flash Attention, cuDNN's. A replayed CUDA graph calls no operators.
+# Kernels of memory-efficient attention, Flash Attention and cuDNN. A replayed CUDA graph calls no operators.
 _ATTENTION_KERNEL = re.compile(r"fmha|flash|sdpa")
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 
@@ -35,12 +35,11 @@ Interval = tuple[float, float]
 
 
 def record_steps(step: Step, device: Device) -> profile:
-    """Record a few steps that have been warmed up; :func:`read_profile` makes something of it, and may take longer.
+    """Record a few steps with the profiler; :func:`read_profile`, which takes longer, summarises them.
 
     Args:
-        step: after all its compiling.
-        device: where it works. Its GPU is to be this process's alone: another's kernels, run in between, lengthen
-            those of the step.
+        step: A step that has been compiled and warmed up.
+        device: Its device. No other process may use the GPU meanwhile: its kernels would lengthen those of the step.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities) as profiled:
@@ -53,7 +52,7 @@ def record_steps(step: Step, device: Device) -> profile:
 
 
 def read_profile(recorded: profile, device: Device) -> StepProfile:
-    """What :func:`record_steps` saw of a step on ``device``."""
+    """Summarise what :func:`record_steps` recorded on ``device``."""
     return summarise(list(recorded.events()), device, steps=STEPS)
 
 
@@ -61,9 +60,9 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
     """Count over the profiler's events.
 
     Args:
-        events: ``torch.autograd.profiler_util.FunctionEvent`` of ``steps`` steps, each within a span of its own.
-        device: on a GPU kernels are counted.
-        steps: what the counts are divided by.
+        events: ``torch.autograd.profiler_util.FunctionEvent`` of ``steps`` steps, each inside one named span.
+        device: Device of the steps; kernels are counted on a GPU.
+        steps: Number of steps, which the counts are divided by.
     """
     calls = [event for event in events if event.device_type == DeviceType.CPU]
     regions: dict[int, list[Interval]] = defaultdict(list)
@@ -90,21 +89,21 @@ def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfi
 
 
 def peak_rise(step: Step) -> int:
-    """Bytes by which the CPU's allocations rise within a step at most, weights not included."""
+    """The largest rise, in bytes, of the CPU's allocations within a step. Weights are not included."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         step()
     return largest_rise(allocations(profiled))
 
 
 def largest_rise(changes: Iterable[int]) -> int:
-    """The largest climb of the running sum of ``changes`` over a point before it.
+    """The largest rise of the running sum of ``changes`` over an earlier point.
 
-    A training step first releases the gradients of the one before; what counts is the climb from there.
+    A training step first releases the gradients of the step before, so the rise counts from the lowest point.
     """
     lowest = rise = 0
-    for held in accumulate(changes):
-        lowest = min(lowest, held)
-        rise = max(rise, held - lowest)
+    for level in accumulate(changes):
+        lowest = min(lowest, level)
+        rise = max(rise, level - lowest)
     return rise
 
 
@@ -113,7 +112,7 @@ def _span(event: Any) -> Interval:
 
 
 def _union(spans: list[Interval]) -> list[Interval]:
-    """Overlapping intervals as one, in order."""
+    """The intervals in order, overlapping ones merged."""
     merged: list[Interval] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -129,7 +128,7 @@ def _inside(event: Any, regions: dict[int, list[Interval]]) -> bool:
 
 
 def _is_called_operator(event: Any) -> bool:
-    """An ATen operator that no other one called."""
+    """Whether it is an ATen operator that no other operator called."""
     return event.name.startswith("aten::") and not (event.cpu_parent and event.cpu_parent.name.startswith("aten::"))
 
 
@@ -139,7 +138,7 @@ def _is_kernel(event: Any) -> bool:
 
 
 def _busy(events: Sequence[Any]) -> float:
-    """Seconds in which the GPU did anything: kernels that overlap are counted once."""
+    """Seconds in which the GPU was busy: kernels that overlap are counted once."""
     own = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
     return sum(end - start for start, end in _union([_span(event) for event in own])) * 1e-6
 
@@ -147,7 +146,7 @@ def _busy(events: Sequence[Any]) -> float:
 def _costliest(kernels: Sequence[Any], steps: int) -> tuple[KernelTime, ...]:
     spent: dict[str, list[float]] = defaultdict(list)
     for kernel in kernels:
-        spent[_plain_name(kernel.name)].append(kernel.time_range.elapsed_us())
+        spent[kernel_name(kernel.name)].append(kernel.time_range.elapsed_us())
     found = [KernelTime(name, len(each) / steps, sum(each) * 1e-6 / steps) for name, each in spent.items()]
     return tuple(sorted(found, key=lambda kernel: kernel.seconds, reverse=True)[:_COSTLIEST])
 
@@ -157,14 +156,9 @@ def _is_fused_attention_operator(name: str) -> bool:
 
 
 def _is_fused_attention_kernel(name: str) -> bool:
-    if name.startswith("triton_"):  # after all that Inductor put into it: an attention's operands made ready, say
+    if name.startswith("triton_"):  # the name lists all that Inductor fused, such as preparing attention's operands
         return "flex_attention" in name
     return _ATTENTION_KERNEL.search(name) is not None
-
-
-def _plain_name(name: str) -> str:
-    """``void at::native::some_kernel<4, float>(int)`` → ``at::native::some_kernel``."""
-    return re.split(r"[<(]", name.removeprefix("void ").replace("(anonymous namespace)::", ""), maxsplit=1)[0]
 
 
 def _covered_time(calls: Sequence[Any], regions: dict[int, list[Interval]]) -> float:

@@ -1,12 +1,12 @@
-"""Shapes that change from call to call: what recompiling costs, and which way of living with it is the cheapest.
+"""Shapes that change from call to call: what recompiling costs, and which strategy is the cheapest.
 
-Every strategy goes through the same schedule of calls, several times, in a process of its own. What counts is the time
-of all passes together, compiling included: ``first pass + (passes − 1) · a later pass``.
+Every strategy makes several passes through the same schedule of calls, in a fresh process. What counts is the time of
+all passes together, compiling included: ``first pass + (passes − 1) · a later pass``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +16,7 @@ from compile_bench.targets.case import Case
 
 Strategy = Literal["eager", "automatic", "static", "dynamic", "mark_dynamic", "buckets", "padding"]
 
-# In the order of what they ask of the user: the first of those that cost the same is recommended.
+# In the order of the work that they mean for the user: of strategies that cost the same the first is recommended.
 STRATEGIES: Mapping[Strategy, str] = {
     "automatic": "torch.compile as it is: a size that changes once is symbolic from then on",
     "eager": "no compiling",
@@ -28,7 +28,7 @@ STRATEGIES: Mapping[Strategy, str] = {
 }
 PADDED: tuple[Strategy, ...] = ("buckets", "padding")
 
-# Made from a target's own arguments where it brings no schedule.
+# Schedules that are cut from the arguments of a target that has none.
 MADE_SCHEDULES = ("last-batch", "batch-1", "growing-sequence")
 
 
@@ -37,12 +37,12 @@ class Passes:
     """One strategy's passes through a schedule.
 
     Attributes:
-        strategy: which.
-        first: seconds of the first pass in a fresh process, compiler's import and toolchain check included.
-        later: seconds of a later pass.
-        compilations: graphs that were compiled.
-        recompiles: what was compiled again, and why.
-        failed: why it cannot be used, in one line; empty if it can.
+        strategy: Name of the strategy.
+        first: Seconds of the first pass in a fresh process, including the compiler's import and the toolchain check.
+        later: Seconds of a later pass.
+        compilations: Number of compiled graphs.
+        recompiles: What was compiled again, and why.
+        failed: Why the strategy cannot be used, in one line; empty if it can.
     """
 
     strategy: Strategy
@@ -53,7 +53,7 @@ class Passes:
     failed: str = ""
 
     def total(self, passes: int) -> tuple[float, float, float]:
-        """Seconds of so many passes: at the median of a later pass, at its p20 and at its p80."""
+        """Seconds of a number of passes: at the median of a later pass, at its p20 and at its p80."""
         later = self.later
         assert later is not None
         assert later.low is not None
@@ -62,15 +62,30 @@ class Passes:
         return middle, low, high
 
 
+def ranking(passes: Sequence[Passes], count: int) -> list[Passes]:
+    """The strategies that can be used, sorted by the seconds of a number of passes.
+
+    Where the intervals of several overlap with that of the cheapest, the one that asks the least of the user is first.
+    """
+    ranked = sorted((each for each in passes if not each.failed), key=lambda each: each.total(count)[0])
+    if len(ranked) < 2:
+        return ranked
+    highest = ranked[0].total(count)[2]
+    tied = [each for each in ranked if each.total(count)[1] <= highest]
+    order = list(STRATEGIES)
+    best = min(tied, key=lambda each: order.index(each.strategy))
+    return [best, *(each for each in ranked if each is not best)]
+
+
 @dataclass(frozen=True)
 class ShapeStudy:
     """All strategies on one schedule.
 
     Attributes:
-        case: what was called.
-        schedule: the shapes of its calls, for a reader.
-        varying: the dimensions that change, ``"args[0] dimension 1"``.
-        passes: by strategy, in the order they were measured.
+        case: What was called.
+        schedule: Shapes of its calls, for a reader.
+        varying: Dimensions that change, ``"args[0] dimension 1"``.
+        passes: Passes of each strategy, in the order they were measured.
     """
 
     case: Case
@@ -78,25 +93,14 @@ class ShapeStudy:
     varying: tuple[str, ...]
     passes: tuple[Passes, ...]
 
-    def ranking(self, passes: int) -> list[Passes]:
-        """The strategies that can be used, cheapest first for so many passes.
-
-        One that is dearer only within the spread of its passes stands before one that asks more of the user.
-        """
-        usable = [each for each in self.passes if not each.failed]
-        ranked = sorted(usable, key=lambda each: each.total(passes)[0])
-        if len(ranked) < 2:
-            return ranked
-        highest = ranked[0].total(passes)[2]
-        tied = [each for each in ranked if each.total(passes)[1] <= highest]
-        order = list(STRATEGIES)
-        best = min(tied, key=lambda each: order.index(each.strategy))
-        return [best, *(each for each in ranked if each is not best)]
+    def ranking(self, count: int) -> list[Passes]:
+        """The strategies sorted for a number of passes, see :func:`ranking`."""
+        return ranking(self.passes, count)
 
 
 @dataclass(frozen=True)
 class ShapeAnswer:
-    """What one process says: its passes, and what it found the schedule to be."""
+    """The answer of one process: its passes, the schedule's shapes, and the dimensions that change."""
 
     passes: Passes
     schedule: tuple[str, ...]

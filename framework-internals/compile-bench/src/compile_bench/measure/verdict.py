@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from benchkit.results import Quantity
-from compile_bench.measure.measurements import Bench, FirstSteps, Steady
-from compile_bench.targets.case import FIRST_STEPS
+from compile_bench.measure.measurements import Accuracy, Steady
+from compile_bench.targets.case import FIRST_STEPS, Case
 
 Advice = Literal["compile", "don't", "inconclusive"]
 Difference = Literal["faster", "slower", "none"]
 
-# What the processes of a run find: nothing each time; what the first one left; the artifacts that are loaded.
+# What each process of a run finds: nothing; what the first process left; artifacts that it loads.
 CacheState = Literal["lost", "kept", "artifact"]
 CACHE_STATES: dict[CacheState, str] = {
     "lost": "empty caches",
@@ -20,24 +20,64 @@ CACHE_STATES: dict[CacheState, str] = {
     "artifact": "cache artifacts",
 }
 
-# What a verdict is drawn up for: steps of a whole run, and how often it is started again.
+# Runs that plans are made for: steps of the whole run, and how often it is restarted.
 PLAN_STEPS = (100, 1_000, 10_000, 100_000)
 PLAN_RESTARTS = (0, 10)
 
-# Percent of the time in which some task waited for a core. Far above 0 other work is running, and it hits eager code of
-# several threads, which wait for one another, harder than a generated loop of one: on two cores that other builds kept
-# busy 90 % of the time, two linear layers of 64 came out 51 times faster.
+# Percent of the time in which some task waited for a core; more than this means that other work is running. It slows
+# eager code, whose threads wait for one another, more than a generated loop in one thread: on two cores that other
+# builds kept busy 90 % of the time, two linear layers of 64 came out 51 times faster.
 BUSY = 25.0
+
+
+class Starts(Protocol):
+    """The first steps of a fresh process."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of the first steps, imports included."""
+
+
+class Measured(Protocol):
+    """A measured case: :class:`~compile_bench.measure.measurements.Bench`, or what a report reads from its records."""
+
+    @property
+    def case(self) -> Case:
+        """What was measured."""
+
+    @property
+    def eager(self) -> Starts:
+        """First steps without compiling."""
+
+    @property
+    def cold(self) -> Starts:
+        """First steps with empty caches."""
+
+    @property
+    def warm(self) -> Starts | None:
+        """First steps with the caches of an earlier process; None if not measured."""
+
+    @property
+    def mega(self) -> Starts | None:
+        """First steps with loaded cache artifacts; None if not measured."""
+
+    @property
+    def steady(self) -> Steady:
+        """Steps after all compiling."""
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """Outputs and gradients against float64."""
 
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Steps after which compiling has paid for itself.
+    """Number of steps after which compiling has paid for itself.
 
     Attributes:
-        steps: at the median speed-up; None: never.
-        low: at the upper end of the speed-up's interval; None: not even there.
-        high: at the lower end; None: never, or not known.
+        steps: At the median speed-up; None means never.
+        low: At the upper end of the speed-up's interval; None means not even there.
+        high: At the lower end of the interval; None means never, or not known.
     """
 
     steps: float | None
@@ -50,13 +90,13 @@ class Verdict:
     """What to do, and why.
 
     Attributes:
-        advice: ``compile`` when the compiled step is faster and the numbers are right, ``don't`` when it is slower or
-            the numbers are wrong, ``inconclusive`` when no difference was seen or the machine was busy with other work.
-        why: the ground for it, a clause.
-        cold: break-even with empty caches.
-        warm: with caches from an earlier process; None if that was not measured.
-        cost: seconds that compiling costs before the first useful step, caches empty.
-        mega: break-even with cache artifacts; None if that was not measured.
+        advice: ``compile`` if the compiled step is faster and its results are right, ``don't`` if it is slower or its
+            results are wrong, ``inconclusive`` if no difference was seen or other work kept the machine busy.
+        why: The reason, as a clause.
+        cold: Break-even with empty caches.
+        warm: Break-even with caches of an earlier process; None if that was not measured.
+        cost: Compile cost: seconds that the first steps take longer than eager's, with empty caches.
+        mega: Break-even with cache artifacts; None if that was not measured.
     """
 
     advice: Advice
@@ -69,16 +109,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Plan:
-    """Compile or not, for one way of running.
+    """Whether to compile in one kind of run.
 
     Attributes:
-        steps: of the whole run, over all its processes.
-        restarts: processes after the first one (preemption, a new job for every evaluation).
-        cache: what each process finds.
-        advice: as :class:`Verdict`, for the time of the whole run.
-        ratio: that time, eager over compiled.
-        low: at the lower end of the speed-up's interval.
-        high: at the upper end.
+        steps: Steps of the whole run, over all its processes.
+        restarts: Processes after the first one, for example after preemption.
+        cache: What each process finds.
+        advice: As of :class:`Verdict`, for the time of the whole run.
+        ratio: Time of the whole run, eager over compiled.
+        low: The ratio at the lower end of the speed-up's interval.
+        high: The ratio at the upper end.
     """
 
     steps: int
@@ -90,11 +130,11 @@ class Plan:
     high: float
 
 
-def judge(bench: Bench) -> Verdict:
+def judge(bench: Measured) -> Verdict:
     """The verdict on one case."""
     advice, why = _advice(bench)
 
-    def after(first: FirstSteps | None) -> BreakEven | None:
+    def after(first: Starts | None) -> BreakEven | None:
         return None if first is None else break_even(first, bench.eager, bench.steady)
 
     return Verdict(
@@ -108,16 +148,17 @@ def judge(bench: Bench) -> Verdict:
 
 
 def difference(speedup: Quantity, control: Quantity | None) -> Difference:
-    """Whether one of two steps is faster, slower, or not to be told from the other.
+    """Whether one of two steps is faster or slower than the other, or not distinguishable from it.
 
     Args:
-        speedup: the other one over it, with its interval, which has to lie beyond 1 by more than the control's.
-        control: eager over itself in the same rounds: what drift, caches and the order of calls do to a ratio here.
+        speedup: The other step's time over that of the one, with its interval. The interval has to be further from 1
+            than the control's.
+        control: Eager's time over its own in the same rounds: what drift, caches and the order of calls do to a ratio.
     """
     low, high = _ends(speedup)
     least, most = 1.0, 1.0
     if control is not None:
-        # A control on either side of 1 could as well have come out on the other: the names are interchangeable.
+        # Its two samples are interchangeable, so a control on one side of 1 could as well have been on the other.
         lowest, highest = _ends(control)
         off = max(highest, 1 / lowest, 1.0)
         least, most = 1 / off, off
@@ -126,7 +167,7 @@ def difference(speedup: Quantity, control: Quantity | None) -> Difference:
     return "slower" if high < least else "none"
 
 
-def _advice(bench: Bench) -> tuple[Advice, str]:
+def _advice(bench: Measured) -> tuple[Advice, str]:
     pressure = bench.steady.pressure
     if not bench.accuracy.holds:
         return "don't", bench.accuracy.wrong or "the compiled results are further from float64 than the bound allows"
@@ -140,12 +181,12 @@ def _advice(bench: Bench) -> tuple[Advice, str]:
     return "inconclusive", "the interval of the speed-up is within what eager shows against itself"
 
 
-def cost(compiled: FirstSteps, eager: FirstSteps) -> float:
+def cost(compiled: Starts, eager: Starts) -> float:
     """Seconds that the first steps take longer with compiling than without."""
     return compiled.total - eager.total
 
 
-def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> BreakEven:
+def break_even(compiled: Starts, eager: Starts, steady: Steady) -> BreakEven:
     """Solve N for: first steps + (N − 3) · compiled = eager first steps + (N − 3) · eager.
 
     The gain of a step is eager · (1 − 1 / speed-up), at the median and at both ends of the speed-up's interval.
@@ -155,30 +196,30 @@ def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> Break
 
     def steps(speedup: float) -> float | None:
         gain = steady.eager.value * (1 - 1 / speedup)
-        # Cheaper first steps and slower later ones: that equation's N is where compiling stops being worth it.
+        # With cheaper first steps and slower later ones the equation's N is where compiling stops being worth it.
         return FIRST_STEPS + max(extra, 0.0) / gain if gain > 0 else None
 
     return BreakEven(steps(steady.speedup.value), steps(high), steps(low))
 
 
-def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | None:
-    """Compile or not, for a run of so many steps in so many processes.
+def plan(bench: Measured, steps: int, restarts: int, cache: CacheState) -> Plan | None:
+    """Compile or not, for a run of a number of steps in a number of processes.
 
     Args:
-        bench: the measured case.
-        steps: of the whole run; at least three for every process.
-        restarts: processes after the first one.
-        cache: what the processes find; the first one of ``kept`` finds nothing.
+        bench: The measured case.
+        steps: Steps of the whole run; at least three for every process.
+        restarts: Processes after the first one.
+        cache: What each process finds; with ``kept``, the first one finds nothing.
 
     Returns:
-        None where the first steps with that cache were not measured, or no restart could find what was kept.
+        None if the first steps with that cache were not measured, or if ``kept`` is asked of a run without restarts.
 
     Raises:
-        ValueError: for fewer steps than the processes' first ones.
+        ValueError: If there are fewer steps than the processes' first ones.
     """
     processes = restarts + 1
     if cache == "kept" and restarts == 0:
-        return None  # one process finds nothing that an earlier one left
+        return None
     if restarts < 0 or steps < FIRST_STEPS * processes:
         raise ValueError(f"{processes} processes take at least {FIRST_STEPS * processes} steps, got {steps}")
     firsts = _starts(bench, restarts, cache)
@@ -199,7 +240,18 @@ def plan(bench: Bench, steps: int, restarts: int, cache: CacheState) -> Plan | N
     return Plan(steps, restarts, cache, advice, ratio(bench.steady.speedup.value), low, high)
 
 
-def _starts(bench: Bench, restarts: int, cache: CacheState) -> float | None:
+def plan_rows(bench: Measured) -> list[tuple[int, CacheState, list[Plan]]]:
+    """Restarts, state of the caches and a plan for each of :data:`PLAN_STEPS`, for every combination measured."""
+    rows: list[tuple[int, CacheState, list[Plan]]] = []
+    for restarts in PLAN_RESTARTS:
+        for cache in CACHE_STATES:
+            plans = [found for steps in PLAN_STEPS if (found := plan(bench, steps, restarts, cache)) is not None]
+            if plans:
+                rows.append((restarts, cache, plans))
+    return rows
+
+
+def _starts(bench: Measured, restarts: int, cache: CacheState) -> float | None:
     """Seconds of the first steps of all processes of a run."""
     if cache == "lost":
         return (restarts + 1) * bench.cold.total

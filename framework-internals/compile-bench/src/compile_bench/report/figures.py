@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,96 +14,83 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from benchkit import numbers
 from benchkit.report import Figure
 from benchkit.report.plotting import COLOURS, HATCHES, MARKERS, new_figure
-from benchkit.results import Quantity, Record, Results
-from compile_bench.measure.serialize import case_title, shape_passes
+from benchkit.results import Quantity, Results
+from compile_bench.measure.records import ShapesRecord
+from compile_bench.report.autotuning import Autotuned, autotuned, signed_seconds
 from compile_bench.report.queries import (
-    PARTS,
-    alone,
-    cache_name,
-    case_key,
-    compiled_first,
-    eager_first,
+    RUNNING,
+    MeasuredCase,
+    Model,
+    NamedStart,
+    compiled_alone,
+    measured_cases,
+    mode_index,
     models,
-    same_case,
-    value_of,
+    named_starts,
+    start_parts,
+    title,
 )
-from compile_bench.report.sweep import autotuned
-from compile_bench.targets.case import FIRST_STEPS, MODES
+from compile_bench.targets.case import FIRST_STEPS
 
 PART_COLOURS = (*COLOURS, "#FFFFFF", "#F0E442")
 PART_HATCHES = (*HATCHES, "", "")
 
+_FIRST_STEPS = (
+    f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant is counted "
+    "once, for the innermost phase."
+)
+_BREAK_EVEN = (
+    "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % interval of "
+    "the speed-up."
+)
+_SPEEDUP = (
+    "Eager over compiled, a step after all compiling: median of the rounds' ratios with its 95 % interval, by mode. "
+    "Left of the line at 1 compiling makes the step slower."
+)
+_AUTOTUNING = (
+    "A step of the same mode without autotuning over one with it, in alternation in one process, with its 95 % "
+    "interval; the seconds are what autotuning adds to the first steps."
+)
+_MODELS = f"The same for every model: the first {FIRST_STEPS} steps with empty caches, mode default."
+_SHAPES = "Time of all passes through the schedule together, compiling included, over the cheapest strategy's."
+
 
 def figures(results: Results) -> Sequence[Figure]:
     """The figures that the records suffice for."""
-    drawn = []
-    if alone(results, results.select("verdict")):
-        drawn += [
-            Figure(
-                "first_step",
-                f"Where the first {FIRST_STEPS} steps of a fresh process go, from an imported torch on. Each instant "
-                "is counted once, for the innermost phase.",
-                lambda: draw_first_steps(results, alone(results, results.select("first steps"))),
-            ),
-            Figure(
-                "break_even",
-                "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % "
-                "interval of the speed-up.",
-                lambda: draw_break_even(results),
-            ),
-        ]
-    if results.select("steady"):
-        drawn.append(
-            Figure(
-                "speedup",
-                "Eager over compiled, a step after all compiling: median of the rounds' ratios with its 95 % interval, "
-                "by mode. Left of the line at 1 compiling makes the step slower.",
-                lambda: draw_speedup(results),
-            )
-        )
-    if len(autotuned(results)) > 2:
-        drawn.append(
-            Figure(
-                "autotuning",
-                "A step of the same mode without autotuning over one with it, in turns in one process, with its 95 % "
-                "interval; the seconds are what autotuning adds to the first steps.",
-                lambda: draw_autotuning(results),
-            )
-        )
-    starts = model_starts(results)
-    if len(starts) > 1:
-        drawn.append(
-            Figure(
-                "models",
-                f"The same for every model: the first {FIRST_STEPS} steps with empty caches, mode default.",
-                lambda: draw_first_steps(results, starts, cache=False),
-            )
-        )
-    if results.select("shapes"):
-        drawn.append(
-            Figure(
-                "shapes",
-                "Time of all passes through the schedule together, compiling included, over the cheapest strategy's.",
-                lambda: draw_shapes(results.select("shapes")[0]),
-            )
-        )
-    return drawn
+    return [Figure(name, caption, draw) for name, caption, draw in _figures(results)]
 
 
-def model_starts(results: Results) -> list[Record]:
-    """The cold starts in mode default of a sweep over models."""
-    found = results.select("first steps", mode="default", cache="cold")
+def _figures(results: Results) -> Iterator[tuple[str, str, Callable[[], MatplotlibFigure]]]:
+    cases = measured_cases(results)
+    if main := compiled_alone(cases):
+        yield "first_step", _FIRST_STEPS, partial(draw_first_steps, named_starts(main))
+        yield "break_even", _BREAK_EVEN, partial(draw_break_even, main)
+    if cases:
+        yield "speedup", _SPEEDUP, partial(draw_speedup, cases, models(results, cases))
+    if len(tuned := autotuned(results, cases)) > 2:
+        yield "autotuning", _AUTOTUNING, partial(draw_autotuning, tuned, models(results, [each.case for each in tuned]))
+    if len(starts := model_starts(results, cases)) > 1:
+        yield "models", _MODELS, partial(draw_first_steps, starts)
+    if studies := ShapesRecord.select(results):
+        yield "shapes", _SHAPES, partial(draw_shapes, studies[0])
+
+
+def model_starts(results: Results, cases: Sequence[MeasuredCase]) -> list[NamedStart]:
+    """The starts with empty caches in mode default, one for each model."""
+    found = [case for case in cases if case.mode == "default" and not case.record.tuned]
     order = models(results, found)
-    return sorted(found, key=lambda record: order.index(case_key(record)[:2]))
+    return [NamedStart(title(case), "", case.cold) for case in sorted(found, key=lambda case: order.index(case.model))]
 
 
-def draw_first_steps(results: Results, records: Sequence[Record], *, cache: bool = True) -> MatplotlibFigure:
-    """One bar a process, stacked by what happened in it."""
-    figure, axes = new_figure(8.0, 1.6 + (0.42 if cache else 0.26) * len(records))
-    labels = [_start_label(record) if cache else case_title(record) for record in records]
-    left = np.zeros(len(records))
-    for index, (key, name) in enumerate(PARTS):
-        seconds = np.array([value_of(record, key) for record in records])
+def draw_first_steps(starts: Sequence[NamedStart]) -> MatplotlibFigure:
+    """One bar for each process, divided into what happened in it."""
+    two_lines = any(each.caches for each in starts)
+    figure, axes = new_figure(8.0, 1.6 + (0.42 if two_lines else 0.26) * len(starts))
+    labels = [f"{each.title}\n{each.caches}" if two_lines else each.title for each in starts]
+    parts = [start_parts(each.start) for each in starts]
+    left = np.zeros(len(starts))
+    for index, name in enumerate(parts[0]):
+        seconds = np.array([each[name] for each in parts])
         if not seconds.any():
             continue
         axes.barh(
@@ -113,15 +100,13 @@ def draw_first_steps(results: Results, records: Sequence[Record], *, cache: bool
             label=name,
             color=PART_COLOURS[index],
             hatch=PART_HATCHES[index],
-            edgecolor="#444444" if key == "rest" else "white",
+            edgecolor="#444444" if name == RUNNING else "white",
             linewidth=0.5,
             height=0.7,
         )
         left += seconds
     for row, total in enumerate(left):
-        axes.annotate(
-            numbers.with_unit(total, "s"), (total, row), xytext=(4, 0), textcoords="offset points", va="center"
-        )
+        _annotate(axes, numbers.with_unit(total, "s"), (total, row), 4, "data")
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.grid(visible=False, axis="y")
@@ -130,28 +115,32 @@ def draw_first_steps(results: Results, records: Sequence[Record], *, cache: bool
     return figure
 
 
-def _start_label(record: Record) -> str:
-    return f"{case_title(record, mode=record.labels['cache'] != 'none')}\n{cache_name(record)}"
+def _annotate(axes: Axes, text: str, place: tuple[float, float], right: int, coordinates: Any) -> None:
+    """Text at some points to the right of a place."""
+    axes.annotate(text, place, xycoords=coordinates, xytext=(right, 0), textcoords="offset points", va="center")
 
 
-def draw_speedup(results: Results) -> MatplotlibFigure:
-    """A row for every model and kind, a mark for every mode."""
-    records = results.select("steady")
-    rows = models(results, records)
-    modes = sorted({str(record.labels["mode"]) for record in records}, key=_mode_order)
+def draw_speedup(cases: Sequence[MeasuredCase], rows: Sequence[Model]) -> MatplotlibFigure:
+    """A row for each model and kind, a mark for each mode."""
+    modes = _modes(cases)
     figure, axes = new_figure(8.0, 1.8 + 0.36 * len(rows))
     for index, mode in enumerate(modes):
-        own = [record for record in records if record.labels["mode"] == mode]
+        own = [case for case in cases if case.mode == mode]
         offset = (index - (len(modes) - 1) / 2) * 0.7 / len(modes)
-        places = [rows.index(case_key(record)[:2]) + offset for record in own]
-        _draw_marks(axes, [record["speedup"] for record in own], places, mode, index)
+        places = [rows.index(case.model) + offset for case in own]
+        _draw_marks(axes, [case.steady.speedup for case in own], places, mode, index)
     _finish_rows(axes, rows, "times as fast as eager")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure
 
 
+def _modes(cases: Sequence[MeasuredCase]) -> list[str]:
+    """The modes of cases: PyTorch's in their order, then those with a scope."""
+    return sorted({case.mode for case in cases}, key=lambda mode: (mode_index(mode), mode))
+
+
 def _draw_marks(axes: Axes, speedups: Sequence[Quantity], places: Sequence[float], label: str, index: int) -> None:
-    """The marks and intervals of the series of that index, one at each place of the rows."""
+    """The marks and intervals of one series, one at each place of the rows."""
     axes.errorbar(
         [speedup.value for speedup in speedups],
         places,
@@ -166,8 +155,8 @@ def _draw_marks(axes: Axes, speedups: Sequence[Quantity], places: Sequence[float
     )
 
 
-def _finish_rows(axes: Axes, rows: Sequence[tuple[str, str]], label: str) -> None:
-    """A row for every model and kind, from the top, and a line where nothing is gained."""
+def _finish_rows(axes: Axes, rows: Sequence[Model], label: str) -> None:
+    """A row for each model and kind, from the top, and a line at 1."""
     axes.axvline(1.0, color="#444444", linewidth=1.0)
     axes.set_yticks(range(len(rows)), [f"{target} {kind}" for target, kind in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -175,86 +164,70 @@ def _finish_rows(axes: Axes, rows: Sequence[tuple[str, str]], label: str) -> Non
     axes.set_xlabel(label)
 
 
-def _mode_order(mode: str) -> tuple[int, str]:
-    """PyTorch's modes in their order, then what else was compiled how."""
-    return (MODES.index(mode), "") if mode in MODES else (len(MODES), mode)
-
-
-def draw_autotuning(results: Results) -> MatplotlibFigure:
-    """A row for every model and kind, a mark for every mode that autotunes, and the price beside it."""
-    found = autotuned(results)
-    rows = models(results, [each.verdict for each in found])
-    modes = sorted({str(each.verdict.labels["mode"]) for each in found}, key=_mode_order)
+def draw_autotuning(found: Sequence[Autotuned], rows: Sequence[Model]) -> MatplotlibFigure:
+    """A row for each model and kind, a mark for each mode that autotunes, and the compile cost that it adds."""
+    modes = _modes([each.case for each in found])
     figure, axes = new_figure(8.0, 1.8 + 0.36 * len(rows))
     for index, mode in enumerate(modes):
-        own = [each for each in found if each.verdict.labels["mode"] == mode]
+        own = [each for each in found if each.case.mode == mode]
         offset = (index - (len(modes) - 1) / 2) * 0.4
-        places = [rows.index(case_key(each.verdict)[:2]) + offset for each in own]
-        label = f"{mode} against {' or '.join(sorted({each.before for each in own}))}"
+        places = [rows.index(each.case.model) + offset for each in own]
+        label = f"{mode} against {' or '.join(sorted({each.untuned_mode for each in own}))}"
         _draw_marks(axes, [each.speed for each in own], places, label, index)
     for row, model in enumerate(rows):
-        costs = [each.more for each in found if case_key(each.verdict)[:2] == model and each.more is not None]
+        costs = [each.extra_cost for each in found if each.case.model == model and each.extra_cost is not None]
         if costs:
-            text = f"{'+' if max(costs) >= 0 else '−'}{numbers.with_unit(abs(max(costs)), 's')}"
-            axes.annotate(
-                text,
-                (1.0, row),
-                xycoords=("axes fraction", "data"),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-            )
+            _annotate(axes, signed_seconds(max(costs)), (1.0, row), 6, ("axes fraction", "data"))
     _finish_rows(axes, rows, "times as fast as without autotuning")
     figure.legend(loc="outside lower center", ncols=1, fontsize=9, frameon=False)
     return figure
 
 
-def draw_break_even(results: Results) -> MatplotlibFigure:
+_LINES = {"empty caches": "-", "warm caches": "--", "cache artifacts": ":"}
+
+
+def draw_break_even(cases: Sequence[MeasuredCase]) -> MatplotlibFigure:
     """Total time of a run, eager over compiled, against its number of steps."""
     figure, axes = new_figure(7.0, 4.4)
-    for index, verdict in enumerate(alone(results, results.select("verdict"))):
-        steady = same_case(results, "steady", verdict)
-        eager = eager_first(results, verdict)
-        for record in compiled_first(results, verdict):
-            steps = np.geomspace(FIRST_STEPS, 1e6, 200)
-            colour = COLOURS[index % len(COLOURS)]
-            speedup = steady["speedup"]
-            ratio = partial(_run_ratio, steps, steady["eager"].value, eager["total"].value, record["total"].value)
+    steps = np.geomspace(FIRST_STEPS, 1e6, 200)
+    for index, case in enumerate(cases):
+        colour, speedup = COLOURS[index % len(COLOURS)], case.steady.speedup
+        for caches, start in case.starts:
+            ratio = partial(_run_ratio, steps, case.steady.eager.value, case.eager.total, start.total)
             axes.plot(
                 steps,
                 ratio(speedup.value),
                 color=colour,
-                linestyle={"cold": "-", "warm": "--", "artifact": ":"}[str(record.labels["cache"])],
+                linestyle=_LINES[caches],
                 marker=MARKERS[index % len(MARKERS)],
                 markevery=(20 + 7 * index, 50),
-                label=f"{case_title(verdict)}, {cache_name(record)}",
+                label=f"{title(case)}, {caches}",
             )
             assert speedup.low is not None
             assert speedup.high is not None
             axes.fill_between(steps, ratio(speedup.low), ratio(speedup.high), color=colour, alpha=0.12, linewidth=0)
     axes.axhline(1.0, color="#444444", linewidth=1.0)
-    axes.set_xscale("log")
     axes.set_ylim(bottom=0.05)
-    _times_axis(axes, "y")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.count(value)))
-    axes.set_xlabel("steps of the run, in one process")
-    axes.set_ylabel("time of the run, eager / compiled")
+    _finish_curves(axes, "steps of the run, in one process", "time of the run, eager / compiled")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure
 
 
 def _run_ratio(steps: Any, eager_step: float, eager_start: float, compiled_start: float, speedup: float) -> Any:
-    """Time of a run of so many steps, eager over compiled."""
+    """Time of a run of these numbers of steps, eager over compiled."""
     more = steps - FIRST_STEPS
     return (eager_start + more * eager_step) / (compiled_start + more * eager_step / speedup)
 
 
-def draw_shapes(record: Record) -> MatplotlibFigure:
-    """Total time of the strategies over the cheapest one's, against the number of passes."""
+def draw_shapes(record: ShapesRecord) -> MatplotlibFigure:
+    """Total time of each strategy over that of the cheapest one, against the number of passes."""
     figure, axes = new_figure(7.0, 4.4)
     passes = np.unique(np.geomspace(1, 1e5, 120).round())
-    usable = [entry["strategy"] for entry in record.data["strategies"] if not entry["failed"]]
-    totals = {strategy: shape_passes(record, strategy, passes) for strategy in usable}
+    totals = {
+        name: each.first + (passes - 1) * each.later.value
+        for name, each in record.strategies.items()
+        if each.later is not None
+    }
     cheapest = np.min(list(totals.values()), axis=0)
     for index, (strategy, total) in enumerate(totals.items()):
         axes.plot(
@@ -265,13 +238,18 @@ def draw_shapes(record: Record) -> MatplotlibFigure:
             marker=MARKERS[index % len(MARKERS)],
             markevery=(3 * index, 20),
         )
+    _finish_curves(axes, "passes through the schedule, in one process", "total time / the cheapest strategy's")
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    return figure
+
+
+def _finish_curves(axes: Axes, xlabel: str, ylabel: str) -> None:
+    """Logarithmic axes of a ratio against a count."""
     axes.set_xscale("log")
     _times_axis(axes, "y")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.count(value)))
-    axes.set_xlabel("passes through the schedule, in one process")
-    axes.set_ylabel("total time / the cheapest strategy's")
-    figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
-    return figure
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
 
 
 def _times_axis(axes: Axes, which: str) -> None:

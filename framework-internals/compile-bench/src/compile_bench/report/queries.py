@@ -1,118 +1,211 @@
-"""Finding one's way in the records of a report: what belongs to a case, and what a case is called."""
+"""The measured cases of a report: each with its eager start and verdict, selected and sorted."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from benchkit.results import Record, Results
+from benchkit.device import Device
+from benchkit.results import Results
 from compile_bench.capture.phases import PHASES
-from compile_bench.targets.case import MODES
-
-CaseKey = tuple[str, str, str]
-
-# Parts of the first steps, in the order they happen: key of the value, name in the figure.
-PARTS = (
-    ("import", "import of the compiler"),
-    ("toolchain", "toolchain check"),
-    *((f"phase {name}", name) for name in PHASES),
-    ("rest", "running the steps"),
-    ("artifact", "loading artifacts"),
+from compile_bench.measure.measurements import Accuracy, Steady
+from compile_bench.measure.records import (
+    CaseRecord,
+    Compilation,
+    EagerStart,
+    FailedCell,
+    ShapesRecord,
+    Start,
+    SweepCall,
 )
+from compile_bench.measure.verdict import Verdict, judge
+from compile_bench.targets.case import MODES, Case
 
-_CACHES = {
-    "none": "eager",
-    "cold": "empty caches",
-    "warm": "warm caches",
-    "artifact": "cache artifacts",
-    "tuned": "choices of autotuning",
-}
+Model = tuple[str, str]  # target and kind
 
+Entry = TypeVar("Entry", "MeasuredCase", FailedCell, "MeasuredCase | FailedCell")
 
-def same_case(results: Results, name: str, other: Record) -> Record:
-    """The record of that name of the same target, kind and mode."""
-    return results.one(name, target=other.labels["target"], kind=other.labels["kind"], mode=other.labels["mode"])
+# States of the caches that first steps were measured with: field of a case, name for a reader.
+CACHES = {"cold": "empty caches", "warm": "warm caches", "mega": "cache artifacts"}
+TUNED = "choices of autotuning"
 
-
-def compiled_first(results: Results, verdict: Record) -> list[Record]:
-    """The first compiled steps of a case, for every state of the caches that was measured."""
-    labels = {key: verdict.labels[key] for key in ("target", "kind", "mode")}
-    return results.select("first steps", **labels)
+# The part of the first steps that is no compiling.
+RUNNING = "running the steps"
 
 
-def eager_first(results: Results, verdict: Record) -> Record:
-    """The first eager steps of a case's target and kind."""
-    labels = {key: verdict.labels[key] for key in ("target", "kind")}
-    return results.one("first steps", mode="eager", **labels)
+@dataclass(frozen=True)
+class MeasuredCase:
+    """The record of a case with the eager start of its model, which :func:`compile_bench.measure.verdict.judge` takes.
+
+    Attributes:
+        record: Everything that was measured about the case.
+        eager: First eager steps of its model.
+        device: Device that the run measured.
+    """
+
+    record: CaseRecord
+    eager: Start
+    device: Device
+
+    @property
+    def case(self) -> Case:
+        """What was measured."""
+        record = self.record
+        return Case(record.target, self.device, record.kind == "training", record.mode, None, record.scope)
+
+    @property
+    def cold(self) -> Start:
+        """First steps with empty caches, or with what autotuning left in them."""
+        return self.record.cold
+
+    @property
+    def warm(self) -> Start | None:
+        """First steps with warm caches."""
+        return self.record.warm
+
+    @property
+    def mega(self) -> Start | None:
+        """First steps with cache artifacts."""
+        return self.record.artifact
+
+    @property
+    def steady(self) -> Steady:
+        """Steps after all compiling."""
+        return self.record.steady
+
+    @property
+    def accuracy(self) -> Accuracy:
+        """Outputs and gradients against float64."""
+        return self.record.accuracy
+
+    @property
+    def compilation(self) -> Compilation:
+        """What was compiled."""
+        return self.record.compilation
+
+    @property
+    def verdict(self) -> Verdict:
+        """What to do, and why."""
+        return judge(self)
+
+    @property
+    def model(self) -> Model:
+        """Target and kind."""
+        return self.record.model
+
+    @property
+    def mode(self) -> str:
+        """Mode, and scope unless it is the whole model."""
+        return self.record.mode if self.record.scope == "whole" else f"{self.record.mode}, {self.record.scope}"
+
+    @property
+    def swept(self) -> bool:
+        """Whether ``run.py --sweep`` measured the case, not the main job."""
+        return self.record.sweep_call > 0
+
+    @property
+    def compiled_alone(self) -> bool:
+        """Whether its first steps are those of a model that is compiled alone on the machine, from empty caches."""
+        return self.record.processes == 1 and not self.swept and not self.record.tuned
+
+    @property
+    def starts(self) -> list[tuple[str, Start]]:
+        """The first compiled steps, each with the state of the caches in words."""
+        names = {**CACHES, "cold": TUNED} if self.record.tuned else CACHES
+        found = ((name, getattr(self, field)) for field, name in names.items())
+        return [(name, start) for name, start in found if start is not None]
 
 
-def side_by_side(record: Record) -> int:
-    """How many processes compiled at the same time as the one of a record of first steps."""
-    return int((record.data or {}).get("side by side", 1))
+def measured_cases(results: Results) -> list[MeasuredCase]:
+    """All cases in the order of their records."""
+    eager = {each.model: each.start for each in EagerStart.select(results)}
+    device: Device = "cpu" if results.environment.gpu is None else "cuda"
+    return [MeasuredCase(record, eager[record.model], device) for record in CaseRecord.select(results)]
 
 
-def alone(results: Results, records: Sequence[Record]) -> list[Record]:
-    """Those of ``records`` whose case was compiled alone on the machine, with the eager starts that belong to them."""
-    swept = swept_cases(results)
-    cases = {
-        case_key(record)
-        for record in results.select("first steps", cache="cold")
-        if side_by_side(record) == 1 and case_key(record) not in swept
-    }
-    models = {key[:2] for key in cases}
-    return [
-        record
-        for record in records
-        if case_key(record) in cases or (record.labels["mode"] == "eager" and case_key(record)[:2] in models)
-    ]
+def compiled_alone(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
+    """The cases that were compiled alone on the machine, by the main job."""
+    return [case for case in cases if case.compiled_alone]
 
 
-def swept_cases(results: Results) -> set[CaseKey]:
-    """The cells that ``run.py --sweep`` measured or failed to."""
-    return {case_key(record) for record in results.select("cell")}
+def unswept(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
+    """The cases of the main job."""
+    return [case for case in cases if not case.swept]
 
 
-def unswept(results: Results, records: Sequence[Record]) -> list[Record]:
-    """Those of ``records`` that are of the main job."""
-    swept = swept_cases(results)
-    return [record for record in records if case_key(record) not in swept]
+def headline(cases: Sequence[MeasuredCase]) -> MeasuredCase:
+    """The case that a report opens with: the first in mode default, the honest loop if the main job has run."""
+    return next((case for case in cases if case.mode == "default"), cases[0])
 
 
-def case_key(record: Record) -> CaseKey:
-    """What tells the cases of a report apart: target, kind, and mode with scope."""
-    return str(record.labels["target"]), str(record.labels["kind"]), str(record.labels["mode"])
+def case_named(cases: Iterable[MeasuredCase], model: Model, mode: str) -> MeasuredCase | None:
+    """The case of a model in a mode; None if it was not measured."""
+    return next((case for case in cases if case.model == model and case.mode == mode), None)
 
 
-def models(results: Results, records: Sequence[Record]) -> list[tuple[str, str]]:
-    """Target and kind of records: in the order of the sweep's groups, or of the records where there was no sweep."""
-    found = dict.fromkeys(case_key(record)[:2] for record in records)
-    if not results.select("sweep call"):
+def title(case: MeasuredCase | FailedCell | ShapesRecord, *, mode: bool = True) -> str:
+    """A case for a reader: target, kind, and mode and scope unless they are the usual ones."""
+    text = f"{case.target} {case.kind}" if not isinstance(case, MeasuredCase) else " ".join(case.model)
+    unusual = case.mode.removeprefix("default").removeprefix(", ")
+    return f"{text}, {unusual}" if mode and unusual else text
+
+
+def models(results: Results, entries: Iterable[MeasuredCase | FailedCell]) -> list[Model]:
+    """Target and kind of all entries, in the order of the sweep's groups if there was a sweep, else as they come."""
+    found = dict.fromkeys(entry.model for entry in entries)
+    if not SweepCall.select(results):
         return list(found)
     order = [target for group in results.configuration["sweep"]["groups"] for target in group]
     return sorted(found, key=lambda key: (order.index(key[0]) if key[0] in order else len(order), key))
 
 
-def in_order(results: Results, records: Sequence[Record]) -> list[Record]:
-    """Records of cases by model and kind, and within these by mode; a sweep adds them as they end."""
-    order = models(results, records)
+def in_order(results: Results, entries: Sequence[Entry]) -> list[Entry]:
+    """Entries by model and kind, and within these by mode; a sweep adds them as they end."""
+    order = models(results, entries)
 
-    def place(record: Record) -> tuple[int, int]:
-        target, kind, mode = case_key(record)
-        return order.index((target, kind)), MODES.index(mode) if mode in MODES else len(MODES)
+    def place(entry: MeasuredCase | FailedCell) -> tuple[int, int]:
+        return order.index(entry.model), mode_index(entry.mode)
 
-    return sorted(records, key=place)
-
-
-def verdict_of(results: Results, other: Record, mode: str) -> Record | None:
-    """The verdict on another mode of a record's target and kind; None where that was not measured."""
-    found = results.select("verdict", target=other.labels["target"], kind=other.labels["kind"], mode=mode)
-    return found[0] if found else None
+    return sorted(entries, key=place)
 
 
-def cache_name(record: Record) -> str:
-    """What the process of a record of first steps found, in words."""
-    return _CACHES[str(record.labels["cache"])]
+def mode_index(mode: str) -> int:
+    """PyTorch's modes in their order, then those with a scope."""
+    return [*MODES, mode].index(mode)
 
 
-def value_of(record: Record, key: str) -> float:
-    """A figure of a record, 0 where it has none of that name."""
-    return record.values[key].value if key in record.values else 0.0
+def start_parts(start: Start) -> dict[str, float]:
+    """Seconds of the parts of the first steps, in the order they happen; 0 for a part that did not."""
+    return {
+        "import of the compiler": start.import_seconds,
+        "toolchain check": start.toolchain_seconds,
+        **{phase: start.phases.get(phase, 0.0) for phase in PHASES},
+        RUNNING: start.rest,
+        "loading artifacts": start.artifact_seconds,
+    }
+
+
+@dataclass(frozen=True)
+class NamedStart:
+    """First steps with a name for a reader.
+
+    Attributes:
+        title: The case, without its mode for eager.
+        caches: State of the caches, or ``eager``.
+        start: The steps.
+    """
+
+    title: str
+    caches: str
+    start: Start
+
+
+def named_starts(cases: Iterable[MeasuredCase]) -> list[NamedStart]:
+    """The first steps of all cases, each model's eager start before its first case."""
+    found: list[NamedStart] = []
+    for case in cases:
+        eager = NamedStart(title(case, mode=False), "eager", case.eager)
+        found += [] if eager in found else [eager]
+        found += [NamedStart(title(case), caches, start) for caches, start in case.starts]
+    return found

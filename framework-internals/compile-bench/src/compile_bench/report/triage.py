@@ -1,218 +1,134 @@
-"""The report's section on breaks and recompilations."""
+"""The report's section on triage: what keeps a model's lines out of graphs, what that costs, and how to fix it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchkit import numbers
-from benchkit.report import markdown_table
-from benchkit.results import Quantity, Record, Results
+from benchkit.results import Results
 from compile_bench.capture.reasons import cause_of
-from compile_bench.measure.serialize import case_title, plural
-from compile_bench.report.queries import in_order
-from compile_bench.targets.case import FIRST_STEPS, MODES
+from compile_bench.measure.serialize import plural
+from compile_bench.report.breaks import recompile_advice, without_folders
+from compile_bench.report.tables import table
+from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary
+
+_FINDING_HEADER = (
+    "line",
+    "code",
+    "category",
+    "in",
+    "time lost per step",
+    "bytes handed over",
+    "compile time",
+    "verified fix",
+)
+_RECOMPILE_HEADER = ("recompiled at", "cause", "guard that failed", "what to do")
 
 
 def triage_context(results: Results) -> dict[str, Any]:
-    """The variables of ``triage.md.j2``."""
+    """The variables of ``triage.md.j2`` that are about triage reports."""
+    return {"triage_reports": [_triage_report(each, results) for each in TriageSummary.select(results)]}
+
+
+def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
+    """Tables and sentences on one target."""
+    findings = FindingRecord.select(results, target=summary.target)
+    collecting = summary.collect_seconds / summary.trace_seconds * 100 if summary.trace_seconds else None
     return {
-        "bills": [_triage_report(record, results) for record in results.select("bill")],
-        "triages": [_triage(record) for record in results.select("triage")],
-        "natural": _natural(results),
-    }
-
-
-def _natural(results: Results) -> list[dict[str, Any]]:
-    """Tables of every model that broke by itself; modes in which it broke the same way share one."""
-    found: dict[tuple[object, ...], tuple[dict[str, Any], list[str]]] = {}
-    for record in in_order(results, results.select("compilation")):
-        if record.data["breaks"] or record.data["recompiles"]:
-            tables = _triage(record)
-            key = tuple(tables[name] for name in ("title", "break_table", "recompile_table"))
-            found.setdefault(key, (tables, []))[1].append(str(record.labels["mode"]))
-    return [{**tables, "modes": ", ".join(sorted(modes, key=MODES.index))} for tables, modes in found.values()]
-
-
-def _triage_report(record: Record, results: Results) -> dict[str, Any]:
-    """Tables and sentences of one target's bill."""
-    target = str(record.labels["target"])
-    findings = results.select("finding", target=target)
-    costed = [each for each in findings if "gap" in each.values]
-    tracing, collecting = record["tracing"].value, record["collecting"].value
-    return {
-        "target": target,
-        "kinds": " and ".join(record.data["kinds"]),
+        "target": summary.target,
+        "kinds": " and ".join(summary.kinds),
         "count": plural(len(findings), "finding"),
-        "dearest": _costliest(costed),
-        "table": markdown_table(_TRIAGE_REPORT, [_summary_row(each) for each in findings], left=4) if findings else "",
-        "no_gap": _without_gap(findings),
-        "recompiles": plural(len(record.data["recompiles"]), "cause"),
-        "recompile_table": _recompile_table(record.data["recompiles"]),
-        "shared": any(each.data["share"] > 1 for each in findings),
-        "mended": [_fixed(each) for each in findings if each.data["mend"] and each.data["mend"]["accepted"]],
-        "refused": [_refused(each) for each in findings if each.data["mend"] and not each.data["mend"]["accepted"]],
-        "together": next((_together(each) for each in results.select("mended", target=target)), ""),
-        "overhead": f"{collecting / tracing * 100:.1f} %" if tracing else "",
-        "absent": list(record.data["absent"]),
+        "costliest": _costliest(findings),
+        "table": table(_FINDING_HEADER, [_row(each) for each in findings], left=4),
+        "not_measured": _not_measured(findings),
+        "shared": any(each.cost is not None and each.cost.breaks_between > 1 for each in findings),
+        "recompiles": plural(len(summary.recompiles), "cause"),
+        "recompile_table": table(_RECOMPILE_HEADER, [_recompile_row(each) for each in summary.recompiles], left=4),
+        "fixed": [_fixed(each) for each in findings if each.fix is not None and each.fix.accepted],
+        "refused": [_refused(each) for each in findings if each.fix is not None and not each.fix.accepted],
+        "combined": next((_combined(each) for each in CombinedFix.select(results, target=summary.target)), ""),
+        "collecting": "" if collecting is None else f"{collecting:.1f} %",
+        "absent": summary.absent,
     }
 
 
-_TRIAGE_REPORT = ("line", "code", "category", "in", "gap a step", "bytes across", "compiling", "mended")
-
-
-def _summary_row(each: Record) -> tuple[str, ...]:
-    fix = each.data["mend"]
-    kinds = each.data["kinds"]
-    gap = each.values.get("gap")
+def _row(each: FindingRecord) -> tuple[str, ...]:
+    cost = each.cost
     return (
-        f"`{_short(each.data['place'])}`",
-        f"`{each.data['source']}`" if each.data["source"] else "",
-        each.data["category"],
-        "both" if len(kinds) > 1 else kinds[0],
-        "–" if gap is None else numbers.with_unit(gap.value, "s"),
-        numbers.with_unit(each["crossing"].value, "B") if "crossing" in each.values else "–",
-        numbers.with_unit(each["compiling"].value, "s") if "compiling" in each.values else "–",
-        "–" if fix is None else ("yes" if fix["accepted"] else "no"),
+        _place(each),
+        f"`{each.source}`" if each.source else "",
+        each.category,
+        "both" if len(each.kinds) > 1 else each.kinds[0],
+        "–" if cost is None or cost.time_lost is None else numbers.with_unit(cost.time_lost.value, "s"),
+        "–" if cost is None else numbers.with_unit(cost.output_bytes, "B"),
+        "–" if cost is None else numbers.with_unit(cost.compile_seconds, "s"),
+        "–" if each.fix is None else ("yes" if each.fix.accepted else "no"),
     )
 
 
-def _short(place: str) -> str:
-    """``file.py:LINE`` without folders, for a table; the patches below it name the whole path."""
-    return place.rpartition("/")[2]
+def _place(each: FindingRecord) -> str:
+    return f"`{without_folders(each.place)}`"
 
 
-def _costliest(costed: Sequence[Record]) -> str:
-    if not costed:
+def _costliest(findings: Sequence[FindingRecord]) -> str:
+    """The break that loses most time; empty where none was measured."""
+    measured = [(each, each.cost.time_lost) for each in findings if each.cost is not None]
+    times = [(each, time_lost.value) for each, time_lost in measured if time_lost is not None]
+    if not times:
         return ""
-    first = max(costed, key=lambda each: each["gap"].value)
-    return f"`{_short(first.data['place'])}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
+    first, seconds = max(times, key=lambda each: each[1])
+    return f"{_place(first)}, which loses {numbers.with_unit(seconds, 's')} of Python time per step"
 
 
-def _without_gap(findings: Sequence[Record]) -> list[str]:
-    """One sentence for every reason why breaks have no gap."""
+def _not_measured(findings: Sequence[FindingRecord]) -> list[str]:
+    """One sentence for every reason why the time that breaks lose was not measured."""
     places: dict[str, list[str]] = {}
     for each in findings:
-        if each.data.get("no gap"):
-            places.setdefault(each.data["no gap"], []).append(f"`{_short(each.data['place'])}`")
-    return [f"No gap is given for {', '.join(dict.fromkeys(lines))}: {why}." for why, lines in places.items()]
-
-
-def _recompile_table(recompiles: Sequence[dict[str, Any]]) -> str:
-    rows = [(_again(each), cause_of(each["guard"]), f"`{each['guard']}`", _what_to_do(each)) for each in recompiles]
-    header = ["compiled again at", "cause", "guard that failed", "what to do"]
-    return markdown_table(header, rows, left=4) if rows else ""
-
-
-def _what_to_do(recompile: Mapping[str, Any]) -> str:
-    """The catalogue's advice, and the entry's name; a dash where nothing in it has such a guard."""
-    from compile_bench.catalogue import match_recompile  # imports torch, which a report without these does not need
-
-    cause = match_recompile(recompile["guard"], recompile.get("source", ""))
-    return "–" if cause is None else f"{cause.advice} (`{cause.name}`)"
-
-
-def _again(recompile: dict[str, Any]) -> str:
-    place = f"`{Path(recompile['file']).name}:{recompile['line']}`"
-    caller = recompile.get("called from")
-    return f"{place}, called from `{_short(caller)}`" if caller else place
-
-
-def _fixed(each: Record) -> dict[str, Any]:
-    before, after = (int(each[f"breaks {when}"].value) for when in ("before", "after"))
-    return {
-        "place": _short(each.data["place"]),
-        "title": each.data["mend"]["title"],
-        "effect": each.data["mend"]["effect"],
-        "apart": each.data["mend"].get("apart", ""),
-        "breaks": f"{plural(before, 'break')} before, {after} after",
-        "patch": each.data["patch"].rstrip("\n"),
-    }
-
-
-def _refused(each: Record) -> dict[str, str]:
-    return {
-        "place": _short(each.data["place"]),
-        "title": each.data["mend"]["title"],
-        "why": each.data["mend"]["verdict"],
-    }
-
-
-def _together(each: Record) -> str:
-    rows = []
-    for when in ("before", "after"):
-        step, first = each.values.get(f"step {when}"), each.values.get(f"first steps {when}")
-        rows.append(
-            (
-                when,
-                numbers.count(each[f"breaks {when}"].value),
-                numbers.count(each[f"graphs {when}"].value),
-                "–" if step is None else numbers.quantity(step),
-                "–" if first is None else numbers.with_unit(first.value, "s"),
-            )
-        )
-    title = each.data.get("title", "all mends together")  # records of before there was another
-    return markdown_table([title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
-
-
-_BREAKS = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
-
-
-def _place(entry: Mapping[str, Any]) -> str:
-    return f"{entry['file']}:{entry['line']}"
-
-
-def _inside(entry: Mapping[str, Any]) -> str:
-    """The line's code; for a break in code that is not the user's, that code and its place instead."""
-    frames = entry.get("stack") or [entry]
-    innermost = frames[-1]
-    code = f"`{innermost['source']}`" if innermost["source"] else ""
-    if (innermost["file"], innermost["line"]) == (entry["file"], entry["line"]):
-        return code or "(the whole function)"
-    return f"`{_short(_place(innermost))}` {code}".rstrip()
-
-
-def _reason(entry: Mapping[str, Any]) -> str:
-    """PyTorch's title of the break; of a backend that failed it says nothing, and the first sentence says at what."""
-    if entry["category"] != "backend failed":
-        return str(entry["reason"])
-    return str(entry["explanation"]).split("\n")[0].partition(". ")[0]
-
-
-def _triage(record: Record) -> dict[str, Any]:
-    """Break and recompilation tables of one record; empty strings where there are none."""
-    breaks = [
-        (
-            f"`{_short(_place(entry))}`",
-            _inside(entry),
-            entry["category"],
-            _reason(entry),
-            entry["times"],
-        )
-        for entry in record.data["breaks"]
+        if each.cost is not None and each.cost.not_measured:
+            places.setdefault(each.cost.not_measured, []).append(_place(each))
+    return [
+        f"The time lost at {', '.join(dict.fromkeys(lines))} could not be measured: {why}."
+        for why, lines in places.items()
     ]
-    recompiles = [
-        (
-            f"`{_short(_place(entry))}`",
-            f"`{entry['function']}`",
-            cause_of(entry["guard"]),
-            f"`{entry['guard']}`",
-            _what_to_do(entry),
-        )
-        for entry in record.data["recompiles"]
-    ]
+
+
+def _recompile_row(each: FailedGuard) -> tuple[str, ...]:
+    place = f"`{Path(each.file).name}:{each.line}`"
+    place += f", called from `{without_folders(each.called_from)}`" if each.called_from else ""
+    return place, cause_of(each.guard), f"`{each.guard}`", recompile_advice(each.guard, each.source)
+
+
+def _fixed(each: FindingRecord) -> dict[str, Any]:
+    fix = each.fix
+    assert fix is not None
+    assert fix.before is not None
+    assert fix.after is not None
     return {
-        "title": case_title(record, mode=False),
-        "target": record.labels["target"],
-        "graphs": plural(int(record["graphs"].value), "graph"),
-        "breaks": plural(len(breaks), "break"),
-        "recompiles": plural(len(recompiles), "recompilation"),
-        "calls": numbers.count(record.values.get("calls", Quantity(FIRST_STEPS, "")).value),
-        "break_table": markdown_table(_BREAKS, breaks, left=4) if breaks else "",
-        "recompile_table": (
-            markdown_table(["place", "compiled again", "cause", "guard that failed", "what to do"], recompiles, left=5)
-            if recompiles
-            else ""
-        ),
+        "place": _place(each),
+        "title": fix.title,
+        "effect": fix.effect,
+        "conflict": fix.conflict,
+        "breaks": f"{plural(fix.before.breaks, 'break')} before, {fix.after.breaks} after",
+        "patch": fix.patch.rstrip("\n"),
     }
+
+
+def _refused(each: FindingRecord) -> dict[str, str]:
+    assert each.fix is not None
+    return {"place": _place(each), "title": each.fix.title, "verdict": each.fix.verdict}
+
+
+def _combined(combined: CombinedFix) -> str:
+    rows = [
+        (
+            when,
+            numbers.count(figures.breaks),
+            numbers.count(figures.graphs),
+            "–" if figures.step is None else numbers.quantity(figures.step),
+            "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s"),
+        )
+        for when, figures in (("before", combined.before), ("after", combined.after))
+    ]
+    return table([combined.title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)

@@ -60,6 +60,12 @@ def hop_costs(rounds: int = 15) -> dict[str, Quantity]:
     return costs
 
 
+def record_hop_costs(run: Run) -> None:
+    """Record the time of single hops."""
+    for description, seconds in hop_costs(run.configuration["rounds"]).items():
+        run.record("hop_cost", {"what": description}, {"seconds": seconds})
+
+
 def theil_sen(points: Mapping[int, float]) -> float:
     """The median of the slopes between all pairs of points."""
     slopes = [(points[b] - points[a]) / (b - a) for a, b in combinations(sorted(points), 2)]

@@ -23,7 +23,8 @@ _VECTOR = (torch.tensor([0.3, 0.6, 0.1, 0.9]),)
     "`if` on the value of a tensor",
     pattern=BRANCH,
     code=r"\b(if|elif)\b",
-    why="Which way to go is known when the graph has run. Dynamo ends it there and compiles both continuations.",
+    why="Python needs the value to choose a branch, but the value exists only after the graph has run. Dynamo ends "
+    "the graph there and compiles each branch separately.",
     advice="Compute both sides and choose with torch.where, or use torch.cond where a side is expensive.",
 )
 def _branch() -> Repro:
@@ -44,8 +45,8 @@ def _branch() -> Repro:
     "`if` with two expensive sides",
     pattern=BRANCH,
     code=r"\b(if|elif)\b",
-    why="As above; torch.where would compute both sides.",
-    advice="torch.cond(predicate, side, other_side, operands): only one side runs. Both must give the same shapes.",
+    why="Python needs the value to choose a branch. torch.where would compute both sides.",
+    advice="Use torch.cond(predicate, side, other_side, operands): only one side runs. Both must give the same shapes.",
 )
 def _branch_cond() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -65,7 +66,7 @@ def _branch_cond() -> Repro:
     pattern=BRANCH,
     code=r"\bif\b.*\belse\b",
     why="A conditional expression is a branch.",
-    advice="torch.where(condition, a, b).",
+    advice="Use torch.where(condition, a, b).",
 )
 def _choice() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -84,8 +85,8 @@ def _choice() -> Repro:
     pattern=rf"{BRANCH}|Data dependent operator",
     code=r"\b(and|or)\b|(=|\breturn|\() ?not\b",
     why="These operators ask a tensor whether it is true, which is a branch.",
-    advice="torch.logical_and, torch.logical_or, torch.logical_not, or &, | and ~ on boolean tensors; what is no "
-    "tensor, such as a flag, in an if of its own around it.",
+    advice="Use torch.logical_and, torch.logical_or and torch.logical_not, or &, | and ~ on boolean tensors. Test a "
+    "plain Python flag in a separate `if` around them.",
 )
 def _and() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -103,9 +104,9 @@ def _and() -> Repro:
     "any() or all() over a tensor, `in` a tensor",
     pattern=rf"{BRANCH}|{ITEM}",
     code=r"(?<!\.)\b(any|all)\(|\b(if|elif|while|assert|and|or|not) [\w.\[\]]+ (not )?in\b",
-    why="Python's any() asks element after element; `value in tensor` asks for the answer.",
-    advice="The tensor's own .any() and .all(), or (tensor == value).any() for `value in tensor`, which "
-    "torch.where takes: an `if` on it is a branch still.",
+    why="any() tests one element after another, and `value in tensor` needs a Python bool.",
+    advice="Use the tensor's .any() and .all(), or (tensor == value).any() for `value in tensor`, as the condition of "
+    "torch.where. An `if` on the result is still a branch.",
 )
 def _any() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def _any() -> Repro:
     pattern=BRANCH,
     code=r"<.*<|>.*>",
     why="A chained comparison is two comparisons with an `and` between them.",
-    advice="(low < t) & (t < high).",
+    advice="Use (low < t) & (t < high).",
 )
 def _chained() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -139,10 +140,10 @@ def _chained() -> Repro:
 
 @theme.cause(
     "filtered-by-value",
-    "elements picked by a condition in a comprehension",
+    "a comprehension that filters elements by value",
     pattern=BRANCH,
     code=r"\bfor\b.*\bif\b|\bfilter\(",
-    why="How many elements pass is known to nobody at tracing time.",
+    why="The number of elements that pass is not known while tracing.",
     advice="Keep the shape and multiply by a mask, or use torch.where.",
 )
 def _filtered() -> Repro:
@@ -160,8 +161,8 @@ def _filtered() -> Repro:
     "`while` on the value of a tensor",
     pattern=BRANCH,
     code=r"\bwhile\b",
-    why="The number of rounds depends on values.",
-    advice="A fixed number of rounds with torch.where, or torch's while_loop operator.",
+    why="The number of iterations depends on values.",
+    advice="Use a fixed number of iterations with torch.where, or torch's while_loop operator.",
 )
 def _loop() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -179,12 +180,13 @@ def _loop() -> Repro:
 
 @theme.cause(
     "raise-on-value",
-    "an error raised for a value",
+    "an error that is raised for a value",
     pattern=rf"{BRANCH}|{ITEM}",
     code=r"\bassert\b|\bif\b.*\braise\b",
-    why="The check is a branch, although it hardly ever goes the other way.",
-    advice="torch._assert_async while compiling, which checks on the device; or check outside, every so many steps. "
-    "Where the error is caught, compute both ways and take torch.where(): nothing catches an error of the device.",
+    why="The check is a branch on a value, even if it is hardly ever taken.",
+    advice="Use torch._assert_async while compiling, which checks on the device; or check outside, every few steps. "
+    "If the caller catches the error, compute both results and choose with torch.where(): Python cannot catch an "
+    "assertion of the device.",
 )
 def _raise() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -201,12 +203,12 @@ def _raise() -> Repro:
 
 @theme.cause(
     "warn-on-value",
-    "a warning or a line of a log for a value",
+    "a warning or a log message for a value",
     pattern=rf"{BRANCH}|{ITEM}",
     code=r"\bif\b.*(\bwarn(ing|ings)?\b|(?<!\.)\blog(ger|ging)?\.|\bprint\()",
-    why="The check is a branch, and what it guards is said by Python.",
-    advice="Leave the check out while compiling: `if not torch.compiler.is_compiling() and …`; or return what it "
-    "looks at.",
+    why="The check is a branch on a value, and Python writes the message.",
+    advice="Leave the check out while compiling: `if not torch.compiler.is_compiling() and …`; or return the value "
+    "that it checks.",
 )
 def _warn() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -227,8 +229,8 @@ def _warn() -> Repro:
     "`if` on .item(), float() or bool() of a tensor",
     pattern=ITEM,
     code=r"\b(if|elif|while)\b(?!.*\bin\b).*(\.item\(\)|\b(float|int|bool)\([^()]*\))",
-    why="The value is read to branch on it; without .item() the branch on the tensor is what breaks.",
-    advice="Leave .item() out, compute both sides and choose with torch.where.",
+    why="The branch reads the value. Without .item() the graph still breaks, at the branch on the tensor.",
+    advice="Remove .item(), compute both sides and choose with torch.where.",
 )
 def _branch_on_item() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -248,8 +250,8 @@ def _branch_on_item() -> Repro:
     "torch.equal() or torch.allclose() in a condition",
     pattern=ITEM,
     code=r"\b(equal|allclose)\(",
-    why="Both return a Python bool, so the values have to be there.",
-    advice="(a == b).all() or torch.isclose(a, b).all(), kept as a tensor.",
+    why="Both return a Python bool, which needs the values.",
+    advice="Use (a == b).all() or torch.isclose(a, b).all(), and keep the result a tensor.",
 )
 def _equal() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -266,8 +268,8 @@ def _equal() -> Repro:
     ".item() or float() of a tensor",
     pattern=ITEM,
     code=r"\.item\(|\bfloat\(|\bint\(",
-    why="The value has to come to Python (on a GPU: after waiting for all that is queued) and go back as an argument.",
-    advice="Keep it a tensor without dimensions; .detach() it, since .item() cut the gradient too.",
+    why="Python needs the value, so the graph ends. On a GPU, Python also waits for all queued work.",
+    advice="Keep a zero-dimensional tensor. Detach it, because .item() cuts the gradient, too.",
 )
 def _item() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -285,8 +287,8 @@ def _item() -> Repro:
     pattern=ITEM,
     code=r"\.item\(|\bfloat\(|\bint\(|\.tolist\(",
     settings={"capture_scalar_outputs": True},
-    why="Some code does need the number. Dynamo can carry it as a symbol.",
-    advice="torch._dynamo.config.capture_scalar_outputs = True.",
+    why="Some programs need the number. Dynamo can carry it as a symbol.",
+    advice="Set torch._dynamo.config.capture_scalar_outputs = True.",
 )
 def _item_captured() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -297,11 +299,11 @@ def _item_captured() -> Repro:
 
 @theme.cause(
     "item-in-text",
-    "a value formatted into a string",
+    "a value that is formatted into a string",
     pattern=ITEM,
     code=r"f[\"'].*\.item\(|format\(",
     why="The text needs the number.",
-    advice="Format outside, from what the model returns.",
+    advice="Return the value, and format it outside.",
 )
 def _text() -> Repro:
     def broken(x: Tensor) -> tuple[Tensor, str]:
@@ -318,8 +320,8 @@ def _text() -> Repro:
     "str() or repr() of a tensor",
     pattern=r"Failed to trace builtin operator|repr\(\) on tensor",
     code=r"\b(str|repr)\(",
-    why="A tensor's text holds its values.",
-    advice="Leave strings out of the model.",
+    why="The text of a tensor contains its values.",
+    advice="Keep text out of the model.",
 )
 def _str() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -333,11 +335,11 @@ def _str() -> Repro:
 
 @theme.cause(
     "key-from-value",
-    "a dict looked up by a tensor's value",
+    "a dict that is indexed by a tensor's value",
     pattern=ITEM,
     code=r"\[(float|int)\([^\]]*\]|\.(get|setdefault|pop)\((float|int)\([^)]*\)|\w\[[^\]]*\.item\(\)\]",
-    why="Which entry is meant is a value.",
-    advice="Put the entries into one tensor and index that; to count, index_add_ into a tensor of counts.",
+    why="Python needs the value to find the entry.",
+    advice="Put the entries into one tensor and index that. To count, use index_add_ on a tensor of counts.",
 )
 def _key() -> Repro:
     scales = {0: 1.0, 1: 2.0}
@@ -354,10 +356,10 @@ def _key() -> Repro:
 
 @theme.cause(
     "list-indexed-by-tensor",
-    "a Python list indexed by a tensor",
+    "a Python list that is indexed by a tensor",
     pattern=rf"{ITEM}|Indexing list",
     code=r"\]\[|\w\[\w+\]",
-    why="As for a dict: the index becomes a number first.",
+    why="Python needs the index as a number.",
     advice="Stack the entries and use index_select or take_along_dim.",
 )
 def _list() -> Repro:
@@ -375,8 +377,8 @@ def _list() -> Repro:
     "`match` on a tensor's value",
     pattern=ITEM,
     code=r"\bmatch\b",
-    why="A match statement is a row of branches.",
-    advice="torch.where, or a table that the value indexes.",
+    why="A match statement is a sequence of branches.",
+    advice="Use torch.where, or a table that the value indexes.",
 )
 def _match() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -397,7 +399,7 @@ def _match() -> Repro:
     "range() of a tensor",
     pattern=rf"Failed to trace builtin operator|{ITEM}",
     code=r"\brange\(",
-    why="How often the loop runs is a value.",
+    why="The number of iterations is a value.",
     advice="Pass the count as a Python int.",
 )
 def _range() -> Repro:
@@ -420,7 +422,7 @@ def _range() -> Repro:
     pattern=ITEM,
     code=r"\bmath\.\w+\(",
     why="Functions of the math module take Python numbers.",
-    advice="The function of the same name in torch.",
+    advice="Use the function of the same name in torch.",
 )
 def _math() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -437,8 +439,8 @@ def _math() -> Repro:
     "sorted(), min() or max() over tensors by value",
     pattern=r"Failed to trace builtin operator|invalid call to builtin|sort with non-constant",
     code=r"\b(sorted|min|max)\(",
-    why="Each comparison is a branch.",
-    advice="Stack and sort, or argmin with index_select.",
+    why="Each comparison is a branch on a value.",
+    advice="Stack the tensors and sort them, or use argmin with index_select.",
 )
 def _sorted() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -456,8 +458,8 @@ def _sorted() -> Repro:
     ".tolist() of floats",
     pattern=r"tolist|Data dependent operator",
     code=r"\.tolist\(",
-    why="All values come to Python.",
-    advice="Keep the tensor; sizes that split or repeat things are better passed as ints.",
+    why="Python needs all values.",
+    advice="Keep the tensor. Pass sizes that split or repeat something as ints.",
 )
 def _tolist() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -474,8 +476,8 @@ def _tolist() -> Repro:
     "split sizes from a tensor",
     pattern=r"tolist|Data dependent operator|Tensor\.item\(\)",
     code=r"\.tolist\(|\b(arange|zeros|ones|full|empty|linspace|rand|randn)\(.*\.item\(\)",
-    why="Sizes decide shapes, and shapes decide code.",
-    advice="Pass the sizes as Python ints, or make it as large as it may become and mask the rest.",
+    why="Sizes determine shapes, and the generated code depends on shapes.",
+    advice="Pass the sizes as Python ints, or allocate the largest size and mask the rest.",
 )
 def _sizes() -> Repro:
     def broken(x: Tensor, sizes: Tensor) -> Tensor:
@@ -492,8 +494,8 @@ def _sizes() -> Repro:
     "torch.tensor() of a list of items",
     pattern=ITEM,
     code=r"torch\.tensor\(\[",
-    why="The values go to Python one by one, only to come back.",
-    advice="torch.stack of the tensors.",
+    why="The values go to Python one by one, and then back.",
+    advice="Use torch.stack on the tensors.",
 )
 def _from_values() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -529,8 +531,8 @@ def _numpy() -> Repro:
     pattern=rf"{BRANCH}|returned non-Tensor|graph break in",
     code=r"clip_grad_norm_\(",
     equal=False,
-    why="To raise an error it has to look at the norm.",
-    advice="Leave error_if_nonfinite off and check the norm that it returns, outside.",
+    why="It has to read the norm to raise an error.",
+    advice="Leave error_if_nonfinite off, and check the norm that it returns outside the model.",
 )
 def _clip() -> Repro:
     layer = nn.Linear(4, 4)
@@ -554,7 +556,8 @@ def _clip() -> Repro:
     pattern=BRANCH,
     code=r"\btorch\.rand\(",
     equal=False,
-    why="LayerDrop draws a number and branches on it: in training only, where surveys of inference never look.",
+    why="LayerDrop draws a number and branches on it. It does so only in training, so a survey of inference does not "
+    "show it.",
     advice="Multiply the layer's contribution by a drawn mask (stochastic depth) instead of skipping the layer.",
 )
 def _layerdrop() -> Repro:
@@ -571,11 +574,13 @@ def _layerdrop() -> Repro:
 
 @theme.cause(
     "experts-looped",
-    "experts that get only their rows",
+    "a loop over experts that each get only their rows",
     pattern=r"Dynamic shape operator",
     code=r"nonzero\(",
-    why="How many rows an expert gets is a value, and the loop around it cannot be resumed: all of it runs eagerly.",
-    advice="With few experts compute all and weigh by the routing; with many, torch's grouped matrix product.",
+    why="The number of rows of an expert depends on values. Dynamo cannot resume inside the loop, so it skips the "
+    "whole frame.",
+    advice="With few experts, compute all of them and weight them by the routing. With many, use torch's grouped "
+    "matrix multiplication.",
 )
 def _experts() -> Repro:
     class Experts(nn.Module):

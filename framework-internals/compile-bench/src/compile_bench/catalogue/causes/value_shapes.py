@@ -15,11 +15,12 @@ _VECTOR = (torch.tensor([0.3, -0.6, 0.1, 0.9]),)
 
 @theme.cause(
     "boolean-mask",
-    "a tensor indexed by a mask",
+    "a tensor that is indexed by a mask",
     pattern=SHAPE,
     code=r"\w\[[^\]]*[<>=]",
-    why="How many elements the mask keeps is a value.",
-    advice="torch.where(mask, x, neutral element) keeps the shape. (Assigning, x[mask] = v, does not break.)",
+    why="The number of elements that the mask keeps depends on values.",
+    advice="Use torch.where(mask, x, neutral element), which keeps the shape. (The assignment x[mask] = v does not "
+    "break.)",
 )
 def _mask() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -33,11 +34,11 @@ def _mask() -> Repro:
 
 @theme.cause(
     "dynamic-shape-captured",
-    "a shape that depends on values and is needed",
+    "a shape that depends on values, and that the program needs",
     pattern=SHAPE,
     settings={"capture_dynamic_output_shape_ops": True},
-    why="Dynamo can carry such a size as a symbol without a value.",
-    advice="torch._dynamo.config.capture_dynamic_output_shape_ops = True.",
+    why="Dynamo can carry such a size as an unbacked symbol.",
+    advice="Set torch._dynamo.config.capture_dynamic_output_shape_ops = True.",
 )
 def _captured() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -51,8 +52,8 @@ def _captured() -> Repro:
     "nonzero(), argwhere()",
     pattern=SHAPE,
     code=r"\b(nonzero|argwhere)\(",
-    why="The number of rows of the result is a value.",
-    advice="Work with the mask, whose sum is the count; torch.nonzero_static gives a fixed size.",
+    why="The number of rows of the result depends on values.",
+    advice="Work with the mask; its sum is the count. torch.nonzero_static gives a fixed size.",
 )
 def _nonzero() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -69,8 +70,8 @@ def _nonzero() -> Repro:
     "masked_select()",
     pattern=SHAPE,
     code=r"masked_select\(",
-    why="As for indexing by a mask.",
-    advice="torch.where, and divide by the mask's sum for a mean.",
+    why="The length of the result depends on values.",
+    advice="Use torch.where. For a mean, divide by the mask's sum.",
 )
 def _masked_select() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -87,8 +88,8 @@ def _masked_select() -> Repro:
     "torch.unique()",
     pattern=SHAPE,
     code=r"\bunique\(",
-    why="How many distinct values there are is a value.",
-    advice="Sort and compare neighbours, if the count or a flag for each element is enough.",
+    why="The number of distinct values depends on values.",
+    advice="Sort and compare neighbours, if you need only the count or a flag for each element.",
 )
 def _unique() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -106,7 +107,7 @@ def _unique() -> Repro:
     "torch.unique_consecutive()",
     pattern=SHAPE,
     code=r"unique_consecutive\(",
-    why="As for unique().",
+    why="The number of runs of equal values depends on values.",
     advice="Compare neighbours.",
 )
 def _unique_consecutive() -> Repro:
@@ -125,7 +126,7 @@ def _unique_consecutive() -> Repro:
     pattern=SHAPE,
     code=r"repeat_interleave\(",
     why="The result is as long as the sum of the repeats.",
-    advice="Give output_size where the sum is known.",
+    advice="Pass output_size if the sum is known.",
 )
 def _repeat() -> Repro:
     def broken(x: Tensor, repeats: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ def _repeat() -> Repro:
     pattern=SHAPE,
     code=r"one_hot\(",
     why="Without num_classes the width is one more than the largest value.",
-    advice="Give num_classes.",
+    advice="Pass num_classes.",
 )
 def _one_hot() -> Repro:
     def broken(labels: Tensor) -> Tensor:
@@ -160,8 +161,8 @@ def _one_hot() -> Repro:
     "torch.bincount()",
     pattern=SHAPE,
     code=r"bincount\(",
-    why="The result is as long as the largest value, even with minlength.",
-    advice="scatter_add into a tensor of the wanted length.",
+    why="The length of the result depends on the largest value, even with minlength.",
+    advice="Use scatter_add on a tensor of the length that you need.",
 )
 def _bincount() -> Repro:
     def broken(labels: Tensor) -> Tensor:
@@ -175,11 +176,11 @@ def _bincount() -> Repro:
 
 @theme.cause(
     "slice-by-value",
-    "a slice as long as a tensor says",
+    "a slice with a length from a tensor",
     pattern=r"Tensor\.item\(\)|Data dependent operator",
     code=r"\[[^\]]*:[^\]]*(int\(|item\()|\[[^\]]*(int\(|item\()[^\]]*:",
-    why="The length is a value.",
-    advice="A mask of positions below the length.",
+    why="The length of the result depends on a value.",
+    advice="Use a mask of the positions below the length.",
 )
 def _slice() -> Repro:
     def broken(x: Tensor, length: Tensor) -> Tensor:
@@ -193,11 +194,11 @@ def _slice() -> Repro:
 
 @theme.cause(
     "length-by-value",
-    "arange() or zeros() as long as a tensor says",
+    "arange() or zeros() with a length from a tensor",
     pattern=r"Tensor\.item\(\)|Data dependent operator",
     code=r"\b(arange|zeros|ones|full|empty)\(",
-    why="The length is a value.",
-    advice="Make it as long as it can get, once, and mask.",
+    why="The length of the result depends on a value.",
+    advice="Allocate the largest length once, and mask the rest.",
 )
 def _length() -> Repro:
     def broken(x: Tensor, length: Tensor) -> Tensor:
@@ -215,7 +216,7 @@ def _length() -> Repro:
     "topk() with k from a tensor",
     pattern=r"Tensor\.item\(\)|Data dependent operator",
     code=r"topk\(",
-    why="k is the length of the result.",
+    why="k is the length of the result, and here it is a value.",
     advice="Pass k as an int, or sort and mask.",
 )
 def _topk() -> Repro:

@@ -1,4 +1,4 @@
-"""What makes a function compile again, and again up to the limit."""
+"""Causes of recompilations, and of functions that reach the recompile limit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from compile_bench.catalogue.cause import Repro, Theme
 
-shapes = Theme("Recompiled: another tensor", "recompile")
-values = Theme("Recompiled: another value", "recompile")
-limits = Theme("Recompiled until the limit, then eager", "recompile")
+shapes = Theme("Recompilations for a different tensor", "recompile")
+values = Theme("Recompilations for a different value", "recompile")
+limits = Theme("Recompilations up to the limit, then eager", "recompile")
 _VECTOR = (torch.ones(4),)
-# Sizes 0 and 1 are a cause of their own.
+# Sizes 0 and 1 are a separate cause.
 _BOTH_LARGE = r"expected (?![01]\b)\d+, actual (?![01]\b)"
-# Dynamo names attributes of classes with accessors of their own the long way.
+# Dynamo writes the long form for attributes of classes that define __getattribute__.
 _OF_MODEL = r"^(object\.__getattribute__\()?self\b"
-_scale = 1  # of the cause "global-changed"
+_scale = 1  # the global that the cause "global-changed" changes
 
 
 def _doubled_sine(x: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def _doubled_sine(x: Tensor) -> Tensor:
 
 
 def _marked(*sizes: int) -> list[tuple[Tensor]]:
-    """A batch of each size, the first with its size marked as one that changes."""
+    """A batch of each size. The first dimension of the first batch is marked as dynamic."""
     batches = [(torch.ones(size, 8),) for size in sizes]
     torch._dynamo.mark_dynamic(batches[0][0], 0)
     return batches
@@ -36,8 +36,8 @@ def _marked(*sizes: int) -> list[tuple[Tensor]]:
     "last-batch",
     "a last, smaller batch",
     pattern=rf"size mismatch at index 0\. {_BOTH_LARGE}",
-    why="The first size is compiled in; a second one compiles again, with the size as a symbol from then on.",
-    advice="mark_dynamic(x, 0) before the first call, drop the last batch, or pad it.",
+    why="The first size is compiled in as a constant. A second size compiles again, and makes the size a symbol.",
+    advice="Call mark_dynamic(x, 0) before the first call, drop the last batch, or pad it.",
 )
 def _batch() -> Repro:
     return Repro(_doubled_sine, _doubled_sine, [(torch.ones(n, 8),) for n in (32, 32, 20)], _marked(32, 32, 20))
@@ -49,8 +49,8 @@ def _batch() -> Repro:
     pattern="size mismatch",
     code=r"\b(cat|concat|concatenate|hstack|vstack)\(",
     equal=False,
-    why="Appending with torch.cat gives another size with every step.",
-    advice="A preallocated cache with a mask or a position, as static KV caches are.",
+    why="torch.cat gives a new size in every step.",
+    advice="Use a preallocated cache with a mask or a position, as static KV caches do.",
 )
 def _growing() -> Repro:
     def broken(x: Tensor, cache: Tensor) -> Tensor:
@@ -66,11 +66,11 @@ def _growing() -> Repro:
 
 @shapes.cause(
     "sequence-length",
-    "another sequence length or image size",
+    "a different sequence length or image size",
     pattern=rf"size mismatch at index [1-9]\d*\. {_BOTH_LARGE}",
-    why="As with the batch: the first length is compiled in, a second one compiles again, with the length as a symbol.",
-    advice="mark_dynamic(x, 1) before the first call, or pad to a few lengths; compile-bench run measures which costs "
-    "less for a schedule of shapes.",
+    why="The first length is compiled in as a constant. A second length compiles again, and makes the length a symbol.",
+    advice="Call mark_dynamic(x, 1) before the first call, or pad to a few lengths. compile-bench run measures which "
+    "of them costs less for a schedule of shapes.",
 )
 def _length() -> Repro:
     def marked() -> list[tuple[Tensor]]:
@@ -85,8 +85,8 @@ def _length() -> Repro:
     "batch-of-one",
     "a batch of one",
     pattern=r"size mismatch at index \d+\. (expected [01],|expected \d+, actual [01]\b)|^2 <= ",
-    why="Sizes 0 and 1 are never symbols: broadcasting and contiguity differ there.",
-    advice="Pad to two, or accept the one compilation more.",
+    why="Sizes 0 and 1 are never symbols, because broadcasting and contiguity differ for them.",
+    advice="Pad to two, or accept one more compilation.",
 )
 def _one() -> Repro:
     def padded(x: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ def _one() -> Repro:
     "a branch on a size",
     pattern=r"\.(size|stride)\(\)\[|\b(Eq|Ne|Mod)\(",
     equal=False,
-    why="The branch becomes a condition on the symbol: sizes on the other side compile again.",
-    advice="Pad to a size on one side of it.",
+    why="The branch becomes a guard on the symbolic size. Sizes that take the other branch compile again.",
+    advice="Pad so that all sizes take the same branch.",
 )
 def _tested() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -116,10 +116,10 @@ def _tested() -> Repro:
 
 @shapes.cause(
     "dtype",
-    "another dtype",
+    "a different dtype",
     pattern="dtype mismatch",
     equal=False,
-    why="Code is generated for a dtype.",
+    why="The generated code is for one dtype.",
     advice="Cast before the call.",
 )
 def _dtype() -> Repro:
@@ -129,10 +129,10 @@ def _dtype() -> Repro:
 
 @shapes.cause(
     "layout",
-    "another memory layout",
+    "a different memory layout",
     pattern="stride mismatch",
-    why="Strides are compiled in.",
-    advice=".contiguous() before the call, or channels_last everywhere.",
+    why="Strides are compiled in as constants.",
+    advice="Call .contiguous() on inputs before the call, or use channels_last everywhere.",
 )
 def _layout() -> Repro:
     calls = [(torch.ones(4, 8),), (torch.ones(8, 4).t(),)]
@@ -141,9 +141,9 @@ def _layout() -> Repro:
 
 @shapes.cause(
     "rank",
-    "another number of dimensions",
+    "a different number of dimensions",
     pattern="rank mismatch",
-    why="The number of loops is compiled in.",
+    why="The number of dimensions is compiled in.",
     advice="Give every call the same number of dimensions.",
 )
 def _rank() -> Repro:
@@ -158,8 +158,8 @@ def _rank() -> Repro:
     "requires_grad of an input changes",
     pattern="requires_grad mismatch",
     equal=False,
-    why="With it there is a backward graph too.",
-    advice="Be consistent: detach, or always track.",
+    why="An input that requires a gradient needs a backward graph, too.",
+    advice="Be consistent: always detach the input, or always track its gradient.",
 )
 def _requires_grad() -> Repro:
     calls = [(torch.ones(8),), (torch.ones(8, requires_grad=True),)]
@@ -170,8 +170,8 @@ def _requires_grad() -> Repro:
     "aliased",
     "the same tensor passed twice",
     pattern=r"Duplicate tensors|\bis (?!not\b|None\b|True\b|False\b)",
-    why="Inputs that are one tensor make other code than inputs that are two.",
-    advice="Clone one, or always pass two.",
+    why="Two inputs that are the same tensor need different code from two that are not.",
+    advice="Clone one of them, or always pass two tensors.",
 )
 def _aliased() -> Repro:
     def added(a: Tensor, b: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ def _aliased() -> Repro:
 
 @shapes.cause(
     "parameter-or-tensor",
-    "a tensor here, a Parameter or a number there",
+    "a tensor in one call, a Parameter or a number in another",
     pattern=r"expected type of(?!.*NoneType)|___check_type_id",
     equal=False,
-    why="The type of an argument is compiled in, and of a tensor requires_grad with it.",
-    advice="Pass the same kind with every call.",
+    why="The type of an argument is compiled in, and so is requires_grad of a tensor.",
+    advice="Pass the same type in every call.",
 )
 def _parameter() -> Repro:
     calls: list[tuple[Any, ...]] = [(torch.ones(4),), (nn.Parameter(torch.ones(4)),)]
@@ -196,11 +196,11 @@ def _parameter() -> Repro:
 
 @shapes.cause(
     "device",
-    "another device",
+    "a different device",
     pattern=r"device mismatch|dispatch key set mismatch.*\((\w+),.*actual DispatchKeySet\((?!\1\b)",
     equal=False,
-    why="Code is generated for a device.",
-    advice="Move inputs before the call.",
+    why="The generated code is for one device.",
+    advice="Move inputs to the same device before the call.",
 )
 def _device() -> Repro:
     calls = [(torch.ones(8, device=device),) for device in ("cpu", "meta")]
@@ -209,10 +209,10 @@ def _device() -> Repro:
 
 @shapes.cause(
     "inference-mode",
-    "inference_mode() here, no_grad() there",
+    "inference_mode() in one call, no_grad() in another",
     pattern="dispatch key set mismatch",
-    why="Tensors of inference mode have other dispatch keys.",
-    advice="One mode everywhere.",
+    why="Tensors that are made in inference mode have different dispatch keys.",
+    advice="Use one mode everywhere.",
 )
 def _inference() -> Repro:
     modes = (torch.no_grad, torch.inference_mode)
@@ -225,10 +225,10 @@ def _inference() -> Repro:
 
 @values.cause(
     "grad-mode",
-    "with and without gradients",
+    "calls with and without gradients",
     pattern="GLOBAL_STATE changed:.*grad_mode",
-    why="Two compilations, one for training and one for evaluation: expected, once.",
-    advice="Warm both up.",
+    why="There is one compilation for training and one for evaluation. That is expected, once.",
+    advice="Warm up both.",
 )
 def _grad_mode() -> Repro:
     contexts = (contextlib.nullcontext, torch.no_grad)
@@ -237,11 +237,11 @@ def _grad_mode() -> Repro:
 
 @values.cause(
     "autocast",
-    "autocast on and off",
+    "autocast in one call, none in another",
     pattern="GLOBAL_STATE changed:.*autocast",
     equal=False,
-    why="Autocast is state that is compiled in.",
-    advice="One autocast state for every call.",
+    why="The autocast state is compiled in.",
+    advice="Use one autocast state for every call.",
 )
 def _autocast() -> Repro:
     return Repro(
@@ -257,8 +257,8 @@ def _autocast() -> Repro:
     "model.train() and model.eval()",
     pattern=r"\.training\b",
     equal=False,
-    why="Dropout and batch norm read .training: one compilation more, expected once.",
-    advice="Warm both up.",
+    why="Dropout and batch norm read .training. One more compilation is expected, once.",
+    advice="Warm up both.",
 )
 def _training() -> Repro:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
@@ -267,9 +267,9 @@ def _training() -> Repro:
 
 @values.cause(
     "deterministic-flag",
-    "use_deterministic_algorithms() switched",
+    "use_deterministic_algorithms() between calls",
     pattern="GLOBAL_STATE changed:.*deterministic",
-    why="A global flag that is compiled in.",
+    why="The global flag is compiled in.",
     advice="Set it once.",
 )
 def _deterministic() -> Repro:
@@ -284,10 +284,10 @@ def _deterministic() -> Repro:
 
 @values.cause(
     "torch-setting",
-    "a setting of torch's that changes: threads, default dtype, default device",
+    "a changed setting of torch: threads, default dtype, default device",
     pattern=r"GLOBAL_STATE changed:.*(num_threads|default_dtype|allow_)|torch_function_mode_stack|CURRENT_DEVICE",
     equal=False,
-    why="What torch is set to is compiled in, for every combination anew.",
+    why="Settings of torch are compiled in, so each combination compiles again.",
     advice="Set it once, before the first call.",
 )
 def _setting() -> Repro:
@@ -304,7 +304,8 @@ def _setting() -> Repro:
     "integer-argument",
     "an int argument that counts up",
     pattern=r"^(?!___stack)\w+(\[\d+\])* == -?\d+$",
-    why="The first value is compiled in, the second makes it a symbol; values 0 and 1 stay constants.",
+    why="The first value is compiled in as a constant, and the second makes it a symbol. The values 0 and 1 stay "
+    "constants.",
     advice="Pass it as a tensor.",
 )
 def _integer() -> Repro:
@@ -321,8 +322,8 @@ def _integer() -> Repro:
     "float-argument",
     "a float argument that changes, such as a learning rate",
     pattern=r"^(?!___stack)\w+(\[\d+\])* == -?(\d*\.\d|\d+e|inf)",
-    why="As for integers; a float becomes a symbol with the second value.",
-    advice="Pass it as a tensor without dimensions.",
+    why="The first value is compiled in as a constant, and the second makes it a symbol.",
+    advice="Pass it as a zero-dimensional tensor.",
 )
 def _float() -> Repro:
     def scaled(x: Tensor, rate: Any) -> Tensor:
@@ -334,10 +335,10 @@ def _float() -> Repro:
 
 @values.cause(
     "text-argument",
-    "a string, a flag or an enumeration as a mode",
+    "a string, a flag or an enum as a mode",
     pattern=r"^\w+ == (['\"]|True|False|torch\.)|___check_obj_id\(\w+, ",
-    why="Each value is compiled for itself: specialisation, wanted or not.",
-    advice="One compiled function a mode, so that each keeps its own budget of recompilations.",
+    why="Dynamo specialises on the value, so each value compiles again.",
+    advice="Compile one function for each mode, so that each has its own recompile limit.",
 )
 def _text() -> Repro:
     def chosen(x: Tensor, mode: str = "sin") -> Tensor:
@@ -356,12 +357,12 @@ def _text() -> Repro:
 
 @values.cause(
     "another-function",
-    "a function as an argument, another one with each call",
+    "a function argument that changes from call to call",
     pattern=r"___check_obj_id\(.*\.__(code|func)__|Not a function",
     equal=False,
-    why="What a function does is compiled in, so each compiles for itself; a lambda made "
-    "anew in the same place does not.",
-    advice="Keep them few and compile one function for each, or choose between them by a mask.",
+    why="The function's code is compiled in, so each function compiles again. (A new lambda from the same place does "
+    "not.)",
+    advice="Use few functions and compile one caller for each, or select between their results with a mask.",
 )
 def _function() -> Repro:
     def applied(x: Tensor, function: Any) -> Tensor:
@@ -380,8 +381,8 @@ def _function() -> Repro:
     "filled-by-first-call",
     "an attribute, a flag or a cache that the first call sets",
     pattern=rf"[\])'.]\w* is None$|hasattr\(|___dict_contains\(.*[,( ](self|fn)\b|{_OF_MODEL}.* == False$",
-    why="The first call's code holds that it is not there yet; from the second on it is: compiled twice, and for each "
-    "further entry of a cache again.",
+    why="The code of the first call assumes that it is not set. From the second call on it is set, so the function "
+    "compiles again. A cache does so for every new entry.",
     advice="Set it before the first compiled call: in __init__, as a buffer, or by one eager call.",
 )
 def _filled() -> Repro:
@@ -402,8 +403,8 @@ def _filled() -> Repro:
     "optional-argument",
     "an argument that is sometimes None",
     pattern=r"^\w+ is (not )?None$|NoneType",
-    why="None is a type of its own.",
-    advice="Pass a neutral value: a mask of ones.",
+    why="None has a different type from a tensor.",
+    advice="Pass a neutral value, such as a mask of ones.",
 )
 def _optional() -> Repro:
     def masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -415,10 +416,10 @@ def _optional() -> Repro:
 
 @values.cause(
     "configuration-object",
-    "a configuration object or a dict with a changing field",
+    "a changed field of a configuration object or a dict",
     pattern=rf"^(?!G\[)(?!{_OF_MODEL}.* == -?[\d.]+(e-?\d+)?$)\w+[.\[].* == ",
-    why="Fields that are read are guarded by value.",
-    advice="Keep what changes in tensors.",
+    why="Dynamo guards the fields that it reads by their values.",
+    advice="Keep changing values in tensors.",
 )
 def _configuration() -> Repro:
     class Options:
@@ -441,7 +442,7 @@ def _configuration() -> Repro:
     "global-changed",
     "a global that changes between calls",
     pattern=r"^G\[.* == ",
-    why="Globals that are read are guarded by value.",
+    why="Dynamo guards the globals that it reads by their values.",
     advice="Pass it as a tensor argument.",
 )
 def _global() -> Repro:
@@ -462,11 +463,11 @@ def _global() -> Repro:
 
 @values.cause(
     "value-across-break",
-    "a number that a graph break hands on",
+    "a Python number that is used after a graph break",
     pattern=r"^___stack\d+ == ",
-    why="What follows a break is a function of its own, and a number read before it an argument: compiled in like any "
-    "other.",
-    advice="Mend the break in front of it.",
+    why="The code after a break is a separate function. A number from before the break is its argument, and is "
+    "compiled in like any argument.",
+    advice="Fix the break in front of it.",
 )
 def _across() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -480,10 +481,10 @@ def _across() -> Repro:
 
 @values.cause(
     "dictionary-keys",
-    "a dict argument with other keys",
+    "a dict argument with different keys",
     pattern=r"_contains(__)?\(|dict\.keys\(|\.keys\(\)|^len\((?!self)[^()]*\) != ",
-    why="The keys are part of the code.",
-    advice="The same keys with every call, or one stacked tensor.",
+    why="The keys are compiled in.",
+    advice="Use the same keys in every call, or one stacked tensor.",
 )
 def _keys() -> Repro:
     def broken(x: Tensor, extra: dict[str, Tensor]) -> Tensor:
@@ -503,9 +504,9 @@ def _keys() -> Repro:
     "self.calls += 1, and the count is used",
     pattern=r"^\S*\.\S.* == -?\d+$",
     code=r"\.\w+ \+= ",
-    why="An int attribute is compiled in, for every value anew; after 8 the function runs eagerly for good, and only "
-    "a warning says so.",
-    advice="A buffer: register_buffer and .add_(1).",
+    why="An int attribute is compiled in, so every value compiles again. Past the recompile limit (8) the function "
+    "runs eagerly, and only a warning says so.",
+    advice="Use a buffer: register_buffer() and .add_(1).",
 )
 def _counter() -> Repro:
     class Counting(nn.Module):
@@ -532,10 +533,10 @@ def _counter() -> Repro:
 
 @limits.cause(
     "annealed-attribute",
-    "a number of the model that changes: annealed, or set from outside",
+    "a number attribute that changes: annealed, or set from outside",
     pattern=rf"{_OF_MODEL}.* == -?[\d.]+(e-?\d+)?$",
-    why="As for a counter, until Dynamo makes it a symbol with the second value.",
-    advice="A buffer, changed in place: register_buffer, then .mul_() or .fill_().",
+    why="The first value is compiled in as a constant, and the second makes it a symbol.",
+    advice="Use a buffer and change it in place: register_buffer(), then .mul_() or .fill_().",
 )
 def _annealed() -> Repro:
     class Annealed(nn.Module):
@@ -555,8 +556,8 @@ def _annealed() -> Repro:
     "dynamic=False and shapes that change",
     pattern="size mismatch",
     options={"dynamic": False},
-    why="Every size compiles; after 8 the function runs eagerly.",
-    advice="Leave dynamic unset, mark what changes, or pad to a few sizes.",
+    why="Every size compiles again. Past the recompile limit (8) the function runs eagerly.",
+    advice="Leave dynamic unset, mark the sizes that change, or pad to a few sizes.",
 )
 def _static() -> Repro:
     sizes = range(2, 14)
@@ -569,7 +570,7 @@ def _static() -> Repro:
     pattern=r"^len\((?!self\b)[^()]*\) == |^not \w+$|_iterator_len\(",
     equal=False,
     why="The length of a list is compiled in.",
-    advice="One preallocated tensor.",
+    advice="Use one preallocated tensor.",
 )
 def _list() -> Repro:
     def broken(x: Tensor, cache: list[Tensor]) -> Tensor:
@@ -584,11 +585,10 @@ def _list() -> Repro:
 
 @limits.cause(
     "kept-activations",
-    "a list or dict of the model that grows",
+    "a list or dict attribute that grows",
     pattern=r"^len\(self\b.*\) == |^not self\b",
-    why="The list is an input of the graph, longer with every call, and its length is compiled in; it also keeps "
-    "every tensor alive.",
-    advice="Return what is kept, or write it into one preallocated buffer.",
+    why="The list is an input of the graph, and its length is compiled in. The list also keeps every tensor alive.",
+    advice="Return the tensors, or write them into one preallocated buffer.",
 )
 def _kept() -> Repro:
     class Keeping(nn.Module):

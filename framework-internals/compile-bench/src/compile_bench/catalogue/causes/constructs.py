@@ -1,4 +1,4 @@
-"""Constructs of the language, and what the code itself asks for."""
+"""Python constructs that Dynamo cannot trace, and breaks that the code asks for."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from compile_bench.catalogue.cause import Repro, Theme
 
-constructs = Theme("Constructs of Python")
-requests = Theme("What the code asks for")
+constructs = Theme("Python constructs")
+requests = Theme("Breaks that the code asks for")
 _VECTOR = (torch.ones(4),)
 _PRINTED = r"Failed to trace builtin operator"
 
@@ -34,8 +34,9 @@ def _sine_and_cosine(x: Tensor) -> Tensor:
     "break-in-loop",
     "any break inside a loop",
     pattern=_PRINTED,
-    why="Dynamo cannot resume in the middle of a loop: the whole function runs eagerly, for good.",
-    advice="Mend the inner break, or move the loop's body into a function of its own.",
+    why="Dynamo cannot resume in the middle of a loop. It skips the frame: the whole function runs eagerly from then "
+    "on.",
+    advice="Fix the inner break, or move the loop's body into a separate function.",
 )
 def _in_loop() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -56,8 +57,8 @@ def _in_loop() -> Repro:
     "break-in-try",
     "any break inside try",
     pattern=_PRINTED,
-    why="Nor can it resume inside of a try block.",
-    advice="Keep what breaks out of the block.",
+    why="Dynamo cannot resume inside a try block, so it skips the whole frame.",
+    advice="Move the code that breaks out of the try block.",
 )
 def _in_try() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -73,10 +74,10 @@ def _in_try() -> Repro:
 
 @constructs.cause(
     "break-in-with",
-    "any break inside a with block of one's own",
+    "any break inside a with block of your own context manager",
     pattern=_PRINTED,
-    why="Nor inside of a context manager that it does not know.",
-    advice="Mend the inner break, or make the block smaller.",
+    why="Dynamo cannot resume inside a context manager that it does not know, so it skips the whole frame.",
+    advice="Fix the inner break, or make the block smaller.",
 )
 def _in_with() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def _in_with() -> Repro:
     "exec() or __import__()",
     pattern=rf"{_PRINTED}|marked as skipped",
     code=r"\b(exec|__import__)\(",
-    why="Code that does not exist yet cannot be traced.",
+    why="Dynamo cannot trace source text that is compiled at run time.",
     advice="Define the function ahead of time.",
 )
 def _exec() -> Repro:
@@ -114,11 +115,11 @@ def _exec() -> Repro:
 
 @constructs.cause(
     "class-defined",
-    "a class defined in the model",
+    "a class that is defined in the model",
     pattern=r"__build_class__|marked as skipped",
     code=r"\bclass\b",
-    why="Making a class runs its metaclass.",
-    advice="Define it at module level.",
+    why="Defining a class runs its metaclass, which Dynamo does not trace.",
+    advice="Define the class at module level.",
 )
 def _class() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -135,11 +136,11 @@ def _class() -> Repro:
 
 @constructs.cause(
     "dataclass-made",
-    "a dataclass made by make_dataclass",
+    "make_dataclass()",
     pattern=r".",
     code=r"make_dataclass\(",
-    why="make_dataclass executes source text.",
-    advice="Define it at module level.",
+    why="make_dataclass() runs source text that it generates.",
+    advice="Define the dataclass at module level.",
 )
 def _dataclass() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -157,8 +158,8 @@ def _dataclass() -> Repro:
     "globals()",
     pattern=_PRINTED,
     code=r"\bglobals\(",
-    why="The dict of all globals cannot be guarded.",
-    advice="Name the global.",
+    why="Dynamo cannot guard the dict of all globals.",
+    advice="Use the global by its name.",
 )
 def _globals() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -175,8 +176,9 @@ def _globals() -> Repro:
     "functools.lru_cache() applied in the model",
     pattern=r"Unsupported method call|marked as skipped",
     code=r"lru_cache\(",
-    why="A cache made in the call is a C object without a source. (Functions cached at module level are traced.)",
-    advice="Decorate at module level.",
+    why="A cache that is made during the call is a C object without a source, so Dynamo cannot guard it. (Dynamo "
+    "traces functions that are cached at module level.)",
+    advice="Decorate the function at module level.",
 )
 def _cache() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -194,7 +196,7 @@ def _cache() -> Repro:
     pattern=r"Unsupported method call|super\(\)",
     code=r"Weak|\[",
     why="Weak containers rely on callbacks in C.",
-    advice="Keep the tensor in an attribute or return it.",
+    advice="Keep the tensor in an attribute, or return it.",
 )
 def _weak() -> Repro:
     kept: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
@@ -214,8 +216,8 @@ def _weak() -> Repro:
     "copy.deepcopy() of a module or tensor",
     pattern=r"copy\.deepcopy|deepcopy",
     code=r"deepcopy\(",
-    why="A copy inside of a graph would be a new parameter with every call.",
-    advice="Copy in __init__; clone() a tensor.",
+    why="A copy inside a graph would make new parameters in every call.",
+    advice="Copy the module in __init__. Call clone() on a tensor.",
 )
 def _deepcopy() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -232,8 +234,8 @@ def _deepcopy() -> Repro:
     "inspect.signature()",
     pattern=r"Observed exception|marked as skipped|Unsupported method call|id\(\) with",
     code=r"signature\(",
-    why="Reflection over functions is not traced.",
-    advice="Do it in __init__.",
+    why="Dynamo does not trace reflection over functions.",
+    advice="Read the signature in __init__.",
 )
 def _signature() -> Repro:
     import inspect
@@ -252,8 +254,8 @@ def _signature() -> Repro:
     "torch._dynamo.graph_break()",
     pattern=r"graph_break\(\)",
     code=r"graph_break\(",
-    why="It does what it says.",
-    advice="Remove it.",
+    why="The call asks for a graph break.",
+    advice="Remove the call.",
 )
 def _asked() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -268,8 +270,8 @@ def _asked() -> Repro:
     "disabled-function",
     "@torch.compiler.disable",
     pattern=r"torch\.compiler\.disable",
-    why="The function, and all that it calls, stays out of graphs.",
-    advice="Remove the decorator where its reason is gone; or make the function a custom operator.",
+    why="The function and everything that it calls stay out of graphs.",
+    advice="Remove the decorator if it is no longer needed, or make the function a custom operator.",
 )
 def _disabled() -> Repro:
     @torch.compiler.disable
@@ -290,14 +292,14 @@ def _disabled() -> Repro:
     "a C extension on a tensor's memory",
     pattern=r"marked as skipped|Unsupported method call|ndarray",
     code=r"tobytes\(|memoryview\(|ctypes|scipy",
-    why="Dynamo traces Python and NumPy's array functions, no other C code.",
-    advice="torch.library.custom_op with a fake implementation makes it an operator that a graph can call.",
+    why="Dynamo traces Python code and NumPy's array functions. It cannot trace other C code.",
+    advice="Make it a custom operator, which a graph can call: torch.library.custom_op with a fake implementation.",
 )
 def _foreign() -> Repro:
     def length(x: Tensor) -> Tensor:
         return torch.tensor(float(len(x.numpy().tobytes())))
 
-    # Defined once a process: a second definition of an operator is an error.
+    # Defining an operator a second time in a process is an error.
     if not hasattr(torch.ops.compile_bench_catalogue, "bytes_of"):
         defined = torch.library.custom_op(
             "compile_bench_catalogue::bytes_of", mutates_args=(), schema="(Tensor x) -> Tensor"

@@ -1,4 +1,4 @@
-"""Python's library and random numbers inside a model."""
+"""Python's standard library and random numbers inside a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compile_bench.catalogue.cause import Repro, Theme
 
-library = Theme("Python's library")
+library = Theme("Python's standard library")
 numbers = Theme("Random numbers")
 SKIPPED = r"marked as skipped|Unsupported method call|Unsupported function call"
 _VECTOR = (torch.ones(4),)
@@ -29,11 +29,11 @@ _gain = contextvars.ContextVar("gain", default=2.0)
 
 @library.cause(
     "json",
-    "json.loads() and other parsing in C",
+    "json.loads() and other parsers in C",
     pattern=rf"{SKIPPED}|no traceable __call__",
     code=r"\bjson\.",
     why="The parser is a C extension.",
-    advice="Parse in __init__; or mark the function with @torch.compiler.assume_constant_result.",
+    advice="Parse in __init__, or mark the function with @torch.compiler.assume_constant_result.",
 )
 def _json() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def _json() -> Repro:
     pattern=SKIPPED,
     code=r"\bpickle\.",
     why="Pickle is a C extension.",
-    advice="Keep it out of the model.",
+    advice="Pickle outside the model.",
 )
 def _pickle() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def _pickle() -> Repro:
     "hashlib, zlib, uuid",
     pattern=SKIPPED,
     code=r"\b(hashlib|zlib|uuid)\.",
-    why="C functions that Dynamo does not know.",
-    advice="Compute identifiers outside.",
+    why="They are C functions that Dynamo does not know.",
+    advice="Compute identifiers outside the model.",
 )
 def _hashed() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def _hashed() -> Repro:
     "datetime.now()",
     pattern=SKIPPED,
     code=r"datetime",
-    why="As for every clock.",
-    advice="Pass in what depends on the date.",
+    why="The date is not a function of the inputs.",
+    advice="Compute what depends on the date outside, and pass it in.",
 )
 def _date() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _date() -> Repro:
     pattern=rf"{SKIPPED}|vectorcall",
     code=r"Decimal\(",
     why="Decimal is a C extension.",
-    advice="Plain floats, or the number computed in __init__.",
+    advice="Use plain floats, or compute the number in __init__.",
 )
 def _decimal() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def _decimal() -> Repro:
     pattern=SKIPPED,
     code=r"\.get\(\)",
     why="A context variable is looked up in C, and no guard watches it.",
-    advice="Pass the value, or keep it in an attribute.",
+    advice="Pass the value as an argument, or keep it in an attribute.",
 )
 def _context_variable() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -141,10 +141,10 @@ def _context_variable() -> Repro:
 
 @library.cause(
     "lock",
-    "a lock is taken",
+    "a lock",
     pattern="Unsupported context manager",
     code=r"(?i)\bwith\b.*(lock|mutex|semaphore|condition)",
-    why="Dynamo does not enter context managers of C; the whole function is given up.",
+    why="Dynamo does not enter context managers that are written in C, so it skips the whole frame.",
     advice="Take the lock around the call of the model.",
 )
 def _lock() -> Repro:
@@ -165,8 +165,8 @@ def _lock() -> Repro:
     "a thread or a queue",
     pattern=rf"{SKIPPED}|Unsupported context manager",
     code=r"\b(Thread|queue|Queue)\b",
-    why="Threads and queues are made of locks.",
-    advice="Hand results over outside the model.",
+    why="Threads and queues use locks, which Dynamo does not trace.",
+    advice="Pass results on outside the model.",
 )
 def _thread() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def _thread() -> Repro:
     pattern=SKIPPED,
     code=r"\brandom\.",
     equal=False,
-    why="The generator's state is Python's. (A module-level random.random() is traced from torch 2.15 on.)",
+    why="Python keeps the generator's state. (Dynamo traces a module-level random.random() from torch 2.15 on.)",
     advice="Draw with torch, or draw outside and pass the number as a tensor.",
 )
 def _python_random() -> Repro:
@@ -220,11 +220,11 @@ def _python_seed() -> Repro:
 
 @numbers.cause(
     "numpy-random",
-    "float() of a number that NumPy drew",
+    "float() of a random number from NumPy",
     pattern=r"Data dependent operator|item",
     code=r"np\.random\.",
     equal=False,
-    why="np.random.rand() itself is traced; its value is not there when float() asks for it.",
+    why="Dynamo traces np.random.rand() itself, but float() needs its value, which does not exist while tracing.",
     advice="Draw with torch and keep the tensor.",
 )
 def _numpy_random() -> Repro:
@@ -243,7 +243,7 @@ def _numpy_random() -> Repro:
     pattern=r"numpy function unsupported|Unsupported method call",
     code=r"default_rng\(",
     equal=False,
-    why="Generator objects of NumPy are not traced.",
+    why="Dynamo does not trace NumPy's generator objects.",
     advice="Draw with torch.",
 )
 def _numpy_generator() -> Repro:
@@ -262,8 +262,8 @@ def _numpy_generator() -> Repro:
     pattern=SKIPPED,
     code=r"manual_seed\(",
     equal=False,
-    why="Seeding changes the state of the process, and inside a graph Inductor draws from a state of its own.",
-    advice="Seed outside.",
+    why="Seeding changes the state of the process. Inside a graph, Inductor draws from a separate state.",
+    advice="Seed outside the model.",
 )
 def _torch_seed() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ def _torch_seed() -> Repro:
     pattern=rf"{SKIPPED}|returned non-Tensor|Unsupported context manager",
     code=r"rng_state\(|fork_rng\(|initial_seed\(",
     equal=False,
-    why="The state of the generator is not a value of the graph.",
+    why="The generator's state cannot be a value of the graph.",
     advice="Fork the generator around the call of the model.",
 )
 def _random_state() -> Repro:
@@ -300,11 +300,11 @@ def _random_state() -> Repro:
 
 @numbers.cause(
     "generator",
-    "a torch.Generator made or passed inside",
+    "a torch.Generator that is made or passed inside the model",
     pattern=r"opaque object|Failed to convert args|marked as skipped|Unsupported method call",
     code=r"[Gg]enerator",
     equal=False,
-    why="A generator cannot be an argument inside of a graph.",
+    why="A generator cannot be an argument of an operator in a graph.",
     advice="Draw from the default generator, or draw outside and pass the noise.",
 )
 def _generator() -> Repro:

@@ -1,4 +1,4 @@
-"""Output and other side effects in the middle of a model."""
+"""Output and other side effects inside a model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def _sine_and_cosine(x: Tensor) -> Tensor:
     "print() in the middle",
     pattern="Failed to trace builtin operator",
     code=r"\b(pprint|print)\(",
-    why="A graph has no output, and its calls may be reordered: Dynamo ends it before the print and begins another.",
-    advice="Print only while not compiling: `if not torch.compiler.is_compiling():`, or print what is returned.",
+    why="A graph cannot print. Dynamo ends the graph before the print and begins another one after it.",
+    advice="Print only while not compiling: `if not torch.compiler.is_compiling():`; or print what the model returns.",
 )
 def _print() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def _print() -> Repro:
 
 @theme.cause(
     "logging",
-    "a call of a logger",
+    "a call of a logger's method",
     pattern="logging.Logger method not supported",
     code=r"\.(debug|info|warning|error|critical|exception|log)\(",
     why="Whether a logger writes depends on handlers and levels that no guard watches.",
@@ -78,8 +78,8 @@ def _logging() -> Repro:
     "warnings.warn()",
     pattern=SKIPPED,
     code=r"\bwarn\(",
-    why="warnings.warn is a C function with a registry of its own; Dynamo calls it outside the graph.",
-    advice="Warn only while not compiling, or in __init__ where the reason is known by then.",
+    why="warnings.warn() is a C function with its own registry. Dynamo calls it outside the graph.",
+    advice="Warn only while not compiling, or in __init__ if the reason is known there.",
 )
 def _warning() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -116,11 +116,12 @@ def _write() -> Repro:
 
 @theme.cause(
     "clock",
-    "the clock is read",
+    "a reading of the clock",
     pattern=rf"{SKIPPED}|time function",
     code=r"\b(time\.time|(time\.)?(perf_counter|monotonic|process_time|thread_time))(_ns)?\(",
-    why="Time is not a function of the inputs. What runs between two readings is queued, fused or moved anyway.",
-    advice="Time around the call, with CUDA events or torch.profiler; inside, read the clock only while not compiling.",
+    why="Time is not a function of the inputs. Besides, operations between two readings may be queued, fused or moved.",
+    advice="Measure around the call, with CUDA events or torch.profiler. Inside, read the clock only while not "
+    "compiling.",
 )
 def _clock() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -139,8 +140,8 @@ def _clock() -> Repro:
     "time.sleep()",
     pattern=SKIPPED,
     code=r"\bsleep\(",
-    why="A wait is a side effect of a C function.",
-    advice="Wait outside the compiled function.",
+    why="Sleeping is a side effect of a C function.",
+    advice="Sleep outside the compiled function.",
 )
 def _sleep() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -153,11 +154,12 @@ def _sleep() -> Repro:
 
 @theme.cause(
     "file",
-    "a file is opened, read or written",
+    "a file that is opened, read or written",
     pattern="Failed to trace builtin operator",
     code=r"\bopen\(",
-    why="Files are outside of anything a graph can hold; inside a `with` the whole function is given up.",
-    advice="Read it before the call and pass in what it holds; return what is to be written and write it outside.",
+    why="A graph cannot use files. `with open(…)` makes Dynamo skip the whole frame.",
+    advice="Read the file before the call and pass its content in. Return what you want to write, and write it "
+    "outside.",
 )
 def _file() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ def _file() -> Repro:
     "torch.save() in the model",
     pattern=SKIPPED,
     code=r"\btorch\.save\(",
-    why="Saving needs the values, so the graph has to end and run before it.",
+    why="torch.save() needs the values, so the graph has to end and run before it.",
     advice="Return the tensor and save it outside.",
 )
 def _save() -> Repro:
@@ -195,11 +197,11 @@ def _save() -> Repro:
 
 @theme.cause(
     "path",
-    "the file system is asked",
+    "a query of the file system",
     pattern=SKIPPED,
     code=r"\b(exists|is_file|listdir|getcwd|glob)\(",
-    why="What a file system holds can change between calls, and no guard watches it.",
-    advice="Ask once, in __init__, and keep the answer.",
+    why="The file system can change between calls, and no guard watches it.",
+    advice="Query it once, in __init__, and keep the result.",
 )
 def _path() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -215,10 +217,10 @@ def _path() -> Repro:
 
 @theme.cause(
     "environment-written",
-    "an environment variable is set",
+    "an environment variable that is set",
     pattern=SKIPPED,
     code=r"\bos\.environ\[",
-    why="Setting a variable calls putenv, a C function. (Reading one is traced, and guarded.)",
+    why="Setting a variable calls putenv(), a C function. (Dynamo traces and guards the reading of a variable.)",
     advice="Set variables before the model is built.",
 )
 def _environment() -> Repro:
@@ -232,7 +234,7 @@ def _environment() -> Repro:
 
 @theme.cause(
     "upkeep",
-    "the garbage collector is run",
+    "a run of the garbage collector",
     pattern=SKIPPED,
     code=r"\b(gc\.collect|empty_cache|synchronize)\(",
     why="Collecting, synchronising and freeing caches are side effects of C functions, and slow ones.",
@@ -249,11 +251,11 @@ def _upkeep() -> Repro:
 
 @theme.cause(
     "stack-inspected",
-    "the call stack is looked at",
+    "an inspection of the call stack",
     pattern=SKIPPED,
     code=r"\b(format_stack|extract_stack|_getframe|currentframe|stack)\(",
-    why="In a graph there is no stack to look at.",
-    advice="Remove it from the model, or do it only while not compiling.",
+    why="A graph has no call stack.",
+    advice="Remove it from the model, or inspect the stack only while not compiling.",
 )
 def _stack() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -270,7 +272,8 @@ def _stack() -> Repro:
     "contextlib.redirect_stdout()",
     pattern=r"Unsupported method call|contextlib",
     code=r"\bredirect_std(out|err)\(",
-    why="Dynamo knows the context managers that it may enter, and this is none of them: the function is given up.",
+    why="Dynamo enters only the context managers that it knows. It does not know this one, so it skips the whole "
+    "frame.",
     advice="Redirect around the call of the model.",
 )
 def _redirected() -> Repro:
@@ -289,8 +292,8 @@ def _redirected() -> Repro:
     "a subprocess, a temporary file, a process number",
     pattern=SKIPPED,
     code=r"\b(getpid|subprocess\.\w+|NamedTemporaryFile|mkstemp|mkdtemp)\(",
-    why="These are calls of the operating system.",
-    advice="Ask once, in __init__, and keep the answer.",
+    why="These functions call the operating system.",
+    advice="Call them once, in __init__, and keep the result.",
 )
 def _process() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -309,14 +312,14 @@ def _process() -> Repro:
     "an attribute of a function, such as a decorator's counter",
     pattern=r"setattr\(\) on unsupported type|Failed to trace builtin operator",  # the second in 2.10 and 2.11
     code=r"^(?!self\b)[\w.]+\.\w+ [-+*/|]?= ",
-    why="A function is no object whose attributes Dynamo follows; the count is compiled in as well.",
-    advice="Count outside of the model, or in a buffer of it.",
+    why="Dynamo does not track attributes of functions. It would also compile the count in as a constant.",
+    advice="Count outside the model, or in a buffer.",
 )
 def _function_attribute() -> Repro:
     def counted(x: Tensor) -> Tensor:
-        of_function.calls += 1
+        itself.calls += 1
         return x.sin().cos()
 
-    of_function: Any = counted
-    of_function.calls = 0
+    itself: Any = counted
+    itself.calls = 0
     return Repro(counted, _sine_and_cosine, [(torch.ones(8),)])

@@ -1,4 +1,4 @@
-"""What runs eagerly without a word in any log."""
+"""Functions that run eagerly although no log says so."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from compile_bench.catalogue.cause import Repro, Theme
 
-theme = Theme("Eager without a word", "silent")
+theme = Theme("Eager without a message", "silent")
 
 
 @theme.cause(
@@ -15,8 +15,8 @@ theme = Theme("Eager without a word", "silent")
     "a first call that does nothing with tensors",
     pattern="did nothing with tensors",
     equal=False,
-    why="Dynamo leaves a function alone for good when its first call holds no tensor operation.",
-    advice="Warm up with a call that takes the way of all others, or split the function.",
+    why="Dynamo never compiles a function that had no tensor operation in its first call.",
+    advice="Warm up with a call that takes the usual path, or split the function.",
 )
 def _empty() -> Repro:
     def broken(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -31,10 +31,10 @@ def _empty() -> Repro:
 
 @theme.cause(
     "other-method",
-    "another method than forward",
+    "a call of a method other than forward",
     pattern="compiles forward",
-    why="torch.compile(model) compiles forward; model.encode(x) runs the method as it is written.",
-    advice="model.encode = torch.compile(model.encode), or call it from forward.",
+    why="torch.compile(model) compiles forward. model.encode(x) runs eagerly.",
+    advice="Use model.encode = torch.compile(model.encode), or call the method from forward.",
 )
 def _method() -> Repro:
     class Encoder(nn.Module):
@@ -48,12 +48,14 @@ def _method() -> Repro:
 
 
 @theme.cause(
-    "given-up-after-limit",
+    "recompile-limit-reached",
     "a function past the recompile limit",
     pattern="recompile.limit",
     options={"dynamic": False},
-    why="Past torch._dynamo.config.recompile_limit new inputs run eagerly. A warning says so once; the trace does not.",
-    advice="Triage names the line of the guard that keeps failing: keep what it watches constant, or in a tensor.",
+    why="Past torch._dynamo.config.recompile_limit, new inputs run eagerly. One warning says so; the structured trace "
+    "does not.",
+    advice="Triage names the line whose guard keeps failing. Keep the value that it checks constant, or put it into a "
+    "tensor.",
 )
 def _limit() -> Repro:
     def doubled(x: Tensor) -> Tensor:

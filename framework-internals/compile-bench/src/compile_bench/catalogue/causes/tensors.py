@@ -1,4 +1,4 @@
-"""Autograd, parameters, special tensors and torch's own settings inside a model."""
+"""Autograd, parameters, special tensors and settings of torch inside a model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SKIPPED = r"marked as skipped|Unsupported method call"
     pattern=r"Tensor\.backward\(\)",
     code=r"\.backward\(",
     equal=False,
-    why="A graph is differentiated as a whole; the backward pass is not a part of it.",
-    advice="Compile the forward pass and the loss, and call backward outside.",
+    why="AOTAutograd derives the backward graph from a whole forward graph. A forward graph cannot call backward().",
+    advice="Compile the forward pass and the loss, and call backward() outside.",
 )
 def _backward() -> Repro:
     layer = nn.Linear(4, 4)
@@ -44,8 +44,8 @@ def _backward() -> Repro:
     "torch.autograd.grad()",
     pattern=r"autograd\.grad|leaked|marked as skipped",
     code=r"autograd\.grad\(",
-    why="As for backward().",
-    advice="torch.func.grad is traced.",
+    why="A forward graph cannot call the backward pass.",
+    advice="Use torch.func.grad, which Dynamo traces.",
 )
 def _grad() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ def _grad() -> Repro:
 
 @gradients.cause(
     "requires-grad-set",
-    "requires_grad set on a tensor of the graph",
+    "requires_grad that is set on a tensor of the graph",
     pattern=r"requires_grad",
     code=r"requires_grad",
-    why="It changes what the graph's backward pass would be, in the middle of it.",
+    why="It changes the graph's backward pass in the middle of the graph.",
     advice="Set it before the call.",
 )
 def _requires_grad() -> Repro:
@@ -80,12 +80,12 @@ def _requires_grad() -> Repro:
 
 @gradients.cause(
     "parameter-made-inside",
-    "nn.Parameter or a module made in forward",
+    "an nn.Parameter or a module that is made in forward",
     pattern=r"torch\.nn\.Parameter\(\)|Uninitialized nn\.Module",
     code=r"Parameter\(|nn\.\w+\(",
     equal=False,
-    why="A new parameter with every call has no place among the graph's inputs.",
-    advice="Make it in __init__; or torch._dynamo.config.graph_break_on_nn_param_ctor = False.",
+    why="A parameter that is new in every call cannot be an input of the graph.",
+    advice="Make it in __init__, or set torch._dynamo.config.graph_break_on_nn_param_ctor = False.",
 )
 def _parameter() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ def _parameter() -> Repro:
     "an autograd.Function that prints, logs or writes",
     pattern=r"Failed to trace builtin operator",
     code=r"apply\(|print\(",
-    why="Forward and backward of a Function are traced as a unit that cannot be split.",
+    why="Dynamo traces forward and backward of a Function as one unit, which it cannot split.",
     advice="Keep side effects out of both.",
 )
 def _function() -> Repro:
@@ -126,7 +126,7 @@ def _function() -> Repro:
             ctx.save_for_backward(x)
             return x**3
 
-    # torch's own annotations leave apply out.
+    # torch's annotations leave apply out.
     cubed: Any = Cubed.apply
     quiet: Any = Quiet.apply
 
@@ -144,8 +144,8 @@ def _function() -> Repro:
     "saved_tensors_hooks()",
     pattern=r"marked as skipped|Unsupported context manager",
     code=r"saved_tensors_hooks\(",
-    why="The hooks would have to run inside of the graph's backward pass.",
-    advice="Enter it around the call of the compiled model; or torch.utils.checkpoint inside, which is traced.",
+    why="The hooks would have to run inside the graph's backward pass.",
+    advice="Enter it around the call of the compiled model. Inside, use torch.utils.checkpoint, which Dynamo traces.",
 )
 def _saved_hooks() -> Repro:
     def kept(x: Tensor) -> Tensor:
@@ -166,8 +166,8 @@ def _saved_hooks() -> Repro:
     "set_detect_anomaly()",
     pattern="marked as skipped",
     code=r"detect_anomaly\(",
-    why="It changes a switch of the process.",
-    advice="Switch it around the call; compiled code ignores it inside.",
+    why="It changes a global flag of the process.",
+    advice="Set it around the call. Inside compiled code it has no effect.",
 )
 def _anomaly() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -202,11 +202,11 @@ def _scaler() -> Repro:
 
 @gradients.cause(
     "data-replaced",
-    "tensor.data = … of a new tensor",
+    "an assignment to tensor.data",
     pattern=r"tensor data attribute|data",
     code=r"\.data\s*=",
-    why="It swaps the memory under a tensor of the graph.",
-    advice="An in-place operation under torch.no_grad().",
+    why="It replaces the memory of a tensor of the graph.",
+    advice="Use an in-place operation under torch.no_grad().",
 )
 def _data() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -225,8 +225,8 @@ def _data() -> Repro:
     "nn.LSTM, nn.GRU, nn.RNN",
     pattern=r"RNN, GRU, or LSTM|Unsupported function call \(delayed\)",
     settings={"allow_rnn": True},
-    why="Their sequence loop runs inside of one operator, with weights that have to lie side by side in memory.",
-    advice="torch._dynamo.config.allow_rnn = True puts the operator into the graph as it is.",
+    why="Their loop over the sequence runs inside one operator, which needs its weights side by side in memory.",
+    advice="Set torch._dynamo.config.allow_rnn = True, which puts the operator into the graph as it is.",
 )
 def _rnn() -> Repro:
     torch.manual_seed(0)
@@ -245,7 +245,7 @@ def _rnn() -> Repro:
     code=r"\b(un)?pack_(padded_)?sequence\(|\bpad_packed_sequence\(",
     equal=False,
     why="A packed sequence holds batch sizes that depend on lengths.",
-    advice="Padded batches and a mask.",
+    advice="Use padded batches and a mask.",
 )
 def _packed() -> Repro:
     def broken(x: Tensor, lengths: Tensor) -> Tensor:
@@ -259,11 +259,11 @@ def _packed() -> Repro:
 
 @special.cause(
     "sparse",
-    "a sparse tensor made in the model",
+    "a sparse tensor that is made in the model",
     pattern="sparse",
     code=r"sparse",
-    why="Sparse tensors are not traced.",
-    advice="Keep sparse work outside, or in a custom operator.",
+    why="Dynamo does not trace sparse tensors.",
+    advice="Keep sparse work outside the model, or in a custom operator.",
 )
 def _sparse() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def _sparse() -> Repro:
     pattern=r"resize_",
     code=r"\.resize_\(",
     why="It changes the memory of a tensor in place.",
-    advice="A slice, or a new tensor.",
+    advice="Use a slice, or a new tensor.",
 )
 def _resized() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -300,8 +300,8 @@ def _resized() -> Repro:
     "data_ptr() or untyped_storage()",
     pattern=r"Unsupported method call|Observed exception|Failed to trace builtin operator",
     code=r"data_ptr\(|storage\(",
-    why="Tensors of a graph have no memory yet.",
-    advice="Compare tensors with `is`; ask for nbytes.",
+    why="Tensors have no memory while Dynamo traces.",
+    advice="Compare tensors with `is`. Read a size from tensor.nbytes.",
 )
 def _storage() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ def _storage() -> Repro:
     "is_pinned(), share_memory_()",
     pattern=r"returned non-Tensor|Unhandled args",
     code=r"is_pinned\(|share_memory_\(",
-    why="As for addresses.",
+    why="Tensors have no memory while Dynamo traces.",
     advice="Prepare memory in the data loader.",
 )
 def _pinned() -> Repro:
@@ -336,8 +336,8 @@ def _pinned() -> Repro:
     "copy.copy() of a tensor",
     pattern="returned non-Tensor|marked as skipped",
     code=r"copy\.copy\(",
-    why="It goes through the tensor's pickling protocol.",
-    advice="detach() or clone().",
+    why="copy.copy() uses the tensor's pickling protocol.",
+    advice="Use detach() or clone().",
 )
 def _copied() -> Repro:
     import copy
@@ -356,8 +356,8 @@ def _copied() -> Repro:
     "as_subclass() inside the model",
     pattern="as_subclass",
     code=r"as_subclass\(",
-    why="The subclass has to be one that Dynamo can rebuild from its inner tensors.",
-    advice="A plain tensor, with what the subclass carries beside it.",
+    why="Dynamo has to be able to rebuild the subclass from its inner tensors.",
+    advice="Use a plain tensor, and pass the subclass's extra data beside it.",
 )
 def _subclass() -> Repro:
     class Marked(torch.Tensor):
@@ -377,7 +377,7 @@ def _subclass() -> Repro:
     "torch.from_dlpack(), torch.frombuffer()",
     pattern=r"marked as skipped|Failed to",
     code=r"from_dlpack\(|frombuffer\(",
-    why="Memory of others comes in.",
+    why="The memory belongs to another library.",
     advice="Exchange tensors outside and pass them as arguments.",
 )
 def _dlpack() -> Repro:
@@ -395,8 +395,8 @@ def _dlpack() -> Repro:
     "torch.jit.trace() in the model",
     pattern=r"disable|marked as skipped",
     code=r"jit\.(trace|script)\(",
-    why="Two tracers at once.",
-    advice="Leave TorchScript out.",
+    why="TorchScript and Dynamo cannot trace at the same time.",
+    advice="Remove TorchScript from the model.",
 )
 def _script() -> Repro:
     def doubled(x: Tensor) -> Tensor:
@@ -410,11 +410,11 @@ def _script() -> Repro:
 
 @state.cause(
     "threads-asked",
-    "get_num_threads() and other questions about the machine",
+    "get_num_threads() and other queries of the machine",
     pattern="returned non-Tensor",
     code=r"get_num_threads\(|is_available\(|initial_seed\(",
-    why="Nothing guards the answer.",
-    advice="Ask once, in __init__.",
+    why="No guard watches the result.",
+    advice="Query it once, in __init__.",
 )
 def _threads() -> Repro:
     def broken(x: Tensor) -> Tensor:
@@ -431,7 +431,7 @@ def _threads() -> Repro:
     "set_num_threads() and other settings",
     pattern="marked as skipped",
     code=r"set_num_threads\(",
-    why="It changes the process.",
+    why="It changes a setting of the process.",
     advice="Set it at the start.",
 )
 def _threads_set() -> Repro:
@@ -450,7 +450,7 @@ def _threads_set() -> Repro:
     "a forward hook that prints or branches on a value",
     pattern=r"Failed to trace builtin operator",
     code=r"print\(",
-    why="Hooks are traced with the module, and break like code of its own.",
+    why="Dynamo traces hooks with the module. They break the graph like any other code.",
     advice="Remove the hook before compiling, or keep it free of side effects.",
 )
 def _hook() -> Repro:

@@ -1,0 +1,97 @@
+"""The report's tables of graph breaks and recompilations, of any compilation that has some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchkit import numbers
+from benchkit.results import Results
+from compile_bench.capture.trace import Break, Recompile
+from compile_bench.measure.records import Compilation, CountedBreaks
+from compile_bench.measure.serialize import plural
+from compile_bench.report.queries import MeasuredCase, in_order, mode_index
+from compile_bench.report.tables import table
+from compile_bench.targets.case import FIRST_STEPS
+
+
+def counted_breaks(results: Results) -> list[dict[str, Any]]:
+    """Tables of every target whose breaks were counted without a code generator."""
+    return [
+        _tables(f"{each.target} {each.kind}", each.target, each.compilation, each.calls)
+        for each in CountedBreaks.select(results)
+    ]
+
+
+def natural_breaks(results: Results, cases: Sequence[MeasuredCase]) -> list[dict[str, Any]]:
+    """Tables of every measured model with breaks or recompilations; modes in which they are alike share one."""
+    found: dict[tuple[str, ...], tuple[dict[str, Any], list[str]]] = {}
+    for case in in_order(results, cases):
+        if case.compilation.breaks or case.compilation.recompiles:
+            tables = _tables(" ".join(case.model), case.record.target, case.compilation, FIRST_STEPS)
+            key = tuple(tables[name] for name in ("title", "break_table", "recompile_table"))
+            found.setdefault(key, (tables, []))[1].append(case.mode)
+    return [{**tables, "modes": ", ".join(sorted(modes, key=mode_index))} for tables, modes in found.values()]
+
+
+def without_folders(place: str) -> str:
+    """``file.py:LINE`` for a table; the text below a table names the whole path."""
+    return place.rpartition("/")[2]
+
+
+def recompile_advice(guard: str, source: str) -> str:
+    """The catalogue's advice and the entry's name; a dash where no entry has such a guard."""
+    from compile_bench.catalogue import match_recompile  # imports torch, which a report without these does not need
+
+    cause = match_recompile(guard, source)
+    return "–" if cause is None else f"{cause.advice} (`{cause.name}`)"
+
+
+def _tables(title: str, target: str, compilation: Compilation, calls: int) -> dict[str, Any]:
+    """Both tables; empty strings where there is nothing."""
+    breaks = [_break_row(each) for each in compilation.breaks]
+    recompiles = [_recompile_row(each) for each in compilation.recompiles]
+    return {
+        "title": title,
+        "target": target,
+        "graphs": plural(compilation.graphs, "graph"),
+        "breaks": plural(len(breaks), "break"),
+        "recompiles": plural(len(recompiles), "recompilation"),
+        "calls": numbers.count(calls),
+        "break_table": table(_BREAK_HEADER, breaks, left=4),
+        "recompile_table": table(_RECOMPILE_HEADER, recompiles, left=5),
+    }
+
+
+_BREAK_HEADER = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
+_RECOMPILE_HEADER = ("place", "compiled again", "cause", "guard that failed", "what to do")
+
+
+def _break_row(entry: Break) -> tuple[str, ...]:
+    return f"`{without_folders(entry.place)}`", _code(entry), entry.category, _reason(entry), str(entry.times)
+
+
+def _code(entry: Break) -> str:
+    """The line's code; for a break in a library, the library's line and its place instead."""
+    if entry.library:
+        source = entry.stack[-1].source
+        return f"`{without_folders(entry.library)}`" + (f" `{source}`" if source else "")
+    source = entry.stack[-1].source if entry.stack else entry.source
+    return f"`{source}`" if source else "(the whole function)"
+
+
+def _reason(entry: Break) -> str:
+    """PyTorch's title of the break; if a backend failed, the first sentence of the explanation, which says why."""
+    if entry.category != "backend failed":
+        return entry.reason
+    return entry.explanation.split("\n")[0].partition(". ")[0]
+
+
+def _recompile_row(entry: Recompile) -> tuple[str, ...]:
+    return (
+        f"`{without_folders(entry.place)}`",
+        f"`{entry.function}`",
+        entry.cause,
+        f"`{entry.guard}`",
+        recompile_advice(entry.guard, entry.source),
+    )
