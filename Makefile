@@ -1,9 +1,18 @@
-.PHONY: setup check test test-all lint reports site
+.PHONY: help setup check test test-all lint reports site
 
-setup: ; ./scripts/setup.sh
-check: ; ./.ci/run
-test: ; ./scripts/test.sh
-test-all: ; ./scripts/test.sh --all
-lint: ; ./scripts/test.sh --lint-only
-reports: ; ./scripts/run_all.sh
-site: ; ./scripts/site.sh
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+setup: ## make .venv with every package installed editable
+	./scripts/setup.sh
+check: ## run what CI runs: set-up, lint, the tests that are not slow
+	./.ci/run
+test: ## the same
+	./scripts/test.sh
+test-all: ## run the slow tests too
+	./scripts/test.sh --all
+lint: ## run ruff, mypy and the import contracts
+	./scripts/test.sh --lint-only
+reports: ## measure everything on this machine and write the reports
+	./scripts/run_all.sh
+site: ## build every page and docstring into build/site/index.html
+	./scripts/site.sh

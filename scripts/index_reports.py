@@ -1,8 +1,7 @@
 """Write ``framework-internals/README.md``: every committed report, by machine, with its one-line finding.
 
-On top the end-to-end step, on the machine that has the most to show of it: one with a GPU, where there is a report.
-
-A pure function of the ``results.json`` files; quick runs are left out.
+The page opens with the end-to-end step; a machine with a GPU is preferred. It is a pure function of the
+``results.json`` files and leaves quick runs out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from benchkit.markdown import inert
 from benchkit.results import Results, load, write_text_atomically
 from benchkit.run import Lens, report_directories
 from whole_step.measure import build_lens as build_end_to_end
-from whole_step.report import variant_table, ways
+from whole_step.report import variant_count, variant_table
 
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / "framework-internals"
@@ -51,18 +50,18 @@ class WholeStep:
     figure: str
     finding: str
     table: str
-    ways: str
+    variant_count: str
 
 
 def build_lens(name: str) -> Lens:
-    """The lens of a subproject: each package has ``lens.build_lens(root)``."""
+    """Return the lens of a subproject, from ``<package>.lens.build_lens(root)``."""
     module = importlib.import_module(f"{name.replace('-', '_')}.lens")
     lens: Lens = module.build_lens(HOUSE / name)
     return lens
 
 
 def entries() -> dict[str, list[Entry]]:
-    """The reports by machine, machines in alphabetical order, lenses in the order of the house."""
+    """Return the reports by machine: machines in alphabetical order, lenses in the order of ``LENSES``."""
     found: dict[str, list[Entry]] = {}
     for name in LENSES:
         for directory in report_directories(HOUSE / name):
@@ -77,7 +76,7 @@ def entries() -> dict[str, list[Entry]]:
 
 
 def measured_on(entries: Iterable[Entry]) -> str:
-    """The hardware of these reports; where it is not the same for all, each with the lenses that ran on it."""
+    """Describe the hardware of these reports; if it differs, name the lenses that ran on each."""
     lenses: dict[str, list[str]] = {}
     for entry in entries:
         found = entry.results.environment
@@ -89,7 +88,7 @@ def measured_on(entries: Iterable[Entry]) -> str:
 
 
 def whole_step() -> WholeStep | None:
-    """The end-to-end report to show; None before there is one."""
+    """Return the end-to-end report to show, or None if there is none."""
     lens = build_end_to_end(HOUSE)
     found = {
         path: load(path / "results.json") for path in report_directories(HOUSE) if not path.name.endswith("-quick")
@@ -103,12 +102,12 @@ def whole_step() -> WholeStep | None:
         str((directory / "figures" / "throughput.svg").relative_to(HOUSE)),
         lens.report.finding(results),
         variant_table(results),
-        ways(results),
+        variant_count(results),
     )
 
 
 def render() -> str:
-    """The text of the index."""
+    """Return the text of the index."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=jinja2.StrictUndefined,

@@ -43,5 +43,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     page.meta.setdefault("title", pages.full_title(path, page.title))
     if path not in site.pages:
         return markdown
-    markdown = pages.distinct_heading(path, pages.link_to_source_pages(site, path, markdown))
+    markdown = pages.draw_diagrams(path, pages.link_to_source_pages(site, path, markdown))
+    markdown = pages.distinct_heading(path, markdown)
     return for_python_markdown(markdown)

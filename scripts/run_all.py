@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one job ended: ``report`` is the path that it printed, None when it failed."""
+    """How one job ended. ``report`` is the path that the job printed, or None when it failed."""
 
     job: str
     seconds: float
@@ -52,14 +52,15 @@ class Outcome:
 
 @dataclass
 class Progress:
-    """What an unfinished run has done so far, on disk, so that the next one goes on from there.
+    """The finished jobs of an unfinished run. It is kept on disk, so that the next run continues from there.
 
     Attributes:
-        path: of the file; there is one for each device and size.
-        lock: descriptor of the file that says that a run is under way; its jobs hold it too, should they outlive it.
-        commit: that the run measures; empty if it is not known or tracked files differ from it. Only the work of the
-            same commit is gone on with.
-        done: seconds and report of each job that ended well.
+        path: The file. Each device and size has one.
+        lock: Descriptor of the lock file, which says that a run is under way. The jobs inherit it, so the lock stays
+            taken while a job outlives its run.
+        commit: The commit that the run measures; empty if it is unknown or if tracked files differ from it. A run
+            continues only work of the same commit.
+        done: Seconds and report of each job that succeeded.
     """
 
     path: Path
@@ -68,7 +69,7 @@ class Progress:
     done: dict[str, tuple[float, str]] = field(default_factory=dict)
 
     def load(self) -> None:
-        """Take over what an earlier run of the same commit has done, as far as its reports are still there."""
+        """Load the finished jobs of an earlier run of the same commit whose reports still exist."""
         try:
             kept = json.loads(self.path.read_text())
             done = {job: (float(seconds), str(report)) for job, (seconds, report) in kept["done"].items()}
@@ -79,13 +80,13 @@ class Progress:
             self.done = {job: what for job, what in done.items() if Path(what[1]).exists()}
 
     def note(self, outcome: Outcome) -> None:
-        """Keep a job that ended well."""
+        """Keep a job that succeeded."""
         if outcome.report is not None:
             self.done[outcome.job] = (outcome.seconds, str(outcome.report))
             write_text_atomically(self.path, json.dumps({"commit": self.commit, "done": self.done}))
 
     def outcome(self, job: str) -> Outcome | None:
-        """How a job ended in the earlier run; None if it has to be run."""
+        """Return how a job ended in the earlier run, or None if it has to run."""
         if job not in self.done:
             return None
         seconds, report = self.done[job]
@@ -94,10 +95,10 @@ class Progress:
 
 @contextmanager
 def only_run(device: Device, *, quick: bool) -> Iterator[Progress]:
-    """The progress of this run; no other run of the same kind can be under way at the same time.
+    """Take the lock of a run on this device and of this size.
 
     Raises:
-        UserError: if one is.
+        UserError: If another such run is under way.
     """
     folder = ROOT / "build" / "run_all"
     name = device + ("-quick" if quick else "")
@@ -114,13 +115,13 @@ def only_run(device: Device, *, quick: bool) -> Iterator[Progress]:
 
 
 def _sources(device: Device) -> str:
-    """The commit that stands for what is measured; empty where none does."""
+    """Return the commit that is measured; empty if it is unknown or the checkout is dirty."""
     found = capture(device, root=ROOT)
     return "" if found.dirty else found.commit or ""
 
 
 def _take(lock: int, name: str) -> None:
-    """Take the lock; a job that outlived its run was told to end, and is waited for."""
+    """Take the lock. A job that outlives its run has been told to end; wait for it."""
     until = time.monotonic() + PATIENCE
     while True:
         try:
@@ -131,7 +132,7 @@ def _take(lock: int, name: str) -> None:
             if _lives(holder):
                 raise UserError(
                     f"another run_all on {name} is under way in this checkout (process {holder}), and would write the "
-                    "same reports; wait for it, end it, or take a checkout of its own"
+                    "same reports; wait for it, end it, or use another checkout"
                 ) from None
             if time.monotonic() > until:
                 raise UserError(
@@ -154,11 +155,11 @@ def _lives(process: str) -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """In a job, before it begins: have the kernel tell it to end when the run ends, however that ends.
+    """Ask the kernel to end this job when the run ends, also when the run is killed.
 
-    A run that is killed cannot tell its job. A job that is told to end does as if it were interrupted: it keeps what it
-    measured, and ends what it has started. Left alone it would go on measuring for nobody, and hold the lock. Linux
-    only: elsewhere the job goes on to its end.
+    It runs in the job's process before the job starts. The job then behaves as if it were interrupted: it keeps what
+    it measured and ends its own children. Otherwise it would go on measuring and hold the lock. This works on Linux
+    only; elsewhere the job runs to its end.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -167,10 +168,10 @@ def _end_with(parent: int) -> None:
 
 
 def run_job(job: str, *, device: str, quick: bool, lock: int) -> Outcome:
-    """Run one job in a process of its own, its messages and progress shown as they come; it holds ``lock`` too."""
+    """Run one job in a child process that inherits ``lock``; its messages and progress go to the terminal."""
     command = [sys.executable, str(ROOT / JOBS[job]), "--device", device, *(["--quick"] if quick else [])]
     start = time.perf_counter()
-    # Its standard error is ours: progress bars need the terminal. Its standard output is the path of the report.
+    # The job shares this standard error, since progress bars need the terminal. It prints the path of its report.
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, pass_fds=[lock], preexec_fn=partial(_end_with, os.getpid())
     ) as process:
@@ -185,13 +186,13 @@ def run_job(job: str, *, device: str, quick: bool, lock: int) -> Outcome:
 
 
 def write_index() -> int:
-    """Write ``framework-internals/README.md``; the exit status of the script that does it."""
+    """Write ``framework-internals/README.md`` and return the exit status of the script that does it."""
     command = [sys.executable, str(ROOT / "scripts" / "index_reports.py")]
     return subprocess.run(command, check=False, stdout=subprocess.DEVNULL).returncode
 
 
 def summary(outcomes: list[Outcome], *, quick: bool) -> Table:
-    """The table that closes a run."""
+    """Return the table that ends a run."""
     table = Table("job", "seconds", "report", title="framework-internals")
     table.columns[1].justify = "right"
     table.columns[2].overflow = "fold"
@@ -200,7 +201,7 @@ def summary(outcomes: list[Outcome], *, quick: bool) -> Table:
             shown = outcome.report.relative_to(ROOT) if outcome.report.is_relative_to(ROOT) else outcome.report
             result = escape(str(shown))
         else:
-            result = f"failed with status {outcome.status}; its message stands above"
+            result = f"failed with status {outcome.status}; its message is above"
         table.add_row(outcome.job, numbers.significant(outcome.seconds), result)
     total = sum(outcome.seconds for outcome in outcomes)
     table.add_section()
@@ -211,17 +212,17 @@ def summary(outcomes: list[Outcome], *, quick: bool) -> Table:
 
 def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there is a GPU.")] = "auto",
-    only: Annotated[list[str] | None, typer.Option(help="Run this job alone; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this job; may be repeated.")] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer and smaller measurements, written to reports/<machine>-quick/.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Measure everything, also what an unfinished run of this commit has.")
+        bool, typer.Option("--fresh", help="Repeat the jobs that an unfinished run of this commit has finished.")
     ] = False,
 ) -> None:
-    """Run every subproject's main job and the end-to-end step, go on past one that fails, and sum up.
+    """Run the main job of every lens and the end-to-end step, continue past failures, and sum up.
 
-    A run that was ended goes on when it is started again: jobs that it had finished are not repeated.
+    An interrupted run continues when it is started again: finished jobs are not repeated.
     """
     with one_line_errors("run_all"):
         if unknown := [name for name in only or () if name not in JOBS]:
@@ -232,13 +233,13 @@ def main(
                 kept.load()
             outcomes = _run(only, resolved, kept, quick=quick)
             index_status = 0
-            if not quick:  # of quick reports there is no index
+            if not quick:  # the index leaves quick reports out
                 with progress.working("index of reports"):
                     index_status = write_index()
             failed = [outcome.job for outcome in outcomes if outcome.report is None]
             if not failed and only is None:
-                kept.path.unlink(missing_ok=True)  # all is done: the next run measures anew
-        # A path cut short is of no use: where nobody watches, the table is as wide as it needs to be.
+                kept.path.unlink(missing_ok=True)  # the next run measures everything
+        # A truncated path is useless in a log file: without a terminal the table is as wide as it needs to be.
         console = Console()
         (console if console.is_terminal else Console(width=160)).print(summary(outcomes, quick=quick))
     if index_status != 0:
@@ -254,7 +255,9 @@ def _run(only: list[str] | None, device: Device, kept: Progress, *, quick: bool)
     outcomes: list[Outcome] = []
     for number, job in enumerate(jobs, start=1):
         if (before := kept.outcome(job)) is not None:
-            console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] is there from the run before (--fresh repeats it)")
+            console.print(
+                f"[bold]{number}/{len(jobs)} {job}[/bold] was finished by the previous run (--fresh repeats it)"
+            )
             outcomes.append(before)
             continue
         console.print(f"[bold]{number}/{len(jobs)} {job}[/bold] on {device}")

@@ -1,11 +1,11 @@
-"""Try this repository with other versions of Python, torch and jax, and write framework-internals/versions/report.md.
+"""Test this repository with other versions of Python, torch and jax. Writes framework-internals/versions/report.md.
 
-./scripts/python.sh scripts/version_matrix.py                              every combination that can be had here
-./scripts/python.sh scripts/version_matrix.py --python 3.11 --torch 2.13   these (each may be repeated)
-./scripts/python.sh scripts/version_matrix.py --render-only                the report anew from its results.json
+./scripts/python.sh scripts/version_matrix.py                              every combination this machine can install
+./scripts/python.sh scripts/version_matrix.py --python 3.11 --torch 2.13   only these (options may be repeated)
+./scripts/python.sh scripts/version_matrix.py --render-only                render the report from results.json
 
-Each combination is kept as soon as it is done, with its commit. What is asked for and was tried at this commit is not
-tried again, so a run that was ended goes on where it was; what is not asked for stays.
+Each combination is kept as soon as it is done, with its commit. A combination that was tried at this commit is not
+tried again, so an interrupted run continues. Combinations that are not asked for stay in the report.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ DIRECTORY = ROOT / "framework-internals" / "versions"
 
 
 def chosen(option: str, given: list[str] | None, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The versions of one axis.
+    """Return the chosen versions of one axis.
 
     Raises:
-        UserError: for one that is not of the matrix.
+        UserError: If a version is not part of the matrix.
     """
     if unknown := [one for one in given or () if one not in known]:
         raise UserError(f"{option} takes one of {', '.join(known)}; got {', '.join(unknown)}")
@@ -41,15 +41,25 @@ def chosen(option: str, given: list[str] | None, known: tuple[str, ...]) -> tupl
 
 
 def main(
-    python: Annotated[list[str] | None, typer.Option(help="3.12; again for another [default: all]")] = None,
-    torch: Annotated[list[str] | None, typer.Option(help="2.13; again for another [default: all]")] = None,
-    jax: Annotated[list[str] | None, typer.Option(help="0.10; again for another [default: all]")] = None,
-    cuda: Annotated[bool, typer.Option("--cuda", help="Also builds of torch that bring gigabytes of CUDA.")] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Again what was tried at this commit.")] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the virtual environments in --cache.")] = False,
+    python: Annotated[
+        list[str] | None, typer.Option(help="A version such as 3.12; may be repeated [default: all]")
+    ] = None,
+    torch: Annotated[
+        list[str] | None, typer.Option(help="A version such as 2.13; may be repeated [default: all]")
+    ] = None,
+    jax: Annotated[
+        list[str] | None, typer.Option(help="A version such as 0.10; may be repeated [default: all]")
+    ] = None,
+    cuda: Annotated[
+        bool, typer.Option("--cuda", help="Allow builds of torch that download gigabytes of CUDA libraries.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Repeat combinations that were tried at this commit.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the virtual environments in --cache.")] = False,
     cache: Annotated[Path, typer.Option(help="Folder for the virtual environments.")] = ROOT / "build" / "versions",
     out: Annotated[Path, typer.Option(help="Folder of results.json and report.md.")] = DIRECTORY,
-    render_only: Annotated[bool, typer.Option("--render-only", help="Try nothing, write the report anew.")] = False,
+    render_only: Annotated[
+        bool, typer.Option("--render-only", help="Render the report from results.json; test nothing.")
+    ] = False,
 ) -> None:
     """Try combinations of versions, and write a table of what passed and why the others were not tried."""
     with one_line_errors("version_matrix"):

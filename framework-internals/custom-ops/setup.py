@@ -2,7 +2,7 @@
 
 Build it without isolation, `pip wheel --no-build-isolation --no-deps framework-internals/custom-ops`: the library is
 built from the headers of the torch that is installed here (and of jax, for the operators under jax.ffi), and fits
-every torch that src/custom_ops/prebuild.py names, whichever of them that was.
+every torch that src/custom_ops/builds/operator_library.py names, whichever of them that was.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class BuildLibrary(build_ext):
         return [] if self.inplace or self.editable_mode else super().get_outputs()
 
     def build_extension(self, ext: Extension) -> None:  # noqa: D102
-        _load_prebuild().build(Path(self.get_ext_fullpath(ext.name)))
+        _load_recipe().build(Path(self.get_ext_fullpath(ext.name)))
 
 
-def _load_prebuild():  # type: ignore[no-untyped-def]
+def _load_recipe():  # type: ignore[no-untyped-def]
     """The module itself: importing its package would look for the library that is being built."""
     if SHARED.is_dir():
         sys.path.insert(0, str(SHARED))  # this checkout's, whichever is installed
-    spec = importlib.util.spec_from_file_location("custom_ops_prebuild", HERE / "src" / "custom_ops" / "prebuild.py")
+    path = HERE / "src" / "custom_ops" / "builds" / "operator_library.py"
+    spec = importlib.util.spec_from_file_location("custom_ops_operator_library", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

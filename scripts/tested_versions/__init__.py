@@ -1,1 +1,1 @@
-"""The version matrix: a quick selection of the tests, run for combinations of Python, torch and jax."""
+"""Runs a quick selection of the tests for combinations of Python, torch and jax."""

@@ -1,4 +1,4 @@
-"""Interpreters, virtual environments and indexes of this machine."""
+"""Finds interpreters and builds of torch on this machine, and makes virtual environments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from tested_versions.matrix import CannotBeHad, Outcome
+from tested_versions.matrix import Outcome, Unavailable
 from tested_versions.plan import SELECTION, Combination, constraints
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PACKAGES = ("shared[dev]", *(f"framework-internals/{name}" for name in SELECTION if name != "shared"))
-# Seconds that one package's selection is given, and one installation.
+# Time limits in seconds: for the tests of one package, and for one installation.
 TEST_LIMIT, INSTALL_LIMIT = 900, 1800
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
-# Of a build that fails pip says first only that it does.
+# pip first says only that a build failed; the cause comes later.
 _COMPLAINT = re.compile(r"\s*(ERROR: |error: (?!subprocess-exited)|\w+Error: )")
 _LISTED = " short test summary info "
 _SUMMARY = re.compile(r"\d+ (passed|failed|skipped|error).* in \d")
@@ -40,8 +40,8 @@ class Build:
     """A build of torch that pip would install.
 
     Attributes:
-        version: with its local part: ``"2.13.0+cpu"``.
-        options: of pip, to find it again.
+        version: The version with its local part: ``"2.13.0+cpu"``.
+        options: Options with which pip finds it.
     """
 
     version: str
@@ -49,13 +49,13 @@ class Build:
 
 
 class ThisMachine:
-    """Makes a virtual environment for each combination in a folder, by uv where it is, else by venv and pip.
+    """Makes a virtual environment for each combination, with uv where it is installed, else with venv and pip.
 
     Args:
-        root: of the repository.
-        cache: folder for the environments.
-        cuda: also take builds of torch that bring CUDA along, gigabytes of it.
-        keep: leave the environments there.
+        root: The root of the repository.
+        cache: Folder for the environments.
+        cuda: Whether builds of torch that depend on CUDA (gigabytes) are allowed.
+        keep: Whether to keep the environments.
     """
 
     def __init__(self, root: Path, cache: Path, *, cuda: bool = False, keep: bool = False) -> None:
@@ -70,11 +70,11 @@ class ThisMachine:
         """Make the environment of a combination.
 
         Raises:
-            CannotBeHad: where something of it is not there.
+            Unavailable: If a part of the combination is missing here.
         """
         interpreter = find_interpreter(combination.python)
         if interpreter is None:
-            raise CannotBeHad(f"no Python {combination.python} here (neither on PATH, nor pyenv's, nor uv's)")
+            raise Unavailable(f"no Python {combination.python} here (neither on PATH, nor pyenv's, nor uv's)")
         build = self._torch(interpreter, combination)
         self._require_jax(interpreter, combination)
         self.cache.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -83,7 +83,7 @@ class ThisMachine:
         try:
             environment.lock.acquire()
         except Timeout:
-            raise CannotBeHad(f"another run is at it in {folder}") from None
+            raise Unavailable(f"another run uses {folder}") from None
         try:
             environment.make(interpreter)
             environment.install(combination, build)
@@ -93,30 +93,30 @@ class ThisMachine:
         return environment
 
     def _torch(self, interpreter: Path, combination: Combination) -> Build:
-        """The build to take, asked for once for all versions of jax.
+        """Return the build of torch to install; the indexes are asked once for all versions of jax.
 
         Raises:
-            CannotBeHad: where the indexes have none, or only one that is not wanted.
+            Unavailable: If the indexes have no build, or only one that is not allowed.
         """
         key = (combination.python, combination.torch)
         if key not in self._builds:
             self._builds[key] = find_torch(interpreter, combination.torch, cuda=self.cuda)
         found = self._builds[key]
         if isinstance(found, str):
-            raise CannotBeHad(found)
+            raise Unavailable(found)
         return found
 
     def _require_jax(self, interpreter: Path, combination: Combination) -> None:
-        """Raise :class:`CannotBeHad` where the index has no such jax for this Python."""
+        """Raise :class:`Unavailable` if the index has no such jax for this Python."""
         key = (combination.python, combination.jax)
         if key not in self._jaxes:
             self._jaxes[key] = _resolved(interpreter, f"jax=={combination.jax}.*", ()) is not None
         if not self._jaxes[key]:
-            raise CannotBeHad(f"no jax {combination.jax} for this Python in the package index that is set up here")
+            raise Unavailable(f"no jax {combination.jax} for this Python in the package index that is set up here")
 
 
 def find_interpreter(version: str) -> Path | None:
-    """A Python of a version, ``"3.12"``: on ``PATH``, of pyenv, of uv, or this one."""
+    """Find a Python of a version such as ``"3.12"``: this one, one on ``PATH``, or one of pyenv or uv."""
     home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     candidates = [sys.executable, shutil.which(f"python{version}")]
     candidates += [str(path) for path in sorted(home.glob(f"versions/{version}.*/bin/python{version}"), reverse=True)]
@@ -129,12 +129,15 @@ def find_interpreter(version: str) -> Path | None:
 
 
 def find_torch(interpreter: Path, version: str, *, cuda: bool) -> Build | str:
-    """The build of torch that pip would install, downloading nothing; or why there is none to take.
+    """Find the build of torch that pip would install, without a download.
 
     Args:
-        interpreter: for which.
-        version: ``"2.13"``.
-        cuda: whether a build that needs CUDA's libraries will do.
+        interpreter: The Python that it is for.
+        version: A version such as ``"2.13"``.
+        cuda: Whether a build that depends on CUDA's libraries is allowed.
+
+    Returns:
+        The build, or the reason why there is none.
     """
     refused = ""
     for options in ((), ("--index-url", CPU_INDEX)):
@@ -146,14 +149,14 @@ def find_torch(interpreter: Path, version: str, *, cuda: bool) -> Build | str:
         if cuda or not needs:
             return build
         refused = (
-            f"of torch {version} only a build for CUDA can be had here ({build.version}, which brings {len(needs)} "
+            f"the only build of torch {version} in the index is for CUDA ({build.version}, which needs {len(needs)} "
             "packages of CUDA's libraries); --cuda installs it"
         )
     return refused or f"no build of torch {version} for this Python in the package index that is set up here"
 
 
 def _resolved(interpreter: Path, requirement: str, options: Sequence[str]) -> dict[str, Any] | None:
-    # Asked by this environment's pip on behalf of the interpreter: Debian's have none of their own.
+    # This environment's pip asks on behalf of the interpreter, since Debian's interpreters have no pip.
     command = [sys.executable, "-m", "pip", "--python", str(interpreter), "install", "--dry-run", "--ignore-installed"]
     text = _output([*command, "--no-deps", "--quiet", "--only-binary", ":all:", "--report", "-", *options, requirement])
     try:
@@ -168,13 +171,13 @@ class VirtualEnvironment:
     """A virtual environment.
 
     Args:
-        root: of the repository.
-        folder: of the environment.
-        keep: leave it there when it is closed.
+        root: The root of the repository.
+        folder: Folder of the environment.
+        keep: Whether to keep the folder when the environment is closed.
 
     Attributes:
-        versions: of what was installed.
-        lock: held while it is in use; what a run that was killed has left in it is replaced.
+        versions: Versions of the installed packages.
+        lock: Lock that is taken while the environment is in use. Left-overs of a killed run are replaced.
     """
 
     def __init__(self, root: Path, folder: Path, *, keep: bool) -> None:
@@ -187,23 +190,23 @@ class VirtualEnvironment:
 
     @property
     def python(self) -> Path:
-        """Its interpreter."""
+        """Path of the environment's interpreter."""
         return self.folder / "bin" / "python"
 
     def make(self, interpreter: Path) -> None:
-        """Make it, empty but for pip.
+        """Make the environment, with pip alone.
 
         Raises:
-            CannotBeHad: with the last line of what was printed.
+            Unavailable: With the first line of the error output.
         """
         by_uv = [self._uv or "", "venv", "--clear", "--python", str(interpreter), str(self.folder)]
         self._do(by_uv if self._uv else [str(interpreter), "-m", "venv", "--clear", str(self.folder)])
 
     def install(self, combination: Combination, build: Build) -> None:
-        """Put torch, jax and the packages of this repository into it.
+        """Install torch, jax and the packages of this repository.
 
         Raises:
-            CannotBeHad: with the last line of what was printed.
+            Unavailable: With the first line of the error output.
         """
         pins = self.folder / "constraints.txt"
         text = constraints((self.root / "constraints.txt").read_text())
@@ -215,10 +218,10 @@ class VirtualEnvironment:
         self.versions = json.loads(_output([str(self.python), "-c", _VERSIONS]) or "{}")
 
     def run(self, package: str) -> Outcome:
-        """Run a package's selection."""
+        """Run the selected tests of a package."""
         command = [str(self.python), "-m", "pytest", *map(str, SELECTION[package])]
-        # No GPU and no CUDA compiler: kernels for GPUs take minutes to compile and could not be run. What is compiled
-        # for a torch serves it under every version of jax.
+        # CUDA kernels take minutes to compile and no test here can run them, so the GPU and nvcc are hidden. Extensions
+        # that are compiled for a version of torch are reused for every version of jax.
         variables = {
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -237,11 +240,11 @@ class VirtualEnvironment:
                 timeout=TEST_LIMIT,
             )
         except subprocess.TimeoutExpired:
-            return Outcome(0, 1, 0, [f"not done after {TEST_LIMIT} s"])
+            return Outcome(0, 1, 0, [f"time limit of {TEST_LIMIT} s exceeded"])
         return read_tests(done.returncode, done.stdout + done.stderr)
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the environment."""
         if not self.keep:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.lock.release()
@@ -255,29 +258,29 @@ class VirtualEnvironment:
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_LIMIT)
         except subprocess.TimeoutExpired:
-            raise CannotBeHad(f"its installation was not done after {INSTALL_LIMIT} s") from None
+            raise Unavailable(f"its installation exceeded the time limit of {INSTALL_LIMIT} s") from None
         if done.returncode != 0:
             complaints = [line for line in done.stderr.splitlines() if _COMPLAINT.match(line)]
-            said = (complaints or done.stderr.strip().splitlines() or ["nothing was said"])[0]
-            raise CannotBeHad(f"it cannot be installed: {said.strip().removeprefix('ERROR: ').rstrip('.')}")
+            said = (complaints or done.stderr.strip().splitlines() or ["no error output"])[0]
+            raise Unavailable(f"it cannot be installed: {said.strip().removeprefix('ERROR: ').rstrip('.')}")
 
 
 def read_tests(status: int, output: str) -> Outcome:
-    """What pytest said of its tests: in its list of failures, and in its summary, behind which a library may go on."""
-    lines = output.strip().splitlines() or ["pytest said nothing"]
+    """Read pytest's list of failures and its summary line. A library may print more after the summary."""
+    lines = output.strip().splitlines() or ["no output of pytest"]
     summary = next(filter(_SUMMARY.search, reversed(lines)), "")
     counts = {what: int(count) for count, what in _COUNT.findall(summary)}
-    # Behind pytest's headline alone: before it stands what tests have logged, and that begins with ERROR too.
+    # Only lines after pytest's headline count: logged lines before it may begin with ERROR too.
     listed = lines[next((at for at, line in enumerate(lines) if _LISTED in line), len(lines)) :]
     failures = [line.partition(" ")[2] for line in listed if line.startswith(("FAILED ", "ERROR "))]
     failed = counts.get("failed", 0) + counts.get("error", 0)
-    if status != 0 and not failed:  # it did not come so far
+    if status != 0 and not failed:  # pytest ended before it ran a test
         failed, failures = 1, [lines[-1]]
     return Outcome(counts.get("passed", 0), failed, counts.get("skipped", 0), [one[:300] for one in failures])
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a program prints; empty where it fails or is not there."""
+    """Return what a program prints; empty if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INSTALL_LIMIT)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Going through the combinations: each is on disk when it is done, so that a run that was ended goes on."""
+"""Tries the combinations one by one and keeps each at once, so that an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ NAME = "version-matrix"
 RECORD = "combination"
 
 
-class CannotBeHad(Exception):
-    """A combination that cannot be tried on this machine; the message says why, as a clause."""
+class Unavailable(Exception):
+    """A combination cannot be tried on this machine. The message is the reason, as a clause."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the selection of one package ended.
+    """How the selected tests of one package ended.
 
     Attributes:
-        passed: tests.
-        failed: tests, and files that could not be collected.
-        skipped: tests.
-        failures: the first line of each failure.
+        passed: Number of tests that passed.
+        failed: Number of tests that failed, and of files that could not be collected.
+        skipped: Number of tests that were skipped.
+        failures: The first line of each failure.
     """
 
     passed: int
@@ -39,35 +39,35 @@ class Outcome:
 
 
 class Trial(Protocol):
-    """An environment with a combination in it."""
+    """An environment in which a combination is installed."""
 
     versions: Mapping[str, str]
 
     def run(self, package: str) -> Outcome:
-        """Run a package's selection."""
+        """Run the selected tests of a package."""
 
     def close(self) -> None:
-        """Give back what it takes of the disk."""
+        """Remove the environment from the disk."""
 
 
 class Machine(Protocol):
-    """What makes environments: :class:`tested_versions.machine.ThisMachine`, or a test's own."""
+    """Makes environments: :class:`tested_versions.machine.ThisMachine`, or a test double."""
 
     def prepare(self, combination: Combination) -> Trial:
         """Make an environment.
 
         Raises:
-            CannotBeHad: where an interpreter, a version or a build of it is not there.
+            Unavailable: If an interpreter, a version or a build is missing here.
         """
 
 
 def attempt(machine: Machine, combination: Combination, environment: Environment) -> Record:
-    """Try one combination; that it could not be tried is a finding too."""
+    """Try one combination. That it is unavailable is a result too."""
     start = time.monotonic()
     source = {"commit": environment.commit, "dirty": environment.dirty}
     try:
         trial = machine.prepare(combination)
-    except CannotBeHad as error:
+    except Unavailable as error:
         return Record(RECORD, combination.labels, {}, {**source, "why": str(error), "versions": {}, "packages": {}})
     try:
         found = {package: asdict(trial.run(package)) for package in SELECTION}
@@ -89,15 +89,15 @@ def run(
     *,
     fresh: bool,
 ) -> Results:
-    """Try what is wanted and not yet done, and keep each at once.
+    """Try the wanted combinations that are not done yet, and keep each at once.
 
     Args:
-        machine: makes environments.
-        wanted: combinations, in the order of the table.
-        directory: of ``results.json``. What was tried at this commit is not tried again; what is not wanted stays in
-            it, with its own commit.
-        environment: of this run.
-        fresh: try all that is wanted anew.
+        machine: Makes environments.
+        wanted: The combinations, in the order of the table.
+        directory: The folder of ``results.json``. A combination that was tried at this commit is not tried again. A
+            combination that is not wanted stays in the file, with its commit.
+        environment: The environment of this run.
+        fresh: Whether to try all wanted combinations again.
     """
     path = directory / "results.json"
     found = _kept(path)
@@ -113,17 +113,17 @@ def run(
 def _kept(path: Path) -> dict[Combination, Record]:
     try:
         return {_combination(record): record for record in load(path).select(RECORD)}
-    except UserError:  # there is none, or none that this program reads
+    except UserError:  # the file is missing or cannot be read
         return {}
 
 
 def _is_done(record: Record | None, environment: Environment) -> bool:
-    """Whether it was tried; what could not be had may be there now."""
+    """Tell whether a combination was tried. An unavailable one may be available now."""
     return record is not None and bool(record.values) and _is_of(record, environment)
 
 
 def _is_of(record: Record, environment: Environment) -> bool:
-    """Whether it is known to be of the sources as they are now."""
+    """Tell whether a record was made from the sources as they are now."""
     return record.data["commit"] == environment.commit is not None and not (record.data["dirty"] or environment.dirty)
 
 

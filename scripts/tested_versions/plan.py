@@ -1,4 +1,4 @@
-"""What is combined, and what is run for each combination."""
+"""The combinations, and the tests that are run for each."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-# What the packages' metadata allow, newest last.
+# The versions that the packages' metadata allow, newest last.
 PYTHONS = ("3.11", "3.12", "3.13")
 TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 JAXES = ("0.10", "0.11")
 
 _LENSES = Path("framework-internals")
 
-# Files of tests by package: what touches private names of a framework, and the widest of what takes seconds. Tests
-# marked slow are left out.
+# Test files by package: those of the modules that touch private names of a framework, and the broadest quick ones.
+# Tests that are marked slow are left out.
 SELECTION: Mapping[str, tuple[Path, ...]] = {
     "shared": (
         Path("shared/tests/benchkit/test_results.py"),
@@ -38,19 +38,19 @@ SELECTION: Mapping[str, tuple[Path, ...]] = {
     "custom-ops": (_LENSES / "custom-ops/tests/test_operators.py",),
 }
 
-# Lines of constraints.txt that are another version in another combination, or come with one.
+# Packages in constraints.txt whose version depends on the combination.
 FOLLOWS = frozenset(
     (
         *("torch", "triton", "jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda13-plugin", "flax", "optax"),
         *("orbax-checkpoint", "numpy", "transformers"),
-        "setuptools",  # torch 2.11 takes none from 82 on
+        "setuptools",  # torch 2.11 requires a version below 82
     )
 )
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One line of the table; versions without their last part.
+    """One row of the table. Versions have two parts.
 
     Attributes:
         python: ``"3.11"``.
@@ -64,7 +64,7 @@ class Combination:
 
     @property
     def labels(self) -> dict[str, str]:
-        """As labels of a record."""
+        """The combination as labels of a record."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -72,10 +72,10 @@ class Combination:
 
 
 def combinations(pythons: Iterable[str], torches: Iterable[str], jaxes: Iterable[str]) -> list[Combination]:
-    """Every combination, in the order of the table."""
+    """Return every combination, in the order of the table."""
     return [Combination(*each) for each in itertools.product(pythons, torches, jaxes)]
 
 
 def constraints(text: str) -> str:
-    """``constraints.txt`` without what follows torch and jax."""
+    """Return the text of ``constraints.txt`` without the packages of ``FOLLOWS``."""
     return "".join(f"{line}\n" for line in text.splitlines() if line.partition("==")[0] not in FOLLOWS)

@@ -1,4 +1,4 @@
-"""What the results say of the versions: a table, and why each hole in it is one."""
+"""The report on versions: the table of combinations, and why others were not tried."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tested_versions.plan import SELECTION
 
 
 def finding(results: Results) -> str:
-    """The whole in one sentence."""
+    """Sum the run up in one sentence."""
     records = results.select(RECORD)
     tried = [record for record in records if record.values]
     passed = [record for record in tried if not record["failed"].value]
@@ -47,7 +47,7 @@ def _name(record: Record) -> str:
 
 
 def _table(records: list[Record]) -> str:
-    """One line for each combination that was tried; empty where there is none."""
+    """Return a row for each combination that was tried; empty if there is none."""
     if not records:
         return ""
     rows = []
@@ -69,7 +69,7 @@ def _cell(tests: Mapping[str, Any] | None) -> str:
 
 
 def _not_tried(records: list[Record]) -> str:
-    """Why combinations were not tried, those with the same reason together; empty where all were."""
+    """Return why combinations were not tried, grouped by reason; empty if all were tried."""
     jaxes: dict[tuple[str, str, str], list[str]] = {}
     for record in records:
         if not record.values:

@@ -48,13 +48,13 @@ def test_a_loss_that_could_not_be_read_leaves_the_rest_of_the_report(known):
         return replace(record, values={key: value for key, value in record.values.items() if key != "last loss"})
 
     text = render(replace(results, records=tuple(map(without, results.records))), REPORT)
-    assert ("the losses of the 2 ways of which they are known lie within" in text) == (known == 2)
+    assert ("the losses of the 2 variants of which they are known lie within" in text) == (known == 2)
     assert "the losses of" in text or known == 1
     assert re.search(r"^\| .* \| – \|$", text, re.MULTILINE)
 
 
 def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
-    missing = {"inspection": "the worker ended with status -11:\n"}
+    missing = {"inspection": "JaxEngine.next_loss ended with status -11: no message."}
     preparation, timing = Preparation(1.0, 5.0, {}), Timing((0.5, 0.5), 1, "wall-clock", 0.5)
     engine = MeasuredEngine(preparation, timing, Quantity(1.0, "×"), None, missing)
     monkeypatch.setattr(measure, "measure_engines", lambda engines, *_, **__: dict.fromkeys(engines, engine))
@@ -68,7 +68,7 @@ def test_a_loss_that_could_not_be_read_is_an_absence(tmp_path, monkeypatch):
     assert not any("last loss" in record.values for record in records)
     told = {absence.what: absence.why for absence in recorder.results.absences}
     title = configuration["variants"]["eager"]["title"]
-    assert told[f"The last loss of {title}"] == "asking for it failed: the worker ended with status -11"
+    assert told[f"The last loss of {title}"] == f"asking for it failed: {missing['inspection'][:-1]}"
 
 
 def test_intervals_that_overlap_count_once():

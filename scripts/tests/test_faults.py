@@ -92,7 +92,7 @@ def test_killed_in_a_job_and_started_again_it_finishes_what_is_missing(how, hous
     again = start(house)  # at once: the job of the first run is still ending
     out, errors = again.communicate(timeout=60)
     assert again.returncode == 0, errors
-    assert "1/6 dispatcher-trace is there from the run before" in out
+    assert "1/6 dispatcher-trace was finished by the previous run" in out
     assert "2/6 compile-bench on cpu" in out
     names = [line.split()[0] for line in begun(house)]
     assert names.count("dispatcher-trace") == 1

@@ -63,3 +63,17 @@ def test_the_snippet_of_the_shared_readme_runs(capsys):
     join, ratio = capsys.readouterr().out.splitlines()
     assert "s (" in join
     assert "× (" in ratio
+
+
+@pytest.mark.parametrize(
+    "page",
+    sorted(
+        path.relative_to(ROOT).as_posix()
+        for pattern in ("README.md", "*/README.md", "*/*/README.md")
+        for path in ROOT.glob(pattern)
+    ),
+)
+def test_a_readme_is_one_screen(page):
+    if page in ("framework-internals/README.md", "examples/README.md"):
+        pytest.skip("a generated index; a page of worked examples")
+    assert len((ROOT / page).read_text().splitlines()) <= 60

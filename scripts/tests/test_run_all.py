@@ -133,9 +133,9 @@ def test_started_again_it_does_what_is_missing_and_then_begins_anew(house, capsy
     mend(house, "compile-bench")
     assert run_them() == 0
     printed = capsys.readouterr().out
-    assert "1/6 dispatcher-trace is there from the run before" in printed
+    assert "1/6 dispatcher-trace was finished by the previous run" in printed
     assert "2/6 compile-bench on cpu" in printed
-    assert "there from the run before" in printed.partition("6/6 end-to-end")[2].splitlines()[0]
+    assert "was finished by the previous run" in printed.partition("6/6 end-to-end")[2].splitlines()[0]
     assert run_them() == 0
     assert "from the run before" not in capsys.readouterr().out
 

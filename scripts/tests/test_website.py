@@ -65,10 +65,27 @@ def test_a_ready_environment_without_mkdocs_is_refused_with_the_remedy(tmp_path)
 def test_what_a_page_shows_comes_along(site):
     figures = {path for path in site.files if path.endswith(".svg")}
     linked = {path for page in site.pages for path in pages.linked_files(ROOT, page)}
-    assert {path for path in linked if path.endswith(".svg")} == figures
+    drawn = {path for page in site.pages for path in site.files if path.startswith(f"{pages.diagrams(page)}-")}
+    assert {path for path in linked if path.endswith(".svg")} | drawn == figures
     assert "framework-internals/dispatcher-trace/reports/cpu/gpt_step.html" in site.files
     assert "framework-internals/compile-bench/catalogue/CATALOGUE.html" in site.files
     assert "LICENSE" in site.sources
+
+
+def test_a_diagram_is_shown_by_the_picture_that_was_drawn_from_it(site):
+    """After a change of a diagram: see CONTRIBUTING.md, "Diagrams"."""
+    for page in site.pages:
+        text = (ROOT / page).read_text()
+        sources = re.findall(r"^```mermaid\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        shown = re.findall(r"!\[Diagram\]\((\S+)\)", pages.draw_diagrams(page, text))
+        assert len(shown) == len(sources)
+        for path, source in zip(shown, sources, strict=True):
+            picture = (ROOT / page).parent / path
+            drawn = "".join(re.findall(r">([^<>]+)<", picture.read_text()))
+            for label in re.findall(r'"([^"]+)"', source):
+                for word in re.split(r"<br>|\s", label):
+                    assert word in drawn, f"{picture} is older than the diagram: it lacks {word!r}"
+    assert pages.draw_diagrams("docs/a.md", "x\n```mermaid\nflowchart\n```\n") == "x\n![Diagram](figures/a-1.svg)\n"
 
 
 def test_every_page_has_one_place_in_the_navigation(site):
@@ -84,7 +101,8 @@ def test_every_package_has_an_api_page_of_modules_that_are_there(site):
     for page in site.api:
         source = (ROOT / page).parents[1] / "src" / Path(page).stem
         for module in pages.MODULES.get(source.name, ()):
-            assert (source / f"{module}.py").exists(), f"{source.name}.{module}"
+            path = source / module.replace(".", "/")
+            assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), f"{source.name}.{module}"
     assert "members: false" in site.api["framework-internals/jax-baseline/api/jax_baseline.md"]  # it exports nothing
     assert "members: false" not in site.api["shared/api/benchkit.md"]
 

@@ -1,4 +1,4 @@
-"""What docstrings have of reStructuredText, roles and code after ``::``, for Markdown: an extension of griffe."""
+"""An extension of griffe that turns the reStructuredText in docstrings (roles, ``::``) into Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|exc):`~?([\w.]+)`")
 
 
 class Docstrings(griffe.Extension):
-    """A role becomes a link to the object's entry, or its name in code where the site has none; ``::`` a colon."""
+    """Turns a role into a link to the object, or into code if the site lacks the object, and ``::`` into a colon."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         """Rewrite every docstring of a package that has been read."""

@@ -1,4 +1,4 @@
-"""Markdown as GitHub reads it, rewritten so that Python-Markdown, which MkDocs uses, reads the same out of it."""
+"""Rewrites GitHub's Markdown so that Python-Markdown, which MkDocs uses, renders it the same way."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ _FIGURE = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+)\)$")
 
 
 def for_python_markdown(text: str) -> str:
-    r"""The same page in the narrower dialect.
+    r"""Return the page in the dialect of Python-Markdown.
 
-    GitHub (CommonMark with tables) lets a list follow a paragraph without a blank line, asks the text of a list's item
-    only to stand under its first letter, reads Markdown inside of ``<details>``, lets words follow a fence's language
-    and takes ``\|`` in a table's code for a bar. Python-Markdown wants a blank line, four spaces, an attribute, the
-    language alone, and the bar itself. A figure that stands alone becomes a link to its file, where a reader on a
-    telephone can enlarge it.
+    ======================================  ===========================
+    GitHub allows                           Python-Markdown needs
+    ======================================  ===========================
+    a list right after a paragraph          a blank line between
+    an item's text under its first letter   an indent of four spaces
+    Markdown inside ``<details>``           the attribute ``markdown="1"``
+    words after a fence's language          the language alone
+    ``\|`` in code inside a table           ``|``
+    ======================================  ===========================
+
+    A figure on a line by itself becomes a link to its file, so that a reader on a phone can enlarge it.
 
     Args:
-        text: a page of the repository.
+        text: A page of the repository.
     """
     rewriter = _Rewriter()
     return "\n".join(rewriter.line(line) for line in text.split("\n"))
 
 
 class _Rewriter:
-    """Line by line, with the lists that are open, as columns where their items' text begins, and the open fence."""
+    """Rewrites line by line; keeps the column at which the items of each open list begin, and the open fence."""
 
     def __init__(self) -> None:
         self._columns: list[int] = []

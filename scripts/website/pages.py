@@ -1,8 +1,9 @@
-"""Which files of the repository the site has, what it generates beside them, and where each stands."""
+"""Chooses the files that become pages of the site, generates the others, and gives each its place."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,7 @@ from posixpath import normpath
 LENSES = ("dispatcher-trace", "compile-bench", "jax-baseline", "rmsnorm-fused", "custom-ops")
 HOUSE = "framework-internals"
 
-# Beside the names that a package exports, the modules that its README sends a reader to; of one that exports nothing,
-# those that make it up.
+# The API page of a package documents the names that it exports and these modules.
 MODULES = {
     "benchkit": (
         *("timing", "statistics", "limits", "environment", "results", "report", "run", "numbers", "plotting"),
@@ -23,8 +23,8 @@ MODULES = {
         *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),
         "throughput",
     ),
-    "compile_bench": ("target", "pytest_plugin"),
-    "jax_baseline": (*("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),),
+    "compile_bench": ("targets.target", "pytest_plugin"),
+    "jax_baseline": ("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),
     "rmsnorm_fused": ("backends",),
     "custom_ops": ("jax_operators",),
 }
@@ -32,8 +32,17 @@ MODULES = {
 _LANGUAGES = {".py": "python", ".sh": "bash", ".cu": "cuda", ".cpp": "cpp", ".h": "cpp", ".cuh": "cpp", ".toml": "toml"}
 _LINK = re.compile(r"\]\(([^)\s:#]+)(#[^)\s]*)?\)")
 _VERSIONS = f"{HOUSE}/versions/report.md"
-_PAGES = ("*.md", "shared/*.md", "examples/*.md", f"{HOUSE}/*.md", f"{HOUSE}/reports/*/report.md", _VERSIONS)
+_PAGES = (
+    "*.md",
+    "docs/*.md",
+    "shared/*.md",
+    "examples/*.md",
+    f"{HOUSE}/*.md",
+    f"{HOUSE}/reports/*/report.md",
+    _VERSIONS,
+)
 _LENS_PAGES = ("*.md", "csrc/**/*.md", "catalogue/*.md", "reports/*/report.md")
+_MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
 _SOURCES = ("examples/*.py", "examples/*.sh", f"{HOUSE}/*/examples/*.py")
 
 Navigation = Sequence["str | Mapping[str, str | Navigation]"]
@@ -41,14 +50,14 @@ Navigation = Sequence["str | Mapping[str, str | Navigation]"]
 
 @dataclass
 class Site:
-    """What the site consists of, by path from the repository's root.
+    """The content of the site. All paths are relative to the root of the repository.
 
     Attributes:
-        root: of the repository.
-        pages: Markdown, as it is.
-        sources: files that become a page each: ``LICENSE`` is the page ``LICENSE.md``.
-        files: that go along as they are: figures, the trace viewer, the catalogue's page.
-        api: generated pages, with what mkdocstrings puts into them.
+        root: The root of the repository.
+        pages: Markdown files that are shown as they are.
+        sources: Other files that are shown on a page each: ``LICENSE`` on ``LICENSE.md``.
+        files: Files that are copied: figures, the trace viewer.
+        api: Generated pages: their path and the text that mkdocstrings fills in.
     """
 
     root: Path
@@ -59,10 +68,10 @@ class Site:
 
 
 def collect(root: Path) -> Site:
-    """Every page, what they link to and show, and an API page for each package.
+    """Collect every page, the files that pages link to, and an API page for each package.
 
     Args:
-        root: of the repository.
+        root: The root of the repository.
     """
     site = Site(root)
     patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
@@ -73,6 +82,7 @@ def collect(root: Path) -> Site:
             if target.endswith(".md") or target in site.sources or target in site.files:
                 continue
             (site.files if _is_shown_as_it_is(target) else site.sources).append(target)
+        site.files += [f for f in _matching(root, [f"{diagrams(page)}-*.svg"]) if f not in site.files]
     for source in sorted((*root.glob("shared/src/*/"), *root.glob(f"{HOUSE}/*/src/*/"))):
         if (source / "__init__.py").exists():
             home = source.parents[1].relative_to(root).as_posix()
@@ -81,11 +91,11 @@ def collect(root: Path) -> Site:
 
 
 def linked_files(root: Path, page: str) -> Iterator[str]:
-    """The files of the repository that a page links to or shows, by path from the root; none from outside of it.
+    """Yield the files of the repository that a page links to or shows. Files outside the repository are left out.
 
     Args:
-        root: of the repository.
-        page: path of the page from there.
+        root: The root of the repository.
+        page: Path of the page from the root.
     """
     for link in _LINK.finditer((root / page).read_text(encoding="utf-8")):
         target = resolve(page, link[1])
@@ -94,12 +104,12 @@ def linked_files(root: Path, page: str) -> Iterator[str]:
 
 
 def resolve(page: str, link: str) -> str:
-    """A relative link of a page, as a path from the root."""
+    """Return a relative link of a page as a path from the root."""
     return normpath(PurePosixPath(page).parent / link)
 
 
 def link_to_source_pages(site: Site, page: str, text: str) -> str:
-    """The page's Markdown, with each link to a source file leading to the page that shows it."""
+    """Make each link to a source file lead to the page that shows the file."""
 
     def turn(link: re.Match[str]) -> str:
         return f"]({link[1]}.md)" if resolve(page, link[1]) in site.sources else link[0]
@@ -107,12 +117,29 @@ def link_to_source_pages(site: Site, page: str, text: str) -> str:
     return _LINK.sub(turn, text)
 
 
+def diagrams(page: str) -> str:
+    """The path to the pictures of a page's Mermaid diagrams, without ``-1.svg``, ``-2.svg`` and so on."""
+    return str(PurePosixPath(page).parent / "figures" / PurePosixPath(page).stem)
+
+
+def draw_diagrams(page: str, text: str) -> str:
+    """The page's Markdown with a picture in place of each Mermaid diagram.
+
+    GitHub draws Mermaid itself. The site opens from disk without a network, so it shows the committed pictures.
+    """
+    numbers = itertools.count(1)
+    stem = PurePosixPath(diagrams(page)).relative_to(PurePosixPath(page).parent)
+    return _MERMAID.sub(lambda _: f"![Diagram]({stem}-{next(numbers)}.svg)", text)
+
+
 def distinct_heading(page: str, text: str) -> str:
-    """A page's Markdown with a heading that no other has, for a search lists pages by it.
+    """Make the heading of a page unique, since the search lists pages by heading.
+
+    The heading of a report gets the name of its machine, the heading of notes the name of their lens.
 
     Args:
-        page: path from the root. To a report's heading the machine is added, to that of notes the lens.
-        text: its Markdown.
+        page: Path from the root.
+        text: The page's Markdown.
     """
     path = PurePosixPath(page)
     if path.name != "NOTES.md" and path.parent.parent.name != "reports":
@@ -121,7 +148,7 @@ def distinct_heading(page: str, text: str) -> str:
 
 
 def source_page(path: Path) -> str:
-    """A page that shows a file: Python's with its syntax, one without an ending as it stands."""
+    """Return a page that shows a source file in a code block."""
     text = path.read_text(encoding="utf-8")
     longest = max((len(ticks) for ticks in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
@@ -129,16 +156,16 @@ def source_page(path: Path) -> str:
 
 
 def twin_as_html(site: Site, page: str) -> bool:
-    """Whether the repository has the page as HTML too, under the name that the site would give to the Markdown."""
+    """Tell whether the repository has the same page as HTML, under the name that the site gives to the Markdown."""
     return PurePosixPath(page).with_suffix(".html").as_posix() in site.files
 
 
 def with_way_back(root: Path, path: str) -> str:
-    """A page that comes as HTML, as it is but for a line that leads back to its lens, and the style of that.
+    """Return a page that is HTML already, with a link back to its lens.
 
     Args:
-        root: of the repository.
-        path: of the page from there.
+        root: The root of the repository.
+        path: Path of the page from the root.
     """
     _, lens, *folders = PurePosixPath(path).parent.parts
     up = "../" * len(folders)
@@ -149,13 +176,18 @@ def with_way_back(root: Path, path: str) -> str:
 
 
 def navigation(site: Site) -> Navigation:
-    """Where each page stands: start, the lenses, the whole step, examples, and what a contributor needs."""
-    start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}]
+    """Give each page its place: start, the lenses, the whole step, examples, contributing."""
+    house = [page for page in ("docs/running.md", "docs/architecture.md", "docs/glossary.md") if page in site.pages]
+    start: Navigation = ["README.md", {"All reports": f"{HOUSE}/README.md"}, *house]
     lenses: Navigation = [{lens: list(_of_a_lens(site, lens))} for lens in LENSES]
     whole = [{f"Report: {_machine(page)}": page} for page in site.pages if page.startswith(f"{HOUSE}/reports/")]
     examples = [path for path in site.sources if path.startswith("examples/")]
     own: Navigation = ["examples/README.md", *({PurePosixPath(path).name: f"{path}.md"} for path in examples)]
-    shared = [page for page in site.api if page.startswith("shared/")]
+    shared: Navigation = [
+        "shared/README.md",
+        *(["docs/shared.md"] if "docs/shared.md" in site.pages else []),
+        *({_api_title(page): page} for page in site.api if page.startswith("shared/")),
+    ]
     further = [{path: f"{path}.md"} for path in site.sources if "/" not in path]
     others = [page for page in site.pages if "/" not in page and page not in ("README.md", "CONTRIBUTING.md")]
     return [
@@ -169,18 +201,20 @@ def navigation(site: Site) -> Navigation:
                 *([{"Tested versions": _VERSIONS}] if _VERSIONS in site.pages else []),
                 *others,
                 *further,
-                {"shared": ["shared/README.md", *({_api_title(page): page} for page in shared)]},
+                {"shared": shared},
             ]
         },
     ]
 
 
 def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navigation]]:
-    """README, reports with their pages to look at, API, examples; then what is read later."""
+    """Yield the pages of one lens: README, guide, reports, viewers, API, examples, then the rest."""
     home = f"{HOUSE}/{lens}/"
     pages = [page for page in site.pages if page.startswith(home)]
     reports = [page for page in pages if page.startswith(f"{home}reports/")]
     yield f"{home}README.md"
+    if f"docs/{lens}.md" in site.pages:
+        yield {"Guide": f"docs/{lens}.md"}
     for page in reports:
         yield {f"Report: {_machine(page)}": page}
     for page in site.files:
@@ -206,7 +240,7 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navig
 def _api_page(source: Path) -> str:
     package = source.name
     exported = _exported(source / "__init__.py")
-    # A name that is also a module's is the module to whoever reads the sources without running them.
+    # griffe reads the sources without running them: for it a name that is also a module's is the module.
     hidden = [f"{name}.{name}" for name in exported if (source / f"{name}.py").exists()]
     members = "" if exported else "      members: false\n"
     head = f"::: {package}\n    options:\n      heading_level: 1\n{members}"
@@ -222,11 +256,11 @@ def _exported(module: Path) -> list[str]:
 
 
 def full_title(page: str, title: str) -> str:
-    """The title of a page where its place in the navigation does not stand beside it: in a search, in a browser's tab.
+    """Return the title of a page for places without the navigation: search results and the browser's tab.
 
     Args:
-        page: path from the root.
-        title: its title in the navigation.
+        page: Path from the root.
+        title: The page's title in the navigation.
     """
     if page == "README.md":
         return "Start"

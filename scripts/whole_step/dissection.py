@@ -1,4 +1,4 @@
-"""Where the time of a step goes: an engine that can also be profiled and traced, by dispatcher-trace."""
+"""Profiles and traces a step, to tell where its time goes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _COMPILED = "## Call CompiledFxGraph"
 _ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _PROFILED_STEPS = 3
 
-# Which of dispatcher-trace's measured hops stands for a key; one that it does not measure counts as an Autograd key's
-# without a node.
+# The measured hop of dispatcher-trace that stands for a dispatch key. A key that dispatcher-trace does not measure
+# counts as an Autograd key that makes no node.
 _NODE, _NO_NODE = "AutogradCPU above `add`, a node is made", "AutogradCPU above `add`, no gradient asked for"
 _HOP_COSTS = {"ADInplaceOrView": "ADInplaceOrView above `alias`", "BackendSelect": "BackendSelect above `empty`"}
 
 
 class DissectedEngine:
-    """An engine of jax-baseline, with a method more.
+    """An engine of jax-baseline that can also be profiled and traced.
 
     Args:
-        engine: to time; torch's can be dissected.
+        engine: The engine to time.
         framework: ``torch`` or ``jax``.
-        device: it runs on.
+        device: The device that the engine runs on.
     """
 
     def __init__(self, engine: Engine, framework: str, device: Device) -> None:
@@ -40,14 +40,15 @@ class DissectedEngine:
         )
 
     def dissect(self) -> dict[str, Any]:
-        """What the profiler and a trace see of a step.
+        """Profile and trace one step.
 
         Returns:
-            ``kernels`` and ``kernel_seconds`` of a GPU (torch's with overlapping ones once; JAX's as their sum, since
-            they run one after another); of torch also ``operators`` (calls) and
-            ``hops`` by kind, and on a CPU ``operator_seconds``, their own time, and ``compiled_seconds``, that of
-            compiled programs without the operators that they call, and ``profiled_seconds``, the step's while it was
-            profiled, which those two are parts of.
+            On a GPU, ``kernels`` (a count) and ``kernel_seconds``. Overlapping kernels of torch count once; kernels of
+            JAX run one after another and are summed.
+            For torch also ``operators`` (calls) and ``hops`` (calls by kind of hop).
+            For torch on a CPU also ``profiled_seconds``, the duration of the profiled step, and two parts of it:
+            ``operator_seconds``, the operators' own time, and ``compiled_seconds``, the time in compiled programs
+            without the operators that they call.
         """
         if self._framework == "jax":
             if self._device == "cpu":
@@ -80,7 +81,7 @@ class DissectedEngine:
 def make_dissected_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> DissectedEngine:
-    """Make an engine from plain JSON: the factory that a worker calls.
+    """Make an engine from plain values, in the child process that it runs in.
 
     It takes the arguments of :func:`jax_baseline.timing.engines.make_engine`.
     """
@@ -88,12 +89,12 @@ def make_dissected_engine(
 
 
 def per_step(events: Sequence[Mapping[str, Any]], spans: Sequence[Any], steps: int) -> dict[str, Any]:
-    """Times and counts of one step, from a profile of several.
+    """Compute the times and counts of one step from a profile of several.
 
     Args:
-        events: of the Chrome trace.
-        spans: of its operators, with their own seconds.
-        steps: that were profiled.
+        events: Events of the Chrome trace.
+        spans: Spans of the operators in it, with their own time in seconds.
+        steps: Number of steps that were profiled.
     """
     on_device = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _ON_DEVICE]
     found: dict[str, Any] = {"operators": len(spans) / steps}
@@ -125,10 +126,10 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def dispatch_seconds(hops: Mapping[str, int], costs: Mapping[str, float]) -> float:
-    """Seconds that the hops above the backend take.
+    """Return the seconds that the hops above the backend take.
 
     Args:
-        hops: of a step, by the measured hop that stands for them.
-        costs: seconds of each, from ``dispatcher_trace.cost.hop_costs``.
+        hops: Number of hops in a step, by the measured hop that stands for them.
+        costs: Seconds of one hop of each kind, as dispatcher-trace measures them.
     """
     return sum(count * max(costs[kind], 0.0) for kind, count in hops.items())

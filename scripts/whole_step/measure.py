@@ -1,4 +1,4 @@
-"""The measurement: every variant of the step in one run, and what each is made of."""
+"""Measures every variant of the step in one run, then profiles each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 from benchkit import Comparison, Quantity, UserError
 from benchkit.device import Device
+from benchkit.processes import ChildFailure, RemoteObject
 from benchkit.results import Json
 from benchkit.run import Lens, Run
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token
 from jax_baseline.timing.engines import EngineSpec, bench_config
-from jax_baseline.worker import Worker, WorkerError, last_line
 from torch_baseline.config import GPTConfig, TrainConfig
+from whole_step.dissection import make_dissected_engine
 from whole_step.report import REPORT
 from whole_step.variants import variants
 
@@ -27,7 +28,7 @@ def build_lens(root: Path) -> Lens:
     """The end-to-end report as ``benchkit.run`` and the index of reports see it.
 
     Args:
-        root: the folder under which ``reports/<machine>/`` is.
+        root: The folder that holds ``reports/<machine>/``.
     """
     return Lens(NAME, root, configure, collect, REPORT)
 
@@ -43,7 +44,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         name: {key: value for key, value in asdict(variant).items() if key != "spec"} | {"engine": asdict(variant.spec)}
         for name, variant in variants(device).items()
     }
-    # A compiler's time goes with the blocks, and one has every kind of kernel; these four have every lens's part.
+    # Compile time grows with the number of blocks, and one block has every kind of kernel. These four variants use
+    # every lens.
     if quick:
         chosen = {name: chosen[name] for name in _QUICKLY}
     small = {"layers": 1 if quick else None, "empty_caches": not quick, "dissect": not quick}
@@ -51,7 +53,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def collect(run: Run) -> None:
-    """Time every variant against the others, then take each apart; records ``variant``, ``dissection``, ``hop``."""
+    """Time every variant against the others, then profile each. Records: ``variant``, ``dissection``, ``hop``."""
     asked = run.configuration
     model, training = bench_config(
         asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"]
@@ -60,13 +62,13 @@ def collect(run: Run) -> None:
     last: dict[str, float] = {}
     apart: dict[str, Mapping[str, Any]] = {}
 
-    def inspect(name: str, worker: Worker) -> None:
+    def inspect(name: str, worker: RemoteObject) -> None:
         last[name] = worker.call("next_loss")
         if asked["dissect"]:
             try:
                 apart[name] = worker.call("dissect")
-            except (WorkerError, UserError) as error:  # the times stand without it
-                run.absent(f"Where the time of {name} goes", last_line(str(error)).rstrip("."))
+            except (ChildFailure, UserError) as error:  # the times stand without it
+                run.absent(f"Where the time of {name} goes", str(error).rstrip("."))
 
     with run.working("one training step, every variant"):
         measured = measure_engines(
@@ -77,22 +79,22 @@ def collect(run: Run) -> None:
             rounds=asked["rounds"],
             steps=asked["steps"],
             empty_caches=asked["empty_caches"],
-            factory="whole_step.dissection:make_dissected_engine",
+            factory=make_dissected_engine,
             inspect=inspect,
         )
     _record_variants(run, _found(run, measured), last, model, training)
     if asked["dissect"]:
         _record_dissections(run, apart)
     else:
-        run.absent("Where the time goes", "quick runs take no step apart")
+        run.absent("Where the time goes", "quick runs profile no step")
     if run.device == "cpu":
-        run.absent("Peak memory and model FLOPs utilisation", "they are those of a GPU")
+        run.absent("Peak memory and model FLOPs utilisation", "they are measured on a GPU")
 
 
 def _found(run: Run, measured: Mapping[str, MeasuredEngine | str]) -> dict[str, MeasuredEngine]:
     for name, engine in measured.items():
         if isinstance(engine, str):
-            run.absent(run.configuration["variants"][name]["title"], last_line(engine).rstrip("."))
+            run.absent(run.configuration["variants"][name]["title"], engine.rstrip("."))
     return {name: engine for name, engine in measured.items() if not isinstance(engine, str)}
 
 
@@ -117,7 +119,7 @@ def _record_variants(
             asked_for = {"inspection": "last loss"}.get(what, what)
             run.absent(
                 f"The {asked_for} of {asked['variants'][name]['title']}",
-                f"asking for it failed: {last_line(why).rstrip('.:')}",
+                f"asking for it failed: {why.rstrip('.:')}",
             )
 
 

@@ -1,4 +1,4 @@
-"""What the results say of the step: sentences, tables and figures, computed from the records alone."""
+"""The end-to-end report: sentences, tables and figures, computed from the records alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Share(NamedTuple):
 
 
 def finding(results: Results) -> str:
-    """The whole in one sentence."""
+    """Sum the run up in one sentence."""
     records = results.select("variant")
     if not records:
         return "Nothing was measured."
@@ -41,7 +41,7 @@ def context(results: Results) -> dict[str, Any]:
     return {
         "asked": results.configuration,
         "steps_before": steps_before(results),
-        "ways": ways(results),
+        "variant_count": variant_count(results),
         "variant_table": variant_table(results),
         "changes": _changes(results),
         "share_table": _share_table(results),
@@ -54,16 +54,16 @@ def context(results: Results) -> dict[str, Any]:
 
 
 def _hop_cost(cost: Quantity) -> str:
-    """A hop's time; or the most that it can be, where it cannot be told from none."""
+    """Format the time of a hop, or its upper bound where it is not distinguishable from 0."""
     assert cost.low is not None
     assert cost.high is not None
     if cost.low > 0:
         return numbers.quantity(cost)
-    return f"not to be told from 0 (at most {numbers.with_unit(max(cost.high, 0.0), 's')})"
+    return f"not distinguishable from 0 (at most {numbers.with_unit(max(cost.high, 0.0), 's')})"
 
 
 def _peak(results: Results) -> str:
-    """The rate that MFU is a share of; empty where none is given."""
+    """Format the peak rate that MFU refers to; empty where the report has no MFU."""
     gpu = results.environment.gpu
     sheet = None if gpu is None else datasheet(gpu.name)
     if sheet is None or not any("MFU" in record.values for record in results.select("variant")):
@@ -71,21 +71,21 @@ def _peak(results: Results) -> str:
     return numbers.with_unit(sheet.flops[results.configuration["dtype"]], "FLOP/s")
 
 
-def ways(results: Results) -> str:
-    """How many ways to run the step were asked for, in a word."""
+def variant_count(results: Results) -> str:
+    """Return the number of variants as a word."""
     count = len(results.configuration["variants"])
     return {4: "four", 6: "six"}.get(count, str(count))
 
 
 def figures(results: Results) -> Sequence[Figure]:
-    """The figures that the records allow."""
+    """Return the figures for which there are records."""
     found = []
     if results.select("variant"):
         found.append(
             Figure(
                 "throughput",
                 f"Tokens per second of the same training step of {results.configuration['preset']}, "
-                f"{ways(results)} ways; whiskers from the 20th to the 80th percentile of the rounds.",
+                f"{variant_count(results)} variants; whiskers from the 20th to the 80th percentile of the rounds.",
                 lambda: _draw_throughput(results),
             )
         )
@@ -107,12 +107,12 @@ def figures(results: Results) -> Sequence[Figure]:
 
 
 def steps_before(results: Results) -> int:
-    """Steps that every variant had taken before the last loss."""
+    """Return the number of steps that every variant takes before its last loss is read."""
     return steps_taken(results.configuration["rounds"], results.configuration["steps"])
 
 
 def variant_table(results: Results) -> str:
-    """One line a variant: speed, memory, compilation, loss; also for the index of reports."""
+    """Return a row for each variant: speed, memory, compilation, loss. The index of reports shows it too."""
     records = results.select("variant")
     has_mfu = any("MFU" in record.values for record in records)
     header = ["the step", "tokens/s", "against eager", *(["MFU", "peak memory"] if has_mfu else [])]
@@ -135,7 +135,7 @@ def variant_table(results: Results) -> str:
 
 
 def _changes(results: Results) -> list[dict[str, str]]:
-    """What each variant changes with respect to another, and what came of it."""
+    """Return what each variant changes and how fast it is, compared with the variant that it is based on."""
     found = []
     for record in results.select("variant"):
         variant = results.configuration["variants"][record.labels["variant"]]
@@ -161,11 +161,11 @@ def _verdict(change: Quantity) -> str:
     assert change.high is not None
     if change.low > 1:
         return "faster"
-    return "slower" if change.high < 1 else "no difference that this run can tell"
+    return "slower" if change.high < 1 else "no difference that this run can resolve"
 
 
 def _counts(results: Results, before: str, after: str) -> str:
-    """How many operators, hops and kernels there were before and after, as far as both were counted."""
+    """Compare the numbers of operators, hops and kernels of two variants, where both were counted."""
     old, new = (results.select("dissection", variant=name) for name in (before, after))
     if not old or not new:
         return ""
@@ -187,8 +187,10 @@ def _change(before: float, after: float) -> str:
 
 
 def parts_of_steps(results: Results) -> dict[str, list[Share]]:
-    """The parts of each step that was taken apart, by variant; they add up to the step, or to more where it was slower
-    while it was taken apart: then nothing is left for the last.
+    """Return the parts of each profiled step, by variant.
+
+    The parts add up to the step. Where the step was slower while it was profiled they add up to more, and the last
+    part is 0.
     """
     costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
     found = {}
@@ -274,7 +276,7 @@ def _losses(results: Results) -> str:
         return ""
     which = "all" if len(losses) == len(records) else "the"
     return (
-        f"; after {steps_before(results)} equal steps the losses of {which} {len(losses)} ways"
+        f"; after {steps_before(results)} equal steps the losses of {which} {len(losses)} variants"
         f"{'' if which == 'all' else ' of which they are known'} lie within "
         f"{numbers.error_size(max(losses) - min(losses))} nats of one another"
     )

@@ -1,4 +1,4 @@
-"""The ways to run the step that are set side by side, and the parts of the lenses that they take."""
+"""The variants of the step that are compared, and the modules of the lenses that each uses."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Variant:
     """One way to run the step.
 
     Attributes:
-        title: as the report names it.
-        spec: the engine.
-        over: the variant that it differs from in one respect; empty for the first.
-        change: that respect, to follow "with respect to …:".
-        lens: the subproject that explains the difference.
+        title: The variant's name in the report.
+        spec: The engine that runs it.
+        over: The variant that it is compared with; empty for the first.
+        change: What is different from that variant.
+        lens: The lens that explains the difference.
     """
 
     title: str
@@ -30,14 +30,14 @@ class Variant:
 
 
 def norm() -> dict[str, Any]:
-    """Parts for :class:`torch_baseline.model.GPT`: every norm by rmsnorm-fused."""
+    """Constructor arguments of :class:`torch_baseline.model.GPT` that make every norm one of rmsnorm-fused."""
     from rmsnorm_fused import RMSNorm
 
     return {"norm": lambda width, eps: RMSNorm(width, eps=eps)}
 
 
 def every_operator() -> dict[str, Any]:
-    """Norms by rmsnorm-fused, bias + GELU and attention by custom-ops."""
+    """Constructor arguments that use rmsnorm-fused for norms, and custom-ops for bias + GELU and attention."""
     import custom_ops
 
     def attention(q: Any, k: Any, v: Any) -> Any:
@@ -47,7 +47,7 @@ def every_operator() -> dict[str, Any]:
 
 
 def variants(device: Device) -> Mapping[str, Variant]:
-    """The variants by name, in the order of the report."""
+    """Return the variants by name, in the order of the report."""
     jax = EngineSpec("jax", attention="cudnn" if device == "cuda" else "xla")
     return {
         "eager": Variant("PyTorch, eager", EngineSpec("torch", compiled=False)),

@@ -3,7 +3,7 @@
 python scripts/self_comparison.py --runs 200
 """
 
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -11,7 +11,7 @@ from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.progress import working
 from compile_bench import Case, Harness
-from compile_bench.measure.measurements import Steady
+from compile_bench.measure.steps import self_comparison
 from compile_bench.measure.verdict import BUSY, difference
 
 ALLOWED = 0.05
@@ -27,7 +27,7 @@ def main(
     case = Case(target, resolve_device(device), train)
     limit = 120.0 + 4 * runs * max(seconds, 1.0)
     with Harness.open(case.device, limit=limit) as harness, working(f"comparing {target} with itself"):
-        found = cast(list[Steady], harness.ask("self-comparison", case, runs=runs, seconds=seconds))
+        found = harness.measure(self_comparison, case, runs=runs, seconds=seconds)
     different = sum(difference(steady.speedup, steady.control) != "none" for steady in found)
     bare = sum(not (steady.speedup.low or 0) <= 1 <= (steady.speedup.high or 0) for steady in found)
     busy = sum((steady.pressure or 0) > BUSY for steady in found)

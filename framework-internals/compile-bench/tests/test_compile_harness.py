@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchkit import Quantity, UserError, numbers
-from compile_bench import Case, Harness, WorkerFailure, judge
+from compile_bench import Case, ChildFailure, Harness, judge
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.cli import app
 from compile_bench.cli.checking import budget_exceeded
@@ -80,7 +80,7 @@ def test_a_hanging_process_is_ended_with_its_children(tmp_path):
         "    time.sleep(60)\n"
     )
     start = time.monotonic()
-    with Harness.open("cpu", limit=3.0) as harness, pytest.raises(WorkerFailure, match=r"time limit of 3 s"):
+    with Harness.open("cpu", limit=3.0) as harness, pytest.raises(ChildFailure, match=r"time limit of 3 s"):
         harness.eager(Case(f"{tmp_path / 'hanging.py'}:target"))
     assert time.monotonic() - start < 40
     pid = int((tmp_path / "child").read_text())
@@ -92,7 +92,7 @@ def test_a_hanging_process_is_ended_with_its_children(tmp_path):
 
 
 def test_a_target_that_takes_too_long_is_a_failure():
-    with Harness.open("cpu", limit=0.5) as harness, pytest.raises(WorkerFailure, match=r"time limit of 0\.5 s"):
+    with Harness.open("cpu", limit=0.5) as harness, pytest.raises(ChildFailure, match=r"time limit of 0\.5 s"):
         harness.triage(Case("planted"))
 
 
@@ -107,7 +107,7 @@ def _alive(pid):
 def test_a_crash_is_a_failure_and_the_folder_is_gone(file):
     with Harness.open("cpu") as harness:
         folder = harness.folder
-        with pytest.raises(WorkerFailure, match=f"status -{signal.SIGSEGV.value}"):
+        with pytest.raises(ChildFailure, match=f"status -{signal.SIGSEGV.value}"):
             harness.triage(Case(f"{file}:crashes"))
     assert not folder.exists()
 
@@ -309,7 +309,7 @@ def test_steps_without_autotuning_are_sampled_in_the_same_rounds():
 def test_the_zoo_goes_on_after_a_target_that_fails(monkeypatch):
     def bench(self, case, **options):
         if case.target == "bad":
-            raise WorkerFailure("bad (compiled, default) was ended after its time limit of 5 s")
+            raise ChildFailure("bad (compiled, default) was ended after its time limit of 5 s")
         return made_up(1.9, 2.1)
 
     monkeypatch.setattr(Harness, "bench", bench)
@@ -332,7 +332,7 @@ def test_a_step_that_fails_without_compiling_is_the_users(file):
 
 def test_a_compilation_that_hangs_is_ended_and_the_rest_goes_on(file):
     with Harness.open("cpu", limit=3.0) as harness:
-        with pytest.raises(WorkerFailure, match=r"hangs \(triage, default\) was ended after its time limit of 3 s"):
+        with pytest.raises(ChildFailure, match=r"hangs \(triage, default\) was ended after its time limit of 3 s"):
             harness.triage(Case(f"{file}:hangs", train=False))
         harness.limit = 120.0
         assert harness.eager(Case(f"{file}:small")).total > 0
@@ -341,12 +341,12 @@ def test_a_compilation_that_hangs_is_ended_and_the_rest_goes_on(file):
 def test_a_stopped_harness_ends_its_processes_and_begins_no_other(file):
     with Harness.open("cpu") as harness, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(harness.triage, Case(f"{file}:hangs", train=False))
-        while not harness.busy:
+        while not harness.groups():
             time.sleep(0.05)
         harness.stop()
-        with pytest.raises(WorkerFailure, match="was ended: measuring was stopped"):
+        with pytest.raises(ChildFailure, match="was ended: measuring was stopped"):
             waiting.result(timeout=30)
-        with pytest.raises(WorkerFailure, match="measuring was stopped"):
+        with pytest.raises(ChildFailure, match="measuring was stopped"):
             harness.eager(Case(f"{file}:small"))
 
 

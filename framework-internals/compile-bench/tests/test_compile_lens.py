@@ -11,7 +11,7 @@ from benchkit.environment import capture
 from benchkit.report import render
 from benchkit.results import Record, Recorder
 from benchkit.run import Run
-from compile_bench import Bench, Case, Harness, WorkerFailure
+from compile_bench import Bench, Case, ChildFailure, Harness
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import _Measuring, collect, configure
 from compile_bench.measure.agreement import Agreement
@@ -86,9 +86,7 @@ def test_what_found_no_memory_beside_others_is_done_once_more_alone(measuring):
     def crowded():
         tried.append(1)
         if len(tried) == 1:
-            raise WorkerFailure(
-                "a (compiled, default) ended with status 1: torch.OutOfMemoryError: CUDA out of memory."
-            )
+            raise ChildFailure("a (compiled, default) ended with status 1: torch.OutOfMemoryError: CUDA out of memory.")
         return [record("a")]
 
     def hopeless():
@@ -101,10 +99,10 @@ def test_what_found_no_memory_beside_others_is_done_once_more_alone(measuring):
 
 def test_after_the_deadline_nothing_is_begun_and_what_runs_is_ended(measuring):
     measuring.harness.deadline = time.monotonic() - 1
-    with pytest.raises(WorkerFailure, match=r"mlp \(eager, default\) was not begun: the time for all"):
+    with pytest.raises(ChildFailure, match=r"mlp \(eager, default\) was not begun: the time for all"):
         measuring.harness.eager(Case("mlp"))
     measuring.harness.deadline = time.monotonic() + 0.02  # a fork, a model and three steps take longer
-    with pytest.raises(WorkerFailure, match=r"mlp \(eager, default\) was ended: the time for all"):
+    with pytest.raises(ChildFailure, match=r"mlp \(eager, default\) was ended: the time for all"):
         measuring.harness.eager(Case("mlp"))
 
 
@@ -124,7 +122,7 @@ def test_an_interruption_ends_what_runs(measuring):
 
     with pytest.raises(KeyboardInterrupt):
         measuring._keep("agreement", [("one", interrupted)], 1)
-    assert measuring.harness._stopped
+    assert measuring.harness.stopped
 
 
 def bench(case):
@@ -156,17 +154,19 @@ def test_the_gpu_job_goes_through_all_its_parts_whatever_fails(tmp_path, monkeyp
             raise UserError("gpt: the model raised")
         return bench(case)
 
-    def ask(self, job, case, cache=None, **arguments):
+    def ask(self, function, case, **arguments):
+        job = function.__name__
         if job == "shapes":
             passes = Passes(arguments["strategy"], 1.0, Quantity(0.1, "s", 0.1, 0.1, 9, "p20-p80"), 1)
             return ShapeAnswer(passes, ("[8]", "[5]"), ("args[0] dimension 0",))
         if job == "agreement":
             return Agreement(case, 1, (), 0, 0, 1, 0, "", ())
-        raise WorkerFailure(f"{case.target} ({job}, default) ended with status -11: it wrote nothing")
+        raise ChildFailure(f"{case.target} ({job}, default) ended with status -11: it wrote nothing")
 
     monkeypatch.setattr(Harness, "bench", benched)
     monkeypatch.setattr(Harness, "eager", lambda self, case, **options: FIRST)
-    monkeypatch.setattr(Harness, "ask", ask)
+    for ways in ("ask", "trace", "measure"):
+        monkeypatch.setattr(Harness, ways, ask)
     monkeypatch.setattr(Harness, "toolchain_seconds", lambda self: 2.0)
     configuration = configure("cuda", quick=False)
     configuration["agreement"]["targets"] = ["gpt", "llama", "t5"]

@@ -14,9 +14,10 @@ from benchkit.environment import Gpu, capture
 from benchkit.report import render
 from benchkit.results import Recorder, Results, load
 from benchkit.run import Run, sweep_and_write
-from compile_bench import Bench, Case, Harness, WorkerFailure
+from compile_bench import Bench, Case, ChildFailure, Harness
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import build_lens, configure
+from compile_bench.measure import steps
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Untuned
 from compile_bench.report.figures import draw_autotuning, draw_speedup, figures
 from compile_bench.report.sections import REPORT
@@ -192,9 +193,9 @@ tests.sweep(tests.run_of(Path(sys.argv[1])), tests.ROOT, None)
 def test_a_cell_that_fails_is_a_row_and_is_not_tried_again(tmp_path, made_up, monkeypatch):
     def bench(self, case, **options):
         if case.train and case.mode == "reduce-overhead":
-            raise WorkerFailure("mlp (compiled, reduce-overhead) ended with status -11: it wrote nothing")
+            raise ChildFailure("mlp (compiled, reduce-overhead) ended with status -11: it wrote nothing")
         if not case.train and case.mode == "max-autotune-no-cudagraphs":
-            raise WorkerFailure("mlp (compiled) was ended after its time limit of 60 s")
+            raise ChildFailure("mlp (compiled) was ended after its time limit of 60 s")
         return measured(self, case, **options)
 
     monkeypatch.setattr(Harness, "bench", bench)
@@ -235,7 +236,7 @@ def test_what_found_no_memory_is_measured_once_more_alone(tmp_path, made_up, mon
     def bench(self, case, **options):
         tried.append(case)
         if tried.count(case) == 1:
-            raise WorkerFailure("a (compiled) ended with status 1: torch.OutOfMemoryError: CUDA out of memory.")
+            raise ChildFailure("a (compiled) ended with status 1: torch.OutOfMemoryError: CUDA out of memory.")
         return measured(self, case, **options)
 
     monkeypatch.setattr(Harness, "bench", bench)
@@ -264,8 +265,8 @@ def hangs(tmp_path, monkeypatch, made_up):
     (tmp_path / "targets.py").write_text(TARGETS)
     name = f"{tmp_path / 'targets.py'}:hangs"
 
-    def eager(self, case, *, turn):
-        return self.ask("eager", case, turn=turn) if case.target == name else FIRST
+    def eager(self, case, *, timing_folder):
+        return self.measure(steps.eager, case, timing_folder=timing_folder) if case.target == name else FIRST
 
     monkeypatch.setattr(Harness, "eager", eager)
     return name

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compile_bench.capture.frames import UserCodeFilter
-from compile_bench.capture.phases import phase_seconds
+from compile_bench.capture.phases import phase_seconds, without_pauses
 from compile_bench.capture.reasons import categorise, parse_message
 from compile_bench.capture.trace import Event, read_events
 
@@ -300,3 +300,19 @@ def test_time_between_compilations_is_nobodys():
 )
 def test_category_of_a_reason(reason, category):
     assert categorise(reason) == category
+
+
+def test_phases_do_not_contain_pauses():
+    def event(name, kind, seconds):
+        return {"name": name, "ph": kind, "ts": seconds * 1e6}
+
+    outer, inner = "entire_frame_compile", "inductor_compile"
+    events = [event(outer, "B", 10), event(inner, "B", 12), event(inner, "E", 20), event(outer, "E", 21)]
+    plain = phase_seconds(events)
+    # Two seconds within the inner span, and one and a half that lie half in it, half behind it.
+    rest = phase_seconds(without_pauses(events, [(5.0, 9.0), (14.0, 16.0), (19.0, 20.5)]))
+    assert sum(plain.values()) == pytest.approx(11)
+    assert sum(rest.values()) == pytest.approx(11 - 2 - 1.5)
+    (more,) = (phase for phase in plain if plain[phase] == pytest.approx(8))
+    assert rest[more] == pytest.approx(8 - 2 - 1)
+    assert without_pauses(events, []) == events

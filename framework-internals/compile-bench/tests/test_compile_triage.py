@@ -28,7 +28,7 @@ from compile_bench.fixes import verify as proof
 from compile_bench.fixes.fixer import Fixer
 from compile_bench.fixes.holding import Held, Marked, overlays, rewind
 from compile_bench.fixes.source import Edit
-from compile_bench.fixes.trial import trials
+from compile_bench.fixes.trial import prove, trials
 from compile_bench.fixes.types import Proposal, Trial
 from compile_bench.fixes.verify import reference, refusal
 from compile_bench.measure.survey import lost_graphs, read_lost_graphs, survey, triage, unexplained
@@ -843,9 +843,10 @@ class InThisProcess:
     def ask_all(self, questions):
         return [question() for question in questions]
 
-    def ask(self, job, case, *, path, kinds, seeds, proposals=(), overlay=None, allowed=frozenset()):
-        if job == "trials":
-            return trials(case, kinds=kinds, seeds=seeds, proposals=proposals, path=path)
+    def trace(self, function, case, **arguments):
+        return function(case, **arguments)
+
+    def ask(self, function, case, *, path, kinds, seeds, overlay, allowed):
         return trials(case, kinds=kinds, seeds=seeds, proposals=[Proposal((overlay,), allowed)], path=path)[0][0]
 
 
@@ -963,12 +964,12 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
         return [replace(fair, edits=(wrong,)), fair] if found.line == 7 else [fair]
 
     class Counting(InThisProcess):
-        def ask(self, job, *arguments, **words):
-            if job == "prove":
+        def ask(self, function, *arguments, **words):
+            if function is prove:
                 proofs.append(words["overlay"][str(path)])
                 if b"0 * x" in proofs[-1]:
                     return Trial("the changed model raised an error")
-            return super().ask(job, *arguments, **words)
+            return super().ask(function, *arguments, **words)
 
     monkeypatch.setattr(fix, "_candidates", two_ways)
     case = Case(f"{path}:target", "cpu", train=False)

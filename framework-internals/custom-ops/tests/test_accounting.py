@@ -3,7 +3,7 @@
 import torch
 
 import custom_ops
-from custom_ops.accounting import (
+from custom_ops.bench.accounting import (
     Traffic,
     axpb_traffic,
     axpb_unfused_traffic,

@@ -10,9 +10,10 @@ import torch
 
 from benchkit import Quantity, Record, Results
 from benchkit.results import load
-from custom_ops import attention, attention_report
-from custom_ops.contestants import OURS
+from custom_ops.bench import attention
+from custom_ops.bench.cases import OURS
 from custom_ops.operators.flash_attention import reference
+from custom_ops.report import attention as attention_report
 
 
 @pytest.mark.parametrize("causal", [False, True])

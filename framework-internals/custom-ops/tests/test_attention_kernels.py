@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from custom_ops.attention_kernels import SOURCES, Algorithm, Kernels, build_kernels
 from native_build import find_nvcc
+
+from .attention_kernels import SOURCES, Algorithm, Kernels, build_kernels
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

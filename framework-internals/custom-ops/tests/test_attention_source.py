@@ -4,8 +4,9 @@ import re
 
 import pytest
 
-from custom_ops.attention_kernels import KERNEL_FILES, SOURCES
 from native_build import compile_cuda, find_nvcc
+
+from .attention_kernels import KERNEL_FILES, SOURCES
 
 # What a few kernels of mma.sync spill, in bytes a thread, for all that they hold in registers: at most these.
 SMALL_SPILL = 128

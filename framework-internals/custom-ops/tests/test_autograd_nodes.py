@@ -13,8 +13,8 @@ import torch
 
 import custom_ops
 import native_build
-from custom_ops import autograd_nodes, builds
-from custom_ops.prebuild import CSRC
+from custom_ops.builds import autograd_nodes, loading
+from custom_ops.builds.operator_library import CSRC
 
 ops = torch.ops.custom_ops
 needs_nodes = pytest.mark.usefixtures("nodes")
@@ -23,7 +23,7 @@ needs_nodes = pytest.mark.usefixtures("nodes")
 @pytest.fixture
 def nodes() -> None:
     if custom_ops.load().autograd != "compiled nodes":
-        pytest.skip("the derivatives of the build that serves are Python's")
+        pytest.skip("the derivatives of the build in use are Python's")
 
 
 def test_python_and_cpp_name_the_same_operators() -> None:
@@ -92,32 +92,32 @@ def test_python_serves_where_the_environment_asks_for_it() -> None:
         "for call, operands in ((ops.vector_add, (x, x)), (lambda x, y: ops.axpb(x, y, 2.0), (x, x)),\n"
         "                       (ops.scale, (x,)), (ops.bias_gelu, (x, b))):\n"
         "    assert torch.autograd.gradgradcheck(call, operands) and torch.autograd.gradcheck(call, operands)\n"
-        "print(ops.load().autograd, ops.build_info().not_served)\n"
+        "print(ops.load().autograd, ops.build_info().missing)\n"
     )
     path = os.pathsep.join(sys.path)
-    environment = {**os.environ, "PYTHONPATH": path, builds.AUTOGRAD_VARIABLE: "python"}
+    environment = {**os.environ, "PYTHONPATH": path, loading.AUTOGRAD_VARIABLE: "python"}
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert answer.stdout.startswith("Python {")
     assert "'derivatives in C++': 'CUSTOM_OPS_AUTOGRAD is python'" in answer.stdout
 
 
 def test_another_word_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(builds.AUTOGRAD_VARIABLE, "c++")
+    monkeypatch.setenv(loading.AUTOGRAD_VARIABLE, "c++")
     with pytest.raises(native_build.LibraryError, match=r"CUSTOM_OPS_AUTOGRAD: expected nodes or python, got 'c\+\+'"):
-        builds.build_info()
+        loading.build_info()
 
 
 def test_a_wheel_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     library = custom_ops.load().file
-    monkeypatch.delenv(builds.AUTOGRAD_VARIABLE, raising=False)
-    monkeypatch.setenv(builds.VARIABLE, str(library))
+    monkeypatch.delenv(loading.AUTOGRAD_VARIABLE, raising=False)
+    monkeypatch.setenv(loading.VARIABLE, str(library))
     monkeypatch.setattr(autograd_nodes, "cached", lambda: None)
     monkeypatch.setattr(native_build, "missing_cxx", lambda: None)
-    found = builds.build_info()
+    found = loading.build_info()
     assert found.autograd == "Python"
-    assert found.not_served["derivatives in C++"].endswith("(custom-ops build autograd)")
+    assert found.missing["derivatives in C++"].endswith("(custom-ops build autograd)")
     monkeypatch.setattr(autograd_nodes, "cached", lambda: Path("nodes.so"))
-    assert builds.build_info().autograd == "compiled nodes"
+    assert loading.build_info().autograd == "compiled nodes"
 
 
 def test_nodes_that_do_not_compile_leave_python(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +125,15 @@ def test_nodes_that_do_not_compile_leave_python(monkeypatch: pytest.MonkeyPatch)
         raise native_build.BuildError("cannot build custom_ops_autograd: no member named 'set_history'")
 
     monkeypatch.setattr(autograd_nodes, "build", fail)
-    monkeypatch.delenv(builds.AUTOGRAD_VARIABLE, raising=False)
-    asked = builds.BuildInfo("wheel", None, Path("library.so"), {}, "compiled nodes")
-    found, library = builds._load_nodes(asked)
+    monkeypatch.delenv(loading.AUTOGRAD_VARIABLE, raising=False)
+    asked = loading.BuildInfo("wheel", None, Path("library.so"), {}, "compiled nodes")
+    found, library = loading._load_nodes(asked)
     assert library is None
     assert found.autograd == "Python"
-    assert "set_history" in found.not_served["derivatives in C++"]
-    monkeypatch.setenv(builds.AUTOGRAD_VARIABLE, "nodes")
+    assert "set_history" in found.missing["derivatives in C++"]
+    monkeypatch.setenv(loading.AUTOGRAD_VARIABLE, "nodes")
     with pytest.raises(native_build.BuildError, match="set_history"):
-        builds._load_nodes(asked)
+        loading._load_nodes(asked)
 
 
 @needs_nodes

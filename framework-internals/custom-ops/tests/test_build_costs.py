@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from custom_ops import autograd_nodes, build_costs, prebuild
+from custom_ops.bench import build_costs
+from custom_ops.builds import autograd_nodes, operator_library
 from custom_ops.roads import just_in_time
 from native_build import BuildError
 
@@ -39,7 +40,7 @@ def test_what_was_built_is_not_compiled_again(tmp_path: Path, monkeypatch: pytes
     """The library goes to the user's cache if none is there; the extension is loaded from where it was built."""
     cache, library = tmp_path / "cache" / "operators.so", tmp_path / "built.so"
     library.write_bytes(b"new")
-    monkeypatch.setattr(prebuild, "_cache_path", lambda architectures: cache)
+    monkeypatch.setattr(operator_library, "_cache_path", lambda architectures: cache)
     for _ in range(2):
         build_costs.use(build_costs.Built(build_costs.STABLE, library, 1.0))
         assert cache.read_bytes() == b"new"

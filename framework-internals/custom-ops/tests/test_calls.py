@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import custom_ops
-from custom_ops import autograd_nodes, calls
-from custom_ops.torch_internals import any_requires_grad, in_cpp
+from custom_ops.builds import autograd_nodes
+from custom_ops.builds.torch_internals import any_requires_grad, in_cpp
+from custom_ops.operators import calls
 
 ops = torch.ops.custom_ops
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from custom_ops import autograd_nodes
+from custom_ops.builds import autograd_nodes
 from custom_ops.cli import app
 from custom_ops.roads.module import NAME
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from custom_ops.prebuild import CSRC
+from custom_ops.builds.operator_library import CSRC
 from native_build import compile_cuda, find_nvcc
 
-# Kernels of each rung: dtypes times ways to reach memory, and what else a template is instantiated for.
+# Kernels of each example: dtypes times ways to reach memory, and what else a template is instantiated for.
 KERNELS = {"vector_add": 4 * 2 * 2, "scale": 4 * 2, "bias_gelu": 4 * (4 * 2 + 2 * 4 + 1), "conv_bn_relu": 4 * 3 * 2}
 
 
@@ -14,10 +14,10 @@ KERNELS = {"vector_add": 4 * 2 * 2, "scale": 4 * 2, "bias_gelu": 4 * (4 * 2 + 2 
     "architecture",
     ["sm_90a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sm_80", "sm_100", "sm_120"))],
 )
-@pytest.mark.parametrize("rung", KERNELS)
-def test_kernels_do_not_spill(rung: str, architecture: str) -> None:
-    kernels = compile_cuda(CSRC / rung / "cuda.cu", architecture)
-    assert len(kernels) == KERNELS[rung]
+@pytest.mark.parametrize("example", KERNELS)
+def test_kernels_do_not_spill(example: str, architecture: str) -> None:
+    kernels = compile_cuda(CSRC / example / "cuda.cu", architecture)
+    assert len(kernels) == KERNELS[example]
     for kernel in kernels:
         # Four vectors of float64 a thread are more than their tanh leaves room for; only a comparison takes them.
         allowed = 32 if "bias_gelu_forwardIdLi2ELi4E" in kernel.name else 0

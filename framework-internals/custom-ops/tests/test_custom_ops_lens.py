@@ -12,10 +12,11 @@ from benchkit import Record
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write
-from custom_ops import lens, speed
-from custom_ops.contestants import COMPILED, contests
-from custom_ops.measure import largest_error
-from custom_ops.report import REPORT
+from custom_ops import lens
+from custom_ops.bench import speed
+from custom_ops.bench.cases import COMPILED, benchmark_cases
+from custom_ops.bench.measure import largest_error
+from custom_ops.report.spec import REPORT
 from custom_ops.roads.wrappers import SHIPPED
 
 COMMITTED = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
@@ -56,7 +57,7 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert results.complete
     assert all(record["differing"].value == 0 for record in results.select("correctness", op="vector_add"))
     assert "bit-equal to torch.add" in text
-    assert "operators agree with what the profiler counted" in " ".join(text.split())
+    assert "operators agree with the profiler's counts" in " ".join(text.split())
     losses = {round(record["loss"].value, 4) for record in results.select("training")}
     assert len(losses) == 1
     assert {path.name for path in (tmp_path / "figures").iterdir()} == {"speed.svg", "attention.svg", "calls.svg"}
@@ -101,18 +102,18 @@ def rendered_with(value: str, low: float, high: float, **labels: object) -> str:
     return " ".join(render(replace(COMMITTED, records=tuple(records)), REPORT).split())
 
 
-def test_a_call_is_dearer_or_cheaper_only_where_the_interval_says_so() -> None:
+def test_a_call_is_slower_or_faster_only_where_the_interval_says_so() -> None:
     equal = rendered_with("ratio", 0.98, 1.02, form=SHIPPED)
-    assert "A call costs as much as torch.add without a gradient, as much as torch.add with one:" in equal
-    assert "at no size does the call speak against a kernel of one's own." in equal
-    assert "more than torch.add" in (dearer := rendered_with("ratio", 1.5, 1.6, form=SHIPPED))
-    assert "gains only if it replaces several calls." in dearer
+    assert "A call costs the same as torch.add without a gradient and the same as torch.add with one:" in equal
+    assert "the call is no reason against a custom kernel at any size." in equal
+    assert "more than torch.add" in (slower := rendered_with("ratio", 1.5, 1.6, form=SHIPPED))
+    assert "gains only if it replaces several calls." in slower
 
 
-def test_an_operator_whose_interval_lies_on_both_sides_is_not_decided() -> None:
+def test_an_operator_whose_interval_lies_on_both_sides_is_undecided() -> None:
     text = rendered_with("speedup", 0.9, 1.2, op="scale", dtype="float32")
     clause = "- scale in float32, "
-    assert clause in text.partition("Not decided by this run")[2].partition("What decides")[0]
+    assert clause in text.partition("Undecided in this run")[2].partition("The bytes decide")[0]
     decided = rendered_with("speedup", 1.1, 1.2, op="scale", dtype="float32")
     assert clause in decided.partition("Worth it on")[2].partition("Not worth it")[0]
 
@@ -127,7 +128,7 @@ def limits(device: str) -> list:
 def test_the_thousands_of_ulps_of_a_sum_that_cancels_are_explained() -> None:
     text = " ".join(render(COMMITTED, REPORT).split())
     assert "| axpb | float32 | 500,003 | 79,290 | 0.5000 | 32,768 |" in text
-    assert "The 32,768 ulp of torch's are cancellation" in text
+    assert "The 32,768 ulp of torch's two operators are cancellation" in text
     assert "In bfloat16 `1.25 * -104.5 + 131` is 0.375;" in text
     records = tuple(record for record in COMMITTED.records if record.labels.get("op") != "axpb")
     assert "cancellation" not in render(replace(COMMITTED, records=records), REPORT)
@@ -169,9 +170,9 @@ def test_torch_compile_is_held_against_at_each_size_for_that_size(monkeypatch: p
 
         return compiled
 
-    axpb = contests()["axpb"]
+    axpb = benchmark_cases()["axpb"]
     without_library = replace(axpb, forms=dict.fromkeys(axpb.forms, axpb.forms["torch"]))
-    monkeypatch.setattr(speed, "contests", lambda: {"axpb": without_library})
+    monkeypatch.setattr(speed, "benchmark_cases", lambda: {"axpb": without_library})
     monkeypatch.setattr(torch, "compile", compile_anew)
     counts = [1024, 4096]
     found = list(speed.operators("cpu", ["axpb"], counts, [torch.float32], columns=64, compiled=True, seconds=0.01))

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import custom_ops
-from custom_ops import calls, torch_internals
-from custom_ops.checks import DTYPES, wide
+from custom_ops.builds import torch_internals
+from custom_ops.operators import calls
+from custom_ops.operators.checks import DTYPES, wide
 from custom_ops.operators.flash_attention import reference
 
 
@@ -485,7 +486,7 @@ FORWARD: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", FORWARD)
 def test_forward_mode_is_refused_and_not_dropped(name: str) -> None:
     function, x = FORWARD[name], IMAGE + 1
-    refused = pytest.raises(NotImplementedError, match=f"custom_ops::{name} has no forward-mode derivative; take rev")
+    refused = pytest.raises(NotImplementedError, match=f"custom_ops::{name} has no forward-mode derivative; use rev")
     with refused, forward_ad.dual_level():
         function(forward_ad.make_dual(x, x))
     with refused:
@@ -495,7 +496,9 @@ def test_forward_mode_is_refused_and_not_dropped(name: str) -> None:
     with forward_ad.dual_level():  # a tangent elsewhere is none of its business
         forward_ad.make_dual(ONE, ONE)
         assert torch.equal(function(x), function(x.clone()))
-    with pytest.raises(NotImplementedError, match=f"custom_ops::{name}: torch.func takes no derivatives that Python"):
+    with pytest.raises(
+        NotImplementedError, match=f"custom_ops::{name}: torch.func does not support derivatives that Python"
+    ):
         torch.func.grad(lambda x: function(x).sum())(x)
 
 

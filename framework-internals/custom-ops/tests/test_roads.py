@@ -10,7 +10,9 @@ import torch
 
 import custom_ops
 import native_build
-from custom_ops import builds, calls, measure, prebuild
+from custom_ops.bench import measure
+from custom_ops.builds import loading, operator_library
+from custom_ops.operators import calls
 from custom_ops.roads.wrappers import SHIPPED, STABLE, STABLE_AUTOGRAD, wrappers
 
 # What csrc/scale/module.cpp calls of Python, all in the limited API since 3.2.
@@ -50,33 +52,33 @@ def test_the_library_that_serves_is_reported_and_hashed() -> None:
     assert found.file.suffix == ".so"
     assert len(found.sha256 or "") == 64
     assert found.road in ("named library", "wheel", "compiled here")
-    assert "a named library" in found.not_served or found.road == "named library"
+    assert "a named library" in found.missing or found.road == "named library"
 
 
 def test_a_library_that_is_named_is_taken_first(monkeypatch: pytest.MonkeyPatch) -> None:
     library = custom_ops.load().file
-    monkeypatch.setenv(builds.VARIABLE, str(library))
-    found = builds.build_info()
+    monkeypatch.setenv(loading.VARIABLE, str(library))
+    found = loading.build_info()
     assert (found.road, found.file) == ("named library", library)
-    monkeypatch.setenv(builds.VARIABLE, "nowhere.so")
+    monkeypatch.setenv(loading.VARIABLE, "nowhere.so")
     with pytest.raises(native_build.LibraryError, match=r"CUSTOM_OPS_LIBRARY names nowhere\.so, .*; name .* or unset"):
-        builds.build_info()
+        loading.build_info()
 
 
 def test_no_open_road_names_every_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_build, "missing_cxx", lambda: "no compiler (install one)")
     monkeypatch.setattr(native_build, "missing_gpu", lambda: "no GPU (get one)")
-    monkeypatch.setattr(builds, "_library_of", lambda road: Path("nowhere.so"))
-    monkeypatch.delenv(builds.VARIABLE, raising=False)
-    assert builds.build_info().road is None
+    monkeypatch.setattr(loading, "_library_of", lambda road: Path("nowhere.so"))
+    monkeypatch.delenv(loading.VARIABLE, raising=False)
+    assert loading.build_info().road is None
     with pytest.raises(
         native_build.BuildError, match=r"the wheel: there is no .*; compiling here: no compiler .*; run-time .*: no GPU"
     ):
-        builds._load.__wrapped__()
+        loading._load.__wrapped__()
 
 
 def test_an_operator_that_the_build_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(NotImplementedError, match="no_such_operator: the build that serves has no kernels for it"):
+    with pytest.raises(NotImplementedError, match="no_such_operator: the build in use has no kernels for it"):
         _ = calls.no_such_operator
 
 
@@ -118,7 +120,7 @@ def test_abi3audit_finds_nothing(tmp_path: Path) -> None:
     pytest.importorskip("abi3audit")
     library = custom_ops.load().file
     assert library is not None
-    named = tmp_path / prebuild.FILE_NAME
+    named = tmp_path / operator_library.FILE_NAME
     named.write_bytes(library.read_bytes())
     answer = subprocess.run(
         [sys.executable, "-m", "abi3audit", "--strict", "--assume-minimum-abi3", "3.11", str(named)],

@@ -11,7 +11,7 @@ import torch
 
 import custom_ops
 import native_build
-from custom_ops import builds, nvrtc, prebuild, runtime_compiled
+from custom_ops.builds import loading, nvrtc, operator_library, runtime_compiled
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 
@@ -36,7 +36,7 @@ def test_kernels_compile_without_nvcc_and_without_a_gpu(instance: str) -> None:
 @needs_nvrtc
 def test_what_does_not_compile_is_said_in_one_line() -> None:
     with pytest.raises(native_build.BuildError, match=r"NVRTC does not compile for sm_90: .*nonsense"):
-        nvrtc.compile_kernels("__global__ void f() { nonsense; }", ["f"], "sm_90", [prebuild.CSRC])
+        nvrtc.compile_kernels("__global__ void f() { nonsense; }", ["f"], "sm_90", [operator_library.CSRC])
 
 
 def test_schemas_are_the_librarys() -> None:
@@ -58,7 +58,7 @@ SCRIPT = """
 import torch, native_build
 native_build.missing_cuda = lambda: "no nvcc"
 import custom_ops
-from custom_ops import calls
+from custom_ops.operators import calls
 x, bias = torch.randn(300, 512, device="cuda"), torch.randn(512, device="cuda")
 info = custom_ops.load()
 assert info.cuda == "run-time compilation", info
@@ -85,7 +85,7 @@ def test_it_serves_where_there_is_no_nvcc() -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={name: value for name, value in os.environ.items() if name != builds.VARIABLE}
+        env={name: value for name, value in os.environ.items() if name != loading.VARIABLE}
         | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert answer.returncode == 0, answer.stderr

@@ -49,21 +49,21 @@ def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("class", "it is a word of Python (take another, as my_class)"),
-        ("double", "it is a word of C++ (take another, as my_double)"),
-        ("std", "it is a word of C++"),
+        ("class", "it is a reserved word of Python (choose another, for example my_class)"),
+        ("double", "it is a reserved word of C++ (choose another, for example my_double)"),
+        ("std", "it is a reserved word of C++"),
         ("norm_", "a project's name does not end with an underscore"),
-        ("layer__norm", "C++ keeps names with two in a row for itself (take another, as my_layer_norm)"),
+        ("layer__norm", "C++ reserves names with two in a row (choose another, for example my_layer_norm)"),
         ("json", "it is a module of Python's standard library"),
         ("torch", "it is a package that is installed here, "),
         ("custom_ops", "it is a package that is installed here, "),
-        ("aten", "torch.ops.aten is there already"),
+        ("aten", "torch.ops.aten exists already"),
     ],
 )
 def test_names_that_others_have_are_refused(name: str, reason: str, tmp_path: Path) -> None:
     result = runner.invoke(app, ["new", name, "--folder", str(tmp_path)])
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"custom-ops: expected a name that is free, got {name!r}: ")
+    assert result.stderr.startswith(f"custom-ops: expected an unused name, got {name!r}: ")
     assert reason in result.stderr
     assert not list(tmp_path.iterdir())
 
@@ -79,4 +79,4 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "square").mkdir()
     result = runner.invoke(app, ["new", "square", "--folder", str(tmp_path)])
     assert result.exit_code == 2
-    assert "is there already" in result.stderr
+    assert "exists already" in result.stderr

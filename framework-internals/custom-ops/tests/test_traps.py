@@ -15,7 +15,7 @@ import torch
 import torch.utils.cpp_extension
 
 import native_build
-from custom_ops import builds, torch_internals
+from custom_ops.builds import loading, torch_internals
 from custom_ops.roads import ahead_of_time, just_in_time
 from custom_ops.roads.module import NAME, SOURCES
 from custom_ops.roads.wrappers import wrappers
@@ -105,9 +105,9 @@ def test_library_of_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     fields = {"name": "custom_ops", "torch_at_least": "2.3", "torch_at_most": "2.4", "machine": platform.machine()}
     record = json.dumps({**fields, "cuda": None, "architectures": []})
     library.write_bytes(b"native_build library record: " + record.encode() + b"\0")
-    monkeypatch.setenv(builds.VARIABLE, str(library))
+    monkeypatch.setenv(loading.VARIABLE, str(library))
     with pytest.raises(native_build.LibraryError, match=r"it is for torch 2\.3 to 2\.4, and this is torch"):
-        builds.build_info()
+        loading.build_info()
 
 
 @pytest.mark.skipif(native_build.find_nvcc() is None, reason="needs nvcc")
@@ -129,7 +129,7 @@ def test_cpu_tensor_to_a_cuda_only_operator() -> None:
 
 
 def test_an_import_without_pyinit(tmp_path: Path) -> None:
-    library = builds.load().file
+    library = loading.load().file
     assert library is not None
     renamed = tmp_path / "operators.abi3.so"
     shutil.copy2(library, renamed)

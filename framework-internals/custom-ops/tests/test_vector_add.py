@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_ops
-from custom_ops.checks import DTYPES
-from custom_ops.contestants import ALPHA
-from custom_ops.measure import differing, hard_operands, largest_error
+from custom_ops.bench.cases import ALPHA
+from custom_ops.bench.measure import differing, hard_operands, largest_error
+from custom_ops.operators.checks import DTYPES
 from custom_ops.roads.just_in_time import load as extension
 
 OPERATORS = {"vector_add": custom_ops.vector_add, "axpb": lambda x, b: custom_ops.axpb(x, b, ALPHA)}

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import custom_ops
 import native_build
-from custom_ops import prebuild
+from custom_ops.builds import operator_library
 from custom_ops.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,10 +43,10 @@ def test_a_wheel_for_any_python_carries_the_library(tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     (wheel,) = tmp_path.glob("custom_ops-*-cp311-abi3-*.whl")
     with zipfile.ZipFile(wheel) as archive:
-        library = Path(archive.extract(f"custom_ops/{prebuild.FILE_NAME}", tmp_path))
+        library = Path(archive.extract(f"custom_ops/{operator_library.FILE_NAME}", tmp_path))
         assert "custom_ops/templates/new/setup.py.j2" in archive.namelist()
     record = native_build.read_record(library)
-    assert (record.torch_at_least, record.torch_at_most) == prebuild.TORCH_VERSIONS
+    assert (record.torch_at_least, record.torch_at_most) == operator_library.TORCH_VERSIONS
     assert record.cuda is None
 
 
@@ -56,8 +56,8 @@ def test_the_library_alone_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     result = CliRunner().invoke(app, ["build", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert native_build.read_record(tmp_path / prebuild.FILE_NAME).name == "custom_ops"
-    assert f"CUSTOM_OPS_LIBRARY={tmp_path / prebuild.FILE_NAME}" in result.output.replace("\n", "")
+    assert native_build.read_record(tmp_path / operator_library.FILE_NAME).name == "custom_ops"
+    assert f"CUSTOM_OPS_LIBRARY={tmp_path / operator_library.FILE_NAME}" in result.output.replace("\n", "")
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
-"""The workers and the comparison of engines in them."""
+"""The comparison of engines in child processes."""
 
-import sys
 import threading
-import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 
@@ -10,79 +8,23 @@ import pytest
 from typer.testing import CliRunner
 
 from benchkit import Quantity, Timing, UserError
+from benchkit.processes import ChildCrashed
 from benchkit.run import Run
 from jax_baseline import lens
 from jax_baseline.cli import app
 from jax_baseline.timing import bench
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines
 from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
-from jax_baseline.worker import Worker, WorkerError, last_line
 
 
-class Talker:
-    """What the tests' worker holds."""
-
-    def __init__(self, greeting):
-        if greeting == "nothing":
-            raise ValueError("no greeting")
-        self.greeting = greeting
-
-    def greet(self, name):
-        print("this must not disturb the answers")
-        return f"{self.greeting}, {name}"
-
-    def fail(self):
-        raise KeyError("lost")
-
-    def refuse(self):
-        raise UserError("not today")
-
-    def die(self):
-        raise SystemExit(7)
-
-    def hang(self):
-        print("waiting for a driver", file=sys.stderr, flush=True)
-        time.sleep(600)
-
-
-@pytest.fixture
-def factory(tmp_path, monkeypatch):
-    from pathlib import Path
-
-    (tmp_path / "talker_module.py").write_text(Path(__file__).read_text())
-    monkeypatch.syspath_prepend(tmp_path)
-    return "talker_module:Talker"
-
-
-def test_calls_answers_and_errors(factory):
-    with Worker(factory, {"greeting": "Hello"}) as worker:
-        assert worker.call("greet", name="you") == "Hello, you"
-        with pytest.raises(WorkerError, match="KeyError: 'lost'"):
-            worker.call("fail")
-        with pytest.raises(UserError, match="not today"):
-            worker.call("refuse")
-        assert worker.call("greet", name="again") == "Hello, again"
-        with pytest.raises(WorkerError, match="ended with status 7"):
-            worker.call("die")
-
-
-def test_a_worker_that_hangs_is_ended(factory):
-    start = time.perf_counter()
-    with Worker(factory, {"greeting": "Hello"}, limit_seconds=30) as worker:
-        worker._limit = 0.5  # the limit above is for a busy machine to start a process in
-        with pytest.raises(WorkerError, match=r"no answer after 0.5 s[^$]*waiting for a driver"):
-            worker.call("hang")
-    assert time.perf_counter() - start < 40
-
-
-class FakeWorker:
+class FakeEngine:
     """An engine whose calls are noted, with the first loss that its options say."""
 
     def __init__(self, log, spec):
         self.log, self.name = log, spec.attention
         self.loss = float(spec.options or 5.0)
         if self.name == "no start":
-            raise WorkerError("Traceback\n  somewhere\nImportError: no such library\n")
+            raise ChildCrashed("make_engine raised ImportError: no such library")
         if self.name == "not here":
             raise UserError("no C++ compiler (install one)")
         log.append(("start", self.name))
@@ -91,13 +33,13 @@ class FakeWorker:
         self.log.append((method, self.name))
         runs = self.log.count(("run", self.name))
         if (self.name == "too large" and runs > 0) or (self.name == "growing" and runs > 3):
-            raise WorkerError("RESOURCE_EXHAUSTED: out of memory")
+            raise ChildCrashed("RESOURCE_EXHAUSTED: out of memory")
         if method == "kernel_times":
             if self.name == "no profile":
-                raise WorkerError("the worker ended with status -6:\nFatal Python error: Aborted\n")
+                raise ChildCrashed("JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted")
             return [["fusion", 2.0, 1e-3]]
         if method == "peak_memory" and self.name == "no peak":
-            raise WorkerError("Traceback\nRuntimeError: CUDA error: device lost\n")
+            raise ChildCrashed("JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost")
         return asdict(Preparation(1.0, self.loss, {})) if method == "prepare" else None
 
     def close(self):
@@ -109,7 +51,7 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
 
     @contextmanager
     def workers(device, factory, empty_caches):
-        yield lambda spec, model, training: FakeWorker(log, spec)
+        yield lambda spec, model, training: FakeEngine(log, spec)
 
     monkeypatch.setattr(bench, "_workers", workers)
     names = ("reference", "right", "growing", "no start", "too large", "wrong", "not here", "also right")
@@ -123,11 +65,14 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
         "right",
         "also right",
     }
-    assert last_line(found["no start"]) == "ImportError: no such library"
+    assert found["no start"] == "make_engine raised ImportError: no such library"
     assert "out of memory" in found["too large"]
     assert "out of memory" in found["growing"]  # in a round that is timed
     assert found["not here"] == "no C++ compiler (install one)"
-    assert "first losses 5.100000 and 5.000000, at most 1e-04 apart in float32" in found["wrong"]
+    assert (
+        "first loss 5.100000 differs from the reference's 5.000000; at most 1e-04 is expected in float32"
+        in found["wrong"]
+    )
     assert {("close", "too large"), ("close", "growing")} <= set(
         log
     )  # so that it does not hold memory while others run
@@ -140,11 +85,11 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
 
 
 def test_what_fails_after_the_timed_rounds_leaves_them(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeWorker([], asked[0])))
+    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
 
     def inspect(name, worker):
         if name in ("reference", "no inspection"):
-            raise WorkerError("the worker ended with status -11:\n")
+            raise ChildCrashed("JaxEngine.next_loss ended with status -11: no message")
 
     names = ("reference", "no peak", "no inspection", "right")
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
@@ -157,21 +102,22 @@ def test_what_fails_after_the_timed_rounds_leaves_them(monkeypatch):
         "no inspection": ["inspection"],
         "right": [],
     }
-    assert last_line(found["no peak"].missing["peak memory"]) == "RuntimeError: CUDA error: device lost"
+    lost = "JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost"
+    assert found["no peak"].missing["peak memory"] == lost
     (_, trial), *_ = bench.sweep(
         {"no peak": engines["no peak"]}, *shapes, device="cpu", rounds=2, steps=1, together=1, kernels=False
     )
     assert len(trial.timing.samples) == 2
-    assert last_line(trial.memory_unknown) == "RuntimeError: CUDA error: device lost"
+    assert trial.memory_unknown == lost
 
 
 def test_a_reference_that_dies_once_it_is_timed_costs_the_later_groups_alone(monkeypatch):
     log = []
 
-    class Dying(FakeWorker):
+    class Dying(FakeEngine):
         def call(self, method, **arguments):
             if self.name == "reference" and ("start", "second") in log:
-                raise WorkerError("the worker ended with status -9:\n")
+                raise ChildCrashed("JaxEngine.run ended with status -9: no message")
             return super().call(method, **arguments)
 
     monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: Dying(log, asked[0])))
@@ -179,43 +125,32 @@ def test_a_reference_that_dies_once_it_is_timed_costs_the_later_groups_alone(mon
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
     found = measure_engines(engines, *shapes, device="cpu", rounds=2, together=1)
     assert len(found["reference"].timing.samples) == len(found["first"].timing.samples) == 2
-    assert found["second"].startswith("the reference, reference, failed beside it: the worker ended with status -9")
+    assert found["second"].startswith("the reference, reference, failed beside it: JaxEngine.run ended with status -9")
 
 
 def test_a_missing_fact_is_an_absence_of_the_report(monkeypatch):
     found = MeasuredEngine(
         *(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None),
-        missing={"peak memory": "Traceback\nRuntimeError: device lost\n"},
+        missing={"peak memory": "RuntimeError: device lost."},
     )
     monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
     kept = []
     monkeypatch.setattr(Run, "record", lambda self, name, labels=None, values=None, data=None: kept.append(name))
     run = Run("cpu", lens.configure("cpu", quick=False), Notes())
     run.configuration["bench"]["engines"] = {"one": asdict(EngineSpec("jax"))}
-    lens.training_lens._collect_bench(run)
+    lens.timing.record_engines(run)
     assert "engine" in kept
     assert run.recorder.told["The peak memory of `one`"] == "asking for it failed: RuntimeError: device lost"
 
 
-def test_the_reason_of_a_failure_is_the_exception_and_not_the_advice_after_it():
-    advised = "Traceback\n  somewhere\ntorch._inductor.exc.InductorError: no compiler\n\nSet TORCH_LOGS for more\n\n"
-    assert last_line(advised) == "torch._inductor.exc.InductorError: no compiler"
-    assert last_line("the worker ended with status -9:\n\n") == "the worker ended with status -9:"
-    assert (
-        last_line("out of memory while trying 8 GiB\nexternal/xla+/xla/status.cc:146\n")
-        == "out of memory while trying 8 GiB"
-    )
-    assert last_line("") == "no message"
-
-
 def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeWorker([], asked[0])))
+    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
     engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large", "growing")}
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
     found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
     assert [kernel.name for kernel in found["right"].kernels] == ["fusion"]
     assert found["no profile"].kernels == ()
-    assert last_line(found["no profile"].unprofiled) == "Fatal Python error: Aborted"
+    assert found["no profile"].unprofiled == "JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted"
     assert len(found["no profile"].timing.samples) == 2
     assert "out of memory" in found["too large"]
     assert "out of memory" in found["growing"]
@@ -238,7 +173,7 @@ def test_the_peak_that_a_rate_of_several_devices_is_held_against_is_that_of_all_
     run.configuration["bench"]["engines"] = {
         name: asdict(EngineSpec("jax", data=data)) for name, data in (("one", 1), ("two", 2))
     }
-    lens.training_lens._collect_bench(run)
+    lens.timing.record_engines(run)
     assert kept["two"]["rate"].value == 2 * kept["one"]["rate"].value
     assert kept["two"]["MFU"].value == pytest.approx(kept["one"]["MFU"].value)
 
@@ -254,8 +189,8 @@ def test_a_sweeps_share_of_the_peak_is_that_of_all_devices(a_peak, monkeypatch):
 
 
 def test_a_reference_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeWorker([], asked[0])))
-    with pytest.raises(WorkerError, match="out of memory"):
+    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
+    with pytest.raises(ChildCrashed, match="out of memory"):
         measure_engines(
             {"reference": EngineSpec("jax", attention="too large")},
             *bench_config("tiny", batch_size=2, dtype="float32"),
@@ -276,15 +211,14 @@ class Notes:
 
 def test_a_part_that_fails_is_absent_from_the_report_and_costs_no_other(monkeypatch, caplog):
     def fails(run):
-        raise WorkerError("in the worker:\nTraceback\n  somewhere\nXlaRuntimeError: INTERNAL: no stream.\n")
+        raise RuntimeError("Traceback\n  somewhere\nXlaRuntimeError: INTERNAL: no stream.\n")
 
     def needs_a_person(run):
         raise UserError("JAX sees no device")
 
     notes, done = Notes(), []
-    parts = [("The first", fails), ("The second", done.append)]
-    monkeypatch.setattr(lens.training_lens, "sections", lambda run: parts)
-    monkeypatch.setattr(lens.hlo_lens, "sections", lambda run: [("The third", done.append)])
+    parts = [("The first", fails), ("The second", done.append), ("The third", done.append)]
+    monkeypatch.setattr(lens, "parts", lambda run: parts)
     run = Run("cpu", {}, notes)
     lens.collect(run)
     assert done == [run, run]
@@ -298,7 +232,7 @@ def test_a_part_that_fails_is_absent_from_the_report_and_costs_no_other(monkeypa
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_part_has_a_name_of_its_own(device):
     run = Run(device, lens.configure(device, quick=False), Notes())
-    names = [name for half in (lens.training_lens, lens.hlo_lens) for name, _ in half.sections(run)]
+    names = [name for name, _ in lens.parts(run)]
     assert len(set(names)) == len(names) >= 8
 
 
@@ -306,7 +240,7 @@ def test_a_quick_run_has_every_kind_of_part():
     kinds = []
     for quick in (False, True):
         run = Run("cpu", lens.configure("cpu", quick), Notes())
-        names = [name for half in (lens.training_lens, lens.hlo_lens) for name, _ in half.sections(run)]
+        names = [name for name, _ in lens.parts(run)]
         kinds.append({name.split(",")[0] if "attention" in name else name.split(" in ")[0] for name in names})
     assert kinds[0] - kinds[1] == {"The GPU's program"}  # which takes XLA's compiler for a GPU that is not there
 
@@ -314,7 +248,7 @@ def test_a_quick_run_has_every_kind_of_part():
 def test_a_quick_run_says_what_it_leaves_out_of_the_compiled_step():
     notes = Notes()
     run = Run("cpu", lens.configure("cpu", quick=True), notes)
-    dict(lens.hlo_lens.sections(run))["XLA beside Inductor"](run)
+    dict(lens.parts(run))["XLA beside Inductor"](run)
     assert list(notes.told) == ["XLA beside Inductor, and the program of a GPU"]
 
 
@@ -322,30 +256,23 @@ def test_a_quick_run_says_what_it_leaves_out_of_the_compiled_step():
 def test_mistakes_that_are_not_planted_are_named(device, told):
     notes = Notes()
     run = Run(device, lens.configure(device, quick=False), notes)
-    lens.training_lens._collect_mutations(run, list, lambda: None)
+    lens.parity._record_mistakes(run, list, lambda: None)
     assert list(notes.told) == told
 
 
 def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):
-    from jax_baseline.timing import measurements as training_lens
-
     begun = threading.Event()
     mesh = {"state_bytes": 1, "losses": [1.0], "collectives": {}}
-    monkeypatch.setattr(training_lens, "_try_meshes", lambda configuration: begun.set() or ([(1, 1, mesh)], [[1.0]]))
-    monkeypatch.setattr(training_lens, "_try_mutations", lambda configuration: [] if begun.wait(10) else ["alone"])
+    monkeypatch.setattr(lens.parity, "_run_meshes", lambda configuration: begun.set() or ([(1, 1, mesh)], [[1.0]]))
+    monkeypatch.setattr(lens.parity, "_run_mistakes", lambda configuration: [] if begun.wait(10) else ["alone"])
     kept = []
     run = Run("cpu", lens.configure("cpu", quick=True), Notes())
     monkeypatch.setattr(Run, "record", lambda self, name, *rest: kept.append(name))
-    parts = dict(training_lens.sections(run))
+    parts = dict(lens.parity.sections(run))
     assert not begun.is_set()
     parts["Planted mistakes"](run)
     parts["Meshes of devices"](run)
     assert kept == ["mesh"]
-
-
-def test_a_factory_that_fails_raises(factory):
-    with pytest.raises(WorkerError, match="ValueError: no greeting"):
-        Worker(factory, {"greeting": "nothing"})
 
 
 def test_the_list_of_engines_says_what_is_special_about_each():

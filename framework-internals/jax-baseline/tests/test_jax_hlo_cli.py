@@ -8,11 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchkit import UserError
+from benchkit.processes import ChildCrashed
 from benchkit.run import Run
 from jax_baseline.cli import app
 from jax_baseline.diff import measurements as hlo_lens
 from jax_baseline.hlo import gpu_target, kernels, parse, summarise
-from jax_baseline.worker import WorkerError
 from torch_baseline.config import GPTConfig, TrainConfig
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -158,14 +158,13 @@ def test_a_program_that_fails_is_not_taken_for_another_function(monkeypatch):
     """Exit status 1 says that the two functions differ."""
 
     def dies(one, other):
-        raise WorkerError("in the worker:\nTraceback\n  somewhere\nXlaRuntimeError: INTERNAL: no kernel\n")
+        raise ChildCrashed("JaxProgram.program raised XlaRuntimeError: INTERNAL: no kernel")
 
     monkeypatch.setattr("jax_baseline.diff.compiled_programs.compile_both", dies)
     result = invoke("diff", "--device", "cpu")
     assert isinstance(result.exception, UserError)  # one line and status 2
-    assert (
-        str(result.exception) == "compiling or running one of the programs failed: XlaRuntimeError: INTERNAL: no kernel"
-    )
+    why = "JaxProgram.program raised XlaRuntimeError: INTERNAL: no kernel"
+    assert str(result.exception) == f"compiling or running one of the programs failed: {why}"
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch):

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from benchkit import UserError
+from benchkit.processes import ChildCrashed
 from jax_baseline.diff import compiled_programs
 from jax_baseline.diff.compiled_programs import FunctionSpec, compile_both, load_function, load_inputs
 from jax_baseline.diff.inductor_program import kernel_seconds_from_trace
 from jax_baseline.diff.inductor_source import hook_launches
 from jax_baseline.diff.programs import Program
 from jax_baseline.diff.torch_labels import labelled_loss
-from jax_baseline.worker import WorkerError
 from torch_baseline.config import GPTConfig
 from torch_baseline.model import GPT
 
@@ -129,10 +129,10 @@ def test_the_labelled_model_computes_the_same(tied):
         torch.testing.assert_close(got.grad, want.grad, rtol=0, atol=0)
 
 
-# The example of the README, and inputs that cannot be.
-README = (Path(__file__).parents[1] / "README.md").read_text()
+# The example of the guide, and inputs that cannot be.
+GUIDE = (Path(__file__).parents[3] / "docs" / "jax-baseline.md").read_text()
 EXAMPLE = next(
-    textwrap.dedent(block.split("```")[0]) for block in README.split("```python\n")[1:] if "def torch_fn" in block
+    textwrap.dedent(block.split("```")[0]) for block in GUIDE.split("```python\n")[1:] if "def torch_fn" in block
 )
 USER_FILE = f"""{EXAMPLE}
 
@@ -286,7 +286,10 @@ def test_gradients_need_an_argument_that_can_have_one(user_file, program, name):
 def test_why_values_could_not_be_read_is_a_sentence():
     class NoValues:
         def call(self, method):
-            raise WorkerError("in the worker:\nTraceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n")
+            raise ChildCrashed(
+                "JaxProgram.values raised ValueError",
+                "Traceback\n  somewhere\nValueError: the kernel k calls __cudnn$fmha\n",
+            )
 
     (note,) = compiled_programs._with_values(Program("XLA", (), None, 0.0), NoValues()).notes
     assert note == (

@@ -14,16 +14,13 @@ import numpy as np
 import pytest
 
 from benchkit import UserError
-from jax_baseline.gpt import interchange, loop, per_example, sampling
+from jax_baseline.gpt import interchange, loop
 from jax_baseline.gpt.checkpoints import BEST, LAST, Checkpoints
-from jax_baseline.gpt.model import forward, loss
-from jax_baseline.gpt.transfer import from_torch, to_torch
+from jax_baseline.gpt.transfer import to_torch
 from torch_baseline import checkpoint as torch_checkpoints
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import batch, load_corpus
-from torch_baseline.model import GPT, init_numpy
 from torch_baseline.records import StepLog, ValidationLog
-from torch_baseline.sample import sample_bytes as torch_sample_bytes
 from torch_baseline.train import NonFiniteError
 from torch_baseline.train import train as torch_train
 
@@ -270,59 +267,6 @@ def test_a_run_goes_on_in_the_other_framework(tmp_path):
     torch_train(MODEL, half, resume=True, report=rest.append)
     assert losses(rest) == pytest.approx(losses(everything)[6:], rel=1e-12)
     assert torch_checkpoints.load(half.out / "last.pt").step == 8
-
-
-def test_sampling_from_the_cache_writes_what_torch_writes():
-    config = GPTConfig(vocab_size=300, n_layer=2, n_head=3, n_embd=30, block_size=10, tie_embeddings=False)
-    drawn = {name: array * (4 if array.ndim == 2 else 1) for name, array in init_numpy(config, 3).items()}
-    model = GPT(config)
-    model.load_numpy(drawn)
-    params = from_torch(drawn, config)
-    theirs = list(torch_sample_bytes(model, b"hello", 20, temperature=0, seed=0))  # past the end of the window
-    assert list(sampling.sample_bytes(params, config, b"hello", 20, temperature=0, seed=0)) == theirs
-    warm = list(sampling.sample_bytes(params, config, b"hello", 8, temperature=1.0, seed=1))
-    assert warm == list(sampling.sample_bytes(params, config, b"hello", 8, temperature=1.0, seed=1))
-    assert warm != list(sampling.sample_bytes(params, config, b"hello", 8, temperature=1.0, seed=2))
-    with pytest.raises(ValueError, match="at least one byte"):
-        next(sampling.sample_bytes(params, config, b"", 1, temperature=0, seed=0))
-    with pytest.raises(ValueError, match="must not be negative"):
-        next(sampling.sample_bytes(params, config, b"a", 1, temperature=-1, seed=0))
-
-
-@pytest.mark.slow
-def test_every_examples_own_loss_and_gradient():
-    params = from_torch(init_numpy(MODEL, 0), MODEL)
-    x, y = (part.astype(np.int32) for part in batch(load_corpus().train, 0, 0, 3, MODEL.block_size))
-    each, norms = jax.jit(per_example.gradient_norms, static_argnums=3)(params, x, y, MODEL)
-    np.testing.assert_allclose(per_example.losses(params, x, y, MODEL), each, rtol=1e-5)
-    assert float(each.mean()) == pytest.approx(float(loss(params, x, y, MODEL)), rel=1e-6)
-    for index in range(3):
-        gradient = jax.grad(loss)(params, x[index : index + 1], y[index : index + 1], MODEL)
-        own = np.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradient)))
-        assert float(norms[index]) == pytest.approx(own, rel=1e-5)
-
-
-def test_noise_scale_of_gradients_that_are_signal_and_noise():
-    generator = np.random.default_rng(0)
-    signal, gradients = np.full(400, 0.5), generator.standard_normal((200, 400))
-    gradients = signal + 2.0 * gradients
-    norms = np.linalg.norm(gradients, axis=1)
-    found = per_example.noise_scale(norms, np.linalg.norm(gradients.mean(0)))
-    assert float(found) == pytest.approx(4.0 * 400 / (0.25 * 400), rel=0.1)
-
-
-def test_the_nnx_view_is_the_function():
-    nnx = pytest.importorskip("flax.nnx")
-    from jax_baseline.gpt.nnx_view import GPT as View
-
-    view = View(MODEL, seed=2)
-    x = np.zeros((1, 5), np.int32)
-    params = from_torch(init_numpy(MODEL, 2), MODEL)
-    np.testing.assert_array_equal(view(x), forward(params, x, MODEL))
-    gradient = nnx.grad(lambda model: model(x).sum())(view)
-    expected = jax.tree.leaves(jax.grad(lambda params: forward(params, x, MODEL).sum())(params))
-    for found, leaf in zip(jax.tree.leaves(gradient), expected, strict=True):
-        np.testing.assert_allclose(found, leaf, rtol=1e-5, atol=1e-6)
 
 
 def test_best_weights_are_the_averaged_ones(whole):

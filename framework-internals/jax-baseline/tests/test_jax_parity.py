@@ -1,4 +1,4 @@
-"""The comparison itself: bounds, controls in other bases, what is named, and what planted mistakes it catches."""
+"""The comparison itself: bounds, permuted references, what is named, and which planted mistakes it detects."""
 
 from dataclasses import replace
 
@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from jax_baseline.parity import adapters as sides
+from jax_baseline.parity import adapters, planted_mistakes
 from jax_baseline.parity import comparison as parity
-from jax_baseline.parity import planted_mistakes as mutations
-from jax_baseline.parity.permuted import Symmetry
+from jax_baseline.parity.permuted import Permutation
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, init_numpy
 
@@ -27,21 +26,21 @@ EPS64 = float(np.finfo(np.float64).eps)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_another_basis_computes_the_same_in_another_order(name):
+def test_a_permuted_reference_computes_the_same_in_another_order(name):
     config = SHAPES[name]
-    symmetry = Symmetry.draw(config, 4, seed=1)
+    permutation = Permutation.draw(config, 4, seed=1)
     weights = {key: array.astype(np.float64) for key, array in init_numpy(config, 0).items()}
     tokens = np.random.default_rng(0).integers(0, 256, (4, config.block_size))
     logits = {}
-    for name, changed in (("own", weights), ("other", symmetry.weights(weights))):
+    for name, changed in (("own", weights), ("other", permutation.weights(weights))):
         model = GPT(config).double()
         model.load_numpy(changed)
-        batch = tokens if name == "own" else symmetry.batch(tokens)
+        batch = tokens if name == "own" else permutation.batch(tokens)
         logits[name] = model(torch.from_numpy(batch)).detach().numpy()
-    found = symmetry.original_activations({"logits": logits["other"]})["logits"]
+    found = permutation.original_activations({"logits": logits["other"]})["logits"]
     assert not np.array_equal(found, logits["own"])  # the order of the sums did change
     np.testing.assert_allclose(found, logits["own"], rtol=0, atol=300 * EPS64 * np.abs(logits["own"]).max())
-    for key, array in symmetry.original_weights(symmetry.weights(weights)).items():
+    for key, array in permutation.original_weights(permutation.weights(weights)).items():
         np.testing.assert_array_equal(array, weights[key])
 
 
@@ -49,14 +48,14 @@ def test_another_basis_computes_the_same_in_another_order(name):
 @pytest.mark.parametrize("low_precision_residual", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_parity_holds(dtype, ceiling, low_precision_residual):
     model = replace(SHAPES["odd heads, untied"], low_precision_residual=low_precision_residual)
-    found = sides.run(sides.Setup(model, replace(TRAINING, dtype=dtype, steps=8)))
+    found = adapters.run(adapters.Setup(model, replace(TRAINING, dtype=dtype, steps=8)))
     assert found.divergence() is None
     assert found.largest("loss") < ceiling
 
 
 @pytest.mark.slow
 def test_parity_in_bfloat16_is_that_of_torch_with_itself():
-    found = sides.run(sides.Setup(SMALL, replace(TRAINING, dtype="bfloat16")))
+    found = adapters.run(adapters.Setup(SMALL, replace(TRAINING, dtype="bfloat16")))
     assert found.divergence() is None
     assert found.control_largest("loss") < 1e-2
 
@@ -67,11 +66,11 @@ def test_parity_in_bfloat16_is_that_of_torch_with_itself():
         ({"block_size": 1}, {"steps": 1}),
         pytest.param({}, {"steps": 2, "batch_size": 6, "accumulation": 3, "seed": 1}, marks=pytest.mark.slow),
     ],
-    ids=["four positions: bfloat16 rounds alike in all bases", "thirds: dividing by three rounds"],
+    ids=["four positions: bfloat16 rounds alike in all permuted references", "thirds: dividing by three rounds"],
 )
-def test_parity_in_bfloat16_where_torch_hardly_strays_from_itself(shape, training):
-    # What shows here, many times over the bound, is a rounding that one side makes at another place than the other.
-    found = sides.run(sides.Setup(replace(SMALL, **shape), replace(TRAINING, dtype="bfloat16", **training)))
+def test_parity_in_bfloat16_where_the_controls_hardly_deviate(shape, training):
+    # A rounding that one framework makes at another place than the other shows here, many times over the bound.
+    found = adapters.run(adapters.Setup(replace(SMALL, **shape), replace(TRAINING, dtype="bfloat16", **training)))
     assert found.divergence() is None
     assert found.worst_ratio("gradients") < parity.TIMES_CONTROL["bfloat16"]
 
@@ -81,7 +80,7 @@ def test_a_bfloat16_residual_stream_has_the_same_losses():
     # XLA may leave out a rounding between two operations that it fuses: the norm of a model of width 16 has been 3.5
     # times as far as the controls. The losses must keep their bound.
     model = replace(SMALL, low_precision_residual=True)
-    found = sides.run(sides.Setup(model, replace(TRAINING, dtype="bfloat16")))
+    found = adapters.run(adapters.Setup(model, replace(TRAINING, dtype="bfloat16")))
     assert found.largest("loss") <= found.bounds("loss")[-1]
 
 
@@ -94,7 +93,7 @@ def test_a_bfloat16_residual_stream_has_the_same_losses():
     ],
 )
 def test_what_parts_first_is_named(wrong, quantity, layer):
-    setup = sides.Setup(SHAPES["two blocks"], TRAINING)
+    setup = adapters.Setup(SHAPES["two blocks"], TRAINING)
     port = replace(
         setup,
         model=replace(setup.model, **wrong.get("model", {})),
@@ -103,9 +102,9 @@ def test_what_parts_first_is_named(wrong, quantity, layer):
     with jax.enable_x64(True):
         found = parity.compare(
             setup.batches(),
-            reference=sides.TorchSide(setup),
-            candidate=sides.JaxSide(port),
-            controls=sides.control_sides(setup),
+            reference=adapters.TorchAdapter(setup),
+            candidate=adapters.JaxAdapter(port),
+            controls=adapters.control_adapters(setup),
             dtype="float64",
         )
     divergence = found.divergence()
@@ -146,21 +145,21 @@ def test_any_pair_of_steps_can_be_compared():
 def test_not_a_number_is_a_divergence():
     good = parity.Observation(1.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
     bad = replace(good, gradients={"w": np.array([1.0, np.nan])})
-    found = parity.judge([good, good], [good, bad], controls=[[good, good]], dtype="float64")
+    found = parity.compare_observations([good, good], [good, bad], controls=[[good, good]], dtype="float64")
     assert (found.divergence().step, found.divergence().quantity) == (1, "gradients")
 
 
-def test_sides_must_hold_the_same_parameters():
+def test_implementations_must_have_the_same_parameters():
     one = parity.Observation(1.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})
     other = replace(one, weights={"v": np.ones(2)})
-    with pytest.raises(ValueError, match=r"the sides differ in \['v', 'w'\]"):
+    with pytest.raises(ValueError, match=r"the implementations differ in \['v', 'w'\]"):
         parity.deviation(one, other)
 
 
 def test_bounds_follow_what_the_controls_have_reached_and_never_fall():
     reference = [parity.Observation(1.0, 1.0, {"w": np.ones(2)}, {"w": np.ones(2)})] * 10
     control = [replace(seen, loss=1.0 + (1e-3 if step == 8 else 0.0)) for step, seen in enumerate(reference)]
-    found = parity.judge(reference, reference, controls=[control], dtype="float32")
+    found = parity.compare_observations(reference, reference, controls=[control], dtype="float32")
     bounds = found.bounds("loss")
     floor = 8 * float(np.finfo(np.float32).eps)
     assert bounds[:8] == [floor] * 8
@@ -178,10 +177,10 @@ CAUGHT = (
 
 def test_planted_mistakes_are_caught_and_the_faithful_step_is_not():
     training = TrainConfig(steps=4, batch_size=8, warmup=2, lr=1e-3, min_lr=1e-4, clip=0.5)
-    chosen = [mutation for mutation in mutations.MUTATIONS if mutation.name in CAUGHT]
+    chosen = [mistake for mistake in planted_mistakes.MISTAKES if mistake.name in CAUGHT]
     assert len(chosen) == len(CAUGHT)
-    faithful, *others = mutations.trial(sides.Setup(MODEL, training), chosen)
-    assert (faithful.name, faithful.step) == ("", None)
+    correct, *others = planted_mistakes.plant_mistakes(adapters.Setup(MODEL, training), chosen)
+    assert (correct.name, correct.step) == ("", None)
     assert [verdict.step is not None and verdict.times > 1 for verdict in others] == [True] * len(CAUGHT)
 
 
@@ -189,15 +188,15 @@ def test_planted_mistakes_are_caught_and_the_faithful_step_is_not():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_nearly_all_planted_mistakes_are_caught_within_four_steps(seed):
     training = TrainConfig(steps=4, batch_size=8, warmup=2, lr=1e-3, min_lr=1e-4, clip=0.5, seed=seed)
-    faithful, *others = mutations.trial(sides.Setup(MODEL, training))
-    assert faithful.step is None
+    correct, *others = planted_mistakes.plant_mistakes(adapters.Setup(MODEL, training))
+    assert correct.step is None
     missed = [verdict.name for verdict in others if verdict.step is None]
     assert len(others) >= 25
     assert len(others) - len(missed) >= 0.92 * len(others), missed  # 23 of 25
 
 
 def test_names_of_mistakes_are_unique():
-    assert len({mutation.name for mutation in mutations.MUTATIONS}) == len(mutations.MUTATIONS) >= 25
+    assert len({mistake.name for mistake in planted_mistakes.MISTAKES}) == len(planted_mistakes.MISTAKES) >= 25
 
 
 @pytest.mark.gpu
@@ -206,6 +205,6 @@ def test_names_of_mistakes_are_unique():
 def test_parity_on_the_gpu(dtype):
     if not torch.cuda.is_available() or jax.default_backend() != "gpu":
         pytest.skip("needs a CUDA GPU that both torch and JAX see")
-    setup = sides.Setup.preset("tiny", steps=8, seed=0, dtype=dtype, device="cuda")
-    found = sides.run(replace(setup, model=replace(setup.model, n_layer=2)))  # compiled in half the time
+    setup = adapters.Setup.preset("tiny", steps=8, seed=0, dtype=dtype, device="cuda")
+    found = adapters.run(replace(setup, model=replace(setup.model, n_layer=2)))  # compiled in half the time
     assert found.divergence() is None

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchkit.processes import RemoteObject
+from jax_baseline.diff import compiled_programs
 from jax_baseline.diff.compiled_programs import FunctionSpec
 from jax_baseline.diff.programs import Program
 from jax_baseline.hlo.profile import kernel_events, kernel_seconds
 from jax_baseline.hlo.xplane import ProfileEvent, read_instructions
-from jax_baseline.worker import Worker
 
 
 def varint(number):
@@ -143,9 +144,7 @@ def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, program, name):
     spec = FunctionSpec(f"{product_file}:{name}", f"{product_file}:inputs", False, "cuda", repeats=3)
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     arguments = {"kind": "function", "spec": asdict(spec)}
-    with Worker(
-        f"jax_baseline.diff.compiled_programs:{program}", arguments, environment=environment, limit_seconds=90
-    ) as worker:
+    with RemoteObject(getattr(compiled_programs, program), arguments, environment=environment, limit=90) as worker:
         launches = Program.from_plain(worker.call("program")).launches
     product = next(launch for launch in launches if launch.category == "matmul")
     assert product.label == ("product",)

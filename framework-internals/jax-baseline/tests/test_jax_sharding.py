@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from benchkit import UserError
+from benchkit.processes import RemoteObject
 from jax_baseline.gpt.sharding import make_mesh, state_sharding
 from jax_baseline.gpt.train import initial_state
-from jax_baseline.worker import Worker
+from jax_baseline.parity.meshes import MeshTrial
 from torch_baseline.config import GPTConfig, TrainConfig
 
 MODEL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12}
@@ -28,9 +29,7 @@ def trial():
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
     }
-    with Worker(
-        "jax_baseline.timing.mesh_trial:MeshTrial", {"model": MODEL, "training": TRAINING}, environment=environment
-    ) as worker:
+    with RemoteObject(MeshTrial, {"model": MODEL, "training": TRAINING}, environment=environment) as worker:
         yield worker
 
 
@@ -126,7 +125,7 @@ def test_two_gpus_train_as_one_does():
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two CUDA GPUs that JAX sees")
     arguments = {"model": MODEL, "training": TRAINING}
-    with Worker("jax_baseline.timing.mesh_trial:MeshTrial", arguments, limit_seconds=100) as worker:
+    with RemoteObject(MeshTrial, arguments, limit=100) as worker:
         alone = worker.call("run", data=1, fsdp=1)
         for data, fsdp in ((2, 1), (1, 2)):
             found = worker.call("run", data=data, fsdp=fsdp)

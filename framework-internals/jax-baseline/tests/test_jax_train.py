@@ -15,7 +15,7 @@ from jax_baseline.gpt.model import Block, cudnn_attention, forward, stack_blocks
 from jax_baseline.gpt.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer
 from jax_baseline.gpt.train import initial_state, make_train_step
 from jax_baseline.gpt.transfer import from_torch, to_torch
-from jax_baseline.parity import adapters as sides
+from jax_baseline.parity import adapters
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.model import GPT, init_numpy, rotary_tables
 from torch_baseline.optim import learning_rate
@@ -64,11 +64,11 @@ def test_logits_equal_torchs_in_float64(name):
     ],
 )
 def test_every_gradient_and_weight_equals_torchs_in_float64(name):
-    setup = sides.Setup(SHAPES[name], replace(TRAINING, steps=3))
+    setup = adapters.Setup(SHAPES[name], replace(TRAINING, steps=3))
     with jax.enable_x64(True):
-        pair = sides.TorchSide(setup), sides.JaxSide(setup)
+        pair = adapters.TorchAdapter(setup), adapters.JaxAdapter(setup)
         for batch in setup.batches():
-            expected, found = (side.step(*batch) for side in pair)
+            expected, found = (adapter.step(*batch) for adapter in pair)
             for one, other in ((expected.gradients, found.gradients), (expected.weights, found.weights)):
                 assert one.keys() == other.keys()
                 for key, array in one.items():

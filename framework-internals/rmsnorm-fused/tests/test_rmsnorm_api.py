@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from rmsnorm_fused import RMSNorm, backends, prebuild, rms_norm
-from rmsnorm_fused.layout import as_rows
+from rmsnorm_fused import RMSNorm, backends, rms_norm
+from rmsnorm_fused.impl import prebuild
+from rmsnorm_fused.ops.rows import as_rows
 
 X = torch.ones(2, 8)
 SCALE = torch.ones(1)

@@ -44,8 +44,8 @@ def test_bench_prints_a_row_for_each():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "--shape", "64"], "--shape takes ROWSxCOLUMNS"),
-        (["bench", "--dtype", "int8"], "--dtype takes float32"),
+        (["bench", "--shape", "64"], "--shape: expected ROWSxCOLUMNS"),
+        (["bench", "--dtype", "int8"], "--dtype: expected one of float32"),
         (["check", "--device", "tpu"], "--device takes auto, cpu or cuda"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS  # what torch's builder adds: no implicit conversions of half
 
 from native_build import compile_cuda, find_nvcc
-from rmsnorm_fused.paths import CSRC
+from rmsnorm_fused.impl.prebuild import CSRC
 
 HERE = Path(__file__).parent
 

@@ -18,13 +18,14 @@ from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
 from benchkit.statistics import worst
-from rmsnorm_fused import contestants, lens, measure, training
-from rmsnorm_fused.accuracy import expected
-from rmsnorm_fused.contestants import COPY, EAGER, QUACK, SEPARATE, TORCH, Contestant
-from rmsnorm_fused.figures import figures
-from rmsnorm_fused.measure import Case, measure_calls, measure_case
-from rmsnorm_fused.report import finding
-from rmsnorm_fused.targets import TARGETS, Measured, applies
+from rmsnorm_fused import lens
+from rmsnorm_fused.bench import candidates, measure, training
+from rmsnorm_fused.bench.accuracy import expected
+from rmsnorm_fused.bench.candidates import COPY, EAGER, QUACK, SEPARATE, TORCH, Candidate
+from rmsnorm_fused.bench.measure import Case, measure_calls, measure_case
+from rmsnorm_fused.report.figures import figures
+from rmsnorm_fused.report.spec import finding
+from rmsnorm_fused.report.targets import TARGETS, Measured, applies
 from torch_baseline.config import GPTConfig
 
 TINY = {
@@ -42,7 +43,7 @@ TINY = {
     "call_seconds": 0.01,
     "budget": 1000,
 }
-FORMULA = contestants._of_this_package("pytorch")
+FORMULA = candidates._of_this_package("pytorch")
 
 
 def recorder(folder, configuration):
@@ -59,7 +60,7 @@ def run(tmp_path):
 def results(tmp_path_factory):
     """A run in which the formula stands in for the C++ kernel: what is built, other tests say."""
     run = Run("cpu", TINY, recorder(tmp_path_factory.mktemp("report"), TINY))
-    found, absent = {EAGER: FORMULA, TORCH: contestants.Contestant(contestants._torch_rms_norm)}, {"`cuda`": "no GPU"}
+    found, absent = {EAGER: FORMULA, TORCH: candidates.Candidate(candidates._torch_rms_norm)}, {"`cuda`": "no GPU"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lens, "usable", lambda device: ({**found, "cpp": FORMULA}, absent))
         patch.setattr(lens, "product_limits", lambda device: lens_product_limits())
@@ -115,8 +116,8 @@ def test_the_report_renders(results):
     assert "64 × 128 float32" in text
     assert "## Targets" not in text
     assert "there is no such limit here" in text
-    assert "Deterministic, a pass takes at most" in text
-    assert "is that until it returns. The calls of all these shapes" in text
+    assert "A deterministic pass takes at most" in text
+    assert "is the time until it returns. The calls of all these shapes" in text
     before = {key: value for key, value in results.configuration.items() if key != "call_seconds"}
     assert "The calls of all these shapes" not in render(replace(results, configuration=before), lens.REPORT)
     kept = results.one("freed memory").data["kept"]
@@ -145,7 +146,7 @@ def test_steps_beyond_the_budget_are_left_out_and_named(tmp_path, monkeypatch):
     assert not run.recorder.results.select("forward")
     left_out = run.recorder.results.absences[0]
     assert "64 × 128 float32; 64 × 128 float32 with a residual" in left_out.what
-    assert "Calls from Python; Calls from Python, the weight requiring a gradient" in left_out.what
+    assert "Calls from Python; Calls from Python, with a weight that requires a gradient" in left_out.what
     assert "0.001 s" in left_out.why
 
 
@@ -236,10 +237,11 @@ def test_targets_are_for_one_machine_and_shape(on_h200):
 def test_the_report_of_a_gpu_has_kernels_calls_and_memory(on_h200):
     text = render(on_h200, lens.REPORT)
     assert "replayed from CUDA graphs" in text
-    assert "is that until it returns, with the kernel at work behind it. The calls of all these shapes" in text
+    assert "is the time until it returns, while the kernel may still run. The calls of all these shapes" in text
     assert "two reads and two writes, for both passes" in text
-    assert "quack, with a residual, goes on with the sum" in text
-    assert "is the fastest of all at 1 of 2 shapes; it does worst at 8 × 4096: 2.00 µs (`cuda`) against 1.90 µs" in text
+    assert "With a residual, quack continues with the sum before rounding" in text
+    assert "is the fastest of all at 1 of 2 shapes. Its worst shape is 8 × 4096: 2.00 µs (`cuda`)" in text
+    assert "(`cuda`) against 1.90 µs" in text
     assert "| `cuda` | 768 MiB | 3.00 |" in text
     drawn = {figure.name: figure for figure in figures(on_h200)}
     assert drawn.keys() == {"headline", "add", "roofline", "widths-forward", "batches-kernels", "batches-calls"}
@@ -286,15 +288,15 @@ def test_a_wrong_sum_is_not_timed(run):
 def test_a_library_that_rounds_twice_is_reported_and_one_that_fails_is_absent(run):
     def llama(x, weight):
         wide = x.float()
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + contestants.EPS)).to(x.dtype) * weight
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + candidates.EPS)).to(x.dtype) * weight
 
     def broken(x, weight):
         raise NotImplementedError("no such width.\nTry another.")
 
-    entrants = {EAGER: FORMULA, QUACK: Contestant(llama), "Liger (Triton)": Contestant(broken)}
-    entrants["Liger (CuTe)"] = replace(FORMULA, widest=128)
-    entrants[TORCH] = Contestant(lambda x, weight: FORMULA.plain(x, weight) + weight * torch.nan)
-    measure_case(run, Case("headline", 64, 256, torch.bfloat16), entrants)
+    timed = {EAGER: FORMULA, QUACK: Candidate(llama), "Liger (Triton)": Candidate(broken)}
+    timed["Liger (CuTe)"] = replace(FORMULA, widest=128)
+    timed[TORCH] = Candidate(lambda x, weight: FORMULA.plain(x, weight) + weight * torch.nan)
+    measure_case(run, Case("headline", 64, 256, torch.bfloat16), timed)
     found = run.recorder.results
     assert found.one("forward", implementation=QUACK)["share_of_bound"].value > 1.2
     assert [(absence.what, absence.why) for absence in found.absences] == [
@@ -351,8 +353,8 @@ def test_what_did_not_do_a_shape_is_not_called_there(run):
             raise NotImplementedError
         return FORMULA.plain(x, weight)
 
-    entrants = {EAGER: FORMULA, QUACK: Contestant(broken), "Liger (CuTe)": replace(FORMULA, widest=32)}
-    assert {rows: measure_case(run, batch(rows), entrants) for rows in (1, 4)} == {1: (EAGER, QUACK), 4: (EAGER,)}
+    timed = {EAGER: FORMULA, QUACK: Candidate(broken), "Liger (CuTe)": replace(FORMULA, widest=32)}
+    assert {rows: measure_case(run, batch(rows), timed) for rows in (1, 4)} == {1: (EAGER, QUACK), 4: (EAGER,)}
 
 
 def test_shapes_are_compiled_apart_and_called_together(run):
@@ -362,9 +364,9 @@ def test_shapes_are_compiled_apart_and_called_together(run):
         for gradient in (False, True):
             measure_calls(run, taking_part, {EAGER: FORMULA}, gradient=gradient)
     results = run.recorder.results
-    found = [record.labels["rows"] for record in results.select("call", implementation=contestants.COMPILED)]
+    found = [record.labels["rows"] for record in results.select("call", implementation=candidates.COMPILED)]
     assert found == [1, 4]
-    assert not results.select("call", implementation=contestants.COMPILED, gradient=True)
+    assert not results.select("call", implementation=candidates.COMPILED, gradient=True)
     assert len(results.select("call", implementation=EAGER)) == 4
 
 
@@ -403,12 +405,12 @@ def libraries(monkeypatch):
 
 
 def test_the_libraries_are_called_as_a_model_calls_them(libraries):
-    found, absent = contestants.installed_peers()
+    found, absent = candidates.installed_peers()
     assert not absent
     x, weight = torch.ones(2, 8), torch.ones(8)
-    for contestant in found.values():
-        contestant.plain(x, weight)
-        contestant.add(x, x, weight)
+    for candidate in found.values():
+        candidate.plain(x, weight)
+        candidate.add(x, x, weight)
     options = [options for *_, options in libraries if options]
     assert options[0] == {"eps": 1e-6}
     assert options[1]["prenorm"] is True  # or the sum is not returned
@@ -421,13 +423,13 @@ def test_the_libraries_are_called_as_a_model_calls_them(libraries):
 
 def test_a_library_that_is_not_there_is_absent_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "quack.rmsnorm", None)
-    found, absent = contestants.installed_peers()
+    found, absent = candidates.installed_peers()
     assert QUACK not in found
     assert "the extra `peers` installs it" in absent[QUACK]
 
 
 def test_on_a_cpu_every_back_end_takes_part_or_says_why():
-    found, absent = contestants.usable("cpu")
+    found, absent = candidates.usable("cpu")
     assert {EAGER, TORCH} <= found.keys()
     assert ("cpp" in found) != ("`cpp`" in absent)
     assert {"`cuda`", "`triton`", QUACK} <= absent.keys()
@@ -459,7 +461,7 @@ def test_deterministic_mode_is_put_back_as_it_was():
 
 def test_what_torch_compile_makes_of_a_quantised_result_is_right():
     x, weight = torch.randn(16, 64), torch.randn(64)
-    found = contestants.compiled_quantisers()
+    found = candidates.compiled_quantisers()
     assert SEPARATE in found
     for quantise in found.values():
         assert measure._float8_share_of_bound(quantise, x, weight) <= 1
@@ -510,7 +512,7 @@ def test_the_copy_of_a_cpu_is_a_clone_and_is_not_chosen(monkeypatch):
 def test_one_shape_on_a_gpu_with_every_group(tmp_path):
     configuration = {**TINY, "seconds": 0.05}
     run = Run("cuda", configuration, recorder(tmp_path, configuration))
-    found, _ = contestants.usable("cuda")
+    found, _ = candidates.usable("cuda")
     for group in ("headline", "add"):
         measure_case(run, Case(group, 64, 512, torch.bfloat16, compile_modes=("default",)), found)
     batches = [Case("batches", rows, 512, torch.bfloat16, ("forward",), ("default",)) for rows in (1, 64)]
@@ -529,5 +531,5 @@ def test_one_shape_on_a_gpu_with_every_group(tmp_path):
     for record in results.select("memory"):
         assert record["peak"].value >= 2 * tensor  # y and dx
     assert all(record.data["deterministic repeats"] for record in results.select("determinism"))
-    assert len(results.select("call", gradient=False, implementation=contestants.COMPILED)) == 2
+    assert len(results.select("call", gradient=False, implementation=candidates.COMPILED)) == 2
     assert len(results.select("call", gradient=True, implementation="triton")) == 2

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rmsnorm_fused import rms_norm
-from rmsnorm_fused.accuracy import expected, expected_quantised, expected_row_scales
+from rmsnorm_fused.bench.accuracy import expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.options import CASTINGS, Options
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -191,9 +191,9 @@ def test_triton_row_in_blocks(kernel, monkeypatch, dtype, casting, residual):
         pytest.skip("about the kernels in Triton")
     from rmsnorm_fused.impl import triton
 
-    narrow = triton.Cut(1, 64, warps=2, programs=1, stages=3)
-    monkeypatch.setattr(triton, "forward_cut", lambda columns, wide_bytes: narrow)
-    monkeypatch.setattr(triton, "backward_cut", lambda columns, wide_bytes: narrow)
+    narrow = triton.Tiling(1, 64, warps=2, programs=1, stages=3)
+    monkeypatch.setattr(triton, "forward_tiling", lambda columns, wide_bytes: narrow)
+    monkeypatch.setattr(triton, "backward_tiling", lambda columns, wide_bytes: narrow)
     case = made(5, 150, dtype, kernel.device, residual=residual, weight_offset=1.0, casting=casting)
     check(kernel, case)
     if dtype != torch.float64:
@@ -209,8 +209,8 @@ def test_triton_rows_side_by_side(kernel, monkeypatch, rows):
     from rmsnorm_fused.impl import triton
 
     for warps in (1, 4):
-        cut = triton.Cut(rows, 512, warps=warps, programs=2, stages=2)
-        monkeypatch.setattr(triton, "backward_cut", lambda columns, wide_bytes, cut=cut: cut)
+        tiling = triton.Tiling(rows, 512, warps=warps, programs=2, stages=2)
+        monkeypatch.setattr(triton, "backward_tiling", lambda columns, wide_bytes, tiling=tiling: tiling)
         check(kernel, made(13, 400, torch.bfloat16, kernel.device, residual=True))
 
 
@@ -380,8 +380,8 @@ def test_triton_rows_in_blocks_show_a_nan(kernel, monkeypatch):
         pytest.skip("about the kernels in Triton")
     from rmsnorm_fused.impl import triton
 
-    narrow = triton.Cut(1, 64, warps=2, programs=1, stages=3)
-    monkeypatch.setattr(triton, "forward_cut", lambda columns, wide_bytes: narrow)
+    narrow = triton.Tiling(1, 64, warps=2, programs=1, stages=3)
+    monkeypatch.setattr(triton, "forward_tiling", lambda columns, wide_bytes: narrow)
     check_rows_with_nan(kernel, 150, torch.bfloat16)
 
 

@@ -12,8 +12,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from rmsnorm_fused import RMSNorm, backends, ops, rms_norm
-from rmsnorm_fused.accuracy import expected
+from rmsnorm_fused import RMSNorm, backends, rms_norm
+from rmsnorm_fused.bench.accuracy import expected
+from rmsnorm_fused.ops import operators
 
 
 def family(kernel):
@@ -31,7 +32,7 @@ def operator(kernel, name):
     backends.resolve(
         kernel.backend, torch.device(kernel.device).type
     )  # whose kernels are registered when they are asked for
-    return ops.operator(family(kernel), name).default
+    return operators.operator(family(kernel), name).default
 
 
 @pytest.mark.parametrize("with_weight", [True, False])
@@ -464,7 +465,7 @@ def test_backward_on_another_device_than_the_current_one(backend, n):
     x, dy, weight = (torch.randn(shape, device="cuda:1").half() for shape in ((64, n), (64, n), (n,)))
     backends.resolve(backend, "cuda")
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-6)
-    backward = ops.operator("triton" if backend == "triton" else "native", "backward")
+    backward = operators.operator("triton" if backend == "triton" else "native", "backward")
     results = backward(dy, None, x, weight, rstd, 0.0, False, True, True)
     assert torch.cuda.current_device() == 0
     references = expected(x, weight, dy, 1e-6)

@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from native_build import BuildError, find_nvcc, missing_cxx, read_record
-from rmsnorm_fused import backends, prebuild, rms_norm
+from rmsnorm_fused import backends, rms_norm
 from rmsnorm_fused.cli import app
-from rmsnorm_fused.impl import native
-from rmsnorm_fused.paths import ROOT
+from rmsnorm_fused.impl import prebuild
+from rmsnorm_fused.impl.prebuild import CSRC
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(missing_cxx() is not None, reason=str(missing_cxx()))
@@ -102,7 +102,7 @@ def test_another_torch_is_refused_before_loading(library, tmp_path, chosen):
     version = re.escape(torch.__version__)
     with pytest.raises(ValueError, match=rf"is for torch 9\.10 to 9\.15, and this is torch {version} \(python -m"):
         rms_norm(torch.ones(2, 8), eps=1e-6, backend="cpp")
-    assert native.unavailable("cpu").startswith(
+    assert backends.unavailable("cpp", "cpu").startswith(
         f"{prebuild.VARIABLE} is set; the prebuilt library {other} cannot be used"
     )
 
@@ -144,7 +144,7 @@ def test_instruction_sets_share_no_function(tmp_path):
     made = tmp_path / "avx512.o"
     flags = ["-O3", "-std=c++17", "-fPIC", "-fopenmp-simd", "-march=x86-64-v4", "-DRMS_NORM_CPU_LEVEL=avx512"]
     subprocess.run(
-        [os.environ.get("CXX", "c++"), *flags, "-c", str(ROOT / "csrc/rms_norm_cpu.cpp"), "-o", str(made)], check=True
+        [os.environ.get("CXX", "c++"), *flags, "-c", str(CSRC / "rms_norm_cpu.cpp"), "-o", str(made)], check=True
     )
     listing = subprocess.run(
         ["nm", "-C", "--defined-only", str(made)], capture_output=True, text=True, check=True
@@ -208,7 +208,9 @@ def test_sources_that_are_not_there_are_named(monkeypatch, tmp_path):
 def test_a_wheel_carries_it_and_finds_it(library, tmp_path):
     pytest.importorskip("setuptools", minversion="77", reason="the build back end of the package")
     copy = tmp_path / "package"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns("*.so", "reports", "build", "*.egg-info", "__pycache__"))
+    shutil.copytree(
+        CSRC.parent, copy, ignore=shutil.ignore_patterns("*.so", "reports", "build", "*.egg-info", "__pycache__")
+    )
     shutil.copy(library, copy / "src" / "rmsnorm_fused")
     answer = subprocess.run(
         [

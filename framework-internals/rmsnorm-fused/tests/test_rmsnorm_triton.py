@@ -1,4 +1,4 @@
-"""The Triton kernels through their compiler, for processors that are not here, and how they are cut up."""
+"""The Triton kernels through their compiler, for processors that are not here, and how they are tiled."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def types(dtype):
 @pytest.mark.parametrize("n", [512, 32768, 65536])
 def test_forward_compiles(capability, float8, n):
     kind, constants = types(torch.bfloat16)
-    cut = kernels.forward_cut(n, 4)
+    tiling = kernels.forward_tiling(n, 4)
     constants |= {"EPS": 1e-6, "HAS_RESIDUAL": True, "FLOAT8": float8, "FLOAT8_HARDWARE": capability >= 89}
     pointers = {
         **dict.fromkeys(("x", "residual", "weight", "s"), kind),
@@ -67,18 +67,18 @@ def test_forward_compiles(capability, float8, n):
         "rstd": None if float8 else "*fp32",
         "row_scales": "*fp32" if float8 == "dynamic" else None,
     }
-    if cut.columns < n:
-        stages = cut.stages_within(cut.columns * 4, SHARED_BYTES[capability])
+    if tiling.columns < n:
+        stages = tiling.stages_within(tiling.columns * 4, SHARED_BYTES[capability])
         program = compiled(
             kernels._forward_wide,
             capability,
-            {**constants, "COLUMNS": cut.columns, "STAGES": stages},
+            {**constants, "COLUMNS": tiling.columns, "STAGES": stages},
             pointers,
-            cut.warps,
+            tiling.warps,
         )
     else:
-        tile = {**kernels._tile(cut, 64, n), "EVICT": "evict_last"}
-        program = compiled(kernels._forward, capability, constants | tile, pointers, cut.warps)
+        tile = {**kernels._tile(tiling, 64, n), "EVICT": "evict_last"}
+        program = compiled(kernels._forward, capability, constants | tile, pointers, tiling.warps)
         assert program.asm["ptx"].count("createpolicy.fractional.L2::evict_last") >= 2  # x and the residual
     assert program.metadata.shared <= SHARED_BYTES[capability]
     if float8 and capability >= 89:
@@ -100,33 +100,39 @@ def test_forward_compiles(capability, float8, n):
 @pytest.mark.parametrize("ds", [True, False])
 def test_backward_compiles_and_its_ring_fits(capability, dtype, n, ds):
     kind, constants = types(dtype)
-    cut = kernels.backward_cut(n, 4)
-    streams = 2 + ds + cut.reload
-    stages = cut.stages_within(streams * n * dtype.itemsize + torch.float32.itemsize, SHARED_BYTES[capability])
-    constants |= {"HAS_DS": ds, "NEEDS_DWEIGHT": True, "STAGES": stages, "RELOAD": cut.reload}
-    constants |= kernels._tile(cut, 64, n) | {"FOLD": kernels._rows_share_threads(cut, torch.empty(0, dtype=dtype))}
+    tiling = kernels.backward_tiling(n, 4)
+    streams = 2 + ds + tiling.reload
+    stages = tiling.stages_within(streams * n * dtype.itemsize + torch.float32.itemsize, SHARED_BYTES[capability])
+    constants |= {"HAS_DS": ds, "NEEDS_DWEIGHT": True, "STAGES": stages, "RELOAD": tiling.reload}
+    constants |= kernels._tile(tiling, 64, n) | {
+        "FOLD": kernels._rows_share_threads(tiling, torch.empty(0, dtype=dtype))
+    }
     pointers = {
         **dict.fromkeys(("dy", "s", "weight", "dx"), kind),
         "ds": kind if ds else None,
         "rstd": "*fp32",
         "partials": "*fp32",
     }
-    program = compiled(kernels._backward, capability, constants, pointers, cut.warps)
-    assert program.metadata.shared * cut.programs <= SHARED_BYTES[capability]
+    program = compiled(kernels._backward, capability, constants, pointers, tiling.warps)
+    assert program.metadata.shared * tiling.programs <= SHARED_BYTES[capability]
     assert ("cp.async" in program.asm["ptx"]) == (stages > 1)
 
 
 @pytest.mark.parametrize(("n", "wide_bytes"), [*product(WIDTHS, (4, 8))])
 def test_cuts_can_be_launched(n, wide_bytes):
-    for cut in (kernels.forward_cut(n, wide_bytes), kernels.backward_cut(n, wide_bytes), kernels.sum_cut(n)):
-        for number in (cut.rows, cut.columns, cut.warps):
-            assert number & (number - 1) == 0, f"{cut}: Triton's tiles and warps are powers of two"
-        assert 1 <= cut.warps <= 32
-        assert cut.rows * cut.columns * wide_bytes <= 2 * kernels._FORWARD_ROW
+    for tiling in (
+        kernels.forward_tiling(n, wide_bytes),
+        kernels.backward_tiling(n, wide_bytes),
+        kernels.sum_tiling(n),
+    ):
+        for number in (tiling.rows, tiling.columns, tiling.warps):
+            assert number & (number - 1) == 0, f"{tiling}: Triton's tiles and warps are powers of two"
+        assert 1 <= tiling.warps <= 32
+        assert tiling.rows * tiling.columns * wide_bytes <= 2 * kernels._FORWARD_ROW
 
 
 def test_stages_are_as_many_as_shared_memory_holds():
-    cut = kernels.Cut(1, 4096, warps=16, programs=2, stages=4)
-    assert cut.stages_within(16384, 232448) == 4
-    assert cut.stages_within(16384, 101376) == 3
-    assert cut.stages_within(1 << 20, 232448) == 1
+    tiling = kernels.Tiling(1, 4096, warps=16, programs=2, stages=4)
+    assert tiling.stages_within(16384, 232448) == 4
+    assert tiling.stages_within(16384, 101376) == 3
+    assert tiling.stages_within(1 << 20, 232448) == 1

@@ -1,8 +1,9 @@
 """torch.compile measured: what it costs, what it gives, what breaks the graph."""
 
-from compile_bench.measure.harness import Harness, WorkerFailure
+from benchkit.processes import ChildFailure
+from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import Bench, Triage
 from compile_bench.measure.verdict import Verdict, judge
 from compile_bench.targets.case import Case
 
-__all__ = ["Bench", "Case", "Harness", "Triage", "Verdict", "WorkerFailure", "judge"]
+__all__ = ["Bench", "Case", "ChildFailure", "Harness", "Triage", "Verdict", "judge"]

@@ -8,17 +8,17 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.processes import ChildFailure
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
-from compile_bench.measure.agreement import Agreement
-from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import FirstSteps
 from compile_bench.measure.serialize import agreement_record, bench_records, eager_record, plural, shape_record
-from compile_bench.measure.shapes import Strategy, study_shapes
+from compile_bench.measure.shapes import Strategy
 from compile_bench.report.sections import REPORT
 from compile_bench.sweep.run import MEMORY, sweep
 from compile_bench.targets.case import MODES, Case, Mode
@@ -206,9 +206,7 @@ class _Measuring:
         self._keep("shapes", work, 1)
 
     def _shape(self, case: Case, entry: Mapping[str, Any]) -> list[Record]:
-        study = study_shapes(
-            self.harness, case, schedule=entry["schedule"], seconds=1.0, strategies=tuple(entry["strategies"])
-        )
+        study = self.harness.shapes(case, schedule=entry["schedule"], seconds=1.0, strategies=entry["strategies"])
         return [shape_record(study, SHAPE_PASSES, self.repository)]
 
     def agreement(self) -> None:
@@ -222,7 +220,9 @@ class _Measuring:
         self._keep("agreement", work, wanted["side_by_side"])
 
     def _count(self, case: Case) -> list[Record]:
-        return [agreement_record(cast(Agreement, self.harness.ask("agreement", case)), self.repository)]
+        from compile_bench.measure.agreement_worker import agreement
+
+        return [agreement_record(self.harness.trace(agreement, case), self.repository)]
 
     def _keep(self, part: str, work: Sequence[Work], side_by_side: int) -> None:
         """Do work, keep its records as they come, and say what failed or had no time left.
@@ -288,7 +288,7 @@ class _Measuring:
 def _result(future: Future[list[Record]]) -> list[Record] | Exception:
     try:
         return future.result()
-    except (WorkerFailure, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return error
 
 

@@ -1,10 +1,10 @@
-"""Every road from a C++/CUDA kernel to ``torch.ops``: the operators, and which build of them serves.
+"""Every road from a C++/CUDA kernel to ``torch.ops``: the operators, and the build of them that is in use.
 
-Importing registers ``torch.ops.custom_ops.*`` where a library is installed or has been compiled before; else the first
-call of a function, or :func:`load`, compiles it.
+The import registers ``torch.ops.custom_ops.*`` if a library is installed or already compiled. Otherwise the first call
+of a function, or :func:`load`, compiles the library.
 """
 
-from custom_ops.builds import BuildInfo, build_info, load, load_if_built
+from custom_ops.builds.loading import BuildInfo, build_info, load, load_if_built
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse
 from custom_ops.operators.elementwise import axpb, scale, vector_add

@@ -1,4 +1,4 @@
-"""``python -m custom_ops``: the same as ``custom-ops``."""
+"""``python -m custom_ops``, the same as the command ``custom-ops``."""
 
 from custom_ops.cli import app
 

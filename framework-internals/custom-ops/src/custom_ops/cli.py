@@ -1,4 +1,4 @@
-"""The command line: which build serves, build by a road, time the operator at a size of one's own."""
+"""The command line: show the build in use, build the library, time operators, write a new operator package."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.limits import memory_limits
 from benchkit.progress import working
-from custom_ops import autograd_nodes, build_costs, prebuild, skeleton, speed
-from custom_ops.builds import build_info, load
-from custom_ops.checks import DTYPES
-from custom_ops.contestants import contests
+from custom_ops.bench import build_costs, speed
+from custom_ops.bench.cases import benchmark_cases
+from custom_ops.builds import autograd_nodes, operator_library, skeleton
+from custom_ops.builds.loading import build_info, load
+from custom_ops.operators.checks import DTYPES
 from custom_ops.roads import ahead_of_time, just_in_time
 
 app = typer.Typer(
@@ -36,7 +37,7 @@ app = typer.Typer(
 
 @app.command()
 def info() -> None:
-    """Say which build serves the operators in this environment, and why not another; builds nothing."""
+    """Show the build of the operators in use here, and why the other builds are not; builds nothing."""
     with one_line_errors("custom-ops"):
         found = build_info()
         print(f"library        {found.road or 'none'}{f', {found.file}' if found.file else ''}")
@@ -44,17 +45,17 @@ def info() -> None:
         print(f"derivatives    {found.autograd}")
         print(f"sha256         {found.sha256 or 'not compiled yet'}")
         print(f"torch          {torch.__version__}")
-        for what, why in found.not_served.items():
+        for what, why in found.missing.items():
             print(f"without {what}: {why}")
 
 
 def _build_library(out: Path) -> str:
-    library = prebuild.build(out / prebuild.FILE_NAME)
+    library = operator_library.build(out / operator_library.FILE_NAME)
     return f"{library}\nuse it with: CUSTOM_OPS_LIBRARY={shlex.quote(str(library))}"
 
 
 def _build_autograd(out: Path) -> str:
-    return f"{autograd_nodes.build()}\nfound there by every process with torch {torch.__version__}"
+    return f"{autograd_nodes.build()}\nevery process with torch {torch.__version__} finds it there"
 
 
 def _build_just_in_time(out: Path) -> str:
@@ -81,11 +82,9 @@ _BUILDS: dict[str, Callable[[Path], str]] = {
 @app.command()
 def build(
     what: Annotated[str, typer.Argument(help=" or ".join(_BUILDS))] = "library",
-    out: Annotated[Path, typer.Option(help="Folder for the library, or the wheel of the ahead-of-time road.")] = Path(
-        "dist"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for the library or the wheel.")] = Path("dist"),
 ) -> None:
-    """Build the library of all operators, their derivatives in C++ for this torch, or rung 1's vector_add by a road."""
+    """Build the library of all operators, their C++ derivatives for this torch, or the vector_add example."""
     with one_line_errors("custom-ops"):
         if what not in _BUILDS:
             raise UserError(f"expected one of {', '.join(_BUILDS)}, got {what!r}")
@@ -97,23 +96,24 @@ def build(
 
 @app.command()
 def bench(
-    op: Annotated[list[str] | None, typer.Option(help="Operator; again for another. Default: all.")] = None,
-    count: Annotated[int, typer.Option(min=1, help="Elements of each operand.")] = 2**20,
-    columns: Annotated[int, typer.Option(min=1, help="Elements of a row, where there are rows.")] = 4096,
+    op: Annotated[list[str] | None, typer.Option(help="Operator to time; repeat for several. Default: all.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="Number of elements of each operand.")] = 2**20,
+    columns: Annotated[int, typer.Option(min=1, help="Elements per row, for operators on rows.")] = 4096,
     dtype: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(speed.name_of(one) for one in DTYPES)}; again for another.")
+        list[str] | None,
+        typer.Option(help=f"{', '.join(speed.name_of(one) for one in DTYPES)}; repeat for several. Default: float32."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    compiled: Annotated[bool, typer.Option(help="With what torch.compile makes of torch's operators.")] = False,
-    choices: Annotated[bool, typer.Option(help="Also bias_gelu's kernels by the choices that they make.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.01, help="How long to sample each operator and dtype.")] = 1.0,
+    compiled: Annotated[bool, typer.Option(help="Also time torch.compile of torch's operators.")] = False,
+    choices: Annotated[bool, typer.Option(help="Also time the variants of bias_gelu's kernels.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Sampling time for each operator and dtype.")] = 1.0,
 ) -> None:
-    """Time operators beside torch's and the machine's limit, at a size of one's own."""
+    """Time operators against torch's operators and this machine's memory limit, at a given size."""
     with one_line_errors("custom-ops"):
         dtypes = _dtypes(dtype or ["float32"])
-        ops = op or list(contests())
-        if unknown := set(ops) - set(contests()):
-            raise UserError(f"--op: expected one of {', '.join(contests())}, got {', '.join(sorted(unknown))}")
+        ops = op or list(benchmark_cases())
+        if unknown := set(ops) - set(benchmark_cases()):
+            raise UserError(f"--op: expected one of {', '.join(benchmark_cases())}, got {', '.join(sorted(unknown))}")
         resolved = resolve_device(device)
         load()
         limits = {str(one.labels["traffic"]): one["bandwidth"].value for one in memory_limits(resolved, seconds=0.5)}
@@ -130,10 +130,10 @@ def bench(
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Of the package, the operator and its namespace: my_norm.")],
-    folder: Annotated[Path, typer.Option(help="Where the package's folder is made.")] = Path(),
+    name: Annotated[str, typer.Argument(help="Name of the package, the operator and its namespace, e.g. my_norm.")],
+    folder: Annotated[Path, typer.Option(help="Parent folder of the new package.")] = Path(),
 ) -> None:
-    """Write a package of one operator, ready to build and to test, for a formula of one's own."""
+    """Write a package with one operator, ready to build and to test."""
     with one_line_errors("custom-ops"):
         for path in skeleton.write(name, folder):
             print(path)

@@ -1,7 +1,7 @@
-"""The same kernels under JAX, through ``jax.ffi``: jit, grad and vmap, on a CPU and on CUDA GPUs.
+"""The same kernels as JAX functions, through ``jax.ffi``: with jit, grad and vmap, on a CPU and on CUDA GPUs.
 
-They are in the library that torch loads, so that importing this module imports torch. The functions have the names and
-the formulas of :mod:`custom_ops`; they raise TypeError or ValueError for what JAX itself would not notice.
+The kernels are in the library that torch loads, so importing this module imports torch. The functions have the names
+and formulas of :mod:`custom_ops`. They raise TypeError or ValueError for errors that JAX itself does not detect.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_ops import builds
+from custom_ops.builds import loading
 from native_build import LibraryError
 
 _TARGETS = (
@@ -26,20 +26,20 @@ _DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 @functools.cache
 def register() -> None:
-    """Register the handlers with XLA; the first call of a function does.
+    """Register the handlers with XLA; the first call of a function does this.
 
     Raises:
-        native_build.BuildError: when there is no library, and none can be compiled.
-        native_build.LibraryError: when the library was built where there was no JAX.
+        native_build.BuildError: If there is no library, and none can be compiled.
+        native_build.LibraryError: If the library was built without JAX.
     """
-    info = builds.load()
+    info = loading.load()
     if info.file is None:
-        raise LibraryError("custom_ops under JAX: the build that serves is compiled at run time (build the library)")
+        raise LibraryError(
+            "custom_ops under JAX: expected a library, got kernels compiled at run time (custom-ops build makes one)"
+        )
     library = ctypes.CDLL(str(info.file))
     if not hasattr(library, "custom_ops_jax_scale_cpu"):
-        raise LibraryError(
-            f"custom_ops under JAX: {info.file} was built where there was no jax (build it again with jax)"
-        )
+        raise LibraryError(f"custom_ops under JAX: {info.file} was built without jax (install jax and build it again)")
     for name in _TARGETS:
         for platform in ("cpu", "cuda"):
             symbol = f"custom_ops_jax_{name}_{platform}"
@@ -95,7 +95,7 @@ scale.defvjp(lambda x, alpha: (scale(x, alpha), None), lambda alpha, _, gradient
 
 @jax.custom_vjp
 def bias_gelu(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """GELU, in tanh's form, of ``x + bias``: :func:`custom_ops.bias_gelu`."""
+    """GELU of ``x + bias`` in its tanh approximation: :func:`custom_ops.bias_gelu`."""
     _check("bias_gelu", "x", x, bias=bias)
     _check_shape("bias_gelu", "bias", bias, x.shape[-1:])
     return _call("bias_gelu", _like(x), x, bias)
@@ -154,7 +154,7 @@ _scale_shift_relu.defvjp(_scale_shift_relu_forward, _scale_shift_relu_backward)
 def flash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, causal: bool = False, scale: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention and the logarithm of each row's sum of exponentials: :func:`custom_ops.flash_attention`."""
+    """Attention and the log-sum-exp of each row of scores: :func:`custom_ops.flash_attention`."""
     _check("flash_attention", "q", q, k=k, v=v)
     _check_shape("flash_attention", "v", v, k.shape)
     if q.ndim != 4 or k.ndim != 4 or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:

@@ -1,4 +1,4 @@
-"""The lens: what to measure on which machine, in which order."""
+"""What a run of the report measures, at which sizes and in which order."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from benchkit.errors import first_line
 from benchkit.limits import memory_limits, product_limits
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
-from custom_ops import attention, build_costs, measure, speed, training
-from custom_ops.builds import load
-from custom_ops.checks import DTYPES
-from custom_ops.contestants import contests
-from custom_ops.report import REPORT
+from custom_ops.bench import attention, build_costs, measure, speed, training
+from custom_ops.bench.cases import benchmark_cases
+from custom_ops.builds.loading import load
+from custom_ops.operators.checks import DTYPES
+from custom_ops.report.spec import REPORT
 from native_build import BuildError
 
 
 def build_lens(root: Path) -> Lens:
-    """Make the lens whose folder is ``root``."""
+    """Make the lens with the folder ``root``."""
     return Lens("custom-ops", root, configure, collect, REPORT)
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Sizes up to 512 MiB an operand on a GPU and 16 MiB on a CPU: from what a cache holds to what none does."""
+    """Sizes and sampling times: operands up to 512 MiB on a GPU and 16 MiB on a CPU, within and beyond the caches."""
     gpu = device == "cuda"
     powers = [12, 18] if quick else [*range(12, 26, 2), 27] if gpu else [12, 16, 20, 22]
     return {
@@ -49,7 +49,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
-    """16,384 tokens in all, 2048 wide, on a GPU; on a CPU what takes milliseconds."""
+    """Sizes for attention: 16,384 tokens with a width of 2048 on a GPU; a few milliseconds per call on a CPU."""
     longest = 14 if gpu else 10
     return {
         "lengths": [256] if quick else [1024, 4096, 16384] if gpu else [128, 512],
@@ -65,13 +65,13 @@ def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
 
 
 def collect(run: Run) -> None:
-    """Measure everything that the report shows."""
+    """Take all measurements of the report."""
     _collect_builds(run)
     info = load()
     run.record(
         "serving",
         {"road": str(info.road), "cuda": str(info.cuda), "autograd": info.autograd, "sha256": str(info.sha256)},
-        data=dict(info.not_served),
+        data=dict(info.missing),
     )
     _collect_limits(run)
     _collect_correctness(run)
@@ -81,30 +81,26 @@ def collect(run: Run) -> None:
     _collect_training(run)
     if run.device == "cpu":
         run.absent("The CUDA kernels", "this run was on a CPU")
-        run.absent("Peak memory", "torch keeps no count of a CPU's")
+        run.absent("Peak memory", "torch does not track the CPU's memory")
 
 
 def _keep(run: Run, what: str, measured: Callable[[], Iterable[Record]]) -> None:
-    """Keep the records of one measurement; if it fails, say so and go on: the others stand without it.
+    """Add the records of one measurement to the run. If it fails, report that and go on.
 
     Args:
-        run: in progress.
-        what: it is, as a reader of the report would look for it.
-        measured: starts it.
+        run: The run in progress.
+        what: Name of the measurement, as the report's readers know it.
+        measured: Starts the measurement.
     """
     with run.working(what):
         try:
             for record in measured():
                 run.add(record)
-        except UserError as error:  # something is not there on this machine
+        except UserError as error:  # this machine lacks something
             run.absent(what[:1].upper() + what[1:], str(error).rstrip("."))
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             run.absent(what[:1].upper() + what[1:], f"it ended with {first_line(error)}")
-
-
-def _one(measured: Callable[[], Record]) -> list[Record]:
-    return [measured()]
 
 
 def _collect_limits(run: Run) -> None:
@@ -124,17 +120,17 @@ def _collect_training(run: Run) -> None:
 
 
 def _collect_builds(run: Run) -> None:
-    """Build every road from nothing; what the run needs of it is not compiled a second time."""
+    """Build every road from scratch. The run reuses the results instead of compiling them again."""
     if not run.configuration["builds"]:
-        run.absent("What each road's build costs", "a quick run does not build anew")
+        run.absent("What each road's build costs", "a quick run does not build from scratch")
         return
     with tempfile.TemporaryDirectory() as folder:
-        with run.working("building every road from nothing"):
+        with run.working("building every road from scratch"):
             outcomes = build_costs.build_all(Path(folder))
-        for road, outcome in outcomes.items():  # a road may be closed on this machine
+        for road, outcome in outcomes.items():
             what = f"what a build costs: {road}"
             _keep(run, what, partial(_load_and_use, outcome))
-    _keep(run, f"what a build costs: {build_costs.RUN_TIME}", partial(_one, build_costs.build_at_run_time))
+    _keep(run, f"what a build costs: {build_costs.RUN_TIME}", lambda: [build_costs.build_at_run_time()])
 
 
 def _load_and_use(built: build_costs.Built | BuildError) -> list[Record]:
@@ -164,13 +160,14 @@ def _collect_speed(run: Run) -> None:
     dtypes = [getattr(torch, name) for name in configuration["dtypes"]]
     sampled: dict[str, Json] = {"columns": columns, "seconds": seconds}
     sizes = partial(
-        speed.operators, device, list(contests()), configuration["counts"], dtypes,
+        speed.operators, device, list(benchmark_cases()), configuration["counts"], dtypes,
         compiled=configuration["builds"] and device == "cuda", **sampled,
     )  # fmt: skip
     _keep(run, "the operators over sizes", sizes)
     _keep(run, "launches and bytes", partial(speed.fusions, device, large, torch.float32, columns=columns))
     side = int(large**0.5)
-    _keep(run, "operands that lie badly", partial(measure.layouts, device, side, torch.float32, seconds=seconds))
+    layouts = partial(measure.layouts, device, side, torch.float32, seconds=seconds)
+    _keep(run, "operands with an awkward layout", layouts)
     images, pixels = 64 if device == "cuda" else 2, 56 if configuration["builds"] else 14
     convolutions = partial(measure.convolutions, device, batch=images, side=pixels, seconds=seconds)
     _keep(run, "the fused convolution", convolutions)
@@ -196,8 +193,8 @@ def _collect_attention(run: Run) -> None:
         )  # fmt: skip
         _keep(run, f"attention's speed in {speed.name_of(dtype)}", speeds)
     length = sizes["kernel_length"]
-    beside = partial(attention.kernels, device, length, head_sizes, dtypes, width=width, seconds=seconds)
-    _keep(run, "attention's kernels one beside another", beside)
+    kernels = partial(attention.kernels, device, length, head_sizes, dtypes, width=width, seconds=seconds)
+    _keep(run, "attention's kernels", kernels)
     if device == "cuda":
         lengths = sizes["memory_lengths"]
         peak = partial(attention.memory, device, lengths, dtypes, head_size=head_sizes[-1], width=width)

@@ -1,22 +1,23 @@
-"""The main job: parity per dtype, throughput side by side, what XLA made of the step; several GPUs as its long part."""
+"""The lens: parity with torch, throughput of both frameworks, and XLA's program of the step. ``--sweep`` adds GPUs."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.processes import last_line
 from benchkit.report import ReportSpec
 from benchkit.results import Json
 from benchkit.run import Lens, Run
-from jax_baseline.diff import measurements as hlo_lens
+from jax_baseline.diff import measurements as diff
+from jax_baseline.parity import measurements as parity
 from jax_baseline.report import sections
 from jax_baseline.report.migrate import migrate
-from jax_baseline.timing import measurements as training_lens
+from jax_baseline.timing import measurements as timing
 from jax_baseline.timing import scaling
-from jax_baseline.worker import last_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def build_lens(root: Path) -> Lens:
     """Return the lens.
 
     Args:
-        root: the subproject's folder.
+        root: Folder of the subproject.
     """
     report = ReportSpec("jax_baseline", sections.context, sections.figures, sections.finding, migrate)
     return Lens(
@@ -34,21 +35,32 @@ def build_lens(root: Path) -> Lens:
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Return what a run does on a device."""
+    """Return the settings of a run."""
     return {
-        **training_lens.configure(device, quick),
-        "hlo": hlo_lens.configure(device, quick),
+        **parity.configure(device, quick),
+        **timing.configure(device, quick),
+        "hlo": diff.configure(device, quick),
         "sweep": scaling.configure(device, quick),
     }
 
 
 def collect(run: Run) -> None:
-    """Measure and keep everything; a part that fails is absent from the report, with the reason, and costs no other."""
-    for name, measure in (*training_lens.sections(run), *hlo_lens.sections(run)):
+    """Measure and record every part. If a part fails, the report gives the reason, and the other parts still run."""
+    for name, measure in parts(run):
         try:
             measure(run)
         except UserError:
             raise
-        except Exception as error:  # compilers and drivers fail in many ways, and there is an hour's work beside it
+        except Exception as error:  # compilers and drivers raise many types, and the other parts are still worth having
             _LOG.exception("%s could not be measured", name)
             run.absent(name, f"measuring it failed: {last_line(str(error)).rstrip('.')}")
+
+
+def parts(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
+    """Return all measurements in order, each with the name that the report uses if it is missing."""
+    return [
+        *parity.sections(run),
+        ("Tokens per second", timing.record_engines),
+        ("Training to the end in both frameworks", parity.record_convergence),
+        *diff.sections(run),
+    ]

@@ -1,4 +1,4 @@
-"""RMSNorm in PyTorch, Triton and CUDA C++, forward and backward."""
+"""RMSNorm in PyTorch, Triton, C++ and CUDA C++, forward and backward."""
 
 from rmsnorm_fused.api import RMSNorm, rms_norm
 

@@ -1,4 +1,4 @@
-"""``python -m rmsnorm_fused``."""
+"""``python -m rmsnorm_fused``, the same as the command ``rmsnorm-fused``."""
 
 from rmsnorm_fused.cli import app
 

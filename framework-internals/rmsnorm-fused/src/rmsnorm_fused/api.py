@@ -1,4 +1,4 @@
-"""The public function and module."""
+"""The public function :func:`rms_norm` and module :class:`RMSNorm`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any, Literal, overload
 
 import torch
 
-from rmsnorm_fused import ops, sharding
 from rmsnorm_fused.backends import Backend, family_of, quick_call, resolve
 from rmsnorm_fused.impl import reference
+from rmsnorm_fused.ops import operators, sharding
 from rmsnorm_fused.options import Casting, Options
 from rmsnorm_fused.validation import (
     check_casting,
@@ -81,51 +81,50 @@ def rms_norm(
 ) -> Any:
     """Root mean square normalisation over the last dimension (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
-    y = s / sqrt(mean(s²) + eps) · (weight + weight_offset), with s = x + residual, rounded to the dtype of ``x``, or
-    s = x. Sums and products run in float32 (float64 for a float64 ``x``) and the result is rounded once, whatever the
-    dtype of the weight. A row's result does not depend on the other rows. Differentiable in ``x``, ``residual`` and
-    ``weight``, twice. Never modifies its arguments.
+    y = s / sqrt(mean(s²) + eps) · (weight + weight_offset), with s = x, or s = x + residual rounded to the dtype of
+    ``x``. Sums and products run in float32 (float64 for a float64 ``x``), and the result is rounded once, whatever the
+    dtype of the weight. Rows are independent of one another. The function is twice differentiable in ``x``,
+    ``residual`` and ``weight``, and never modifies its arguments.
 
     Args:
         x: (..., N), float32, bfloat16, float16 or float64; any shape and strides. Rows at one or two regular strides
-            (slices of a fused projection) are read in place, others are copied first. Jagged tensors are taken by the
-            formula alone, which ``backend="auto"`` then is.
-        weight: (N,), of the dtype of ``x`` or another floating one; float64 only beside a float64 ``x``. None: all
-            ones, and no ``weight_offset``.
-        eps: added to the mean square, at least 0; None is the machine epsilon of the arithmetic, as torch has it.
-        residual: like ``x``; added to it first, in the same kernel, and the sum is returned too.
-        weight_offset: added to the weight in the accumulating dtype: 1.0 for weights that are stored zero-centred
-            (Gemma).
-        casting: where to round. ``"exact"``: at the end alone. ``"llama"``: x·rstd too before the product with the
-            weight, as Hugging Face's ``LlamaRMSNorm`` does, whose results it then has bit for bit up to the last place
+            (slices of a fused projection) are read in place; others are copied first. Only the PyTorch formula supports
+            jagged tensors; ``backend="auto"`` selects it for them.
+        weight: (N,), in the dtype of ``x`` or another floating-point dtype; float64 requires a float64 ``x``. None
+            means all ones, without ``weight_offset``.
+        eps: Number added to the mean square, at least 0. None means the machine epsilon of the arithmetic, as in torch.
+        residual: Tensor like ``x``, added to it first in the same kernel; the sum is returned too.
+        weight_offset: Number added to the weight in the accumulating dtype; 1.0 for zero-centred weights (Gemma).
+        casting: Where to round. ``"exact"`` rounds at the end only. ``"llama"`` also rounds x·rstd before the product
+            with the weight, like Hugging Face's ``LlamaRMSNorm``; results then agree bit for bit, up to the last place
             of the sum.
-        out_dtype: ``torch.float8_e4m3fn`` for a quantised result, y / scale, cut off at ±448, without a gradient. None:
-            the dtype of ``x``.
-        scale: for a quantised result: a float32 tensor of one element (static), or ``"dynamic"`` for each row's own,
-            the row's largest magnitude / 448 (1 for a row of zeros), which is then returned. A row with a NaN in it
-            has a NaN scale, and is NaN as a whole.
+        out_dtype: ``torch.float8_e4m3fn`` for a quantised result, y / scale clamped to ±448, without a gradient. None
+            means the dtype of ``x``.
+        scale: Scale of a quantised result: a float32 tensor of one element (static), or ``"dynamic"`` for one scale per
+            row, its largest magnitude / 448 (1 for a row of zeros). Dynamic scales are returned. A row with a NaN has a
+            NaN scale and becomes NaN.
         backend: ``"cuda"`` (CUDA C++), ``"triton"``, ``"cpp"`` (C++ on the CPU), ``"pytorch"`` (the formula) or
-            ``"auto"``: the first of these that the machine has, CUDA C++ before Triton on a GPU. ``"cuda"`` and
-            ``"cpp"`` compile at the first call ever, or come prebuilt (``python -m rmsnorm_fused build``).
+            ``"auto"``, the first available one in this order. ``"cuda"`` and ``"cpp"`` are compiled at the first call,
+            or come prebuilt (``python -m rmsnorm_fused build``).
 
     Returns:
-        y (..., N), contiguous, in the dtype of ``x`` or ``out_dtype``. With a residual the tuple (y, s); with a dynamic
-        scale (y, scales), scales float32 (..., 1); with both (y, s, scales).
+        y (..., N), contiguous, in the dtype of ``x`` or ``out_dtype``. With a residual, the tuple (y, s); with a
+        dynamic scale, (y, scales), with float32 scales (..., 1); with both, (y, s, scales).
 
     Raises:
-        TypeError: for an argument of a type or dtype that is not taken.
-        ValueError: for shapes or devices that do not fit, a negative ``eps``, an unknown back end, or one that cannot
-            be used here or for these tensors: an explicit request never falls back.
-        BuildError: (of ``native_build``) when a back end that was asked for does not compile.
+        TypeError: If an argument has an unsupported type or dtype.
+        ValueError: If shapes or devices do not match, ``eps`` is negative, or the back end is unknown or cannot
+            be used here or for these tensors; an explicit request never falls back.
+        BuildError: If a requested back end does not compile (an exception of ``native_build``).
     """
     ordinary = casting == "exact" and out_dtype is None and scale is None
     if ordinary and (quick := quick_call(backend)) is not None:
         try:
             found = quick(x, residual, weight, eps, weight_offset)
         except NotImplementedError:
-            check_input(x)  # the layout, in words
+            check_input(x)  # raises a clearer error for an unsupported layout
             raise
-        if found is not None:  # None: nothing was done, the arguments need the long way
+        if found is not None:  # None: the extension did nothing, and the checks below find out why
             return found
     check_input(x)
     check_casting(casting)
@@ -143,12 +142,12 @@ def rms_norm(
         return reference.rms_norm(x, residual, weight, options)
     family = family_of(implementation)
     if residual is None:
-        return ops.forward(family, x, weight, options)
-    return ops.forward_add(family, x, residual, weight, options)
+        return operators.forward(family, x, weight, options)
+    return operators.forward_add(family, x, residual, weight, options)
 
 
 def _implementation(x: torch.Tensor, backend: Backend) -> str:
-    """The implementation for a tensor; the formula alone takes a jagged one."""
+    """The implementation for a tensor; only the formula supports jagged tensors."""
     if x.layout != torch.jagged:
         return resolve(backend, x.device.type)
     implementation = resolve("pytorch" if backend == "auto" else backend, x.device.type)
@@ -169,21 +168,21 @@ def _quantised(
     if implementation == "pytorch":
         y, s, row_scales = reference.quantize(x, residual, weight, static, options, dtype)
     else:
-        y, s, row_scales = ops.quantize(family_of(implementation), x, residual, weight, static, options, dtype)
+        y, s, row_scales = operators.quantize(family_of(implementation), x, residual, weight, static, options, dtype)
     results = (y, *(() if residual is None else (s,)), *(() if static is not None else (row_scales,)))
     return results if len(results) > 1 else y
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """:class:`torch.nn.RMSNorm` on the kernels of this package: same arguments, same parameters and state dict.
+    """:class:`torch.nn.RMSNorm` on this package's kernels, with the same arguments, parameters and state dict.
 
     Args:
-        normalized_shape: the last dimensions to normalise over; several are taken as one.
-        eps: as for :func:`rms_norm`.
-        elementwise_affine: whether there is a weight.
-        device: of the weight.
-        dtype: of the weight.
-        backend: as for :func:`rms_norm`.
+        normalized_shape: The last dimensions to normalise over; several are treated as one.
+        eps: Same as for :func:`rms_norm`.
+        elementwise_affine: Whether the module has a weight.
+        device: Device of the weight.
+        dtype: Dtype of the weight.
+        backend: Same as for :func:`rms_norm`.
     """
 
     def __init__(
@@ -206,8 +205,8 @@ class RMSNorm(torch.nn.RMSNorm):
             x: (..., *normalized_shape).
 
         Raises:
-            TypeError: for something other than a tensor.
-            ValueError: when the last dimensions of ``x`` are not ``normalized_shape``.
+            TypeError: If ``x`` is not a tensor.
+            ValueError: If the last dimensions of ``x`` are not ``normalized_shape``.
         """
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"x: expected a tensor, got {type(x).__name__}")

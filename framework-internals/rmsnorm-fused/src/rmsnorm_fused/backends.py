@@ -1,4 +1,4 @@
-"""Which back ends there are, which can be used here, and which one ``auto`` takes."""
+"""The back ends: which exist, which can be used on this machine, and which one ``auto`` selects."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
-from native_build import BuildError, LibraryError
+from native_build import BuildError, LibraryError, missing_gpu
+from rmsnorm_fused.ops.rows import register_row_kernels
 from rmsnorm_fused.torch_private import constant_under_compile
 
 if TYPE_CHECKING:
@@ -20,21 +21,21 @@ Implementation = Literal["pytorch", "triton", "cuda", "cpp"]
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
 
-# What `auto` tries on each type of device. CUDA C++ before Triton: as fast or faster at nearly every measured width,
-# and a call costs a tenth (NOTES.md).
+# What `auto` tries on each type of device. CUDA C++ comes before Triton: it is as fast or faster at nearly every
+# measured width, and a call takes a tenth of the time (NOTES.md).
 _PREFERRED: dict[str, tuple[Implementation, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpp",)}
 
 _quick_calls: dict[str, QuickCall] = {}
 
 
 def unavailable(implementation: Implementation, device_type: str) -> str | None:
-    """Why an implementation cannot work on a type of device here, with the remedy; None where it can.
+    """Say why an implementation cannot be used for a type of device here, with the remedy; None if it can.
 
-    Builds nothing: a compiler that is there may still fail at the first call.
+    Nothing is built. A compiler that is present may still fail at the first call.
 
     Args:
-        implementation: one of :data:`IMPLEMENTATIONS`.
-        device_type: of the tensors: ``"cpu"``, ``"cuda"`` or any other that torch knows.
+        implementation: One of :data:`IMPLEMENTATIONS`.
+        device_type: Device type of the tensors: ``"cpu"``, ``"cuda"`` or any other that torch knows.
     """
     if implementation == "pytorch":
         return None
@@ -47,28 +48,35 @@ def unavailable(implementation: Implementation, device_type: str) -> str | None:
         from rmsnorm_fused.impl import triton
 
         return triton.unavailable(device_type)
-    from rmsnorm_fused.impl import native
+    from rmsnorm_fused.impl import native, prebuilt
 
-    return native.unavailable(device_type)
+    if device_type == "cuda" and (reason := missing_gpu()) is not None:
+        return reason
+    if (reason := native.cannot_build(device_type)) is None:
+        return None
+    instead = prebuilt.unavailable(device_type)
+    return None if instead is None else f"{reason}; {instead}"
 
 
 @constant_under_compile
 def resolve(backend: str, device_type: str) -> str:
-    """The implementation to use, made ready; one word, so that torch.compile takes it as a constant instead of tracing.
+    """Return the name of the implementation to use, compiled and loaded.
+
+    torch.compile treats the string as a constant instead of tracing this function.
 
     Args:
-        backend: what the caller asked for. ``"auto"`` is CUDA C++ on a GPU, else Triton; C++ on a CPU; and the PyTorch
-            formula where these are not to be had.
-        device_type: of the tensors.
+        backend: The requested back end. ``"auto"`` tries CUDA C++ and then Triton on a GPU, and C++ on a CPU; if
+            none of these is available, it is the PyTorch formula.
+        device_type: Device type of the tensors.
 
     Raises:
-        ValueError: for an unknown word, or an explicit request that cannot be met here: it never falls back.
-        BuildError: when what was asked for does not compile. ``auto`` warns instead and takes the next one.
+        ValueError: If the back end is unknown or cannot be used here; an explicit request never falls back.
+        BuildError: If a requested back end does not compile. ``auto`` warns instead and tries the next one.
     """
     return _resolve(backend, device_type)
 
 
-@functools.cache  # looking for compilers takes longer than a small normalisation
+@functools.cache  # the search for compilers takes longer than a small normalisation
 def _resolve(backend: str, device_type: str) -> str:
     if backend == "auto":
         return _first_that_works(device_type)
@@ -87,36 +95,48 @@ def _first_that_works(device_type: str) -> str:
         try:
             _make_ready(candidate, device_type)
         except (BuildError, LibraryError) as error:
-            warnings.warn(f"rmsnorm_fused does without its {candidate} back end: {error}", stacklevel=2)
+            warnings.warn(f"rmsnorm_fused cannot use its {candidate} back end: {error}", stacklevel=2)
             continue
         if candidate in _quick_calls and (device_type == "cuda" or "auto" not in _quick_calls):
-            _quick_calls["auto"] = _quick_calls[candidate]  # one for all: a GPU's, where a call is waited for
+            _quick_calls["auto"] = _quick_calls[candidate]  # one for both devices; a GPU's has priority
         return candidate
     return "pytorch"
 
 
 def _make_ready(implementation: str, device_type: str) -> None:
-    if implementation not in ("cuda", "cpp"):
-        return
-    from rmsnorm_fused.impl import native
-
-    quick = native.load(device_type)
-    if quick is not None:
+    if implementation in ("cuda", "cpp") and (quick := _load_native(device_type)) is not None:
         _quick_calls[implementation] = quick
 
 
+@functools.cache
+def _load_native(device_type: str) -> QuickCall | None:
+    """Register the C++ or CUDA C++ kernels: the extension where it can be compiled, otherwise the prebuilt library.
+
+    Returns:
+        The extension's own entry point; None with the prebuilt library, which has none.
+    """
+    from rmsnorm_fused.impl import native, prebuilt
+
+    if native.cannot_build(device_type) is None:
+        return native.load(device_type)
+    prebuilt.load()
+    register_row_kernels("native", device_type.upper(), lambda: prebuilt)
+    return None
+
+
 def family_of(implementation: str) -> Literal["native", "triton"]:
-    """The family of operators that an implementation is behind."""
+    """The family of operators that an implementation provides."""
     return "triton" if implementation == "triton" else "native"
 
 
 def quick_call(backend: str) -> QuickCall | None:
-    """The way past Python for an ordinary call in eager mode, where the back end has one.
+    """Return the back end's C++ entry point for ordinary eager calls, if it has one.
 
-    It takes (x, residual, weight, eps, weight_offset) and returns what :func:`rmsnorm_fused.rms_norm` does, or None
-    without having done anything when the arguments are not ordinary: another device, a wrong shape, a subclass.
+    The function takes (x, residual, weight, eps, weight_offset) and returns the result of
+    :func:`rmsnorm_fused.rms_norm`. For other arguments (another device, a wrong shape, a subclass) it does nothing and
+    returns None.
 
     Args:
-        backend: what the caller asked for.
+        backend: The requested back end.
     """
     return None if torch.compiler.is_compiling() else _quick_calls.get(backend)

@@ -1,4 +1,4 @@
-"""The command line: which back ends there are here, whether they are right, how fast they are; building them ahead."""
+"""Show the available back ends, check their results, time them, and build the prebuilt library."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from benchkit.device import resolve_device
 from benchkit.statistics import worst
 from benchkit.timing import rotating_inputs
 from native_build import ARCHITECTURES, read_record
-from rmsnorm_fused import prebuild, rms_norm
-from rmsnorm_fused.accuracy import expected
+from rmsnorm_fused import rms_norm
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
-from rmsnorm_fused.contestants import EAGER, EPS, RmsNorm, usable
+from rmsnorm_fused.bench.accuracy import expected
+from rmsnorm_fused.bench.candidates import EAGER, EPS, RmsNorm, usable
+from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.validation import DTYPES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False, help=__doc__)
@@ -28,13 +29,13 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there is a GPU.")]
-ShapeOption = Annotated[str, typer.Option(help="ROWSxCOLUMNS.")]
-DtypeOption = Annotated[str, typer.Option(help=f"{', '.join(_NAMES)}.")]
+ShapeOption = Annotated[str, typer.Option(help="Shape of x, as ROWSxCOLUMNS.")]
+DtypeOption = Annotated[str, typer.Option(help=f"Dtype of x and the weight: {', '.join(_NAMES)}.")]
 
 
 @app.command()
 def info() -> None:
-    """Say which back ends can be used here, and what the others lack."""
+    """Show which back ends can be used here, and what the others lack."""
     table = Table("back end", "device", "usable", box=None)
     for name in IMPLEMENTATIONS:
         for device in ("cpu", "cuda"):
@@ -49,7 +50,7 @@ def info() -> None:
 
 @app.command()
 def check(shape: ShapeOption = "512x1024", dtype: DtypeOption = "float32", device: DeviceOption = "auto") -> None:
-    """Compare every usable back end with float64, forward and backward; exit status 1 where one is wrong."""
+    """Compare every usable back end with float64, forward and backward; the exit status is 1 if one is wrong."""
     with one_line_errors("rmsnorm-fused"):
         rows, columns, kind = _parse(shape, dtype)
         where = resolve_device(device)
@@ -79,9 +80,9 @@ def bench(
     shape: ShapeOption = "4096x4096",
     dtype: DtypeOption = "float32",
     device: DeviceOption = "auto",
-    seconds: Annotated[float, typer.Option(help="Of sampling, forward and backward each.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Sampling time of each of the two measurements.")] = 1.0,
 ) -> None:
-    """Time the forward pass, and forward and backward together, of every implementation at one shape."""
+    """Time every implementation at one shape: the forward pass, and forward and backward together."""
     with one_line_errors("rmsnorm-fused"):
         rows, columns, kind = _parse(shape, dtype)
         where = resolve_device(device)
@@ -117,10 +118,10 @@ def bench(
 
 @app.command()
 def build(
-    out: Annotated[Path, typer.Option(help="Folder of the library; by default where it is found.")] = prebuild.HERE,
-    cuda: Annotated[bool, typer.Option(help="With the CUDA kernels; needs nvcc, but no GPU.")] = True,
+    out: Annotated[Path, typer.Option(help="Output folder; the package looks in the default one.")] = prebuild.HERE,
+    cuda: Annotated[bool, typer.Option(help="Include the CUDA kernels; needs nvcc, but no GPU.")] = True,
     architectures: Annotated[
-        str, typer.Option(help="Of the CUDA kernels: sm_XY is machine code, compute_XY what a driver translates.")
+        str, typer.Option(help="CUDA architectures, comma-separated: sm_XY for machine code, compute_XY for PTX.")
     ] = ",".join(ARCHITECTURES),
 ) -> None:
     """Compile the kernels into one library for machines without a compiler (LibTorch's stable ABI)."""
@@ -137,7 +138,7 @@ def build(
 def _parse(shape: str, dtype: str) -> tuple[int, int, torch.dtype]:
     rows, found, columns = shape.partition("x")
     if not (found and rows.isdecimal() and columns.isdecimal() and int(rows) and int(columns)):
-        raise UserError(f"--shape takes ROWSxCOLUMNS, for example 4096x1024, got {shape!r}")
+        raise UserError(f"--shape: expected ROWSxCOLUMNS, for example 4096x1024, got {shape!r}")
     if dtype not in _NAMES:
-        raise UserError(f"--dtype takes {', '.join(_NAMES)}, got {dtype!r}")
+        raise UserError(f"--dtype: expected one of {', '.join(_NAMES)}, got {dtype!r}")
     return int(rows), int(columns), _NAMES[dtype]

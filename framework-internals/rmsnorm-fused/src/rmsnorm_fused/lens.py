@@ -1,4 +1,4 @@
-"""The main job: what is measured on which machine, in which order, and in how much time."""
+"""What a run of the report measures on which machine, in which order, and in how much time."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from benchkit import Record, progress
 from benchkit.device import Device
 from benchkit.limits import memory_limits, product_limits
 from benchkit.run import Lens, Run
-from rmsnorm_fused.contestants import Contestant, compiled_quantisers, usable
-from rmsnorm_fused.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
-from rmsnorm_fused.report import REPORT
-from rmsnorm_fused.training import measure_training
+from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usable
+from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
+from rmsnorm_fused.bench.training import measure_training
+from rmsnorm_fused.report.spec import REPORT
 
-# M_MMAP_THRESHOLD at the most that it takes, M_TRIM_THRESHOLD (malloc.h).
+# (option, value) from malloc.h: M_MMAP_THRESHOLD at its maximum, and M_TRIM_THRESHOLD.
 _MALLOC_OPTIONS = ((-3, 1 << 25), (-1, (1 << 31) - 1))
 
 
 class Step(NamedTuple):
-    """One part of a run.
+    """One measurement of a run.
 
     Attributes:
-        what: it measures, as the report names it where it is missing.
-        measure: does it.
-        needs: seconds that it may take, compilation included: it is left out where fewer are left.
+        what: Name of the measurement, which the report gives if it is missing.
+        measure: Function that takes the measurement.
+        needs: Seconds that it may take, including compilation; it is skipped if less time is left.
     """
 
     what: str
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
-    """Sizes and times for a machine, as plain JSON."""
+    """The sizes and times of a run on a type of device, as plain JSON."""
     if device == "cuda":
         widths = [65536, 262144, 8192, 1024, 16384, 131072, 32768, 2048, 512]
         return {
@@ -90,16 +90,16 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
 
 
 def collect(run: Run) -> None:
-    """Measure what :func:`configure` asks for, the most important first, as far as the budget of time goes."""
+    """Take the measurements of :func:`configure`, the most important first, within the time budget."""
     end = time.monotonic() + run.configuration["budget"]
     if run.device == "cpu":
         run.record("freed memory", data={"kept": _keep_freed_memory()})
     with run.working("building the extensions"):
-        contestants, absent = usable(run.device)
+        candidates, absent = usable(run.device)
     for what, why in absent.items():
         run.absent(what, why)
     left_out = []
-    for step in progress.track(list(_steps(run, contestants)), "rmsnorm-fused"):
+    for step in progress.track(list(_steps(run, candidates)), "rmsnorm-fused"):
         if time.monotonic() + step.needs > end:
             left_out.append(step.what)
         else:
@@ -108,17 +108,19 @@ def collect(run: Run) -> None:
             if run.device == "cuda":
                 torch.cuda.empty_cache()
     if left_out:
-        run.absent("; ".join(left_out), f"the {run.configuration['budget']} s that a run takes were used up before")
+        run.absent("; ".join(left_out), f"the time budget of {run.configuration['budget']} s was used up before")
     if "compiled" not in run.configuration["training"]["modes"]:
-        run.absent("The compiled training step", "to compile a model for each norm takes longer than all the rest here")
+        run.absent(
+            "The compiled training step", "compiling a model for each norm takes longer than everything else here"
+        )
 
 
 def _keep_freed_memory() -> bool:
-    """Have glibc's malloc keep the memory of freed results for the next ones; False where there is another malloc.
+    """Make glibc's malloc keep the memory of freed results for the next ones; returns False for another malloc.
 
-    By default it gives pages back to the kernel once more than some lie free at the end of its heap. A round with the
-    eager formula then took eight thousand page faults, against some hundreds, and the formula a third more time
-    (4096 x 1024 float32; two cores, 2026-11-21).
+    By default, malloc returns pages to the kernel when too many are free at the end of the heap. A round with the eager
+    formula then took eight thousand page faults instead of a few hundred, and a third more time (4096 x 1024 float32,
+    two cores, 2026-11-21).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -127,41 +129,44 @@ def _keep_freed_memory() -> bool:
     return all(mallopt(option, value) for option, value in _MALLOC_OPTIONS)
 
 
-def _steps(run: Run, contestants: Mapping[str, Contestant]) -> Iterator[Step]:
-    """All that is to be measured, the most important first."""
+def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
+    """All measurements, the most important first."""
     configuration = run.configuration
     rows, columns = configuration["headline"]
     headline = Case("headline", rows, columns, getattr(torch, configuration["dtype"]))
     limits = partial(memory_limits, run.device, bytes_per_tensor=rows * columns * headline.dtype.itemsize)
-    a_shape = 15.0 if run.device == "cuda" else 4.0  # of many contestants, some of which compile for it
-    all_calls = a_shape + configuration["call_seconds"]  # more than a shape: with a shape left out, they are too
+    a_shape = 15.0 if run.device == "cuda" else 4.0  # seconds for all candidates, some of which compile for the shape
+    all_calls = (
+        a_shape + configuration["call_seconds"]
+    )  # more than for a shape: if a shape is skipped, so are the calls
     batches: dict[Case, tuple[str, ...]] = {}
 
     def measure_shape(case: Case) -> None:
-        names = measure_case(run, case, contestants)
+        names = measure_case(run, case, candidates)
         if case.group == "batches":
             batches[case] = names
 
     yield Step("The memory limits", lambda: _keep(run, limits()), 0)
     for case in cases(configuration, run.device):
         yield Step(_title(case), partial(measure_shape, case), a_shape)
-    for gradient, title in ((False, "Calls from Python"), (True, "Calls from Python, the weight requiring a gradient")):
-        yield Step(title, partial(measure_calls, run, batches, contestants, gradient=gradient), all_calls)
+    for gradient in (False, True):
+        title = f"Calls from Python{', with a weight that requires a gradient' if gradient else ''}"
+        yield Step(title, partial(measure_calls, run, batches, candidates, gradient=gradient), all_calls)
     for columns in configuration["determinism_columns"]:
         case = replace(headline, group="determinism", rows=configuration["elements"] // columns, columns=columns)
-        yield Step(f"Determinism at {columns} columns", partial(measure_determinism, run, case, contestants), a_shape)
-    yield Step("The quantised result", lambda: _measure_quantised(run, headline, contestants), a_shape)
+        yield Step(f"Determinism at {columns} columns", partial(measure_determinism, run, case, candidates), a_shape)
+    yield Step("The quantised result", lambda: _measure_quantised(run, headline, candidates), a_shape)
     yield Step("The product limits", lambda: _keep(run, product_limits(run.device)), a_shape)
     for mode in configuration["training"]["modes"]:
         needs = a_shape + configuration["training"]["seconds"] if mode == "eager" else 120.0
-        yield Step(f"The {mode} training step", partial(measure_training, run, mode, contestants), needs)
+        yield Step(f"The {mode} training step", partial(measure_training, run, mode, candidates), needs)
     for name in configuration["other_dtypes"]:
         case = replace(headline, group="dtypes", dtype=getattr(torch, name))
         yield Step(_title(case), partial(measure_shape, case), a_shape)
 
 
 def cases(configuration: Mapping[str, Any], device: Device) -> Iterator[Case]:
-    """The shapes to check and time, the most important first."""
+    """The cases to check and time, the most important first."""
     dtype = getattr(torch, configuration["dtype"])
     modes = configuration["compile_modes"]
     rows, columns = configuration["headline"]
@@ -171,7 +176,7 @@ def cases(configuration: Mapping[str, Any], device: Device) -> Iterator[Case]:
     for width in configuration["widths"]:
         rows = max(configuration["elements"] // width, 1)
         yield Case("widths", rows, width, dtype, compile_modes=tuple(modes.get("widths", ())))
-    # Without CUDA graphs a kernel cannot be told from its call: on a CPU the calls alone are timed.
+    # Without CUDA graphs a kernel cannot be timed apart from its call: on a CPU only the calls are timed.
     passes: tuple[Pass, ...] = ("forward",) if device == "cuda" else ()
     for columns in configuration["batch_columns"]:
         for rows in configuration["batches"]:
@@ -188,9 +193,9 @@ def _keep(run: Run, records: Iterable[Record]) -> None:
         run.add(record)
 
 
-def _measure_quantised(run: Run, case: Case, contestants: Mapping[str, Contestant]) -> None:
+def _measure_quantised(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> None:
     quantisers = compiled_quantisers() if "headline" in run.configuration["compile_modes"] else {}
-    quantisers |= {name: entrant.quantise for name, entrant in contestants.items() if entrant.quantise is not None}
+    quantisers |= {name: one.quantise for name, one in candidates.items() if one.quantise is not None}
     measure_quantised(run, case, quantisers)
 
 
@@ -198,6 +203,6 @@ def build_lens(root: Path) -> Lens:
     """The lens of this package.
 
     Args:
-        root: the folder with ``reports/``.
+        root: The folder that contains ``reports/``.
     """
     return Lens("rmsnorm-fused", root, configure, collect, REPORT)

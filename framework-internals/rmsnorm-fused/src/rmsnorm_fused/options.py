@@ -1,4 +1,4 @@
-"""What a normalisation is, besides its tensors."""
+"""The scalar options of a normalisation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LARGEST_FLOAT8 = 448.0  # the largest finite float8_e4m3fn
 
 
 class Options(NamedTuple):
-    """The numbers that every operator and implementation of this package takes, in the order that they take them.
+    """The scalars that every operator and implementation of this package takes, in their order.
 
     Attributes:
-        eps: added to the mean square.
-        weight_offset: added to the weight in the accumulating dtype; 1 for Gemma's zero-centred weight.
-        llama: round x·rstd to the dtype of x before the product with the weight, and dy·weight before what follows, as
-            Hugging Face's ``LlamaRMSNorm`` does.
+        eps: Number added to the mean square.
+        weight_offset: Number added to the weight in the accumulating dtype; 1 for Gemma's zero-centred weight.
+        llama: Whether to round x·rstd to the dtype of x before the product with the weight, and dy·weight before its
+            use in the backward pass, like Hugging Face's ``LlamaRMSNorm``.
     """
 
     eps: float

@@ -1,4 +1,4 @@
-"""What this package takes from torch that is not public; tests/test_rmsnorm_operators.py fails where it has moved."""
+"""The private parts of torch that this package uses; tests/test_rmsnorm_operators.py fails if one moves."""
 
 from __future__ import annotations
 
@@ -13,42 +13,44 @@ R = TypeVar("R")
 
 
 def constant_under_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Have torch.compile call ``function`` while it traces, and take the result as a constant.
+    """Make torch.compile call ``function`` during tracing and treat the result as a constant.
 
-    The public ``torch.compiler.assume_constant_result`` sets this attribute, but imports torch._dynamo, and with it
-    Triton: seconds that ``import rmsnorm_fused`` should not take.
+    The public ``torch.compiler.assume_constant_result`` sets the same attribute, but imports torch._dynamo and Triton,
+    which takes seconds; ``import rmsnorm_fused`` should not.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A contiguous result in another shape, which autograd does not take for a view.
+    """Reshape a contiguous result without making it a view in autograd's sense.
 
-    It refuses to have a view that an operator returns modified in place, and notes views made in the kernel of one.
+    Autograd tracks views made inside an operator's kernel, and forbids in-place changes of a view that an operator
+    returns.
 
     Args:
-        result: nobody else's.
-        shape: of as many elements.
+        result: Tensor to which nothing else refers.
+        shape: Shape with the same number of elements.
     """
     return torch.ops.aten._unsafe_view(result, shape)
 
 
 def is_refusal_of_func(error: RuntimeError) -> bool:
-    """Whether torch.func refused a derivative because ``torch.library.register_autograd`` registered it.
+    """Whether torch.func rejected a derivative that ``torch.library.register_autograd`` registered.
 
-    That makes an ``autograd.Function`` without the method that the message is about, which nobody can add to it.
+    That function makes an ``autograd.Function`` without ``setup_context``, the method that the error message names, and
+    the method cannot be added afterwards.
 
     Args:
-        error: that a call of the operator raised.
+        error: Exception raised by a call of the operator.
     """
     return "functorch transforms" in str(error) and "setup_context" in str(error)
 
 
 def kept_graphs() -> AbstractContextManager[None]:
-    """Have torch.compile make backward passes that can be run again and again on a graph that is kept.
+    """Make torch.compile generate backward passes that can run repeatedly on a retained graph.
 
-    By default a compiled backward pass writes over what the forward pass saved, and refuses ``retain_graph``.
+    By default a compiled backward pass overwrites what the forward pass saved, and does not support ``retain_graph``.
     """
     import torch._functorch.config as config
 

@@ -1,4 +1,4 @@
-"""What the public function takes, and what it says about the rest."""
+"""Checks of the public function's arguments."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import torch
 from rmsnorm_fused.options import CASTINGS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_TAKEN = "float32, bfloat16, float16 or float64"
+_DTYPE_NAMES = "float32, bfloat16, float16 or float64"
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums and products run in: float64 for float64, else float32."""
+    """The dtype of sums and products: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_input(x: torch.Tensor) -> None:
-    """Refuse what cannot be normalised.
+    """Check that ``x`` can be normalised.
 
     Raises:
-        TypeError: for something other than a tensor, or a dtype or layout that is not taken.
-        ValueError: for a tensor without dimensions.
+        TypeError: If ``x`` is not a tensor, or has an unsupported dtype or layout.
+        ValueError: If ``x`` has no dimensions.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x: expected a tensor, got {type(x).__name__}")
     if x.dtype not in DTYPES:
-        raise TypeError(f"x: expected {_TAKEN}, got {x.dtype}; convert it first")
+        raise TypeError(f"x: expected {_DTYPE_NAMES}, got {x.dtype}; convert it first")
     if x.layout not in (torch.strided, torch.jagged) or (x.is_nested and x.layout == torch.strided):
-        found = "a nested one of the old layout" if x.is_nested else str(x.layout)
+        found = "a nested tensor with the strided layout" if x.is_nested else str(x.layout)
         raise TypeError(
             f"x: expected a dense or a jagged tensor, got {found}; convert it first (.to_dense(), layout=torch.jagged)"
         )
@@ -39,29 +39,29 @@ def check_input(x: torch.Tensor) -> None:
 
 
 def check_layout(x: torch.Tensor, implementation: str) -> None:
-    """Refuse a jagged tensor for kernels, which take rows of one memory.
+    """Check that an implementation supports the layout of ``x``: only the PyTorch formula supports jagged tensors.
 
     Raises:
-        ValueError: for any implementation but the formula.
+        ValueError: If ``x`` is jagged and the implementation is not the PyTorch formula.
     """
     if x.layout == torch.jagged and implementation != "pytorch":
         raise ValueError(
             f"backend {implementation!r} cannot be used: it takes dense tensors, got a jagged one; normalise its "
-            '.values(), or take backend="pytorch"'
+            '.values(), or use backend="pytorch"'
         )
 
 
 def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Refuse a weight that does not fit ``x``.
+    """Check that ``weight`` matches ``x``.
 
     Raises:
-        TypeError: for something other than a tensor, or a dtype that is not taken or wider than the arithmetic.
-        ValueError: for a shape other than (N,), or another device.
+        TypeError: If ``weight`` is not a tensor, or its dtype is unsupported or wider than the arithmetic.
+        ValueError: If the shape is not (N,), or the device differs from that of ``x``.
     """
     if not isinstance(weight, torch.Tensor):
         raise TypeError(f"weight: expected a tensor or None, got {type(weight).__name__}")
     if weight.dtype not in DTYPES:
-        raise TypeError(f"weight: expected {_TAKEN}, got {weight.dtype}; convert it first")
+        raise TypeError(f"weight: expected {_DTYPE_NAMES}, got {weight.dtype}; convert it first")
     if weight.dtype == torch.float64 and x.dtype != torch.float64:
         raise TypeError(
             f"weight: a float64 weight needs a float64 x, got x of {x.dtype}, for which the arithmetic is float32; "
@@ -77,21 +77,21 @@ def check_weight(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def check_casting(casting: str) -> None:
-    """Refuse an unknown word.
+    """Check that ``casting`` is known.
 
     Raises:
-        ValueError: for anything but one of ``options.CASTINGS``.
+        ValueError: If ``casting`` is not one of ``options.CASTINGS``.
     """
     if casting not in CASTINGS:
         raise ValueError(f"casting: expected one of {', '.join(CASTINGS)}, got {casting!r}")
 
 
 def check_residual(x: torch.Tensor, residual: torch.Tensor) -> None:
-    """Refuse a residual that cannot be added to ``x`` element by element.
+    """Check that ``residual`` can be added to ``x`` element by element.
 
     Raises:
-        TypeError: for something other than a tensor, or another dtype.
-        ValueError: for another shape or device.
+        TypeError: If ``residual`` is not a tensor, or its dtype differs from that of ``x``.
+        ValueError: If the shape or device differs from that of ``x``.
     """
     if not isinstance(residual, torch.Tensor):
         raise TypeError(f"residual: expected a tensor or None, got {type(residual).__name__}")
@@ -110,13 +110,13 @@ def check_quantised(
     out_dtype: torch.dtype | None,
     scale: torch.Tensor | Literal["dynamic"] | None,
 ) -> None:
-    """Refuse a quantised result that cannot be had, or that would lose a gradient without a word.
+    """Check the arguments of a quantised result.
 
     Raises:
-        TypeError: for another ``out_dtype``, a float64 ``x``, or a ``scale`` that is neither a float32 tensor nor
+        TypeError: If ``out_dtype`` is unsupported, ``x`` is float64, or ``scale`` is neither a float32 tensor nor
             ``"dynamic"``.
-        ValueError: for a scale of more than one element or on another device, a missing or needless one, or a tensor
-            that requires a gradient.
+        ValueError: If the scale has several elements or is on another device, is missing or superfluous, or if a tensor
+            requires a gradient, which would be lost silently.
     """
     if out_dtype is None:
         if scale is not None:
@@ -134,7 +134,7 @@ def check_quantised(
 
 
 def _check_scale(x: torch.Tensor, scale: torch.Tensor | Literal["dynamic"] | None) -> None:
-    wanted = 'a float32 tensor of one element (static) or "dynamic" (each row its own)'
+    wanted = 'a float32 tensor of one element (static) or "dynamic" (one scale per row)'
     if scale is None:
         raise ValueError(f"scale: expected {wanted} with out_dtype, got None")
     if isinstance(scale, str):
@@ -151,11 +151,11 @@ def _check_scale(x: torch.Tensor, scale: torch.Tensor | Literal["dynamic"] | Non
 
 
 def resolve_offset(weight_offset: float) -> float:
-    """The number to add to the weight.
+    """Return the number to add to the weight, as a float.
 
     Raises:
-        TypeError: for something other than a number.
-        ValueError: for an infinite or undefined number.
+        TypeError: If the argument is not a number.
+        ValueError: If the number is infinite or NaN.
     """
     if isinstance(weight_offset, bool) or not isinstance(weight_offset, int | float):
         raise TypeError(f"weight_offset: expected a number, got {type(weight_offset).__name__}")
@@ -165,16 +165,17 @@ def resolve_offset(weight_offset: float) -> float:
 
 
 def resolve_eps(eps: float | None, dtype: torch.dtype) -> float:
-    """The number to add to the mean square.
+    """Return the number to add to the mean square.
 
     Args:
-        eps: what the caller gave; None is the machine epsilon of the arithmetic, as in ``torch.nn.functional.rms_norm``
-            (whose documentation says that of ``dtype``, but which takes float32's for bfloat16 and float16).
-        dtype: of x.
+        eps: The caller's argument. None means the machine epsilon of the arithmetic, as in
+            ``torch.nn.functional.rms_norm``. (Its documentation says the epsilon of ``dtype``, but for bfloat16 and
+            float16 it uses that of float32.)
+        dtype: Dtype of x.
 
     Raises:
-        TypeError: for something other than a number.
-        ValueError: for a negative, infinite or undefined number.
+        TypeError: If the argument is not a number.
+        ValueError: If the number is negative, infinite or NaN.
     """
     if eps is None:
         return torch.finfo(wide_dtype(dtype)).eps

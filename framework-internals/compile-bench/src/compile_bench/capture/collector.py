@@ -133,7 +133,7 @@ class Collector(logging.Handler):
 
         Args:
             user_code: tells whose code a file is; by default :func:`folders`.
-            pauses: when this process stood still, see :mod:`compile_bench.measure.turns`.
+            pauses: when this process was stopped, see :func:`benchkit.processes.pauses`.
 
         Raises:
             RuntimeError: if entries came that this version cannot read: their format has changed.

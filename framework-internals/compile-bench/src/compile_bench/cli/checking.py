@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -109,7 +109,9 @@ def lock(
 
 def _inventory(harness: Harness, case: Case) -> Inventory:
     harness.toolchain_seconds()
-    return cast(Inventory, harness.ask("inventory", case))
+    from compile_bench.measure.inventory import inventory
+
+    return harness.ask(inventory, case)
 
 
 def budget_exceeded(

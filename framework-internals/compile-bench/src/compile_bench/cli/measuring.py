@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from benchkit import UserError, numbers
+from benchkit.processes import ChildFailure
 from benchkit.progress import working
 from benchkit.report import markdown_table
 from compile_bench.cli.options import (
@@ -24,10 +25,10 @@ from compile_bench.cli.options import (
     leave,
 )
 from compile_bench.cli.triaging import describe_triage
-from compile_bench.measure.harness import DEFAULT_LIMIT, Harness, WorkerFailure
+from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Bench, Triage
 from compile_bench.measure.serialize import plural
-from compile_bench.measure.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy, study_shapes
+from compile_bench.measure.shapes import MADE_SCHEDULES, STRATEGIES, ShapeStudy
 from compile_bench.measure.verdict import CACHE_STATES, PLAN_RESTARTS, PLAN_STEPS, difference, judge, plan
 
 
@@ -75,7 +76,7 @@ def zoo(
                 try:
                     with working(f"measuring {case.target}"):
                         rows.append(_zoo_row(harness.bench(case, steady_seconds=seconds, warm=False)))
-                except (WorkerFailure, UserError) as error:
+                except (ChildFailure, UserError) as error:
                     print(f"compile-bench: {error}", file=sys.stderr)
                     status = NOT_MEASURED
         if rows:
@@ -105,7 +106,7 @@ def shapes(
             raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
         case = case_of(target, train, mode, None, device)
         with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
-            study = study_shapes(harness, case, schedule=schedule, seconds=seconds)
+            study = harness.shapes(case, schedule=schedule, seconds=seconds)
         print(describe_shapes(study, passes))
         return 0
 

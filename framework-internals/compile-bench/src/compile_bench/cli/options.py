@@ -12,8 +12,8 @@ import typer
 from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
+from benchkit.processes import ChildFailure
 from compile_bench.capture.trace import Recompile
-from compile_bench.measure.harness import WorkerFailure
 from compile_bench.measure.serialize import shorten
 from compile_bench.targets.case import MODES, SCOPES, Case
 
@@ -67,7 +67,7 @@ def leave(action: Callable[[], int]) -> None:
     try:
         with one_line_errors("compile-bench"):  # its status is UNUSABLE
             status = action()
-    except WorkerFailure as error:
+    except ChildFailure as error:
         print(f"compile-bench: {error}", file=sys.stderr)
         status = NOT_MEASURED
     raise typer.Exit(status)

@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 from benchkit import UserError
+from benchkit.processes import ChildFailure
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.choosing import Choice, Place, choose
 from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
-from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey_types import Mark, Survey, mark
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay
@@ -90,7 +90,7 @@ class Fixer:
             places: costliest first; of mends that are in each other's way the earlier ones are kept.
 
         Raises:
-            WorkerFailure: if the unchanged model cannot be run for comparison.
+            ChildFailure: if the unchanged model cannot be run for comparison.
             UserError: likewise.
         """
         attempts = self._attempts(places)
@@ -170,10 +170,11 @@ class Fixer:
 
     def _trials(self, proposals: Sequence[Proposal], index: int) -> list[list[Trial]]:
         path = self._reference if index == 0 else self._reference.with_suffix(f".{index}.pt")
-        answer = self._harness.ask(
-            "trials", self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
+        from compile_bench.fixes.trial import trials
+
+        return self._harness.trace(
+            trials, self._case, kinds=self._kinds, seeds=self._seeds, proposals=proposals, path=path
         )
-        return cast(list[list[Trial]], answer)
 
     def _proved(self, attempts: Sequence[_Attempt]) -> Trial:
         """Some changes as one, with Inductor; the same ones are proved once."""
@@ -193,7 +194,7 @@ class Fixer:
             trial = self._compiled(overlay, places)
             if trial.off and self._calibrate():
                 trial = self._compiled(overlay, places)
-        except WorkerFailure as error:
+        except ChildFailure as error:
             return Trial(str(error))
         return self._judged(trial, places)
 
@@ -202,14 +203,18 @@ class Fixer:
         if self._calibrated:
             return False
         self._calibrated = True
+        from compile_bench.fixes.verify import reference
+
         try:
-            return cast(bool, self._harness.ask("reference", self._case, path=self._reference, calibrated=True))
-        except (WorkerFailure, UserError):
+            return self._harness.ask(reference, self._case, path=self._reference, calibrated=True)
+        except (ChildFailure, UserError):
             return False
 
     def _compiled(self, overlay: Overlay, places: Collection[Place]) -> Trial:
-        answer = self._harness.ask(
-            "prove",
+        from compile_bench.fixes.trial import prove
+
+        return self._harness.ask(
+            prove,
             self._case,
             overlay=overlay,
             kinds=self._kinds,
@@ -217,7 +222,6 @@ class Fixer:
             allowed=self._allowed(places),
             path=self._reference,
         )
-        return cast(Trial, answer)
 
     def _judged(self, trial: Trial, places: Collection[Place]) -> Trial:
         """A trial; where a mended break lies behind a function that is still given up, it has proved nothing."""

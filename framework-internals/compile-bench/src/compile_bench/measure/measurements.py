@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from benchkit.results import Quantity
 from compile_bench.capture.trace import CompileTrace
@@ -184,23 +182,8 @@ class StepProfile:
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a worker is to do.
-
-    Attributes:
-        job: one of :data:`compile_bench.measure.worker.JOBS`.
-        case: of what.
-        arguments: of the job; anything that can be pickled.
-    """
-
-    job: str
-    case: Case
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Compiled:
-    """A worker's answer to ``compiled``; all but the first steps are None where no steady steps were asked for."""
+    """What :func:`compile_bench.measure.steps.compiled` returns; everything but the first steps needs steady steps."""
 
     first: FirstSteps
     steady: Steady | None = None

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from benchkit.results import Quantity
 from compile_bench.capture.trace import Recompile
-from compile_bench.measure.harness import Harness
 from compile_bench.targets.case import Case
 
 Strategy = Literal["eager", "automatic", "static", "dynamic", "mark_dynamic", "buckets", "padding"]
@@ -102,28 +101,3 @@ class ShapeAnswer:
     passes: Passes
     schedule: tuple[str, ...]
     varying: tuple[str, ...]
-
-
-def study_shapes(
-    harness: Harness, case: Case, *, schedule: str = "", seconds: float = 3.0, strategies: tuple[Strategy, ...] = ()
-) -> ShapeStudy:
-    """Measure strategies on a target's schedule.
-
-    Args:
-        harness: for the processes.
-        case: its mode is used for all strategies; ``dynamic`` and ``scope`` are not.
-        schedule: one of :data:`MADE_SCHEDULES`, or empty for the target's own.
-        seconds: how long to sample later passes, for each strategy.
-        strategies: which; all by default.
-
-    Raises:
-        WorkerFailure: if a process hung or crashed.
-        UserError: if the target is at fault, or its shapes do not change.
-    """
-    harness.toolchain_seconds()
-    chosen = strategies or tuple(STRATEGIES)
-    answers = [
-        cast(ShapeAnswer, harness.ask("shapes", case, strategy=strategy, schedule=schedule, seconds=seconds))
-        for strategy in sorted(chosen, key=lambda strategy: strategy != "eager")  # eager first: it finds bad calls
-    ]
-    return ShapeStudy(case, answers[0].schedule, answers[0].varying, tuple(answer.passes for answer in answers))

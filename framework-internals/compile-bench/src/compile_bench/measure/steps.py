@@ -13,6 +13,7 @@ from torch import nn
 
 from benchkit import UserError, compare
 from benchkit.environment import cpu_pressure
+from benchkit.processes import Stopwatch, exclusive, one_at_a_time, pauses
 from benchkit.timing import Clock
 from compile_bench.capture.collector import (
     Collector,
@@ -24,7 +25,6 @@ from compile_bench.capture.collector import (
 from compile_bench.measure.accuracy import compare_with_eager
 from compile_bench.measure.measurements import Accuracy, Compiled, FirstSteps, Memory, Steady, Untuned
 from compile_bench.measure.profiling import peak_rise, read_profile, record_steps
-from compile_bench.measure.turns import Stopwatch, alone, one_at_a_time, pauses
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.regional import compile_case
@@ -48,12 +48,12 @@ def toolchain(case: Case) -> float:
     return prepare_toolchain(case.device)
 
 
-def eager(case: Case, *, turn: Path | None = None) -> FirstSteps:
+def eager(case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
     """First steps without compiling.
 
     Args:
         case: of what.
-        turn: see :func:`compiled`.
+        timing_folder: See :func:`compiled`.
 
     Raises:
         UserError: if they fail, in one line: nothing about compiling can be said then.
@@ -61,7 +61,7 @@ def eager(case: Case, *, turn: Path | None = None) -> FirstSteps:
     target = load_case(case)
     step = target.step(target.copied(), train=case.train)
     try:
-        return FirstSteps(_first_steps(step, case, turn))
+        return FirstSteps(_first_steps(step, case, timing_folder))
     except UserError:
         raise
     except Exception as error:  # whatever the user's model raises
@@ -74,7 +74,7 @@ def compiled(
     steady_seconds: float,
     artifact_in: Path | None = None,
     artifact_out: Path | None = None,
-    turn: Path | None = None,
+    timing_folder: Path | None = None,
 ) -> Compiled:
     """First compiled steps and, where ``steady_seconds`` is not 0, everything about later ones.
 
@@ -83,22 +83,24 @@ def compiled(
         steady_seconds: how long to sample steady steps.
         artifact_in: cache artifacts to load before the first step.
         artifact_out: where to keep those of this process, once the first steps are over.
-        turn: folder of the :class:`compile_bench.measure.turns.Conductor` of processes that measure side by side.
+        timing_folder: Folder of the :class:`benchkit.processes.ExclusiveTiming` of processes that compile side by side.
     """
     target = load_case(case)
     held_before = _allocated(case)
     own = target.copied()
-    with Stopwatch(turn) as importing:
+    with Stopwatch(timing_folder) as importing:
         import_compiler()
-    with Stopwatch(turn) as preparing:
+    with Stopwatch(timing_folder) as preparing:
         prepare_toolchain(case.device)
     artifact_seconds = _load_artifacts(artifact_in)
     module = compile_case(own, case)
     step = _marked(target.step(module, train=case.train), case)
-    gpu = partial(one_at_a_time, turn, "gpu")  # which of two kernels is faster shows only where nothing else runs
+    gpu = partial(
+        one_at_a_time, timing_folder, "gpu"
+    )  # which of two kernels is faster shows only where nothing else runs
     with Collector() as collector, CudaGraphSkips() as skips, autotuning_within(gpu):
-        seconds = _first_steps(step, case, turn)
-    trace = collector.trace(pauses=pauses(turn))
+        seconds = _first_steps(step, case, timing_folder)
+    trace = collector.trace(pauses=pauses(timing_folder))
     first = FirstSteps(seconds, importing.seconds, preparing.seconds, trace, artifact_seconds)
     artifact_bytes = _save_artifacts(artifact_out)
     if steady_seconds <= 0:
@@ -112,7 +114,7 @@ def compiled(
     memory = Memory(_peak(eager_step, case, held_before), compiled_peak + captured, captured)
     with autotuning_within(gpu):
         untuned_step = _untuned(target, case)
-    with alone(turn):
+    with exclusive(timing_folder):
         steady = sample(eager_step, step, case, steady_seconds, untuned=untuned_step)
         recorded = record_steps(eager_step, case.device), record_steps(step, case.device)
     profiles = read_profile(recorded[0], case.device), read_profile(recorded[1], case.device)
@@ -178,10 +180,10 @@ def _marked(step: Step, case: Case) -> Step:
     return marked
 
 
-def _first_steps(step: Step, case: Case, turn: Path | None) -> tuple[float, ...]:
+def _first_steps(step: Step, case: Case, timing_folder: Path | None) -> tuple[float, ...]:
     seconds = []
     for _ in range(FIRST_STEPS):
-        with Stopwatch(turn) as watch:
+        with Stopwatch(timing_folder) as watch:
             step()
             _wait(case)
         seconds.append(watch.seconds)

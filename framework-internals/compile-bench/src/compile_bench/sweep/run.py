@@ -1,9 +1,9 @@
 """The sweep: every model in inference and training over all modes of ``torch.compile``, a cell at a time, resumable.
 
-A cell is a model, a kind of step and a mode. Several cells compile side by side; each samples its steps alone, while
-the others stand still, and no two of them autotune on the GPU at once (:mod:`compile_bench.measure.turns`). Its
-records are written at once, so a sweep that is killed goes on with what is missing; a cell that fails or hangs leaves
-a record that says so and is not tried again.
+A cell is a model, a kind of step and a mode. Several cells compile side by side; while one samples its steps, the
+others are stopped, and no two of them autotune on the GPU at once (:mod:`benchkit.processes.exclusive_timing`). The
+records of a cell are written at once, so a sweep that is killed continues with what is missing. A cell that fails or
+hangs leaves a record that says so and is not tried again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.environment import capture
+from benchkit.processes import ChildCancelled, ChildFailure, ExclusiveTiming
 from benchkit.results import Quantity, Record, Results
 from benchkit.run import Run
-from compile_bench.measure.harness import Harness, OutOfTime, WorkerFailure
+from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import FirstSteps
 from compile_bench.measure.serialize import bench_records, case_labels, eager_record, first_steps_of
-from compile_bench.measure.turns import Conductor
 from compile_bench.sweep.cells import Key, Unit, key_of, missing, units
 from compile_bench.targets.case import Case
 
@@ -62,7 +62,7 @@ class _Sweep:
         self.call = len(run.recorder.results.select("sweep call")) + 1
         self._answers: queue.Queue[Answer] = queue.Queue()
         self._eager = _EagerSteps(harness, run.recorder.results)
-        self._turn = harness.folder / "turns"
+        self._timing_folder = harness.folder / "exclusive-timing"
 
     def go_on(self) -> None:
         """Measure what is missing, in several processes; once more alone what found no memory beside the others."""
@@ -72,7 +72,7 @@ class _Sweep:
         self._begin()
         try:
             self.harness.toolchain_seconds()
-        except OutOfTime:
+        except ChildCancelled:
             return
         crowded = self._measure(units(self.configuration, wanted), self.configuration["side_by_side"])
         self._measure([(case,) for case in crowded], 1)
@@ -86,11 +86,11 @@ class _Sweep:
         """Keep every cell as it comes; those that found no memory beside others are left, and returned."""
         crowded: list[Case] = []
         for case, found, seconds in self._answered(work, side_by_side):
-            if isinstance(found, OutOfTime):
+            if isinstance(found, ChildCancelled):
                 continue
             if side_by_side > 1 and isinstance(found, Exception) and MEMORY.search(str(found)):
                 crowded.append(case)
-            elif isinstance(found, (WorkerFailure, UserError)):
+            elif isinstance(found, (ChildFailure, UserError)):
                 self._keep([self._cell(case, seconds, str(found))])
             elif isinstance(found, Exception):
                 raise found
@@ -113,10 +113,10 @@ class _Sweep:
     def _answered(self, work: Sequence[Unit], side_by_side: int) -> Iterator[Answer]:
         """One answer for every cell, in the order they come."""
         waiting = deque(work)
-        conductor = Conductor(self._turn, self.harness.groups)
-        self.harness.stood_still = conductor.stood_still
+        timing = ExclusiveTiming(self._timing_folder, self.harness.groups)
+        self.harness.stopped_seconds = timing.stopped_seconds
         threads = self.harness.compile_threads(self.configuration["compile_threads"])
-        with threads, conductor, ThreadPoolExecutor(side_by_side) as pool:
+        with threads, timing, ThreadPoolExecutor(side_by_side) as pool:
             for _ in range(min(side_by_side, len(work))):
                 pool.submit(self._work_off, waiting, side_by_side)
             try:
@@ -149,18 +149,18 @@ class _Sweep:
         self, case: Case, cache: Path | None, before: list[Record] | Exception | None, side_by_side: int
     ) -> tuple[list[Record] | Exception, Path | None]:
         """The records of a cell, or what went wrong, and its cache; ``before`` is that of the first one of a pair."""
-        if isinstance(before, (WorkerFailure, UserError)):
+        if isinstance(before, (ChildFailure, UserError)):
             why = f"not begun, since the mode that autotunes the same kernels failed: {before}"
             return type(before)(why), cache
         try:
             cache = cache or self.harness.new_cache()
-            eager = self._eager.of(case, self._turn)
+            eager = self._eager.of(case, self._timing_folder)
             bench = self.harness.bench(
                 case,
                 eager=eager,
                 steady_seconds=self.configuration["steady_seconds"],
                 warm=False,
-                turn=self._turn,
+                timing_folder=self._timing_folder,
                 cache=cache,
                 tuned=before is not None,
             )
@@ -175,20 +175,20 @@ class _EagerSteps:
 
     def __init__(self, harness: Harness, results: Results) -> None:
         self._harness = harness
-        self._found: dict[Key, FirstSteps | WorkerFailure | UserError] = {
+        self._found: dict[Key, FirstSteps | ChildFailure | UserError] = {
             key_of(record.labels)[:2]: first_steps_of(record) for record in results.select("first steps", mode="eager")
         }
         self._locks: dict[Key, threading.Lock] = defaultdict(threading.Lock)
 
-    def of(self, case: Case, turn: Path) -> FirstSteps:
+    def of(self, case: Case, timing_folder: Path) -> FirstSteps:
         """Those of a case; a failure is raised once more for its other modes, unless there was no memory then."""
         key = (case.target, case.kind)
         with self._locks[key]:
             if key not in self._found:
                 try:
-                    self._found[key] = self._harness.eager(case, turn=turn)
-                except (WorkerFailure, UserError) as error:
-                    if isinstance(error, OutOfTime) or MEMORY.search(str(error)):
+                    self._found[key] = self._harness.eager(case, timing_folder=timing_folder)
+                except (ChildFailure, UserError) as error:
+                    if isinstance(error, ChildCancelled) or MEMORY.search(str(error)):
                         raise
                     self._found[key] = error
             found = self._found[key]

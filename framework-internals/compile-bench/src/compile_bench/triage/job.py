@@ -7,9 +7,10 @@ from pathlib import Path
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.processes import ChildFailure
 from benchkit.results import Json
 from benchkit.run import Run
-from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.harness import Harness
 from compile_bench.measure.serialize import triage_record
 from compile_bench.targets.case import Case
 from compile_bench.triage.serialize import triage_report_records
@@ -30,7 +31,7 @@ def collect_triage(run: Run, harness: Harness, repository: Path) -> None:
                     _triage_report(run, harness, case, repository)
                 else:
                     run.add(triage_record(harness.triage(case), repository))
-        except (WorkerFailure, UserError) as error:
+        except (ChildFailure, UserError) as error:
             run.absent(f"the break table of {name}", str(error))
 
 

@@ -8,19 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from benchkit import UserError
+from benchkit.processes import ChildFailure
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.catalogue import CAUSES, Cause, match, match_limit
 from compile_bench.fixes.fixer import Fixer, patch_root
 from compile_bench.fixes.source import Source, head_end
 from compile_bench.fixes.types import Figures, Fix
-from compile_bench.measure.harness import Harness, WorkerFailure
+from compile_bench.measure.harness import Harness
 from compile_bench.measure.survey_types import Kind, SilentEager, Survey
 from compile_bench.targets.case import Case
-from compile_bench.triage.types import BreakCosts, Finding, TriageReport
+from compile_bench.triage.types import Finding, TriageReport
 
 Result = TypeVar("Result")
 
@@ -53,17 +54,20 @@ def run_triage(
 
     Raises:
         UserError: if the target is at fault in every kind of step.
-        WorkerFailure: if no kind of step could be traced.
+        ChildFailure: if no kind of step could be traced.
     """
+    from compile_bench.measure.survey import lost_graphs
+    from compile_bench.triage import break_cost
+
     absent: list[str] = []
     surveys = _surveys(harness, case, kinds, absent)
     findings = _findings(surveys)
     sound = [survey for survey in surveys if not survey.failures] or surveys
     main = sound[0].case
     if case.device == "cuda":
-        lost = _attempted(lambda: cast(list[SilentEager], harness.ask("lost_graphs", main)), "CUDA graphs", absent)
+        lost = _attempted(lambda: harness.ask(lost_graphs, main), "CUDA graphs", absent)
         findings += [_of_silent(each, surveys[0]) for each in lost or ()]
-    costed = _attempted(lambda: cast(BreakCosts, harness.ask("price", main)), "prices", absent) if cost else None
+    costed = _attempted(lambda: harness.ask(break_cost.cost, main), "prices", absent) if cost else None
     if costed is not None:
         findings = _with_limits(findings, costed.limits, sound[0])
         findings = [replace(each, cost=costed.costs.get((each.file, each.line))) for each in findings]
@@ -80,7 +84,7 @@ def run_triage(
         if fix_results is not None and together is not None and costed is not None:
             overlay = fix_results.overlay
             after = _attempted(
-                lambda: cast(BreakCosts, harness.ask("price", main, overlay=overlay)), "the mended model's step", absent
+                lambda: harness.ask(break_cost.cost, main, overlay=overlay), "the mended model's step", absent
             )
             if after is not None:
                 together = _measured(together, costed.figures, after.figures)
@@ -99,15 +103,17 @@ def _measured(together: Fix, before: Figures, after: Figures) -> Fix:
 
 
 def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[str]) -> list[Survey]:
-    asked = [partial(harness.ask, "survey", replace(case, train=train)) for train in kinds]
+    from compile_bench.measure import survey as jobs
+
+    calls = [partial(harness.trace, jobs.survey, replace(case, train=train)) for train in kinds]
     surveys: list[Survey] = []
-    failure: WorkerFailure | UserError | None = None
-    for found in harness.ask_all(asked):
-        if isinstance(found, (WorkerFailure, UserError)):
+    failure: ChildFailure | UserError | None = None
+    for found in harness.ask_all(calls):
+        if isinstance(found, (ChildFailure, UserError)):
             failure = found
             absent.append(str(found))
         else:
-            surveys.append(cast(Survey, found))
+            surveys.append(found)
     if not surveys:
         assert failure is not None
         raise failure
@@ -120,7 +126,7 @@ def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Re
     """Do something that may fail without taking what there is with it."""
     try:
         return action()
-    except (WorkerFailure, UserError) as error:
+    except (ChildFailure, UserError) as error:
         absent.append(f"{what}: {error}")
         return None
 

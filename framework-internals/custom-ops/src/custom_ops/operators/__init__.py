@@ -1,1 +1,1 @@
-"""The operators: a typed function each, and what is registered for them."""
+"""The operators: a typed function for each, its argument checks, and what is registered with torch."""

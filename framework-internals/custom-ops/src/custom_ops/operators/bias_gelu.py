@@ -1,4 +1,4 @@
-"""A bias and GELU in one kernel, and its derivative with the bias's in another."""
+"""Bias and GELU in one kernel, and their derivatives in another."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops import calls
-from custom_ops.checks import check_bias_gelu, check_bias_gelu_backward, explain
-from custom_ops.registration import Autograd, Rules, to_lower
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_bias_gelu, check_bias_gelu_backward, explain
+from custom_ops.operators.registration import Autograd, Rules, to_lower
 
 
 def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    """Add a bias and apply GELU in tanh's form, in one pass over memory.
+    """Add a bias and apply GELU in its tanh approximation, in one pass over memory.
 
-    u = x + bias, y = u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))) (Hendrycks and Gimpel, arXiv:1606.08415), computed as
-    u · sigmoid(2z), which keeps its digits where 1 + tanh(z) cancels. float32 arithmetic for the 16-bit dtypes, one
-    rounding. ``torch.nn.functional.gelu(x + bias, approximate="tanh")`` reads and writes twice as much.
+    u = x + bias, y = u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))) (Hendrycks and Gimpel, arXiv:1606.08415). The kernel
+    computes this as u · sigmoid(2z), which does not lose digits where 1 + tanh(z) cancels. The 16-bit dtypes are
+    computed in float32 and rounded once. ``torch.nn.functional.gelu(x + bias, approximate="tanh")`` reads and writes
+    twice as many bytes.
 
-    Under autocast both operands are taken in its dtype. The gradient of ``bias`` is summed in the same order every
-    time.
+    Under autocast, both operands are cast to its dtype. The gradient of ``bias`` is summed in a fixed order.
 
     Args:
         x: (..., N), float32, float64, float16 or bfloat16.
-        bias: (N,), of the dtype and device of ``x``.
+        bias: Tensor of shape (N,), with the dtype and device of ``x``.
 
     Returns:
-        y, contiguous, of the shape and dtype of ``x``.
+        y, contiguous, with the shape and dtype of ``x``.
 
     Raises:
-        ValueError: for different devices, or a bias of another shape.
-        TypeError: for different dtypes, or one that has no kernel.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        ValueError: If the devices differ, or the bias has another shape.
+        TypeError: If the dtypes differ or have no kernel.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
         return torch.ops.custom_ops.bias_gelu.default(x, bias)
@@ -61,7 +61,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
     x, bias = ctx.saved_tensors
-    if torch.is_grad_enabled():  # a graph of the gradients is wanted: torch's own operators have second derivatives
+    if torch.is_grad_enabled():  # create_graph=True: torch's own operators have second derivatives
         dx = torch.ops.aten.gelu_backward(gradient, x + bias, approximate="tanh")
         return dx, dx.sum_to_size(bias.shape)
     return torch.ops.custom_ops.bias_gelu_backward.default(gradient, x, bias)

@@ -1,6 +1,6 @@
-"""A convolution with the batch-norm and ReLU after it: for inference one kernel after the convolution, not three.
+"""A convolution, batch-norm and ReLU for inference: one kernel follows the convolution instead of two.
 
-:func:`fuse` puts it into a model.
+:func:`fuse` replaces these modules in a model.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops import calls
-from custom_ops.checks import check_conv_bn_relu, explain, wide
-from custom_ops.registration import Autograd, Rules, to_lower
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_conv_bn_relu, explain, wide
+from custom_ops.operators.registration import Autograd, Rules, to_lower
 
 
 def conv_bn_relu(
@@ -30,31 +30,31 @@ def conv_bn_relu(
 ) -> Tensor:
     """Convolve, then scale, shift and clip each channel: ``relu(scale·conv2d(x, weight) + shift)``.
 
-    The convolution is torch's; what follows is one kernel over its result, in place, in float32 (float64 for float64),
-    whatever the dtype. A batch-norm that has stopped learning is such a scale and shift: :func:`fold_batch_norm`.
+    The convolution is torch's. One kernel then works in place on its result, in float32 for every dtype except
+    float64. In evaluation, a batch-norm is such a scale and shift; :func:`fold_batch_norm` computes them.
 
-    Under autocast ``x`` and ``weight`` are taken in its dtype.
+    Under autocast, ``x`` and ``weight`` are cast to its dtype.
 
     Args:
         x: (B, C, H, W), contiguous or channels-last, float32, float64, float16 or bfloat16.
-        weight: (K, C / groups, R, S), of the dtype and device of ``x``.
-        scale: (K,), float32, or float64 where ``x`` is.
-        shift: (K,), as ``scale``.
-        stride: of the convolution, one number or one for each of height and width.
-        padding: zeros around the image, likewise.
-        dilation: distance between the weight's elements, likewise.
-        groups: of channels that do not see one another.
+        weight: (K, C / groups, R, S), with the dtype and device of ``x``.
+        scale: Tensor of shape (K,), float32, or float64 if ``x`` is.
+        shift: Tensor like ``scale``.
+        stride: Stride of the convolution, one number or one each for height and width.
+        padding: Zeros around the image, in the same form.
+        dilation: Spacing between the elements of the weight, in the same form.
+        groups: Number of independent groups of channels.
 
     Returns:
-        (B, K, H', W'), laid out as torch's convolution does.
+        (B, K, H', W'), in the memory format that torch's convolution returns.
 
     Raises:
-        ValueError: for different devices, or shapes that do not go together.
-        TypeError: for dtypes that do not, or one that has no kernel; for a stride, padding or dilation that is neither
-            a whole number nor two.
-        RuntimeError: torch's own, for what its convolution refuses.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        ValueError: If the devices differ, or the shapes do not match.
+        TypeError: If the dtypes do not match or have no kernel, or if stride, padding or dilation is not one or two
+            integers.
+        RuntimeError: If torch's convolution refuses the arguments.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     geometry = (_pair(stride, "stride"), _pair(padding, "padding"), _pair(dilation, "dilation"), groups)
     if is_dynamo_compiling():
@@ -66,19 +66,19 @@ def conv_bn_relu(
 
 
 def fold_batch_norm(norm: nn.BatchNorm2d, conv_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The scale and shift that a batch-norm applies in evaluation, with the bias of the convolution before it.
+    """Compute the scale and shift that a batch-norm applies in evaluation, including the bias of the convolution.
 
     scale = γ/√(var + ε), shift = β + (bias − mean)·scale (Ioffe and Szegedy, arXiv:1502.03167, section 3.1).
 
     Args:
-        norm: with running statistics.
-        conv_bias: (K,), of the convolution.
+        norm: Batch-norm with running statistics.
+        conv_bias: Bias of the convolution, (K,).
 
     Returns:
-        scale and shift, (K,), float32, or float64 where the statistics are.
+        scale and shift, (K,), float32, or float64 if the statistics are float64.
 
     Raises:
-        ValueError: for a batch-norm without running statistics, which has none to fold.
+        ValueError: If the batch-norm has no running statistics.
     """
     if norm.running_mean is None or norm.running_var is None:
         raise ValueError(
@@ -94,12 +94,12 @@ def fold_batch_norm(norm: nn.BatchNorm2d, conv_bias: Tensor | None = None) -> tu
 
 
 class ConvBnRelu2d(nn.Module):
-    """A convolution, batch-norm and ReLU of a trained model, as :func:`conv_bn_relu`; for inference.
+    """:func:`conv_bn_relu` as a module for inference, made from a trained convolution and batch-norm.
 
     Attributes:
-        weight: of the convolution.
-        scale: of each channel; a buffer.
-        shift: of each channel; a buffer.
+        weight: Weight of the convolution.
+        scale: Buffer (K,) with the factor of each channel.
+        shift: Buffer (K,) with the summand of each channel.
     """
 
     weight: Tensor
@@ -125,13 +125,13 @@ class ConvBnRelu2d(nn.Module):
         return conv_bn_relu(x, self.weight, self.scale, self.shift, *self.geometry)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ConvBnRelu2d:
-        """As every module's, for ``.to()`` and its like; but scale and shift stay in what the weight is computed in."""
+        """Apply ``.to()`` and similar methods; scale and shift keep the dtype in which the weight is computed."""
         before = {name: getattr(self, name) for name in ("scale", "shift")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         dtype = wide(self.weight.dtype)
         for name, exact in before.items():
             cast = getattr(self, name)
-            if cast.dtype != dtype:  # from what it was: the cast has lost digits
+            if cast.dtype != dtype:  # start from the uncast value: the cast has lost digits
                 setattr(self, name, exact.to(cast.device, dtype))
         return self
 
@@ -142,24 +142,24 @@ class ConvBnRelu2d(nn.Module):
 
 
 def fuse(model: nn.Module) -> tuple[nn.Module, int]:
-    """A copy of a model for inference, with each ``Conv2d, BatchNorm2d, ReLU`` in a row replaced by one module.
+    """Copy a model for inference and replace each consecutive ``Conv2d, BatchNorm2d, ReLU`` by one module.
 
-    In a row means: next to one another in an ``nn.Sequential``. A model that calls them from a ``forward`` of its own
-    is not read; use :class:`ConvBnRelu2d` there. A triple stays as it is if its batch-norm is in training mode, or if
-    one of the three has hooks or parametrizations, which would no longer be run.
+    Consecutive means adjacent in an ``nn.Sequential``. Modules that a custom ``forward`` calls one after another are
+    not found; use :class:`ConvBnRelu2d` there. Three modules stay as they are if the batch-norm is in training mode,
+    or if one of them has hooks or parametrizations, which would no longer run.
 
-    Call such an ``nn.Sequential`` only whole: the first of the three places does the work of all, and the other two
-    pass on what they get, so that a ``forward`` that indexes or slices it (``self.features[:2]``) gets other numbers.
+    Call such an ``nn.Sequential`` only as a whole. Its first of the three modules computes everything, and the other
+    two become ``nn.Identity``. A ``forward`` that indexes or slices it (``self.features[:2]``) gets other results.
 
     Args:
-        model: in evaluation mode.
+        model: Model in evaluation mode.
 
     Returns:
-        The copy, and how many triples were replaced.
+        The copy, and the number of replacements.
 
     Raises:
-        TypeError: for something other than a module.
-        ValueError: for a model in training mode, whose batch-norms still depend on the batch.
+        TypeError: If ``model`` is not a module.
+        ValueError: If the model is in training mode, in which batch-norms depend on the batch.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: argument 'model': expected a torch.nn.Module, got {type(model).__name__}")
@@ -182,7 +182,7 @@ def _calls_in_a_row(module: nn.Module) -> TypeGuard[nn.Sequential]:
 
 
 def _fits(conv: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
-    # The types themselves: a subclass may compute something else, and a module with parametrizations is of one.
+    # Exact types: a subclass may compute something else, and parametrizing a module gives it a subclass.
     return (
         type(conv) is nn.Conv2d
         and type(norm) is nn.BatchNorm2d
@@ -212,13 +212,13 @@ def _pair(value: Any, name: str) -> list[int]:
 
 
 def _check_with_convolution(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, *geometry: Any) -> None:
-    """Check everything; the stable ABI keeps to itself why torch's convolution refused something."""
+    """Check everything, the convolution too: the stable ABI does not pass on the message of torch's convolution."""
     check_conv_bn_relu(x, weight, scale, shift)
     with torch.no_grad():
         torch.nn.functional.conv2d(x, weight, None, *geometry)
 
 
-_check_with_convolution.__name__ = check_conv_bn_relu.__name__  # the operator's in messages
+_check_with_convolution.__name__ = check_conv_bn_relu.__name__  # messages name the operator
 
 
 def _fake(
@@ -245,7 +245,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     stride, padding, dilation, groups = ctx.geometry
     needs_x, needs_weight, needs_scale, needs_shift, *_ = ctx.needs_input_grad
     clipped = torch.where(y <= 0, 0, gradient).to(scale.dtype)  # a NaN in y lets the gradient pass, as torch's ReLU
-    # The kernel wrote over the convolution's result: the gradient of the scale computes it again.
+    # The kernel overwrote the convolution's result, so the gradient of the scale computes it again.
     again = torch.nn.functional.conv2d(x, weight, None, *ctx.geometry).to(scale.dtype) if needs_scale else None
     of_conv = (clipped * scale.view(-1, 1, 1)).to(x.dtype)
     dx, dweight, _ = torch.ops.aten.convolution_backward(

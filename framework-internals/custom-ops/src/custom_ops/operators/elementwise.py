@@ -1,7 +1,7 @@
-"""Sums and multiples, element by element.
+"""Elementwise sums and products: ``vector_add``, ``axpb`` and ``scale``.
 
-Operands are of equal shape, dtype and device; those that are not contiguous are copied first, and the result is
-contiguous. The four floating dtypes of :data:`custom_ops.checks.DTYPES` have kernels.
+The operands have equal shape, dtype and device. Operands that are not contiguous are copied first; the result is
+contiguous. There are kernels for the four dtypes of :data:`custom_ops.operators.checks.DTYPES`.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops import calls
-from custom_ops.checks import check_axpb, check_scale, check_vector_add, explain
-from custom_ops.registration import Autograd, Rules, to_widest
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_axpb, check_scale, check_vector_add, explain
+from custom_ops.operators.registration import Autograd, Rules, to_widest
 
 
 def vector_add(a: Tensor, b: Tensor) -> Tensor:
-    """Add two tensors: ``a + b``, rounded once, so that the result is bit-equal to :func:`torch.add`.
+    """Add two tensors: ``a + b``, rounded once, and therefore bit-equal to :func:`torch.add`.
 
     Args:
-        a: any shape, float32, float64, float16 or bfloat16.
-        b: of the shape, dtype and device of ``a``.
+        a: Tensor of any shape, float32, float64, float16 or bfloat16.
+        b: Tensor with the shape, dtype and device of ``a``.
 
     Returns:
         The sum, contiguous, of the shape and dtype of ``a``.
 
     Raises:
-        ValueError: for different devices or shapes.
-        TypeError: for different dtypes, or one that has no kernel.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        ValueError: If the devices or shapes differ.
+        TypeError: If the dtypes differ or have no kernel.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
         return torch.ops.custom_ops.vector_add.default(a, b)
@@ -45,21 +45,22 @@ def vector_add(a: Tensor, b: Tensor) -> Tensor:
 def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
     """Scale and add in one kernel: ``alpha * x + b``, a fused multiply-add in float32 (float64 for float64).
 
-    Two operators would read x, write alpha·x, read it back with b and write the sum: five passes over memory for three.
+    Two separate operators read x, write alpha·x, read it back with b and write the sum. That is five passes over
+    memory; one kernel needs three.
 
     Args:
-        x: any shape, float32, float64, float16 or bfloat16.
-        b: of the shape, dtype and device of ``x``.
-        alpha: rounded to float32 unless ``x`` is float64.
+        x: Tensor of any shape, float32, float64, float16 or bfloat16.
+        b: Tensor with the shape, dtype and device of ``x``.
+        alpha: Factor, rounded to float32 unless ``x`` is float64.
 
     Returns:
         The result, contiguous, of the shape and dtype of ``x``.
 
     Raises:
-        ValueError: for different devices or shapes.
-        TypeError: for different dtypes, or one that has no kernel.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        ValueError: If the devices or shapes differ.
+        TypeError: If the dtypes differ or have no kernel.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
         return torch.ops.custom_ops.axpb.default(x, b, alpha)
@@ -70,19 +71,19 @@ def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 
 def scale(x: Tensor, alpha: float = 1.23) -> Tensor:
-    """Multiply by a number: ``alpha * x``, in float32 for the 16-bit dtypes, rounded once.
+    """Multiply by a number: ``alpha * x``, computed in float32 for the 16-bit dtypes and rounded once.
 
     Args:
-        x: any shape, float32, float64, float16 or bfloat16.
-        alpha: rounded to float32 unless ``x`` is float64.
+        x: Tensor of any shape, float32, float64, float16 or bfloat16.
+        alpha: Factor, rounded to float32 unless ``x`` is float64.
 
     Returns:
         The product, contiguous, of the shape and dtype of ``x``.
 
     Raises:
-        TypeError: for a dtype that has no kernel.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        TypeError: If the dtype has no kernel.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
         return torch.ops.custom_ops.scale.default(x, alpha)

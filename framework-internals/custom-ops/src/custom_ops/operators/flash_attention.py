@@ -1,4 +1,4 @@
-"""Attention that never writes its matrix of scores: one kernel forward, fused kernels backward."""
+"""Attention that does not write its matrix of scores to memory: one kernel forward, fused kernels backward."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from custom_ops import calls
-from custom_ops.checks import check_flash_attention, check_flash_attention_backward, explain, wide
-from custom_ops.registration import Autograd, Rules, to_lower
+from custom_ops.operators import calls
+from custom_ops.operators.checks import check_flash_attention, check_flash_attention_backward, explain, wide
+from custom_ops.operators.registration import Autograd, Rules, to_lower
 
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention, softmax(scale·QKᵀ)·V, with the logarithm of each row's sum of exponentials.
+    """Attention, softmax(scale·QKᵀ)·V, and the log-sum-exp of each row of scores.
 
-    Tiles of the scores stay on the chip and the softmax is carried along (Dao et al., arXiv:2205.14135). float32 runs
-    on tensor cores as three float16 products of split operands. Under autocast the operands are taken in its dtype.
+    Tiles of the scores stay on the chip, and the softmax is updated tile by tile (Dao et al., arXiv:2205.14135).
+    float32 runs on tensor cores as three float16 products of split operands. Under autocast, the operands are cast to
+    its dtype.
 
     Args:
         q: (B, H, S, D), float32, float64, float16 or bfloat16, D up to 256.
         k: (B, H_kv, T, D), of the dtype and device of ``q``; query head h reads key head h // (H / H_kv).
         v: (B, H_kv, T, D).
-        causal: query i sees the keys j ≤ i, as ``is_causal`` of ``scaled_dot_product_attention``.
-        scale: any finite number; 1/√D if None.
+        causal: Query i attends to keys j ≤ i, like ``is_causal`` of ``scaled_dot_product_attention``.
+        scale: Finite factor of the scores; 1/√D if None.
 
     Returns:
-        out (B, H, S, D), contiguous, of the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64).
+        out (B, H, S, D), contiguous, in the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64).
 
     Raises:
-        ValueError: for different devices, shapes that do not go together, or a scale that is not finite.
-        TypeError: for different dtypes, or one that has no kernel.
-        NotImplementedError: for a device that the build that serves has no kernels for.
-        native_build.BuildError: at the first call, when the kernels cannot be built.
+        ValueError: If the devices differ, the shapes do not match, or the scale is not finite.
+        TypeError: If the dtypes differ or have no kernel.
+        NotImplementedError: If the build in use has no kernels for the device.
+        native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
         return torch.ops.custom_ops.flash_attention.default(q, k, v, causal, scale)
@@ -47,9 +48,9 @@ def flash_attention(
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """The same from torch's operators, with the matrix of scores in memory; differentiable any number of times.
+    """Compute the same with torch's operators and the matrix of scores in memory; differentiable any number of times.
 
-    The dtypes are those of :func:`flash_attention`: the 16-bit ones are computed in float32.
+    The 16-bit dtypes are computed in float32, as :func:`flash_attention` computes them.
     """
     dtype = wide(q.dtype)
     groups = q.shape[1] // max(k.shape[1], 1)
@@ -95,7 +96,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     if grad_out is None and grad_lse is None:
         return None, None, None, None, None
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    if torch.is_grad_enabled():  # a graph of the gradients is wanted
+    if torch.is_grad_enabled():  # create_graph=True
         return *_gradients_with_graph(ctx, grad_out, grad_lse), None, None
     gradients = torch.ops.custom_ops.flash_attention_backward.default(
         grad_out, grad_lse, q, k, v, out, lse, ctx.causal, ctx.scale
@@ -104,8 +105,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 
 
 def _gradients_with_graph(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor | None]:
-    """The gradients of q, k and v by torch's operators, None where one is not asked for."""
-    # Views of their own: where k is made from q, or is q, autograd would follow k's gradient back into q's.
+    """The gradients of q, k and v by torch's operators; None for those that are not needed."""
+    # Separate views: if k is computed from q, or is q, autograd would add k's gradient to that of q.
     operands = q, k, v = [x.view_as(x) for x in ctx.saved_tensors[:3]]
     needed = ctx.needs_input_grad[:3]
     results, gradients = [*reference(q, k, v, ctx.causal, ctx.scale)], [grad_out, grad_lse]

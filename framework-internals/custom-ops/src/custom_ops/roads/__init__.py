@@ -1,1 +1,1 @@
-"""The roads: how the kernels are built, and how the built function becomes an operator."""
+"""The roads of the first example, vector_add: two builds, and the ways to turn a built function into an operator."""

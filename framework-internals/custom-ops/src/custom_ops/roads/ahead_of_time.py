@@ -1,4 +1,4 @@
-"""Compiled before the user has it, into a wheel: by ``csrc/vector_add/setup.py``, and ``csrc/scale/setup.py``."""
+"""Compiled ahead of time into a wheel, by ``csrc/vector_add/setup.py`` or ``csrc/scale/setup.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INSTALL = "custom-ops build, then pip install --no-deps --force-reinstall the w
 
 
 def missing() -> str | None:
-    """Why this road is closed here, with the remedy; None where the wheel is installed."""
+    """Say that the wheel is not installed, with the remedy; None if it is."""
     return None if importlib.util.find_spec(NAME) else f"no module {NAME} is installed ({_INSTALL})"
 
 
@@ -31,7 +31,7 @@ def load() -> VectorAddModule:
     """Import the installed module.
 
     Raises:
-        BuildError: when it is not installed, does not load, or was compiled against another torch: it may then load
+        BuildError: If it is not installed, does not load, or was compiled against another torch: it may then load
             and crash later.
     """
     if (reason := missing()) is not None:
@@ -51,35 +51,37 @@ def load() -> VectorAddModule:
     return module
 
 
-def build_wheel(out: Path, rung: str = SOURCES.name) -> Path:
-    """Build the wheel of a rung with the C++ compiler, and nvcc where it is, of this machine.
+def build_wheel(out: Path, example: str = SOURCES.name) -> Path:
+    """Build the wheel of an example with this machine's C++ compiler, and with nvcc if there is one.
 
     Args:
-        out: folder for the wheel; made if need be.
-        rung: its folder in ``csrc``: ``"vector_add"`` or ``"scale"``.
+        out: Folder for the wheel; created if it does not exist.
+        example: Name of the folder in ``csrc``: ``"vector_add"`` or ``"scale"``.
 
     Returns:
         The path of the wheel.
 
     Raises:
-        BuildError: when a compiler is missing or fails.
+        BuildError: If a compiler is missing or fails.
     """
     if (reason := missing_cxx()) is not None:
-        raise BuildError(f"cannot build the wheel of {rung}: {reason}")
+        raise BuildError(f"cannot build the wheel of {example}: {reason}")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        # A copy: setuptools leaves build/ and *.egg-info beside setup.py.
-        source = shutil.copytree(SOURCES.parent, Path(folder) / "csrc") / rung
+        # Build from a copy, because setuptools leaves build/ and *.egg-info beside setup.py.
+        source = shutil.copytree(SOURCES.parent, Path(folder) / "csrc") / example
         wheels = Path(folder) / "wheels"
         command = [
             sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps",
             "--no-build-isolation", "--no-cache-dir", "--wheel-dir", str(wheels), str(source),
         ]  # fmt: skip
-        path = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"  # a venv need not be activated
+        path = f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"  # the venv may not be activated
         answer = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": path})
         built = list(wheels.glob("*.whl"))
         if answer.returncode != 0 or len(built) != 1:
             log = out / "build.log"
             log.write_text(f"{answer.stderr}{answer.stdout}\nstatus {answer.returncode}\n", encoding="utf-8")
-            raise BuildError(f"cannot build the wheel of {rung}: {first_complaint(log.read_text())} (whole log: {log})")
+            raise BuildError(
+                f"cannot build the wheel of {example}: {first_complaint(log.read_text())} (whole log: {log})"
+            )
         return Path(shutil.copy2(built[0], out))

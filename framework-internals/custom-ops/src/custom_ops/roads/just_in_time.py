@@ -1,4 +1,4 @@
-"""Road A: pybind11, compiled at the first call on the user's machine, through ``torch.utils.cpp_extension.load``."""
+"""pybind11, compiled at the first call on the user's machine by ``torch.utils.cpp_extension.load``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from custom_ops.roads.module import NAME, SOURCES, VectorAddModule
 
 
 def missing() -> str | None:
-    """Why this road is closed here, with the remedy; None where it is open (for the CPU at least)."""
+    """Say why the module cannot be compiled here, with the remedy; None if it can, at least for the CPU."""
     if not SOURCES.is_dir():
         return f"the sources are not beside the package, in {SOURCES} (install it from a checkout: pip install -e)"
     return native_build.missing_cxx()
@@ -18,13 +18,13 @@ def missing() -> str | None:
 
 @functools.cache
 def load() -> VectorAddModule:
-    """Build the module if need be, for CUDA too where that is possible, and import it.
+    """Build the module if needed, with CUDA if possible, and import it.
 
     Returns:
-        The module; within one process always the same.
+        The module, always the same one within a process.
 
     Raises:
-        native_build.BuildError: when no C++ compiler is here, or it fails.
+        native_build.BuildError: If there is no C++ compiler, or it fails.
     """
     cuda = native_build.missing_cuda() is None
     files = ["binding.cpp", "cpu.cpp", *(["cuda.cu"] if cuda else [])]
@@ -32,7 +32,7 @@ def load() -> VectorAddModule:
         NAME,
         [SOURCES / file for file in files],
         cuda=cuda,
-        # -fopenmp is for the compiler only: see setup.py of the other road.
+        # -fopenmp is for the compiler, not the linker: see csrc/vector_add/setup.py.
         cflags=("-fopenmp", *(["-DCUSTOM_OPS_WITH_CUDA"] if cuda else [])),
     )
     return cast(VectorAddModule, module)

@@ -1,4 +1,4 @@
-"""What every build of ``csrc/vector_add`` is: a Python module of two functions."""
+"""The interface that every build of ``csrc/vector_add`` has: a Python module with two functions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "vector_add"
 
 
 class VectorAddModule(Protocol):
-    """The module that ``binding.cpp`` makes: plain functions, without dispatcher and without autograd.
+    """The module that ``binding.cpp`` defines: plain functions, without dispatcher and without autograd.
 
     Attributes:
-        torch_version: of the headers that it was compiled against.
-        with_cuda: whether CUDA kernels are in it.
+        torch_version: Version of the torch headers that it was compiled against.
+        with_cuda: Whether the module contains CUDA kernels.
     """
 
     __file__: str

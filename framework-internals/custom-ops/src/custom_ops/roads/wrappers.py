@@ -1,6 +1,6 @@
-"""Ways to hand one built function to users, each with what the others lack; the measurements call them side by side.
+"""Ways to expose one compiled function to users, from a plain function to an operator with derivatives.
 
-All but torch's own end in the same kernel, so that what they cost is what differs.
+All of them except torch's own run the same kernel, so a difference in time is the overhead of the call.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from custom_ops.builds import load
-from custom_ops.checks import check_operands
+from custom_ops.builds.loading import load
+from custom_ops.operators.checks import check_operands
 from custom_ops.operators.elementwise import vector_add
 from custom_ops.roads.just_in_time import load as extension
 
 AddFunction = Callable[[Tensor, Tensor], Tensor]
 
-# How this package registers vector_add: with derivatives, and without for the calls that need none.
+# This package's registrations of vector_add: the function itself, and its operators with and without derivatives.
 SHIPPED = "custom_ops.vector_add"
 STABLE = "stable ABI, no autograd"
 STABLE_AUTOGRAD = "stable ABI, with autograd"
 
 
 def wrappers() -> Mapping[str, AddFunction]:
-    """Every way by name: torch's own operator first, then from the barest to those with everything."""
+    """All ways by name: first torch's own operator, then from the plainest to the most complete."""
     load()
     return {
         "torch.add": torch.add,

@@ -146,8 +146,8 @@ def diff(
     show: Annotated[int, typer.Option(min=0, help="number of regions to explain, with both sources")] = 3,
 ) -> None:
     """Compare XLA's and Inductor's programs of one function; exit status 1 if their results differ."""
+    from benchkit.processes import ChildFailure
     from jax_baseline.diff.compiled_programs import FunctionSpec, ModelSpec, compile_both
-    from jax_baseline.worker import WorkerError, last_line
 
     with user_errors():
         if (torch_function is None) != (jax_function is None):
@@ -165,8 +165,8 @@ def diff(
             jax_spec = torch_spec
         try:
             programs = compile_both(jax_spec, torch_spec)
-        except WorkerError as error:  # exit status 2, because nothing was compared
-            raise UserError(f"compiling or running one of the programs failed: {last_line(str(error))}") from error
+        except ChildFailure as error:  # exit status 2, because nothing was compared
+            raise UserError(f"compiling or running one of the programs failed: {error}") from error
     if not _print_diff(programs, show, coarse=where != "cpu"):  # a GPU multiplies float32 matrices in TF32
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""Options that several commands take, and what they make of a ValueError."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DTYPES = "float64, float32 or bfloat16"
 
 Preset = Annotated[str, typer.Option(help="tiny (CPU) or gpt2-124m (GPU)")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda")]
-Seed = Annotated[int, typer.Option(min=0, help="of weights and batches")]
+Seed = Annotated[int, typer.Option(min=0, help="seed of weights and batches")]
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """A ValueError is about what was asked for on the command line: one line, exit status 2."""
+    """Turn a ValueError about an option into a UserError: one line, exit status 2."""
     try:
         yield
     except ValueError as error:

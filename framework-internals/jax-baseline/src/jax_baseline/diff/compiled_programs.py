@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from benchkit import UserError, user_file
 from benchkit.device import Device
+from benchkit.processes import ChildFailure, RemoteObject
 from jax_baseline.diff.programs import Program
-from jax_baseline.worker import Worker, WorkerError
 from native_build import missing_inductor
 from torch_baseline.config import GPTConfig, Precision
 
@@ -122,7 +122,7 @@ def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | Fun
         raise UserError(reason)
     with ExitStack() as stack:
         with ThreadPoolExecutor(2) as pool:  # both processes import at the same time, and then work one at a time
-            starting = [pool.submit(_start, "JaxProgram", jax_spec), pool.submit(_start, "TorchProgram", torch_spec)]
+            starting = [pool.submit(_start, JaxProgram, jax_spec), pool.submit(_start, TorchProgram, torch_spec)]
         for started in starting:
             if started.exception() is None:
                 stack.enter_context(started.result())
@@ -132,12 +132,12 @@ def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | Fun
         return xla, Program.from_plain(torch_worker.call("program"))
 
 
-def _start(program: str, spec: ModelSpec | FunctionSpec) -> Worker:
+def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionSpec) -> RemoteObject:
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    if spec.device == "cpu" or program == "TorchProgram":
+    if spec.device == "cpu" or program is TorchProgram:
         environment["JAX_PLATFORMS"] = "cpu"
     arguments = {"kind": "model" if isinstance(spec, ModelSpec) else "function", "spec": asdict(spec)}
-    return Worker(f"jax_baseline.diff.compiled_programs:{program}", arguments, environment=environment)
+    return RemoteObject(program, arguments, environment=environment)
 
 
 def _importable_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
@@ -148,12 +148,12 @@ def _importable_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
     return stack
 
 
-def _with_values(program: Program, worker: Worker) -> Program:
+def _with_values(program: Program, worker: RemoteObject) -> Program:
     """Add the values of XLA's tensors. If XLA cannot compile its text again, a note gives the reason."""
     try:
         return program.with_values(worker.call("values"))
-    except WorkerError as error:
-        lines = [line.strip() for line in str(error).splitlines() if re.search("[Ee]rror|Check failed", line)]
+    except ChildFailure as error:
+        lines = [line.strip() for line in error.details.splitlines() if re.search("[Ee]rror|Check failed", line)]
         why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # this package's own errors are sentences
         note = f"values in memory could not be read ({why}), so kernels are matched by label only"
         return replace(program, notes=(note,))

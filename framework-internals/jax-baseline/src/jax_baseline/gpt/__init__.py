@@ -1,1 +1,1 @@
-"""The GPT as a pure function of its parameters, its training step and loop, and what surrounds a run."""
+"""The GPT in JAX: model, optimizer, training step, loop, checkpoints and sharding."""

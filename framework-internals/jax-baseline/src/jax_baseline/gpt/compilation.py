@@ -1,4 +1,4 @@
-"""The compiled train step as an object of study: how long the compiler took, and what it made."""
+"""Ahead-of-time compilation of the train step, with the time of each stage and XLA's own statistics."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jax_baseline.gpt.train import Step
 
 
 def profiled(platform: str) -> dict[str, str] | None:
-    """Compiler options for a program whose kernels a profile is to name.
+    """Return compiler options under which a profile shows each kernel by name.
 
-    On a GPU, XLA puts kernels into command buffers, which are CUDA graphs: to a profiler one event, without the names.
+    On a GPU, XLA puts kernels into command buffers (CUDA graphs). A profiler sees each of them as one unnamed event.
 
     Args:
         platform: ``gpu`` or ``cpu``.
@@ -23,16 +23,16 @@ def profiled(platform: str) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A step compiled ahead of time, and what that took.
+    """A step that was compiled ahead of time.
 
     Attributes:
-        step: callable as the step itself.
-        trace_seconds: Python to jaxpr.
-        lower_seconds: jaxpr to StableHLO.
-        compile_seconds: StableHLO to machine code.
-        text: the optimised HLO.
-        flops: by XLA's own count, which takes a loop's body once; None where it gives none.
-        temporaries: bytes of scratch memory a run needs; None where XLA does not say.
+        step: Compiled function with the signature of the step.
+        trace_seconds: Time from Python to jaxpr.
+        lower_seconds: Time from jaxpr to StableHLO.
+        compile_seconds: Time from StableHLO to machine code.
+        text: Optimised HLO.
+        flops: XLA's own count, in which the body of a loop counts once; None if XLA gives none.
+        temporaries: Bytes of scratch memory of one run; None if XLA does not report it.
     """
 
     step: Any
@@ -48,9 +48,9 @@ def compile_step(step: Step, *arguments: Any, options: dict[str, str] | None = N
     """Compile a jitted function for arguments like these.
 
     Args:
-        step: made by ``jax.jit``.
-        arguments: arrays or ``jax.ShapeDtypeStruct``; not consumed.
-        options: of the compiler, by the names of its flags.
+        step: Function made by ``jax.jit``.
+        arguments: Arrays or ``jax.ShapeDtypeStruct``; they are not donated.
+        options: XLA options by flag name.
     """
     jitted: Any = step
     marks = [time.perf_counter()]

@@ -1,4 +1,4 @@
-"""A run begun in one framework and gone on with in the other: whole states through torch_baseline's checkpoints."""
+"""Training states in the checkpoint format of torch_baseline, so that one framework can resume a run of the other."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torch_baseline.config import GPTConfig, TrainConfig
 
 
 def open_torch_run(path: Path) -> tuple[GPTConfig, TrainConfig, TrainState]:
-    """Read a training state that ``torch_baseline`` saved: weights, both moments, the average, the step.
+    """Read a training state that ``torch_baseline`` saved: weights, both moments, weight average and step.
 
     Args:
         path: ``last.pt`` or ``best.pt`` in the folder of a run.
 
     Returns:
-        The shape, the settings, and the state in the master dtype of the settings.
+        The shape of the model, the settings, and the state in the master dtype of the settings.
 
     Raises:
-        UserError: if there is no such file or it is damaged.
-        ValueError: for a float64 run without ``jax_enable_x64``.
+        UserError: If the file does not exist or is damaged.
+        ValueError: For a float64 run without ``jax_enable_x64``.
     """
     saved = checkpoints.load(path)
     model, config = GPTConfig(**saved.model_config), train_config(saved.train_config)
@@ -46,7 +46,7 @@ def open_torch_run(path: Path) -> tuple[GPTConfig, TrainConfig, TrainState]:
     step = jnp.asarray(saved.step, jnp.int32)
     optimizer = optax.tree_utils.tree_set(make_optimizer(config).init(params), **moments, count=step)
     ema = from_torch(_arrays(saved.ema), model, dtype) if saved.ema else None
-    # optax keeps the count in several places; a step that overwrites its state needs each to be a buffer of its own.
+    # optax keeps the count in several leaves. A step that donates its state needs a separate buffer for each.
     return model, config, TrainState(step, params, jax.tree.map(jnp.copy, optimizer), ema)
 
 
@@ -60,19 +60,19 @@ def save_torch_run(
     best_loss: float = math.inf,
     stale: int = 0,
 ) -> None:
-    """Write a state as a checkpoint that ``torch_baseline`` resumes from.
+    """Write a state as a checkpoint that ``torch_baseline`` can resume from.
 
     Args:
-        path: named ``last.pt`` in a folder, ``--resume --out`` of that folder goes on from it.
-        state: whole, on one device or copied to all.
-        model: its shape.
-        config: the run's settings.
-        data_sha256: of the corpus.
-        best_loss: lowest validation loss so far, nats per byte.
-        stale: validations since then.
+        path: File to write. ``--resume --out FOLDER`` resumes from ``last.pt`` in that folder.
+        state: Training state on one device, or replicated on all.
+        model: Shape of the model.
+        config: Settings of the run.
+        data_sha256: Hash of the corpus.
+        best_loss: Lowest validation loss so far, in nats per byte.
+        stale: Number of validations since the lowest loss.
 
     Raises:
-        UserError: if the file cannot be written.
+        UserError: If the file cannot be written.
     """
     step = int(state.step)
     moments = {
@@ -86,7 +86,7 @@ def save_torch_run(
             step=step,
             model=weights,
             optimizer={
-                name: {"step": torch.tensor(float(step)), **{key: found[name] for key, found in moments.items()}}
+                name: {"step": torch.tensor(float(step)), **{key: arrays[name] for key, arrays in moments.items()}}
                 for name in weights
             },
             ema={} if state.ema is None else _tensors(to_torch(state.ema, model)),
@@ -102,7 +102,7 @@ def save_torch_run(
 
 
 def train_config(plain: dict[str, Any]) -> TrainConfig:
-    """Return settings from the plain values that a checkpoint keeps."""
+    """Return the settings from the plain values that a checkpoint stores."""
     paths = {name: None if plain[name] is None else Path(plain[name]) for name in ("data", "out")}
     return TrainConfig(**{**plain, **paths})
 

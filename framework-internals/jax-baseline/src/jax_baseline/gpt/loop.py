@@ -1,7 +1,6 @@
-"""The training loop, readable top to bottom: step, log, validate, save; ``torch_baseline.train`` in JAX.
+"""The training loop, readable from top to bottom: step, log, validate, save. It is ``torch_baseline.train`` in JAX.
 
-What happens is told in that package's events, and its files are written: runs of the two frameworks can be laid side by
-side.
+It reports the events of ``torch_baseline`` and writes the same files, so runs of the two frameworks can be compared.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jax.sharding import Mesh
 
 from benchkit import UserError, environment, limits
 from benchkit.device import Device
-from jax_baseline.gpt.checkpoints import BEST, LAST, Checkpoints, Standing
+from jax_baseline.gpt.checkpoints import BEST, LAST, Checkpoints, RunProgress
 from jax_baseline.gpt.interchange import train_config
 from jax_baseline.gpt.model import ATTENTIONS, Params, loss, unstack_blocks
 from jax_baseline.gpt.optim import compute_dtype
@@ -62,16 +61,16 @@ from torch_baseline.train import BITS_PER_NAT, NonFiniteError
 
 @dataclass(frozen=True)
 class Execution:
-    """How the same training is executed; none of it changes the mathematics.
+    """How a training run is executed. No field changes the mathematics.
 
     Attributes:
-        attention: a key of :data:`jax_baseline.gpt.model.ATTENTIONS`.
-        scan: over stacked layers, see :func:`jax_baseline.gpt.model.stack_blocks`.
-        remat: see :func:`jax_baseline.gpt.model.forward`.
-        steps_per_dispatch: see :func:`jax_baseline.gpt.train.make_train_step`; where a validation or a checkpoint is
-            due sooner, steps are taken one by one.
-        data: copies of the weights, see :mod:`jax_baseline.gpt.sharding`.
-        fsdp: shares of each copy.
+        attention: Key of :data:`jax_baseline.gpt.model.ATTENTIONS`.
+        scan: Scan over stacked blocks, see :func:`jax_baseline.gpt.model.stack_blocks`.
+        remat: Recompute each block in the backward pass, see :func:`jax_baseline.gpt.model.forward`.
+        steps_per_dispatch: Steps per call, see :func:`jax_baseline.gpt.train.make_train_step`. If a validation or a
+            checkpoint is due sooner, the loop takes single steps.
+        data: Number of replicas of the weights, see :mod:`jax_baseline.gpt.sharding`.
+        fsdp: Number of devices that share one replica.
     """
 
     attention: str = "xla"
@@ -91,11 +90,11 @@ class Execution:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
-        summary: as ``torch_baseline`` has it.
-        state: after the last step.
+        summary: Summary in the form of ``torch_baseline``.
+        state: State after the last step.
     """
 
     summary: Summary
@@ -111,22 +110,22 @@ def train(
     execution: Execution = Execution(),
     report: Report = lambda event: None,
 ) -> Outcome:
-    """Train on the batches, and with the schedule, that ``torch_baseline`` would.
+    """Train on the batches and with the schedule of ``torch_baseline``.
 
     Args:
-        model: the shape.
-        config: how; ``config.out`` receives the checkpoints ``last`` and ``best``, ``metrics.jsonl`` and ``run.json``.
-            ``compile`` and ``parallel`` are torch's: JAX always compiles, and ``execution`` has the mesh.
-        device: where to run; several processes, each having called ``jax.distributed.initialize``, run as one.
-        resume: go on from ``last`` in ``config.out``; the run is then bit for bit the one that was not interrupted.
-        execution: how.
-        report: called in every process with what happens, as it happens.
+        model: Shape of the model.
+        config: Settings. ``config.out`` receives the checkpoints ``last`` and ``best``, ``metrics.jsonl`` and
+            ``run.json``. ``compile`` and ``parallel`` are torch's: JAX always compiles, and ``execution`` has the mesh.
+        device: Kind of device. Several processes that have called ``jax.distributed.initialize`` run as one.
+        resume: Resume from ``last`` in ``config.out``. The result is bit for bit that of an uninterrupted run.
+        execution: How the training is executed.
+        report: Called in every process with each event.
 
     Raises:
-        UserError: for data or a device that cannot be used, an output folder that holds another run, or a checkpoint
-            that does not fit.
-        ValueError: for a setting that this loop does not have.
-        NonFiniteError: naming the step and the parameter or gradient.
+        UserError: If the data or the device cannot be used, if the output folder has another run, or if the checkpoint
+            does not fit.
+        ValueError: For a setting that this loop does not support.
+        NonFiniteError: If a loss or a gradient is not finite; it names the step and the parameter or gradient.
     """
     _require_supported(model, config)
     require_jax_device(device)
@@ -136,22 +135,22 @@ def train(
     require_divisible(config.batch_size, config.accumulation, mesh)
 
     with jax.enable_x64(config.dtype == "float64"), jax.default_device(jax.local_devices(backend=device)[0]):
-        # The state, spread over the mesh, and the functions that change it and look at it.
+        # The sharded state, and the compiled functions that update and evaluate it.
         state = initial_state(model, config, scan=execution.scan)
         shardings = state_sharding(state, mesh)
         state = spread(state, shardings)
-        take = _Stepper(model, config, execution, mesh, shardings)
+        take_steps = _Stepper(model, config, execution, mesh, shardings)
         evaluate = _make_evaluate(model, config, execution)
 
-        # What was done before, and what is left behind.
-        standing = Standing(asdict(model), config.as_plain(), corpus.sha256)
+        # Checkpoints, the files of the run, and where a resumed run continues.
+        progress = RunProgress(asdict(model), config.as_plain(), corpus.sha256)
         main = jax.process_index() == 0
         files = RunFiles(config.out if main else None)
         checkpoints = None if config.out is None else Checkpoints(config.out)
         if checkpoints is not None and not resume and checkpoints.exists(LAST):
-            raise UserError(f"{config.out} holds a run already; go on with it (--resume), or name another folder")
+            raise UserError(f"{config.out} holds a run already; resume it (--resume), or name another folder")
         if resume:
-            state, standing = _resume(checkpoints, state, model, config, execution, corpus)
+            state, progress = _resume(checkpoints, state, model, config, execution, corpus)
         step = int(state.step)
         files.forget_after(step)
         start = _start(model, corpus, mesh, step)
@@ -163,12 +162,12 @@ def train(
         validation = None
         stop = False
         while not stop:
-            # Steps: batches and learning rates are pure functions of the step, so neither has to be saved.
+            # Take steps. Batches and learning rates are pure functions of the step, so checkpoints need neither.
             count = _steps_until_due(step, config, execution)
             tokens = [
                 batch(corpus.train, config.seed, step + i, config.batch_size, model.block_size) for i in range(count)
             ]
-            state, metrics = take(state, tokens)
+            state, metrics = take_steps(state, tokens)
 
             # Log.
             seconds = clock.lap(count) / count
@@ -185,20 +184,20 @@ def train(
                 files.append(log)
                 report(log)
 
-            # Validate, and keep the best.
+            # Validate, and keep the best weights.
             stop = step == config.steps
             if stop or _due(step, config.eval_interval):
-                validation = _validate(evaluate, state, standing, corpus.validation, model, config, mesh)
+                validation = _validate(evaluate, state, progress, corpus.validation, model, config, mesh)
                 files.append(validation)
                 report(validation)
                 if validation.best and checkpoints is not None:
-                    checkpoints.save(BEST, state, standing)
-                stop = stop or _out_of_patience(standing, config)
+                    checkpoints.save(BEST, state, progress)
+                stop = stop or _out_of_patience(progress, config)
                 clock.start()
 
             # Save.
             if checkpoints is not None and (stop or _due(step, config.checkpoint_interval)):
-                checkpoints.save(LAST, state, standing)
+                checkpoints.save(LAST, state, progress)
                 clock.start()
 
         assert validation is not None, "the last step validates"
@@ -208,7 +207,7 @@ def train(
             stopped_early=step < config.steps,
             bits=validation.bits,
             ema_bits=validation.ema_bits,
-            best_bits=standing.best_loss * BITS_PER_NAT,
+            best_bits=progress.best_loss * BITS_PER_NAT,
             unigram_bits=start.unigram_bits,
             tokens_per_second=overall,
             mfu=clock.mfu(overall),
@@ -220,17 +219,19 @@ def train(
 
 
 def load_best(folder: Path) -> tuple[GPTConfig, Params]:
-    """Return the shape and the best weights of a run, the averaged ones where it kept them, in float32 on one device.
+    """Return the model's shape and the best weights of a run, in float32 on one device.
+
+    If the run kept averaged weights, those are returned.
 
     Args:
         folder: ``config.out`` of the run.
 
     Raises:
-        UserError: if it holds no checkpoint, or a damaged one.
+        UserError: If the folder has no checkpoint, or if it is damaged.
     """
     checkpoints = Checkpoints(folder)
-    standing = checkpoints.standing(BEST)
-    model, config = GPTConfig(**standing.model_config), train_config(standing.train_config)
+    progress = checkpoints.progress(BEST)
+    model, config = GPTConfig(**progress.model_config), train_config(progress.train_config)
     with jax.enable_x64(config.dtype == "float64"):
         state, _ = checkpoints.restore(BEST, initial_state(model, config, scan=bool(_scanned(folder))))
     checkpoints.close()
@@ -239,16 +240,16 @@ def load_best(folder: Path) -> tuple[GPTConfig, Params]:
 
 
 def _scanned(folder: Path) -> bool | None:
-    """Whether the run in the folder stacks its blocks; None where its description is gone.
+    """Whether the run in the folder stacks its blocks; None if ``run.json`` is missing.
 
-    That is no setting which decides the numbers, and so not in the checkpoints.
+    The checkpoints do not store this, because it does not change the numbers.
     """
     path = folder / METADATA
     return json.loads(path.read_text())["execution"]["scan"] if path.exists() else None
 
 
 class _Stepper:
-    """Takes one batch or several, whichever function is compiled for that; waits for the result."""
+    """Takes one step or ``steps_per_dispatch`` steps with the function compiled for it, and waits for the result."""
 
     def __init__(
         self, model: GPTConfig, config: TrainConfig, execution: Execution, mesh: Mesh, shardings: TrainState
@@ -270,7 +271,7 @@ class _Stepper:
     def __call__(
         self, state: TrainState, batches: list[tuple[Tokens, Tokens]]
     ) -> tuple[TrainState, list[tuple[float, float]]]:
-        """Return the new state, and loss and gradient norm of every step."""
+        """Return the new state, and the loss and gradient norm of every step."""
         if len(batches) == 1:
             state, metrics = self._one(state, *to_mesh(batches[0], self._mesh))
         else:
@@ -283,23 +284,24 @@ class _Stepper:
 def _first_non_finite(
     params: Params, tokens: tuple[Tokens, Tokens], model: GPTConfig, config: TrainConfig, execution: Execution
 ) -> str:
-    """Name where a number that is not finite shows first, in words, by torch's names.
+    """Describe the first parameter or gradient that is not finite, by torch's name.
 
-    Parameters are searched in the order of the forward pass, then gradients against it: the backward pass carries such
-    a number on to everything it visits later. The step left its state as it was, so its gradients can be had again.
+    Parameters are searched in the order of the forward pass. Gradients are searched in the reverse order, because the
+    backward pass propagates NaN to everything that it computes later. The failed step left the state unchanged, so its
+    gradients can be computed again.
     """
     if named := _non_finite_parameter(params, model):
         return named
     gradient = jax.jit(make_gradient(model, config, attention=ATTENTIONS[execution.attention]))
     _, gradients = gradient(params, *(jnp.asarray(part.astype(np.int32)) for part in tokens))
-    for name, found in reversed(to_torch(gradients, model).items()):
-        if not np.isfinite(found).all():
+    for name, array in reversed(to_torch(gradients, model).items()):
+        if not np.isfinite(array).all():
             return f"parameters are finite, the gradient of {name} is not"
     return "parameters and gradients are finite, the loss alone is not"
 
 
 def _non_finite_parameter(params: Params, model: GPTConfig) -> str:
-    """The first in the order of the forward pass, in words; empty if all are finite."""
+    """Describe the first parameter, in the order of the forward pass, that is not finite; empty if all are finite."""
     weights = to_torch(params, model).items()
     return next((f"parameter {name} is not finite" for name, weight in weights if not np.isfinite(weight).all()), "")
 
@@ -307,14 +309,14 @@ def _non_finite_parameter(params: Params, model: GPTConfig) -> str:
 def validate(
     params: Params, data: Bytes, model: GPTConfig, config: TrainConfig, *, execution: Execution = Execution()
 ) -> float:
-    """Return the mean loss on held-out data, nats per byte.
+    """Return the mean loss on held-out data, in nats per byte.
 
     Args:
-        params: the weights, on devices of one mesh.
-        data: held-out bytes.
-        model: the shape.
-        config: ``batch_size``, ``accumulation``, ``eval_batches`` and ``dtype`` are used.
-        execution: attention and mesh.
+        params: Weights, on the devices of one mesh.
+        data: Held-out bytes.
+        model: Shape of the model.
+        config: Settings; ``batch_size``, ``accumulation``, ``eval_batches`` and ``dtype`` are used.
+        execution: Attention and mesh.
     """
     platform = next(iter(params.norm.devices())).platform
     mesh = make_mesh(execution.data, execution.fsdp, jax.devices(platform))
@@ -337,41 +339,41 @@ def _make_evaluate(model: GPTConfig, config: TrainConfig, execution: Execution) 
 def _mean_loss(
     evaluate: Evaluate, params: Params, data: Bytes, model: GPTConfig, config: TrainConfig, mesh: Mesh
 ) -> float:
-    # Divided among micro-batches as in training: the same memory, the same compiled shapes.
+    # Micro-batches as in training, so that memory and compiled shapes are the same.
     losses = [
         evaluate(params, *to_mesh(part, mesh))
         for tokens in validation_batches(data, config.batch_size, model.block_size, config.eval_batches)
         for part in zip(*(np.split(half, config.accumulation) for half in tokens), strict=True)
     ]
-    return float(np.mean([float(found) for found in losses]))
+    return float(np.mean([float(loss_) for loss_ in losses]))
 
 
 def _validate(
     evaluate: Evaluate,
     state: TrainState,
-    standing: Standing,
+    progress: RunProgress,
     data: Bytes,
     model: GPTConfig,
     config: TrainConfig,
     mesh: Mesh,
 ) -> ValidationLog:
     def mean_loss(params: Params, weights: str) -> float:
-        found = _mean_loss(evaluate, params, data, model, config, mesh)
-        if not math.isfinite(found):
+        nats = _mean_loss(evaluate, params, data, model, config, mesh)
+        if not math.isfinite(nats):
             raise NonFiniteError(
-                f"step {int(state.step)}: the validation loss of the {weights} is {found}; "
+                f"step {int(state.step)}: the validation loss of the {weights} is {nats}; "
                 f"{_non_finite_parameter(params, model) or 'they are finite, the loss alone is not'}. "
                 "The weights are those after this step"
             )
-        return found
+        return nats
 
-    found = mean_loss(state.params, "weights")
+    nats = mean_loss(state.params, "weights")
     averaged = None if state.ema is None else mean_loss(state.ema, "averaged weights") * BITS_PER_NAT
-    return ValidationLog(int(state.step), found * BITS_PER_NAT, averaged, standing.note_validation(found))
+    return ValidationLog(int(state.step), nats * BITS_PER_NAT, averaged, progress.note_validation(nats))
 
 
 class _Clock:
-    """Throughput over the steps of a process; the first few are left out, and each function's first call."""
+    """Throughput of this process. The first steps and the first call of each compiled function are not counted."""
 
     def __init__(self, model: GPTConfig, config: TrainConfig, mesh: Mesh) -> None:
         self._tokens = config.batch_size * model.block_size
@@ -380,15 +382,15 @@ class _Clock:
         self._peak = None if sheet is None else sheet.flops[config.dtype] * mesh.devices.size
         self._steps = self._counted = 0
         self._seconds = 0.0
-        self._called: set[int] = set()  # by the steps they take: each is a function of its own, compiled when called
+        self._called: set[int] = set()  # steps per call; each number has its own function, compiled at the first call
         self.start()
 
     def start(self) -> None:
-        """Start again after something that is not training."""
+        """Restart the clock after work that is not training."""
         self._mark = time.perf_counter()
 
     def lap(self, steps: int) -> float:
-        """Note the steps of one call and return their seconds."""
+        """Record one call of so many steps and return its seconds."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         if self._steps >= WARMUP_STEPS and steps in self._called:
@@ -399,7 +401,7 @@ class _Clock:
         return seconds
 
     def rate(self, seconds: float) -> float:
-        """Tokens per second of a step."""
+        """Tokens per second, given the seconds of one step."""
         return self._tokens / seconds
 
     def total_rate(self) -> float | None:
@@ -407,12 +409,12 @@ class _Clock:
         return self._counted * self._tokens / self._seconds if self._counted else None
 
     def mfu(self, rate: float | None) -> float | None:
-        """Model FLOPs over the datasheet's peak; None where either is not known."""
+        """Model FLOPs utilisation: model FLOP/s over the datasheet's peak; None if either is unknown."""
         return None if rate is None or self._peak is None else rate * self._flops / self._peak
 
 
 def _steps_until_due(step: int, config: TrainConfig, execution: Execution) -> int:
-    """Return how many steps to take at once."""
+    """Return the number of steps of the next call: ``steps_per_dispatch``, or 1 if something is due sooner."""
     intervals = [interval for interval in (config.eval_interval, config.checkpoint_interval) if interval]
     ends = [config.steps, *(step - step % interval + interval for interval in intervals)]
     return execution.steps_per_dispatch if min(ends) - step >= execution.steps_per_dispatch else 1
@@ -422,8 +424,8 @@ def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _out_of_patience(standing: Standing, config: TrainConfig) -> bool:
-    return config.patience > 0 and standing.stale >= config.patience
+def _out_of_patience(progress: RunProgress, config: TrainConfig) -> bool:
+    return config.patience > 0 and progress.stale >= config.patience
 
 
 def _resume(
@@ -433,23 +435,23 @@ def _resume(
     config: TrainConfig,
     execution: Execution,
     corpus: Corpus,
-) -> tuple[TrainState, Standing]:
+) -> tuple[TrainState, RunProgress]:
     if checkpoints is None:
         raise UserError("--resume needs the folder of the run: --out DIR")
-    # Before the arrays are read: those of another run do not fit into this one's, which looks like damage.
-    require_same_run(checkpoints.standing(LAST), model, config, corpus.sha256)
+    # Compare the settings before reading the arrays: arrays of other shapes would look like damage.
+    require_same_run(checkpoints.progress(LAST), model, config, corpus.sha256)
     scanned = _scanned(checkpoints.folder)
     if scanned not in (None, execution.scan):
         raise UserError(
             f"the checkpoint was made with scan={scanned} (execution), this run asks for scan={execution.scan}; the "
-            "numbers are the same, but the blocks' weights are stacked only with it: resume with the same setting, or "
+            "numbers are the same, but scan=True stacks the weights of the blocks: resume with the same setting, or "
             "start a new run"
         )
-    state, standing = checkpoints.restore(LAST, state)
+    state, progress = checkpoints.restore(LAST, state)
     step = int(state.step)
-    if step >= config.steps or _out_of_patience(standing, config):
-        raise UserError(f"the run in {config.out} is finished (step {step}); nothing is left to do")
-    return state, standing
+    if step >= config.steps or _out_of_patience(progress, config):
+        raise UserError(f"the run in {config.out} is finished (step {step}); to train longer, start a new run")
+    return state, progress
 
 
 def _start(model: GPTConfig, corpus: Corpus, mesh: Mesh, step: int) -> Start:
@@ -481,12 +483,12 @@ def _metadata(
 
 def _require_supported(model: GPTConfig, config: TrainConfig) -> None:
     if model.vocab_size < 256:
-        raise ValueError(f"bytes need a vocab_size of at least 256, got {model.vocab_size}")
+        raise ValueError(f"a model of bytes needs a vocab_size of at least 256, got {model.vocab_size}")
     if config.parallel != "none":
-        raise ValueError(f"parallel={config.parallel!r} is torch's; give JAX a mesh: Execution(data=…, fsdp=…)")
+        raise ValueError(f"parallel={config.parallel!r} is for torch; give JAX a mesh: Execution(data=…, fsdp=…)")
     if config.deterministic:
         raise ValueError(
-            "JAX is told to be deterministic before it starts: XLA_FLAGS=--xla_gpu_deterministic_ops=true "
-            "(on a CPU it is)"
+            "deterministic=True is for torch; for JAX set XLA_FLAGS=--xla_gpu_deterministic_ops=true before it starts "
+            "(on a CPU it is deterministic anyway)"
         )
     compute_dtype(config)

@@ -1,11 +1,11 @@
 """The baseline's GPT as a pure function of its parameters.
 
-The mathematics and the precision rules are those of ``torch_baseline.model``: matrices are multiplied in the compute
-dtype, while the residual stream, the norms, the rotary turn, the softmax and the loss are float32 at least.
+The mathematics and the precision rules are those of ``torch_baseline.model``. Matrix products are computed in the
+compute dtype. The residual stream, the norms, the rotary embedding, the softmax and the loss are at least float32.
 
 Shapes: B sequences, T positions, C model width, H heads, D head size (C = H·D), F MLP width (4·C), V vocabulary.
-A name ends in the shape of its array: ``x_BTC``. Kernels are (in, out), the transposes of torch's weights, and heads
-stay where the product puts them, (B, T, H, D).
+A name ends in the shape of its array: ``x_BTC``. Weight matrices are (in, out), the transposes of torch's. The heads
+stay where the matrix product leaves them: (B, T, H, D).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Params(NamedTuple):
     """Parameters of the model.
 
     Attributes:
-        embedding: one row a token.
-        blocks: one after another; or, stacked by :func:`stack_blocks`, a single one whose arrays have a leading axis of
-            layers, which :func:`forward` then scans over.
-        norm: of the last layer's output.
-        head: None where the embedding table makes the logits.
+        embedding: Embedding table, one row per token.
+        blocks: One :class:`Block` per layer. After :func:`stack_blocks`, a single :class:`Block` whose arrays have a
+            leading axis of layers; :func:`forward` then scans over that axis.
+        norm: Gain of the norm after the last block.
+        head: Weight of the output layer; None if the output layer shares the embedding table.
     """
 
     embedding: Float[Array, "V C"]
@@ -63,14 +63,14 @@ class Params(NamedTuple):
 
 
 def stack_blocks(params: Params) -> Params:
-    """Return parameters with the blocks in one, for a scan over layers: compiled once, whatever the depth."""
+    """Return parameters with all blocks stacked into one, so that a scan compiles the block once for any depth."""
     if isinstance(params.blocks, Block):
         return params
     return params._replace(blocks=jax.tree.map(lambda *layers: jnp.stack(layers), *params.blocks))
 
 
 def unstack_blocks(params: Params) -> Params:
-    """Return parameters with the blocks one after another; the inverse of :func:`stack_blocks`."""
+    """Return parameters with one :class:`Block` per layer; the inverse of :func:`stack_blocks`."""
     if not isinstance(params.blocks, Block):
         return params
     stacked = params.blocks
@@ -82,9 +82,9 @@ def unstack_blocks(params: Params) -> Params:
 
 
 def xla_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> HeadsBTHD:
-    """Return softmax(q kᵀ / √D, masked above the diagonal) v, written out for XLA to fuse.
+    """Return softmax(q kᵀ / √D, masked above the diagonal) v as separate operations that XLA can fuse.
 
-    Scores leave the first product in float32 at least and stay there until the softmax is done, as in a flash kernel.
+    The scores are at least float32 from the first product to the end of the softmax, as in a flash attention kernel.
     """
     wide = jnp.promote_types(q_BTHD.dtype, jnp.float32)
     length = q_BTHD.shape[1]
@@ -96,7 +96,7 @@ def xla_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> He
 
 
 def cudnn_attention(q_BTHD: HeadsBTHD, k_BTHD: HeadsBTHD, v_BTHD: HeadsBTHD) -> HeadsBTHD:
-    """Return the same by cuDNN's fused kernel: bfloat16 or float16, on a CUDA GPU; JAX refuses anything else."""
+    """Return the same from cuDNN's fused kernel. It takes bfloat16 or float16 on a CUDA GPU; JAX raises otherwise."""
     return jax.nn.dot_product_attention(q_BTHD, k_BTHD, v_BTHD, is_causal=True, implementation="cudnn")
 
 
@@ -105,25 +105,25 @@ ATTENTIONS: dict[str, Attention] = {"xla": xla_attention, "cudnn": cudnn_attenti
 
 @jax.custom_vjp
 def bias_gelu(x_BTF: Array, bias_F: Array) -> Array:
-    """Return GELU(x + bias) in its tanh form, in the dtype of x.
+    """Return GELU(x + bias) in the tanh approximation, in the dtype of x.
 
-    As in torch, the sum is rounded to the dtype of x, the nonlinearity is taken in float32 at least and rounded once,
-    and the gradient of the bias, a sum over all B·T positions, is kept in float32 until its end and then rounded to the
-    dtype of x. Left in bfloat16, XLA rounds after every operation and sums in bfloat16.
+    The rounding is torch's. The sum x + bias is rounded to the dtype of x. The nonlinearity is computed in at least
+    float32 and rounded once. The gradient of the bias is a sum over all B·T positions; it is accumulated in float32 and
+    rounded to the dtype of x at the end. Without these casts XLA rounds after every operation and sums in bfloat16.
 
-    The backward computes everything again from x; the two barriers keep XLA from saving the float32 tanh instead, and
-    from drawing the elementwise work into the sum, a kernel that goes through memory by columns.
+    The backward pass recomputes everything from x. The first barrier keeps XLA from saving the float32 tanh instead.
+    The second keeps XLA from fusing the elementwise work into the sum, whose kernel reads memory by columns.
     """
     return _biased(_gelu, x_BTF, bias_F)
 
 
 def _gelu(x: Array) -> Array:
-    # u · sigmoid(2 z) is the tanh form: on a GPU an exponential and a quotient cost less than the tanh that XLA makes.
+    # u · sigmoid(2 z) equals the tanh form. On a GPU one exponential and one division cost less than XLA's tanh.
     return x * jax.nn.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
 
 
 def _biased(function: Callable[[Array], Array], x_BTF: Array, bias_F: Array) -> Array:
-    """The function of x + bias, in float32 at least between the two roundings to the dtype of x."""
+    """Return function(x + bias). Both the sum and the result are rounded to the dtype of x."""
     wide = jnp.promote_types(x_BTF.dtype, jnp.float32)
     biased_BTF = (x_BTF.astype(wide) + bias_F.astype(x_BTF.dtype).astype(wide)).astype(x_BTF.dtype)
     return function(biased_BTF.astype(wide)).astype(x_BTF.dtype)
@@ -141,7 +141,7 @@ def _bias_gelu_backward(saved: tuple[Array, Array], gradient_BTF: Array) -> tupl
         return jax.vjp(_gelu, biased_BTF)[1](gradient_BTF.astype(wide))[0]
 
     inner_BTF = jax.lax.optimization_barrier(_biased(derivative, x_BTF, bias_F))
-    # What is added is the bias in x's dtype, as kernels are multiplied in it: its gradient is rounded as theirs are.
+    # The forward pass adds the bias in the dtype of x, so its gradient is rounded to that dtype as well.
     return inner_BTF, inner_BTF.astype(wide).sum((0, 1)).astype(x_BTF.dtype).astype(bias_F.dtype)
 
 
@@ -150,17 +150,17 @@ bias_gelu.defvjp(_bias_gelu_forward, _bias_gelu_backward)
 
 @jax.named_scope("norm")
 def rms_norm(x_BTC: HiddenBTC, weight_C: Array, eps: float) -> HiddenBTC:
-    """X / √(mean(x²) + eps) · weight, in the dtype of the weight whatever the residual stream is kept in."""
+    """Return x / √(mean(x²) + eps) · weight, in the dtype of the weight for any dtype of the residual stream."""
     x_BTC = x_BTC.astype(weight_C.dtype)
     return x_BTC * jax.lax.rsqrt(jnp.square(x_BTC).mean(-1, keepdims=True) + eps) * weight_C
 
 
 @jax.custom_vjp
 def rotated_heads(qkv_BT3HD: Array, cos_TD: Array, sin_TD: Array) -> tuple[HeadsBTHD, HeadsBTHD, HeadsBTHD]:
-    """Queries and keys turned by their positions, and values: what attention takes.
+    """Return queries and keys with the rotary embedding applied, and values: the inputs of attention.
 
-    The derivative is written out so that the gradient of ``qkv`` is made once, turned back and joined in one pass over
-    memory; the two products that read it would otherwise each get a copy of their own.
+    The derivative is written by hand. It rotates the gradients back and stacks them in one pass over memory, so that
+    the gradient of ``qkv`` is stored once. Otherwise XLA makes one copy for each of the two products that read it.
     """
     q_BTHD, k_BTHD, v_BTHD = (qkv_BT3HD[:, :, index] for index in range(3))
     return rotate(q_BTHD, cos_TD, sin_TD), rotate(k_BTHD, cos_TD, sin_TD), v_BTHD
@@ -184,10 +184,10 @@ rotated_heads.defvjp(_heads_forward, _heads_backward)
 
 
 def rotate(x_BTHD: HeadsBTHD, cos_TD: Array, sin_TD: Array) -> HeadsBTHD:
-    """Turn the pairs (x_i, x_{i + D/2}), in the dtype of the tables.
+    """Rotate the pairs (x_i, x_{i + D/2}) by the angle of their position, in the dtype of the tables.
 
-    The partner of every element is had by reversing an axis of two halves, which XLA fuses into its neighbours more
-    readily than two halves that are joined.
+    The partner of each element is found by flipping an axis of length 2. XLA fuses a flip more readily than a
+    concatenation of two halves.
     """
     x_BTH2E = x_BTHD.reshape(*x_BTHD.shape[:-1], 2, x_BTHD.shape[-1] // 2).astype(cos_TD.dtype)
     cos_T12E = jnp.stack((cos_TD, cos_TD), 1)[:, None]
@@ -198,52 +198,50 @@ def rotate(x_BTHD: HeadsBTHD, cos_TD: Array, sin_TD: Array) -> HeadsBTHD:
 
 @jax.custom_vjp
 def cross_entropy(logits_BTV: LogitsBTV, targets_BT: TokensBT) -> Scalar:
-    """Return the mean over all positions of log Σ exp(logits) − logits[target], in float32 at least.
+    """Return the mean over all positions of log Σ exp(logits) − logits[target], in at least float32.
 
-    The derivative, softmax(logits) − onehot(target) over the number of positions, is written out: it leaves in the
-    dtype of the logits in one pass over them. What JAX derives by itself holds the float32 softmax and a scatter, and
-    moves five times the memory at a vocabulary of 50 304.
+    The derivative is written by hand: (softmax(logits) − onehot(target)) / number of positions, in the dtype of the
+    logits, in one pass over them. The derivative that JAX generates stores the float32 softmax and scatters into it; it
+    moves five times as many bytes at a vocabulary of 50 304.
     """
     return _cross_entropy_forward(logits_BTV, targets_BT)[0]
 
 
-# Stretches of a row that XLA reads side by side. On an H200, 32 × 1024 rows of 50 304 take 2.29 ms with one, 1.46 with
-# 4, 1.01 with 8, 1.10 with 16 and 2.06 with 32; to read them takes 0.78.
-_MOST_STRETCHES = 8
+# Number of equal parts of a row that are combined elementwise. On an H200, 32 × 1024 rows of 50 304 take 2.29 ms with 1
+# part, 1.46 with 4, 1.01 with 8, 1.10 with 16 and 2.06 with 32; reading the rows takes 0.78 ms.
+_MAX_PARTS = 8
 
 
 def one_pass_logsumexp(x_BTV: Float[Array, "B T V"]) -> Float[Array, "B T"]:
     """Return log Σ exp(x) over the last axis, reading x once.
 
-    Maximum and sum are reduced together: two parts with maxima m, n and sums s, t of exp(x − maximum) join to
-    max(m, n) and s · exp(m − max(m, n)) + t · exp(n − max(m, n)) (Milakov and Gimelshein, "Online normalizer
-    calculation for softmax", 2018). One of the two exponentials is always 1, so each join costs one. What is joined are
-    not single values but sums over a few, one from each of as many equal stretches of a row: a value then costs an
-    exponential and little else.
+    Maximum and sum are reduced together. Two sets with maxima m and n, and sums s and t of exp(x − maximum), combine
+    to the maximum max(m, n) and the sum s · exp(m − max(m, n)) + t · exp(n − max(m, n)) (Milakov and Gimelshein,
+    "Online normalizer calculation for softmax", 2018). One of the two exponentials is always 1, so a combination costs
+    one. To need fewer combinations, a row is first split into equal parts, which are combined elementwise.
 
     Args:
-        x_BTV: finite, or −∞ beside finite ones.
+        x_BTV: Finite values, or −∞ as long as each row has a finite value.
     """
 
-    def join(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
+    def combine(one: tuple[Array, Array], other: tuple[Array, Array]) -> tuple[Array, Array]:
         (m, s), (n, t) = one, other
         shrink = jnp.exp(-jnp.abs(m - n))
         return jnp.maximum(m, n), jnp.where(m >= n, s + t * shrink, s * shrink + t)
 
     lowest = jnp.array(jnp.finfo(x_BTV.dtype).min, x_BTV.dtype)
-    stretches = math.gcd(_MOST_STRETCHES, x_BTV.shape[-1])
-    # −∞ less −∞ would not be a number.
-    parts = jnp.split(jnp.maximum(x_BTV, lowest), stretches, axis=-1)
+    # −∞ − (−∞) is NaN.
+    parts = jnp.split(jnp.maximum(x_BTV, lowest), math.gcd(_MAX_PARTS, x_BTV.shape[-1]), axis=-1)
     maxima = reduce(jnp.maximum, parts)
     sums = reduce(jnp.add, [jnp.exp(part - maxima) for part in parts])
     zero = jnp.zeros((), x_BTV.dtype)
-    maximum_BT, sum_BT = jax.lax.reduce((maxima, sums), (lowest, zero), join, (x_BTV.ndim - 1,))
+    maximum_BT, sum_BT = jax.lax.reduce((maxima, sums), (lowest, zero), combine, (x_BTV.ndim - 1,))
     return maximum_BT + jnp.log(sum_BT)
 
 
 def _cross_entropy_forward(logits_BTV: LogitsBTV, targets_BT: TokensBT) -> tuple[Scalar, tuple[Array, Array, Array]]:
     wide_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
-    # jax.nn.logsumexp reads the logits twice, once for the maximum, and on a GPU the loss is what that memory takes.
+    # jax.nn.logsumexp reads the logits twice, first for the maximum. On a GPU the loss is limited by memory bandwidth.
     normaliser_BT = jax.lax.platform_dependent(
         wide_BTV, cuda=one_pass_logsumexp, default=partial(jax.nn.logsumexp, axis=-1)
     )
@@ -263,13 +261,13 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 class Parts(NamedTuple):
-    """What the model is made of besides attention, each part replaceable by a function of one's own.
+    """The replaceable parts of the model besides attention.
 
     Attributes:
-        norm: (x_BTC, weight_C, eps) → h_BTC.
-        heads: (qkv_BT3HD, cos_TD, sin_TD) → queries and keys turned by their positions, and values.
-        activation: (h_BTF, bias_F) → h_BTF, both in the dtype of the computation.
-        cross_entropy: (logits_BTV, targets_BT) → scalar.
+        norm: Function (x_BTC, weight_C, eps) → h_BTC.
+        heads: Function (qkv_BT3HD, cos_TD, sin_TD) → rotated queries, rotated keys, values.
+        activation: Function (h_BTF, bias_F) → h_BTF, in and out in the compute dtype.
+        cross_entropy: Function (logits_BTV, targets_BT) → scalar.
     """
 
     norm: Callable[[HiddenBTC, Array, float], HiddenBTC] = rms_norm
@@ -297,33 +295,37 @@ def forward(
     """Return the logits.
 
     Args:
-        params: of the shape ``config`` describes, all of one dtype.
-        tokens_BT: int32 or int64, T at most ``block_size``.
-        config: the shape.
-        dtype: to multiply matrices in; by default that of the parameters.
-        attention: called as ``attention(q_BTHD, k_BTHD, v_BTHD)`` on rotated queries and keys; causal, scaled by 1/√D.
-        parts: the rest of what the model is made of.
-        remat: keep each block's input alone for the backward, and compute the rest of the block again there.
-        record: called with a name and an array, in the order of the computation, for whoever wants to look inside:
-            ``embedding``, ``blocks.0.attention``, ``blocks.0.mlp`` (what they add to the stream), …, ``norm``,
-            ``logits``. Not for stacked blocks.
+        params: Parameters of the shapes that ``config`` describes, all of one dtype.
+        tokens_BT: Tokens, int32 or int64; T is at most ``block_size``.
+        config: Shape of the model.
+        dtype: Compute dtype of the matrix products. The default is the dtype of the parameters.
+        attention: Causal attention, scaled by 1/√D; called as ``attention(q_BTHD, k_BTHD, v_BTHD)`` with rotated
+            queries and keys.
+        parts: The other replaceable parts.
+        remat: Save only the input of each block for the backward pass, and recompute the rest of the block there.
+        record: Called with the name and the value of each intermediate, in the order of the computation:
+            ``embedding``, ``blocks.0.attention`` and ``blocks.0.mlp`` (their outputs before they are added to the
+            residual stream), …, ``norm``, ``logits``. Stacked blocks record nothing.
 
     Returns:
         Logits (B, T, V) in ``dtype``.
 
     Raises:
-        ValueError: for a sequence longer than ``block_size``.
+        ValueError: If a sequence is longer than ``block_size``.
     """
     length = tokens_BT.shape[1]
     if length > config.block_size:
-        raise ValueError(f"a sequence holds at most block_size={config.block_size} tokens, got {length}")
+        raise ValueError(
+            f"a sequence holds at most block_size={config.block_size} tokens, got {length}; cut it, or use a model "
+            "with a larger block_size"
+        )
     compute = jnp.dtype(dtype or params.embedding.dtype)
     wide = jnp.promote_types(compute, jnp.float32)
     cos_TD, sin_TD = (jnp.asarray(table[:length], wide) for table in rotary_tables(config))
-    note = record or (lambda name, array: None)
+    record = record or (lambda name, array: None)
     with jax.named_scope("embedding"):
         x_BTC = params.embedding[tokens_BT]
-        note("embedding", x_BTC)
+        record("embedding", x_BTC)
         if config.low_precision_residual:
             x_BTC = x_BTC.astype(compute)
 
@@ -344,13 +346,13 @@ def forward(
         for index, block in enumerate(params.blocks):
             with jax.named_scope(f"block{index}"):
                 x_BTC, attended_BTC, added_BTC = apply(x_BTC, block)
-            note(f"blocks.{index}.attention", attended_BTC)
-            note(f"blocks.{index}.mlp", added_BTC)
+            record(f"blocks.{index}.attention", attended_BTC)
+            record(f"blocks.{index}.mlp", added_BTC)
     with jax.named_scope("head"):
         x_BTC = parts.norm(x_BTC, params.norm, config.norm_eps)
-        note("norm", x_BTC)
+        record("norm", x_BTC)
         logits_BTV = _linear(x_BTC, params.embedding.T if params.head is None else params.head, compute)
-        note("logits", logits_BTV)
+        record("logits", logits_BTV)
         return logits_BTV
 
 
@@ -363,10 +365,10 @@ def activations(
     attention: Attention = xla_attention,
     parts: Parts = PARTS,
 ) -> dict[str, Array]:
-    """Return what :func:`forward` records, by name and in order; its arguments are the same."""
-    found: dict[str, Array] = {}
-    forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, record=found.__setitem__)
-    return found
+    """Return the intermediates that :func:`forward` records, by name and in order; the arguments are the same."""
+    recorded: dict[str, Array] = {}
+    forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, record=recorded.__setitem__)
+    return recorded
 
 
 def loss(
@@ -380,17 +382,19 @@ def loss(
     parts: Parts = PARTS,
     remat: bool = False,
 ) -> Scalar:
-    """Return the mean cross-entropy in nats per token, computed in float32 at least.
+    """Return the mean cross-entropy in nats per token, computed in at least float32.
+
+    The other arguments are those of :func:`forward`.
 
     Args:
-        params: as :func:`forward`, like the others.
-        tokens_BT: int32 or int64.
-        targets_BT: the token that follows each position.
-        config: the shape.
-        dtype: to multiply matrices in.
-        attention: which one.
-        parts: the rest.
-        remat: what is kept for the backward.
+        params: Parameters.
+        tokens_BT: Tokens, int32 or int64.
+        targets_BT: The token that follows each position.
+        config: Shape of the model.
+        dtype: Compute dtype of the matrix products.
+        attention: Causal attention.
+        parts: The other replaceable parts.
+        remat: Recompute each block in the backward pass.
     """
     logits_BTV = forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, remat=remat)
     with jax.named_scope("loss"):
@@ -407,7 +411,7 @@ def _attend(
     attention: Attention,
     parts: Parts,
 ) -> HiddenBTC:
-    """What attention adds to the residual stream."""
+    """Output of a block's attention, before it is added to the residual stream."""
     h_BTC = parts.norm(x_BTC, block.attention_norm, config.norm_eps)
     qkv_BT3HD = _linear(h_BTC, block.qkv, compute).reshape(*x_BTC.shape[:2], 3, config.n_head, config.head_size)
     q_BTHD, k_BTHD, v_BTHD = parts.heads(qkv_BT3HD, cos_TD, sin_TD)
@@ -417,7 +421,7 @@ def _attend(
 
 
 def _mlp(block: Block, x_BTC: HiddenBTC, config: GPTConfig, compute: DTypeLike, parts: Parts) -> HiddenBTC:
-    """What the MLP adds to the residual stream."""
+    """Output of a block's MLP, before it is added to the residual stream."""
     h_BTC = parts.norm(x_BTC, block.mlp_norm, config.norm_eps)
     h_BTF = _linear(h_BTC, block.up, compute)
     with jax.named_scope("activation"):
@@ -426,5 +430,5 @@ def _mlp(block: Block, x_BTC: HiddenBTC, config: GPTConfig, compute: DTypeLike, 
 
 
 def _linear(x: Array, kernel: Array, compute: DTypeLike) -> Array:
-    """The product in the compute dtype; what autocast does to ``torch.nn.functional.linear``."""
+    """Matrix product in the compute dtype, as autocast computes ``torch.nn.functional.linear``."""
     return x.astype(compute) @ kernel.astype(compute)

@@ -1,6 +1,6 @@
-"""AdamW, clipping and the learning rate, to the letter of torch's.
+"""AdamW, gradient clipping and the learning rate schedule with torch's exact formulas.
 
-The schedule is ``torch_baseline``'s own, tabulated: Python floats, the same on both sides.
+The schedule is a table of ``torch_baseline``'s own learning rates, so both frameworks use the same floats.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from jax_baseline.gpt.model import Block, Params
 from torch_baseline.config import TrainConfig
 from torch_baseline.optim import learning_rate
 
-# What torch.nn.utils.clip_grad_norm_ adds to the norm before it divides; optax.clip_by_global_norm adds nothing and so
-# scales a clipped gradient by about one part in a million more.
+# torch.nn.utils.clip_grad_norm_ adds this to the norm before it divides. optax.clip_by_global_norm adds nothing, so its
+# clipped gradients are larger by about one part in a million.
 _TORCH_CLIP_EPS = 1e-6
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return clipping followed by AdamW (Loshchilov and Hutter 2019) that decays matrices alone.
+    """Return gradient clipping followed by AdamW (Loshchilov and Hutter 2019). Only matrices have weight decay.
 
     Args:
-        config: learning rate and its schedule over ``steps``, betas, epsilon, weight decay and clip. An update after
-            the last step would go on at the last step's rate.
+        config: Learning rate and its schedule over ``steps``, betas, epsilon, weight decay and clip. Updates after the
+            last step use the learning rate of the last step.
     """
     adamw = make_adamw(config)
     return optax.chain(clip_like_torch(config.clip), adamw) if config.clip else adamw
 
 
 def make_adamw(config: TrainConfig, **changed: Any) -> optax.GradientTransformation:
-    """Return AdamW alone: ``optax.adamw`` but for its bias correction, see :func:`scale_by_adam`.
+    """Return AdamW without clipping: ``optax.adamw`` with the bias correction of :func:`scale_by_adam`.
 
     Args:
-        config: as for :func:`make_optimizer`.
-        changed: arguments of ``optax.adamw`` to replace what the configuration says.
+        config: As in :func:`make_optimizer`.
+        changed: Arguments of ``optax.adamw`` that replace the values of the configuration.
     """
     table = np.array([learning_rate(step, config) for step in range(config.steps)])
     arguments = {
@@ -72,16 +72,16 @@ def _adamw(
 
 
 def scale_by_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.GradientTransformation:
-    """Return ``optax.scale_by_adam``, with the bias corrections 1 − βᵗ exact to the last place, as torch has them.
+    """Return ``optax.scale_by_adam`` with bias corrections 1 − βᵗ that are as accurate as torch's.
 
-    optax subtracts in float32, where of 1 − 0.999 four digits remain: the first updates are then off by up to 2e-5, at
-    every parameter the same way. −expm1(t · log β) subtracts nothing.
+    optax subtracts in float32, which leaves four digits of 1 − 0.999. Its first updates are off by up to 2e-5, in the
+    same direction for every parameter. −expm1(t · log β) has no such cancellation.
 
     Args:
-        b1: decay of the gradient average.
-        b2: decay of the squared-gradient average.
-        eps: added to the root.
-        eps_root: added inside it.
+        b1: Decay of the gradient average.
+        b2: Decay of the squared-gradient average.
+        eps: Added to the square root.
+        eps_root: Added under the square root.
     """
     logarithms = [math.log(beta) if beta else -math.inf for beta in (b1, b2)]
 
@@ -103,9 +103,9 @@ def scale_by_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.Gr
 
 
 def decayed(params: Params) -> Params:
-    """Return True in the place of every matrix and False in that of every gain and bias.
+    """Return a mask of the parameters with weight decay: True for every matrix, False for every gain and bias.
 
-    By name, not by the number of axes: those of stacked blocks have one more.
+    The mask goes by name, not by the number of axes, because the arrays of stacked blocks have one axis more.
     """
 
     def of_block(block: Block) -> Block:
@@ -121,10 +121,10 @@ def decayed(params: Params) -> Params:
 
 
 def clip_like_torch(max_norm: float) -> optax.GradientTransformation:
-    """Return min(1, max_norm / (‖g‖ + 1e-6)) · g, ‖g‖ over all gradients, as ``torch.nn.utils.clip_grad_norm_`` has it.
+    """Return a transformation g → min(1, max_norm / (‖g‖ + 1e-6)) · g, as ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
-        max_norm: the norm that is let through; positive.
+        max_norm: Largest norm over all gradients together that is not scaled down; positive.
     """
 
     def clip(updates: optax.Updates, state: optax.EmptyState, params: optax.Params = None) -> tuple:
@@ -136,15 +136,15 @@ def clip_like_torch(max_norm: float) -> optax.GradientTransformation:
 
 
 def global_norm(tree: optax.Updates) -> jax.Array:
-    """Return √Σ g² over all leaves, in their dtype: one number that a step reports and clips by."""
+    """Return √Σ g² over all leaves, in their dtype."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def compute_dtype(config: TrainConfig) -> DTypeLike:
-    """Return the dtype to multiply matrices in.
+    """Return the compute dtype of the matrix products.
 
     Raises:
-        ValueError: for float16, which needs a gradient scaler that this loop does not have.
+        ValueError: For float16, which needs a gradient scaler that this loop does not have.
     """
     if config.dtype == "float16":
         raise ValueError("this loop has no gradient scaler for dtype='float16'; use bfloat16 (or float32, float64)")
@@ -152,5 +152,5 @@ def compute_dtype(config: TrainConfig) -> DTypeLike:
 
 
 def master_dtype(config: TrainConfig) -> DTypeLike:
-    """Return the dtype of the weights and of the optimizer's state: float64 for float64, else float32."""
+    """Return the dtype of the weights and of the optimizer state: float64 for float64, else float32."""
     return jnp.dtype(jnp.float64 if config.dtype == "float64" else jnp.float32)

@@ -1,7 +1,7 @@
-"""One loop on many devices: where its arrays lie says how it is spread, and XLA puts in the collectives.
+"""Shardings of the state and the batch on a mesh of devices. XLA inserts the collectives that they need.
 
-Two axes: ``data`` copies the weights and divides the batch; ``fsdp`` divides the batch as well, and the weights and the
-optimizer's state with it (ZeRO, Rajbhandari et al. 2020), gathered where a layer needs them.
+The mesh has two axes. ``data`` replicates the weights and splits the batch. ``fsdp`` splits the batch, the weights and
+the optimizer state (ZeRO, Rajbhandari et al. 2020); XLA gathers the weights where a layer needs them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def make_mesh(data: int = 1, fsdp: int = 1, devices: Sequence[jax.Device] | None
     """Return a mesh of ``data`` × ``fsdp`` devices.
 
     Args:
-        data: copies of the weights.
-        fsdp: shares that each copy is divided into.
-        devices: to take the first ones of; by default all of the default back end, over all processes.
+        data: Number of replicas of the weights.
+        fsdp: Number of devices that share one replica.
+        devices: Candidates, of which the first are taken. The default is all devices of JAX's default backend, over all
+            processes.
 
     Raises:
-        UserError: if there are not so many.
+        UserError: If there are too few devices.
     """
     devices = jax.devices() if devices is None else devices
     wanted = data * fsdp
@@ -49,15 +50,15 @@ def make_mesh(data: int = 1, fsdp: int = 1, devices: Sequence[jax.Device] | None
 
 
 def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
-    """Return how a batch lies: every device has its rows; ``stacked`` batches have an axis of steps before them."""
+    """Return the sharding of a batch: rows are split over all devices. ``stacked`` batches have a leading step axis."""
     rows = (DATA, FSDP)
     return NamedSharding(mesh, PartitionSpec(None, rows) if stacked else PartitionSpec(rows))
 
 
 def state_sharding(state: TrainState, mesh: Mesh) -> TrainState:
-    """Return how a state lies: each array divided along its first axis that ``fsdp`` divides, or copied.
+    """Return the sharding of a state: each array is split along its first axis that ``fsdp`` divides, else replicated.
 
-    The axis of layers of stacked blocks is left whole: a scan takes one layer at a time.
+    The layer axis of stacked blocks is not split, because a scan takes one layer at a time.
     """
     stacked = isinstance(state.params.blocks, Block)
 
@@ -73,24 +74,24 @@ def state_sharding(state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def spread(state: TrainState, shardings: TrainState) -> TrainState:
-    """Return arrays that every process holds whole, spread over the devices of all of them."""
+    """Return the state sharded over the devices of all processes. Each process passes the whole arrays."""
     return jax.tree.map(lambda leaf, sharding: spread_array(np.asarray(leaf), sharding), state, shardings)
 
 
 def spread_array(array: NDArray, sharding: NamedSharding) -> jax.Array:
-    """Return one array, each process giving the part that its devices hold."""
+    """Return one array with this sharding. Each process provides the parts of its own devices."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def to_mesh(tokens: tuple[NDArray, ...], mesh: Mesh) -> tuple[jax.Array, ...]:
-    """Return a batch, or several stacked along a first axis, with its rows divided over the devices of a mesh."""
+    """Return a batch, or several batches stacked along a first axis, with the rows split over the mesh."""
     return tuple(spread_array(part.astype(np.int32), batch_sharding(mesh, stacked=part.ndim == 3)) for part in tokens)
 
 
 def count_collectives(text: str) -> dict[str, int]:
-    """Return the collective instructions of optimised HLO by kind.
+    """Return the number of collective instructions in optimised HLO by kind.
 
-    One may be run several times (in a loop's body), and one may carry many arrays.
+    An instruction in the body of a loop counts once, and so does one that combines many arrays.
     """
     return dict(collections.Counter(_COLLECTIVES.findall(text)))
 
@@ -99,7 +100,7 @@ def require_divisible(batch_size: int, accumulation: int, mesh: Mesh) -> None:
     """Check that every device gets the same number of rows.
 
     Raises:
-        UserError: if not.
+        UserError: If the batch size is not a multiple of devices · accumulation.
     """
     parts = math.prod(mesh.shape.values()) * accumulation
     if batch_size % parts:

@@ -1,4 +1,4 @@
-"""One optimizer step as one compiled function, or several of them as one."""
+"""One or several optimizer steps as one compiled function."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torch_baseline.model import init_numpy
 
 
 class TrainState(NamedTuple):
-    """All that the next step depends on, besides its batch.
+    """Everything that the next step depends on, besides its batch.
 
     Attributes:
-        step: optimizer steps done.
-        params: the weights, in the master dtype.
-        optimizer: optax's.
-        ema: moving average of the weights; None where ``ema_decay`` is 0.
+        step: Number of optimizer steps taken.
+        params: Weights, in the master dtype.
+        optimizer: State of the optax optimizer.
+        ema: Moving average of the weights; None if ``ema_decay`` is 0.
     """
 
     step: Int[Array, ""]
@@ -37,7 +37,13 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step tells of the weights it started from: the loss in nats per token, and gradients before clipping."""
+    """Metrics of one step, all for the weights before the update.
+
+    Attributes:
+        loss: Mean cross-entropy in nats per token.
+        gradient_norm: Norm of all gradients before clipping.
+        gradients: Gradients before clipping, if they were requested.
+    """
 
     loss: Scalar
     gradient_norm: Scalar
@@ -53,10 +59,11 @@ def initial_state(
     """Return the state before the first step.
 
     Args:
-        model: the shape.
-        config: precision, seed and optimizer.
-        params: to start from, in the master dtype; by default the weights ``torch_baseline`` draws from the same seed.
-        scan: stack the blocks, so that the step scans over layers.
+        model: Shape of the model.
+        config: Precision, seed and optimizer.
+        params: Initial weights, in the master dtype. The default is the weights that ``torch_baseline`` draws from the
+            same seed.
+        scan: Stack the blocks, so that the step scans over layers.
     """
     if params is None:
         params = from_torch(init_numpy(model, config.seed), model, master_dtype(config))
@@ -76,19 +83,19 @@ def make_gradient(
 ) -> Callable[[Params, TokensBT, TokensBT], tuple[Scalar, Params]]:
     """Return the function (parameters, tokens, targets) → (loss, gradients), not yet compiled.
 
-    With ``config.accumulation`` over 1 the batch is taken in that many parts, one after another in a loop, and their
-    losses and gradients are averaged: the memory of one part's activations, the mathematics of the whole batch. As in
-    torch each part's loss is divided before its backward, which below float32 rounds otherwise than divided gradients.
+    With ``config.accumulation`` above 1, a loop runs over that many micro-batches and averages their losses and
+    gradients. It needs the activation memory of one micro-batch. As in torch, the loss of each micro-batch is divided
+    before its backward pass: dividing the gradients afterwards would round differently below float32.
 
     Args:
-        model: the shape.
-        config: precision and accumulation.
-        attention: see :func:`jax_baseline.gpt.model.forward`.
-        parts: likewise.
-        remat: likewise.
+        model: Shape of the model.
+        config: Precision and accumulation.
+        attention: As in :func:`jax_baseline.gpt.model.forward`.
+        parts: As in :func:`jax_baseline.gpt.model.forward`.
+        remat: As in :func:`jax_baseline.gpt.model.forward`.
 
     Raises:
-        ValueError: for a dtype this loop does not have.
+        ValueError: For a dtype that this loop does not support.
     """
     dtype, micro = compute_dtype(config), config.accumulation
     value_and_grad = jax.value_and_grad(
@@ -99,7 +106,7 @@ def make_gradient(
     )
 
     def gradient(params: Params, tokens_BT: TokensBT, targets_BT: TokensBT) -> tuple[Scalar, Params]:
-        # float32 products in float32: JAX's default on a GPU is TF32, torch's is not. Lower dtypes are not affected.
+        # On a GPU, JAX multiplies float32 matrices in TF32 by default; torch does not. Lower dtypes are not affected.
         with jax.default_matmul_precision("highest"):
             if micro == 1:
                 return value_and_grad(params, tokens_BT, targets_BT)
@@ -129,28 +136,29 @@ def make_train_step(
     shardings: TrainState | None = None,
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> Step:
-    """Return one whole optimizer step, compiled when it is first called: forward, backward, clip, AdamW, average.
+    """Return one whole optimizer step: forward, backward, clipping, AdamW, weight average. It compiles on first call.
+
+    A step whose loss or gradient norm is not finite leaves the state unchanged.
 
     Args:
-        model: the shape.
-        config: precision, accumulation and optimizer.
-        attention: see :func:`jax_baseline.gpt.model.forward`.
-        parts: likewise.
-        remat: likewise.
-        donate: overwrite the state that is passed in, which saves the memory of a second one; the caller must then not
-            use it again.
-        keep_gradients: hand out the gradients in the metrics, for whoever wants to look at them.
-        steps_per_dispatch: over 1, the compiled function takes so many batches, stacked along a new first axis, and
-            does as many steps before it returns to Python; every metric then has that axis as well. After a step
-            that is not finite the others leave the state as it is, too.
-        shardings: how the state lies on a mesh, see :mod:`jax_baseline.gpt.sharding`; the new one is laid the same way.
-        compiler_options: XLA's, by name, as ``jax.jit`` takes them.
+        model: Shape of the model.
+        config: Precision, accumulation and optimizer.
+        attention: As in :func:`jax_baseline.gpt.model.forward`.
+        parts: As in :func:`jax_baseline.gpt.model.forward`.
+        remat: As in :func:`jax_baseline.gpt.model.forward`.
+        donate: Reuse the memory of the state that is passed in. The caller must not use that state again.
+        keep_gradients: Return the gradients in the metrics.
+        steps_per_dispatch: Number of steps that one call takes before it returns to Python. Above 1, the function takes
+            that many batches stacked along a new first axis, and every metric has that axis. After a step that is not
+            finite, the remaining steps leave the state unchanged as well.
+        shardings: Sharding of the state, see :mod:`jax_baseline.gpt.sharding`; the new state has the same sharding.
+        compiler_options: XLA options by name, as ``jax.jit`` takes them.
 
     Returns:
-        (state, tokens_BT, targets_BT) → (state, metrics).
+        Function (state, tokens_BT, targets_BT) → (state, metrics).
 
     Raises:
-        ValueError: for a dtype this loop does not have.
+        ValueError: For a dtype that this loop does not support.
     """
     gradient = make_gradient(model, config, attention=attention, parts=parts, remat=remat)
     optimizer = make_optimizer(config)
@@ -163,21 +171,21 @@ def make_train_step(
             params = optax.apply_updates(state.params, updates)
         ema = None if state.ema is None else update_average(state.ema, params, config.ema_decay)
         metrics = Metrics(loss_, norm, gradients if keep_gradients else None)
-        # A step that is not finite changes nothing, so that whoever looks finds the weights that led to it.
+        # The unchanged state has the weights that caused the loss, which the error message of the loop examines.
         finite = jnp.isfinite(loss_) & jnp.isfinite(norm)
         after = TrainState(state.step + 1, params, optimizer_state, ema)
         return jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state), metrics
 
     def train_steps(state: TrainState, tokens_KBT: Array, targets_KBT: Array) -> tuple[TrainState, Metrics]:
-        def go_on(
+        def step_if_finite(
             carry: tuple[TrainState, Array], batch: tuple[Array, Array]
         ) -> tuple[tuple[TrainState, Array], Metrics]:
-            before, going = carry
+            before, finite = carry
             after, metrics = train_step(before, *batch)
-            going &= jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.gradient_norm)
-            return (jax.tree.map(lambda new, old: jnp.where(going, new, old), after, before), going), metrics
+            finite &= jnp.isfinite(metrics.loss) & jnp.isfinite(metrics.gradient_norm)
+            return (jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before), finite), metrics
 
-        (state, _), metrics = jax.lax.scan(go_on, (state, jnp.array(True)), (tokens_KBT, targets_KBT))
+        (state, _), metrics = jax.lax.scan(step_if_finite, (state, jnp.array(True)), (tokens_KBT, targets_KBT))
         return state, metrics
 
     return jax.jit(
@@ -194,10 +202,10 @@ def update_average(average: Params, params: Params, decay: float) -> Params:
 
 
 def require_jax_device(device: Device) -> None:
-    """Check that JAX can use the device, the first of its kind; torch's GPU is that one afterwards.
+    """Check that JAX can use the device, and make the first GPU the current one of torch.
 
     Raises:
-        UserError: if not.
+        UserError: If JAX has no such device.
     """
     try:
         jax.devices(device)
@@ -207,5 +215,5 @@ def require_jax_device(device: Device) -> None:
             "--device cpu"
         ) from error
     if device == "cuda":
-        # Made ready one after another, several GPUs leave the last one current, to which torch's "cuda" would then go.
+        # JAX initialises the GPUs in order, which leaves the last one current. torch's "cuda" is the current GPU.
         torch.cuda.set_device(0)

@@ -1,7 +1,7 @@
-"""Weights from torch to JAX and back: which parameter goes where, and which way round.
+"""Conversion of weights between torch and JAX.
 
-The map is one value, a :class:`jax_baseline.gpt.model.Params` whose leaves say where the weight comes from. Whatever
-has the structure of the parameters travels by it: weights, gradients, Adam's moments.
+The mapping is one value: a :class:`jax_baseline.gpt.model.Params` whose leaves name the torch parameter and its layout.
+It converts anything with the structure of the parameters: weights, gradients, Adam's moments.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch_baseline.model import parameter_shapes
 
 @dataclass(frozen=True)
 class Source:
-    """Where one array of the JAX model comes from.
+    """The torch parameter that one array of the JAX model corresponds to.
 
     Attributes:
-        torch_name: of the parameter, in ``torch_baseline``.
-        torch_shape: there; a matrix of a linear layer is (out, in).
-        transposed: whether the JAX array is its transpose, (in, out).
+        torch_name: Name of the parameter in ``torch_baseline``.
+        torch_shape: Shape of the parameter in torch; a linear layer's weight is (out, in).
+        transposed: Whether the JAX array is the transpose, (in, out).
     """
 
     torch_name: str
@@ -43,7 +43,7 @@ class Source:
 
 
 def weight_map(config: GPTConfig) -> Params:
-    """Return the parameters with a :class:`Source` in the place of every array."""
+    """Return the parameters with a :class:`Source` in place of every array."""
     shapes = parameter_shapes(config)
 
     def same(name: str) -> Source:
@@ -73,55 +73,58 @@ def weight_map(config: GPTConfig) -> Params:
 
 
 def from_torch(weights: Mapping[str, NDArray], config: GPTConfig, dtype: DTypeLike = jnp.float32) -> Params:
-    """Return JAX parameters that hold torch's weights.
+    """Return JAX parameters with the values of torch's weights.
 
     Args:
         weights: NumPy arrays by the names of ``torch_baseline.model.parameter_shapes``.
-        config: the shape.
-        dtype: of the arrays.
+        config: Shape of the model.
+        dtype: Dtype of the new arrays.
 
     Returns:
-        Fresh buffers, so that a step may be given them to overwrite.
+        Parameters in new buffers, which a step may donate.
 
     Raises:
-        ValueError: if a name is missing, unknown, or of another shape; or for float64 without ``jax_enable_x64``.
+        ValueError: If a name is missing or unknown, if a shape differs, or for float64 without ``jax_enable_x64``.
     """
     sources = weight_map(config)
     expected = {source.torch_name for source in jax.tree.leaves(sources)}
     if expected != weights.keys():
         missing, unknown = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
-        raise ValueError(f"the weights do not fit the model: missing {missing}, unknown {unknown}")
+        raise ValueError(f"the weights do not fit the model: missing {missing}, unknown {unknown}; pass its GPTConfig")
     require_x64_for(dtype)
 
     def convert(source: Source) -> jax.Array:
         weight = weights[source.torch_name]
         if weight.shape != source.torch_shape:
             raise ValueError(f"{source.torch_name} must be {source.torch_shape}, got {weight.shape}")
-        # A copy, always: on a CPU JAX would otherwise share the memory of a torch parameter that is still trained.
+        # Without a copy, JAX on a CPU shares the memory of the torch parameter, which torch may still update.
         return jnp.array(weight.T if source.transposed else weight, dtype, copy=True)
 
     return jax.tree.map(convert, sources)
 
 
 def to_torch(params: Params, config: GPTConfig) -> dict[str, NDArray]:
-    """Return NumPy copies by torch's names, (out, in); the inverse of :func:`from_torch`.
+    """Return NumPy copies under torch's names and in torch's layout; the inverse of :func:`from_torch`.
 
     Args:
-        params: the parameters, or anything of their structure; blocks may be stacked.
-        config: the shape.
+        params: Parameters, or anything of their structure; blocks may be stacked.
+        config: Shape of the model.
 
     Raises:
-        ValueError: if the structure or a shape is not that of ``config``.
+        ValueError: If the structure or a shape does not match ``config``.
     """
     params = unstack_blocks(params)
     sources, structure = jax.tree.flatten(weight_map(config))
     if structure != jax.tree.structure(params):
-        raise ValueError(f"expected parameters of {config.n_layer} blocks with head: {not config.tie_embeddings}")
+        raise ValueError(
+            f"expected parameters of {config.n_layer} blocks with head: {not config.tie_embeddings}, got "
+            f"{len(params.blocks)} blocks with head: {params.head is not None}; pass the GPTConfig they were made with"
+        )
     weights = {}
     for source, array in zip(sources, jax.tree.leaves(params), strict=True):
         if array.shape != source.shape:
             raise ValueError(f"{source.torch_name} must be {source.shape} in JAX, got {array.shape}")
-        # A copy again: the buffer behind np.asarray(array) is given away by the next donating step.
+        # np.asarray(array) shares the buffer, which the next step may overwrite if it donates its state.
         weights[source.torch_name] = np.array(array.T if source.transposed else array)
     return weights
 
@@ -131,13 +134,13 @@ def open_torch_checkpoint(path: Path, dtype: DTypeLike = jnp.float32) -> tuple[G
 
     Args:
         path: ``last.pt`` or ``best.pt`` in the folder of a run.
-        dtype: of the arrays.
+        dtype: Dtype of the parameters.
 
     Returns:
         The shape of the model, and its parameters.
 
     Raises:
-        UserError: if there is no such file or it is damaged.
+        UserError: If the file does not exist or is damaged.
     """
     saved = checkpoints.load(path)
     config = GPTConfig(**saved.model_config)
@@ -145,10 +148,10 @@ def open_torch_checkpoint(path: Path, dtype: DTypeLike = jnp.float32) -> tuple[G
 
 
 def require_x64_for(dtype: DTypeLike) -> None:
-    """Check that JAX would not turn this dtype into a narrower one.
+    """Check that JAX does not replace this dtype by a narrower one.
 
     Raises:
-        ValueError: for float64 in a process that has not enabled it.
+        ValueError: For float64 in a process without JAX's 64-bit mode.
     """
     if jnp.dtype(dtype) == jnp.float64 and not jax.config.jax_enable_x64:
         raise ValueError(

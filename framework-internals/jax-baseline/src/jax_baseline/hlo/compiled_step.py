@@ -9,8 +9,8 @@ from typing import Any
 
 from benchkit import UserError
 from benchkit.device import Device
+from benchkit.processes import RemoteObject
 from jax_baseline.gpt.compilation import profiled
-from jax_baseline.worker import Worker
 from torch_baseline.config import GPTConfig, TrainConfig
 
 
@@ -63,7 +63,7 @@ def compile_train_step(
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
-    with Worker("jax_baseline.hlo.compiled_step:StepCompiler", arguments, environment=environment) as worker:
+    with RemoteObject(StepCompiler, arguments, environment=environment) as worker:
         return CompiledStep(**worker.call("compile", repeats=repeats))
 
 

@@ -16,7 +16,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from benchkit import UserError
-from jax_baseline.worker import Worker
+from benchkit.processes import RemoteObject
 from torch_baseline.config import GPTConfig, TrainConfig
 
 Layout = Literal["one device", "data parallel", "FSDP"]
@@ -87,9 +87,7 @@ def compile_step_for_h200(
         "layout": layout,
     }
     # The plug-in must not search for a GPU. Arrays stay on the CPU, and only the compiler is used.
-    with Worker(
-        "jax_baseline.hlo.gpu_target:TargetCompiler", arguments, environment={"JAX_PLATFORMS": "cpu"}
-    ) as worker:
+    with RemoteObject(TargetCompiler, arguments, environment={"JAX_PLATFORMS": "cpu"}) as worker:
         return GpuStep(**worker.call("compile"))
 
 

@@ -44,8 +44,8 @@ def kernel_events(run: Callable[[], Any]) -> list[tuple[str, float]]:
     XLA adds the name of the instruction (``hlo_op``) to each event on a device's timeline. An instruction has several
     events if it is several launches or runs in a loop. On a CPU the events are tasks of the thread pool.
 
-    On a GPU, call it in a separate process (:class:`jax_baseline.worker.Worker`) in which torch has profiled nothing.
-    NVIDIA's profiling library supports one framework in a process and may abort the other.
+    On a GPU, call it in a separate process (:class:`benchkit.processes.RemoteObject`) in which torch has profiled
+    nothing. NVIDIA's profiling library supports one framework in a process and may abort the other.
 
     Args:
         run: Runs compiled functions and waits for them.

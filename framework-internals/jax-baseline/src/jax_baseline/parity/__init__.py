@@ -3,21 +3,25 @@
 from jax_baseline.parity.comparison import (
     QUANTITIES,
     TIMES_CONTROL,
+    Adapter,
     Arrays,
     Comparison,
     Divergence,
+    Inspectable,
     Observation,
     compare,
-    judge,
+    compare_observations,
 )
 
 __all__ = [
     "QUANTITIES",
     "TIMES_CONTROL",
+    "Adapter",
     "Arrays",
     "Comparison",
     "Divergence",
+    "Inspectable",
     "Observation",
     "compare",
-    "judge",
+    "compare_observations",
 ]

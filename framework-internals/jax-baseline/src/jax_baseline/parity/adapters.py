@@ -1,4 +1,4 @@
-"""torch_baseline, this package, and torch in another basis, as the sides of a comparison."""
+"""Adapters of torch_baseline, of this package and of permuted references for :mod:`jax_baseline.parity.comparison`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_baseline.gpt.optim import compute_dtype, master_dtype
 from jax_baseline.gpt.train import initial_state, make_train_step, require_jax_device
 from jax_baseline.gpt.transfer import from_torch, to_torch
 from jax_baseline.parity.comparison import Arrays, Comparison, Observation, compare
-from jax_baseline.parity.permuted import Symmetry
+from jax_baseline.parity.permuted import Permutation
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.data import Tokens, batch, load_corpus, require_length
 from torch_baseline.model import GPT, Attention, causal_attention, init_numpy
@@ -29,23 +29,23 @@ from torch_baseline.train import TrainStep as TorchTrainStep
 from torch_baseline.train import autocast
 from torch_baseline.train import make_train_step as make_torch_train_step
 
-# Between operations that it fuses, XLA by default leaves out roundings to a narrower dtype that the program asks for.
-# torch rounds where it is told to: a comparison must too, or it measures that freedom.
+# By default XLA may omit roundings to a narrower dtype between operations that it fuses. torch omits none. Without this
+# option the comparison would measure that difference.
 _ROUND_AS_WRITTEN = {"xla_allow_excess_precision": False}
 
-# Torch's names of Adam's two moments, and optax's.
+# Names of Adam's two moments in torch and in optax.
 _MOMENTS = {"exp_avg": "mu", "exp_avg_sq": "nu"}
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compared.
+    """Settings of a comparison.
 
     Attributes:
-        model: the shape.
-        training: steps, batch, learning rate, dtype and seed.
-        device: where all sides run.
-        controls: of the reference, see :func:`control_sides`.
+        model: Shape of the model.
+        training: Steps, batch size, learning rate, dtype and seed.
+        device: Device of all implementations.
+        controls: Number of controls, see :func:`control_adapters`.
     """
 
     model: GPTConfig
@@ -66,21 +66,21 @@ class Setup:
         batch_size: int | None = None,
         controls: int = 3,
     ) -> Setup:
-        """Return the setting for a model preset.
+        """Return the settings for a model preset.
 
         Args:
-            name: of the preset.
-            steps: to compare.
-            seed: of weights and batches.
+            name: Name of the preset.
+            steps: Number of steps to compare.
+            seed: Seed of weights and batches.
             dtype: ``float64``, ``float32`` or ``bfloat16``.
-            device: where all sides run.
-            batch_size: sequences a step, by default the preset's.
-            lr: highest learning rate. Training multiplies rounding: at the 3e-3 that suits ``tiny`` for learning, torch
-                strays from itself ten times as far as at 1e-3, and a comparison says that much less.
-            controls: of the reference.
+            device: Device of all implementations.
+            batch_size: Sequences per step. The default is the preset's.
+            lr: Highest learning rate. Training amplifies rounding: at 3e-3, which suits ``tiny`` for learning, torch
+                deviates from its permuted reference ten times as far as at 1e-3, and the bounds are that much wider.
+            controls: Number of controls.
 
         Raises:
-            ValueError: for an unknown preset or dtype.
+            ValueError: For an unknown preset or dtype.
         """
         if dtype not in ("float64", "float32", "bfloat16"):
             raise ValueError(f"dtype must be float64, float32 or bfloat16, got {dtype!r}")
@@ -108,27 +108,27 @@ class Setup:
         ]
 
 
-class TorchSide:
-    """``torch_baseline``'s own step.
+class TorchAdapter:
+    """The training step of ``torch_baseline``, or a permuted reference.
 
     Args:
-        setup: what is compared.
-        attention: which one, see :class:`torch_baseline.model.GPT`.
-        symmetry: compute in this basis; what is reported is in the original one.
+        setup: Settings of the comparison.
+        attention: Attention, see :class:`torch_baseline.model.GPT`.
+        permutation: Permutation of the model's units. Observations are in the original order.
     """
 
     def __init__(
-        self, setup: Setup, *, attention: Attention = causal_attention, symmetry: Symmetry | None = None
+        self, setup: Setup, *, attention: Attention = causal_attention, permutation: Permutation | None = None
     ) -> None:
-        self._setup, self._attention, self._symmetry = setup, attention, symmetry
+        self._setup, self._attention, self._permutation = setup, attention, permutation
         self.restart()
 
     def restart(self) -> None:
-        """Begin again from the initial weights."""
+        """Return to the initial weights."""
         setup = self._setup
         self._model = GPT(setup.model, seed=setup.training.seed, attention=self._attention).to(setup.device)
-        if self._symmetry is not None:
-            self._model.load_numpy(self._symmetry.weights(init_numpy(setup.model, setup.training.seed)))
+        if self._permutation is not None:
+            self._model.load_numpy(self._permutation.weights(init_numpy(setup.model, setup.training.seed)))
         if setup.training.dtype == "float64":
             self._model.double()
         self._optimizer = make_optimizer(self._model, setup.training)
@@ -160,7 +160,7 @@ class TorchSide:
 
     @torch.no_grad()
     def activations(self, tokens_BT: Tokens) -> Arrays:
-        """What the modules return, by the names of :func:`jax_baseline.gpt.model.forward`."""
+        """Return the outputs of the modules under the names of :func:`jax_baseline.gpt.model.forward`."""
         found: dict[str, Tensor] = {}
 
         def keep(name: str) -> Callable[[nn.Module, object, Tensor], None]:
@@ -178,18 +178,18 @@ class TorchSide:
             hook.remove()
         wide = torch.float64 if self._setup.training.dtype == "float64" else torch.float32
         arrays = {name: output.to(wide).cpu().numpy() for name, output in found.items()}
-        return arrays if self._symmetry is None else self._symmetry.original_activations(arrays)
+        return arrays if self._permutation is None else self._permutation.original_activations(arrays)
 
     def _tensor(self, tokens_BT: Tokens) -> Tensor:
-        if self._symmetry is not None:
-            tokens_BT = self._symmetry.batch(tokens_BT)
+        if self._permutation is not None:
+            tokens_BT = self._permutation.batch(tokens_BT)
         return torch.from_numpy(tokens_BT).to(self._setup.device)
 
     def _original(self, weights: Arrays) -> Arrays:
-        return weights if self._symmetry is None else self._symmetry.original_weights(weights)
+        return weights if self._permutation is None else self._permutation.original_weights(weights)
 
     def _keep_gradients(self, train_step: TorchTrainStep, loss: Tensor) -> None:
-        # A copy: .numpy() of a CPU tensor is a view, and clipping is about to scale what it shows.
+        # Copy, because .numpy() of a CPU tensor is a view, and clipping scales the gradient in place afterwards.
         self._gradients = {
             name: parameter.grad.cpu().numpy().copy()
             for name, parameter in self._model.named_parameters()
@@ -197,8 +197,8 @@ class TorchSide:
         }
 
 
-class JaxSide:
-    """This package's step, from the same initial weights."""
+class JaxAdapter:
+    """The training step of this package, from the same initial weights."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -214,7 +214,7 @@ class JaxSide:
         self.restart()
 
     def restart(self) -> None:
-        """Begin again from the initial weights."""
+        """Return to the initial weights."""
         setup = self._setup
         params = from_torch(init_numpy(setup.model, setup.training.seed), setup.model, master_dtype(setup.training))
         self._state = jax.device_put(initial_state(setup.model, setup.training, params), self._device)
@@ -223,7 +223,7 @@ class JaxSide:
         """Take the next step."""
         batch_ = jax.device_put((tokens_BT.astype(np.int32), targets_BT.astype(np.int32)), self._device)
         self._state, metrics = self._step(self._state, *batch_)
-        assert metrics.gradients is not None, "asked for with keep_gradients"
+        assert metrics.gradients is not None, "keep_gradients is set"
         model = self._setup.model
         return Observation(
             float(metrics.loss),
@@ -234,14 +234,14 @@ class JaxSide:
         )
 
     def activations(self, tokens_BT: Tokens) -> Arrays:
-        """What the forward pass records."""
+        """Return the intermediates that the forward pass records."""
         found = self._activations(self._state.params, jax.device_put(tokens_BT.astype(np.int32), self._device))
         wide = np.float64 if self._setup.training.dtype == "float64" else np.float32
         return {name: np.asarray(array).astype(wide) for name, array in found.items()}
 
 
 def moments_by_torch_names(state: optax.OptState, model: GPTConfig) -> dict[str, NDArray]:
-    """Return Adam's moments from an optax state as :class:`TorchSide` names and lays out its own."""
+    """Return Adam's moments of an optax state with the names and layouts of :class:`TorchAdapter`."""
     found: dict[str, NDArray] = {}
     for torch_name, optax_name in _MOMENTS.items():
         moments = to_torch(optax.tree_utils.tree_get(state, optax_name), model)
@@ -249,52 +249,50 @@ def moments_by_torch_names(state: optax.OptState, model: GPTConfig) -> dict[str,
     return found
 
 
-def control_sides(setup: Setup) -> list[TorchSide]:
-    """Return torch in as many other bases as the setup has controls, every second one with its attention written out.
+def control_adapters(setup: Setup) -> list[TorchAdapter]:
+    """Return permuted references, one per control; every second one also computes attention by its formula.
 
-    One control that differs from torch in attention alone rounds as torch does in every other operation, and its
-    largest deviation is an accident of a single run. Here every sum of the model is taken in another order, several
-    times over, as JAX's are.
+    A control with another attention alone would round like torch in every other operation. In a permuted reference
+    every sum of the model has another order of its terms, as in JAX.
     """
     return [
-        TorchSide(
+        TorchAdapter(
             setup,
             attention=written_out_attention if index % 2 else causal_attention,
-            symmetry=Symmetry.draw(setup.model, setup.training.batch_size, seed=setup.training.seed + index),
+            permutation=Permutation.draw(setup.model, setup.training.batch_size, seed=setup.training.seed + index),
         )
         for index in range(setup.controls)
     ]
 
 
 def share_the_gpu() -> None:
-    """Leave the memory of a GPU to torch as well: by default JAX takes three quarters. Before JAX is first used."""
+    """Keep JAX from reserving three quarters of a GPU's memory, which torch needs too. Call it before JAX is used."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def run(setup: Setup) -> Comparison:
-    """Run torch, JAX, and torch in other bases over the same batches.
+    """Run torch, JAX and the permuted references over the same batches.
 
     Args:
-        setup: what is compared; float64 turns on JAX's 64-bit mode for the run alone.
+        setup: Settings of the comparison. float64 enables JAX's 64-bit mode during the run.
 
     Raises:
-        UserError: where JAX has no such device.
+        UserError: If JAX has no such device.
     """
     share_the_gpu()
     require_jax_device(setup.device)
-    # Autocast leaves fp32 products alone, and torch takes them in fp32 unless it is told otherwise; so do we.
     with jax.enable_x64(setup.training.dtype == "float64"):
         return compare(
             setup.batches(),
-            reference=TorchSide(setup),
-            candidate=JaxSide(setup),
-            controls=control_sides(setup),
+            reference=TorchAdapter(setup),
+            candidate=JaxAdapter(setup),
+            controls=control_adapters(setup),
             dtype=setup.training.dtype,
         )
 
 
 def written_out_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Return causal attention by its formula, the softmax in float32 at least."""
+    """Return causal attention by its formula, with the softmax in at least float32."""
     wide = torch.promote_types(q_BHTD.dtype, torch.float32)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         scores_BHTS = (q_BHTD.to(wide) @ k_BHTD.to(wide).transpose(-2, -1)) / math.sqrt(q_BHTD.shape[-1])

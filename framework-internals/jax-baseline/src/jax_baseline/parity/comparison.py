@@ -1,12 +1,12 @@
 """Whether two implementations of a training loop compute the same thing, step by step.
 
-Each implementation is a :class:`Side`: given a batch it takes one optimizer step and says what it saw. A reference and
-a candidate are run over the same batches, and beside them controls: the reference again, in ways that change its
-rounding and nothing else. How far the controls have strayed from the reference up to a step is what rounding alone does
-to this model, at this learning rate, in this dtype, by that step; the candidate may stray some times as far. A porting
-mistake is orders of magnitude above it.
+Each implementation is an :class:`Adapter`: it takes one optimizer step on a batch and returns what it observed. A
+reference, a candidate and several controls run over the same batches. A control is the reference with other rounding
+and no other difference. The deviation of the controls from the reference up to a step measures what rounding alone does
+to this model, at this learning rate, in this dtype. The candidate may deviate a few times as far. A porting mistake
+deviates orders of magnitude further.
 
-Nothing here knows torch or JAX: :func:`compare` takes any objects with a ``step``.
+This module imports neither torch nor JAX. :func:`compare` takes any objects with a ``step`` method.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ Quantity = Literal["loss", "gradient norm", "gradients", "weights", "optimizer s
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 _SCALARS: tuple[Quantity, ...] = ("loss", "gradient norm")
 
-# How many times as far as the controls the candidate may stray. NOTES.md has the measurements behind it: how far a
-# control strays by the measure of the other controls, and a faithful candidate by that of all of them.
+# The candidate may deviate this many times as far as the controls. NOTES.md has the measurements behind the numbers:
+# the ratio for a control against the other controls, and for a correct candidate against all controls.
 TIMES_CONTROL: Mapping[str, float] = {"float64": 4.0, "float32": 4.0, "bfloat16": 3.0}
 
-# A loss or a norm is one number, and one number of a few controls is now and then right by accident: the first steps
-# share what the controls reach in any of them. An array's distance is a sum over many elements and needs no such help.
+# A loss or a norm is a single number, and the few controls may all agree with the reference by accident at one step.
+# The first steps therefore share one bound: the largest deviation of the controls in any of them. The distance of an
+# array is a sum over many elements, where this does not happen.
 _SHARED_STEPS = 8
 
-# What a step can cost without any mistake, in units of the epsilon that sums are kept in: so that a run in which the
-# controls happen to round as the reference does asks for nothing impossible. A mean over thousands of tokens, a norm
-# over a million gradients, and gradients that pass every product of the model twice.
+# Smallest bounds, in units of the epsilon of the accumulation dtype. They apply when the controls happen to round as
+# the reference does. The loss is a mean over thousands of tokens, the norm a sum over a million gradients, and a
+# gradient passes every matrix product of the model twice.
 _FLOOR_EPS: Mapping[Quantity, float] = {
     "loss": 8,
     "gradient norm": 32,
@@ -48,15 +49,16 @@ _FLOOR_EPS: Mapping[Quantity, float] = {
 
 @dataclass(frozen=True)
 class Observation:
-    """What one side saw of one step.
+    """What one implementation observed in one step.
+
+    All implementations must use the same names and the same layouts of arrays.
 
     Attributes:
-        loss: before the update, nats per token.
-        gradient_norm: before clipping.
-        gradients: before clipping, in the forward pass's order of parameters; by the same names, and the same way
-            round, on all sides.
-        weights: after the update.
-        moments: the optimizer's state after the update, under any names that the sides agree on; may be empty.
+        loss: Loss before the update, in nats per token.
+        gradient_norm: Norm of all gradients before clipping.
+        gradients: Gradients before clipping by parameter name, in the order of the forward pass.
+        weights: Weights after the update, by parameter name.
+        moments: Optimizer state after the update, by name; may be empty.
     """
 
     loss: float
@@ -66,8 +68,8 @@ class Observation:
     moments: Arrays = field(default_factory=dict)
 
 
-class Side(Protocol):
-    """An implementation of a training loop."""
+class Adapter(Protocol):
+    """The interface of one implementation of a training step."""
 
     def step(self, tokens_BT: Tokens, targets_BT: Tokens) -> Observation:
         """Take the next step on a batch of NumPy tokens."""
@@ -76,24 +78,24 @@ class Side(Protocol):
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """A :class:`Side` that can be asked where in the forward pass it parts from another."""
+    """An :class:`Adapter` that also exposes the intermediates of its forward pass."""
 
     def restart(self) -> None:
-        """Go back to the state before the first step."""
+        """Return to the state before the first step."""
         ...
 
     def activations(self, tokens_BT: Tokens) -> Arrays:
-        """Return arrays from inside the forward pass, in its order, with the present weights."""
+        """Return the intermediates of the forward pass with the current weights, in the order of the computation."""
         ...
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far several arrays are from their reference.
+    """Relative distance of several arrays from their reference.
 
     Attributes:
-        total: √Σ Δ² over √Σ x², all arrays together.
-        each: √Σ Δ² over √Σ x² by array, in the reference's order.
+        total: √Σ Δ² / √Σ x² over all arrays together.
+        each: √Σ Δ² / √Σ x² of each array, in the order of the reference.
     """
 
     total: float
@@ -102,24 +104,24 @@ class Distance:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far one side's step is from another's.
+    """Deviation of one observation from another.
 
     Attributes:
-        scalars: the loss, |Δ| in nats per token, and the gradient norm, |Δ| over the reference's.
-        arrays: the other quantities; those that a side does not tell are absent.
+        scalars: |Δ loss| in nats per token, and |Δ gradient norm| / gradient norm of the reference.
+        arrays: Distances of the other quantities; a quantity that an implementation does not observe is absent.
     """
 
     scalars: Mapping[Quantity, float]
     arrays: Mapping[Quantity, Distance]
 
     def total(self, quantity: Quantity) -> float:
-        """One number for the quantity; 0 where the sides tell nothing."""
+        """Deviation of the quantity as one number; 0 if it was not observed."""
         if quantity in _SCALARS:
             return self.scalars[quantity]
         return self.arrays[quantity].total if quantity in self.arrays else 0.0
 
     def each(self, quantity: Quantity) -> Mapping[str, float]:
-        """The quantity by parameter; a scalar under an empty name."""
+        """Deviation of the quantity by parameter; a scalar has the empty name."""
         if quantity in _SCALARS:
             return {"": self.scalars[quantity]}
         return self.arrays[quantity].each if quantity in self.arrays else {}
@@ -127,15 +129,17 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first place where the candidate left its bounds.
+    """The first deviation of the candidate that exceeds its bound.
 
     Attributes:
-        step: counted from 0.
-        quantity: the first to leave, in the order in which a step computes them.
-        parameter: whose; empty for a scalar. Of several gradients the first that the backward pass computes.
-        deviation: of the candidate.
-        bound: that it had to keep.
-        layer: the first activation of the forward pass that is off, where the sides can be asked; else empty.
+        step: Index of the step, from 0.
+        quantity: First quantity over its bound, in the order in which a step computes them.
+        parameter: Name of the parameter; empty for a scalar. If several gradients are over their bounds, it is the one
+            that the backward pass computes first.
+        deviation: Deviation of the candidate.
+        bound: Bound of the deviation.
+        layer: First intermediate of the forward pass that is over its bound. Empty if there is none, or if the
+            implementations are not :class:`Inspectable`.
     """
 
     step: int
@@ -155,16 +159,16 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of one run.
+    """Result of a comparison.
 
     Attributes:
-        dtype: the precision compared.
-        reference: losses by step.
-        candidate: likewise.
-        controls: likewise, by control.
-        deviations: of the candidate from the reference, by step.
-        control_deviations: of each control from the reference, by step.
-        layer: see :class:`Divergence`.
+        dtype: Compute dtype.
+        reference: Losses of the reference by step.
+        candidate: Losses of the candidate by step.
+        controls: Losses of each control by step.
+        deviations: Deviations of the candidate from the reference by step.
+        control_deviations: Deviations of each control from the reference by step.
+        layer: See :class:`Divergence`.
     """
 
     dtype: str
@@ -176,35 +180,35 @@ class Comparison:
     layer: str = ""
 
     def largest(self, quantity: Quantity) -> float:
-        """The candidate's largest deviation over the run."""
+        """Largest deviation of the candidate over the run."""
         return _largest(found.total(quantity) for found in self.deviations)
 
     def control_largest(self, quantity: Quantity) -> float:
-        """The controls' largest deviation over the run."""
+        """Largest deviation of any control over the run."""
         return _largest(found.total(quantity) for control in self.control_deviations for found in control)
 
     def bounds(self, quantity: Quantity) -> list[float]:
-        """What the candidate's :meth:`Deviation.total` may be, by step: rounding accumulates, so it never falls."""
+        """Bound of the candidate's :meth:`Deviation.total` by step. It never falls, because rounding accumulates."""
         return [
-            self._bound(quantity, _largest(found.total(quantity) for found in self._until(step, quantity)))
+            self._bound(quantity, _largest(found.total(quantity) for found in self._control_deviations(step, quantity)))
             for step in range(len(self.deviations))
         ]
 
     def excess(self, step: int, quantity: Quantity) -> dict[str, tuple[float, float]]:
-        """Deviation and bound by parameter, of those that are over their bound at a step.
+        """Deviation and bound of each parameter that is over its bound at a step.
 
-        A deviation that is not a number is over every bound.
+        A deviation that is NaN is over every bound.
         """
         over = {}
-        until = self._until(step, quantity)
-        for name, deviation in self._judged(self.deviations[step], quantity).items():
-            bound = self._bound(quantity, _largest(self._judged(found, quantity)[name] for found in until))
+        controls = self._control_deviations(step, quantity)
+        for name, deviation in self._compared(self.deviations[step], quantity).items():
+            bound = self._bound(quantity, _largest(self._compared(control, quantity)[name] for control in controls))
             if not deviation <= bound:
                 over[name] = (deviation, bound)
         return over
 
     def worst_ratio(self, quantity: Quantity) -> float:
-        """The largest ratio of the candidate's deviation to what the controls had reached by that step."""
+        """Largest ratio, over the steps, of the candidate's deviation to that of the controls up to the step."""
         times = TIMES_CONTROL[self.dtype]
         bounds = self.bounds(quantity)
         return _largest(
@@ -212,7 +216,7 @@ class Comparison:
         )
 
     def divergence(self) -> Divergence | None:
-        """The first step and quantity over its bound, in the order a step computes them; None if all are within."""
+        """First deviation over its bound, by step and by the order of computation; None if all are within bounds."""
         for step in range(len(self.deviations)):
             for quantity in QUANTITIES:
                 if over := self.excess(step, quantity):
@@ -221,96 +225,98 @@ class Comparison:
                     return Divergence(step, quantity, name, *over[name], self.layer)
         return None
 
-    def _until(self, step: int, quantity: Quantity) -> list[Deviation]:
-        """What the bound at a step is taken from."""
+    def _control_deviations(self, step: int, quantity: Quantity) -> list[Deviation]:
+        """Deviations of the controls that set the bound at a step."""
         last = max(step, _SHARED_STEPS - 1) if quantity in _SCALARS else step
         return [found for control in self.control_deviations for found in control[: last + 1]]
 
-    def _judged(self, found: Deviation, quantity: Quantity) -> Mapping[str, float]:
-        # bfloat16 rounds seldom and far: one element of a small parameter may be off in this run and in no control (the
-        # sign of a gradient near zero, which is all that Adam's first update takes). Many parameters together are not.
+    def _compared(self, found: Deviation, quantity: Quantity) -> Mapping[str, float]:
+        """Deviations that are compared with a bound: by parameter, in bfloat16 over all parameters together."""
+        # In bfloat16 one element of a small parameter may be far off in the candidate and in no control: Adam's first
+        # update depends only on the sign of a gradient, which rounding can flip near zero.
         if self.dtype == "bfloat16":
             return {"": found.total(quantity)}
         return found.each(quantity)
 
-    def _bound(self, quantity: Quantity, reached: float) -> float:
+    def _bound(self, quantity: Quantity, control_deviation: float) -> float:
         scale = max(map(abs, self.reference)) if quantity == "loss" else 1.0
-        return max(TIMES_CONTROL[self.dtype] * reached, _FLOOR_EPS[quantity] * scale * _eps(self.dtype))
+        return max(TIMES_CONTROL[self.dtype] * control_deviation, _FLOOR_EPS[quantity] * scale * _eps(self.dtype))
 
 
 def compare(
     batches: Sequence[tuple[Tokens, Tokens]],
     *,
-    reference: Side,
-    candidate: Side,
-    controls: Sequence[Side],
+    reference: Adapter,
+    candidate: Adapter,
+    controls: Sequence[Adapter],
     dtype: str,
 ) -> Comparison:
-    """Take the same steps on all sides and say how far they come apart.
+    """Take the same steps with all implementations and compare what they observe.
 
     Args:
-        batches: one a step.
-        reference: the side that is right by definition.
-        candidate: the side in question.
-        controls: the reference with other rounding, at least one; the more there are, the less their largest deviation
-            is an accident. :mod:`jax_baseline.parity.permuted` makes any number of them from one model.
-        dtype: that they compute in: ``float64``, ``float32`` or ``bfloat16``.
+        batches: One batch per step.
+        reference: Implementation that is correct by definition.
+        candidate: Implementation under test.
+        controls: The reference with other rounding, at least one. More controls make the bound depend less on chance.
+            :mod:`jax_baseline.parity.permuted` makes any number of them from one model.
+        dtype: Compute dtype: ``float64``, ``float32`` or ``bfloat16``.
 
     Raises:
-        ValueError: for another dtype, for no controls, or if the sides do not hold the same parameters.
+        ValueError: For another dtype, for no controls, or if the implementations have different parameters.
     """
     if dtype not in TIMES_CONTROL:
         raise ValueError(f"dtype must be one of {', '.join(TIMES_CONTROL)}, got {dtype!r}")
     if not controls:
-        raise ValueError("a bound needs at least one control; got none")
-    sides = (reference, candidate, *controls)
-    losses: list[list[float]] = [[] for _ in sides]
-    deviations: list[list[Deviation]] = [[] for _ in sides[1:]]
-    # All sides take a step before any takes the next: what they saw is compared at once and need not be kept.
+        raise ValueError("a bound needs at least one control, got none; pass the reference with other rounding")
+    adapters = (reference, candidate, *controls)
+    losses: list[list[float]] = [[] for _ in adapters]
+    deviations: list[list[Deviation]] = [[] for _ in adapters[1:]]
+    # All take one step before any takes the next, so that only one observation of each is in memory.
     for batch in batches:
-        expected, *others = (side.step(*batch) for side in sides)
-        for kept, seen in zip(losses, (expected, *others), strict=True):
-            kept.append(seen.loss)
-        for found, seen in zip(deviations, others, strict=True):
-            found.append(deviation(expected, seen))
+        expected, *others = (adapter.step(*batch) for adapter in adapters)
+        for kept, observed in zip(losses, (expected, *others), strict=True):
+            kept.append(observed.loss)
+        for found, observed in zip(deviations, others, strict=True):
+            found.append(deviation(expected, observed))
     comparison = _comparison(dtype, losses, deviations)
     divergence = comparison.divergence()
-    inspectable = all(isinstance(side, Inspectable) for side in sides)
+    inspectable = all(isinstance(adapter, Inspectable) for adapter in adapters)
     if divergence is None or divergence.quantity in ("weights", "optimizer state") or not inspectable:
         return comparison
-    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], sides, dtype))
+    return replace(comparison, layer=_first_layer(batches[: divergence.step + 1], adapters, dtype))
 
 
-def judge(
+def compare_observations(
     reference: Sequence[Observation],
     candidate: Sequence[Observation],
     *,
     controls: Sequence[Sequence[Observation]],
     dtype: str,
 ) -> Comparison:
-    """Return the comparison of observations that are there already: one reference serves many candidates.
+    """Compare observations that were made before, so that one reference serves many candidates.
 
     Raises:
-        ValueError: if the sides do not hold the same parameters.
+        ValueError: If the implementations have different parameters.
     """
     others = (candidate, *controls)
     return _comparison(
         dtype,
-        [[seen.loss for seen in side] for side in (reference, *others)],
-        [[deviation(*pair) for pair in zip(reference, side, strict=True)] for side in others],
+        [[observed.loss for observed in run] for run in (reference, *others)],
+        [[deviation(*pair) for pair in zip(reference, run, strict=True)] for run in others],
     )
 
 
 def _comparison(dtype: str, losses: list[list[float]], deviations: list[list[Deviation]]) -> Comparison:
-    by_side, strays = [tuple(side) for side in losses], [tuple(side) for side in deviations]
-    return Comparison(dtype, by_side[0], by_side[1], tuple(by_side[2:]), strays[0], tuple(strays[1:]))
+    reference, candidate, *controls = map(tuple, losses)
+    of_candidate, *of_controls = map(tuple, deviations)
+    return Comparison(dtype, reference, candidate, tuple(controls), of_candidate, tuple(of_controls))
 
 
 def deviation(expected: Observation, found: Observation) -> Deviation:
-    """Return how far one observation is from another.
+    """Return the deviation of one observation from another.
 
     Raises:
-        ValueError: if they do not hold the same parameters.
+        ValueError: If they have different parameters.
     """
     arrays: dict[Quantity, Distance] = {
         "gradients": distance(expected.gradients, found.gradients),
@@ -323,13 +329,14 @@ def deviation(expected: Observation, found: Observation) -> Deviation:
 
 
 def distance(expected: Arrays, found: Arrays) -> Distance:
-    """Return how far arrays are from others of the same names.
+    """Return the distance of arrays from others of the same names.
 
     Raises:
-        ValueError: if the names differ.
+        ValueError: If the names differ.
     """
     if expected.keys() != found.keys():
-        raise ValueError(f"the sides differ in {sorted(expected.keys() ^ found.keys())}; both must hold all parameters")
+        different = sorted(expected.keys() ^ found.keys())
+        raise ValueError(f"the implementations differ in {different}; both must have the same parameters")
     squares = {
         name: (_square(array.astype(np.float64) - found[name]), _square(array)) for name, array in expected.items()
     }
@@ -337,27 +344,29 @@ def distance(expected: Arrays, found: Arrays) -> Distance:
     return Distance(_ratio(difference, size), {name: _ratio(*pair) for name, pair in squares.items()})
 
 
-def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], sides: Sequence[Side], dtype: str) -> str:
-    """Go back to the last batch and name the first activation that is off; empty if none is (the backward is)."""
-    seen = []
-    for side in sides:
-        assert isinstance(side, Inspectable)
-        side.restart()
+def _first_layer(batches: Sequence[tuple[Tokens, Tokens]], adapters: Sequence[Adapter], dtype: str) -> str:
+    """Repeat the run up to the last batch and name the first intermediate over its bound.
+
+    The name is empty if all are within bounds: then the backward pass is wrong.
+    """
+    activations = []
+    for adapter in adapters:
+        assert isinstance(adapter, Inspectable)
+        adapter.restart()
         for batch in batches[:-1]:
-            side.step(*batch)
-        seen.append(side.activations(batches[-1][0]))
-    reference, candidate, *controls = seen
-    strays = distance(reference, candidate).each
-    allowed = [distance(reference, control).each for control in controls]
-    for name, stray in strays.items():
-        floor = _FLOOR_EPS["gradients"] * _eps(dtype)
-        if not stray <= max(TIMES_CONTROL[dtype] * max(control[name] for control in allowed), floor):
+            adapter.step(*batch)
+        activations.append(adapter.activations(batches[-1][0]))
+    reference, candidate, *controls = activations
+    of_controls = [distance(reference, control).each for control in controls]
+    floor = _FLOOR_EPS["gradients"] * _eps(dtype)
+    for name, found in distance(reference, candidate).each.items():
+        if not found <= max(TIMES_CONTROL[dtype] * max(control[name] for control in of_controls), floor):
             return name
     return ""
 
 
 def _eps(dtype: str) -> float:
-    # Under bfloat16 sums are kept in float32, and bounded as such: what bfloat16 rounds, the controls tell.
+    # With bfloat16 products, sums are accumulated in float32. The controls measure the rounding to bfloat16 itself.
     return float(np.finfo(np.float64 if dtype == "float64" else np.float32).eps)
 
 
@@ -374,7 +383,7 @@ def _square(array: NDArray) -> float:
 
 
 def _ratio(difference: float, size: float) -> float:
-    # What is zero on both sides (the gradient of an unused token, a moment before its first gradient) does not differ.
+    # Arrays that are zero in both (the gradient of an unused token, a moment before its first gradient) are equal.
     return 0.0 if difference == 0 else math.sqrt(difference / max(size, 1e-300))
 
 

@@ -1,4 +1,4 @@
-"""The same training to its end in both frameworks: do they arrive at the same validation loss?"""
+"""Full training runs in both frameworks: do they reach the same validation loss?"""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch_baseline.train import train as train_torch
 
 @dataclass(frozen=True)
 class Converged:
-    """Validation after the last step, bits per held-out byte, by seed.
+    """Validation losses after the last step, in bits per held-out byte.
 
     Attributes:
-        seeds: of weights and batches.
-        torch: with the weights as they are.
-        jax: likewise.
-        unigram_bits: entropy of the held-out bytes' frequencies.
+        seeds: Seeds of weights and batches.
+        torch: Validation loss of torch by seed, with the weights that are not averaged.
+        jax: The same for JAX.
+        unigram_bits: Entropy of the frequencies of the held-out bytes.
     """
 
     seeds: tuple[int, ...]
@@ -30,38 +30,38 @@ class Converged:
 
     @property
     def difference(self) -> float:
-        """Mean over the seeds, JAX's less torch's."""
+        """Mean over the seeds of JAX's loss minus torch's."""
         return statistics.fmean(ours - theirs for ours, theirs in zip(self.jax, self.torch, strict=True))
 
     @property
     def seed_noise(self) -> float:
-        """Standard deviation of torch's results over the seeds."""
+        """Standard deviation of torch's loss over the seeds."""
         return statistics.stdev(self.torch)
 
     @property
     def alike(self) -> bool:
-        """Whether the mean difference is within twice the seed noise of a mean over so many seeds, and both learned.
+        """Whether both learned, and the mean difference is at most twice the standard error from seed noise.
 
-        To have learned is to be below half of the unigram entropy with every seed.
+        A run has learned if its loss is below half of the unigram entropy.
         """
         learned = max(*self.torch, *self.jax) < self.unigram_bits / 2
         return learned and abs(self.difference) <= 2 * self.seed_noise * (2 / len(self.seeds)) ** 0.5
 
 
 def run(model: GPTConfig, config: TrainConfig, *, seeds: Sequence[int], device: Device) -> Converged:
-    """Train both frameworks from every seed.
+    """Train with both frameworks from every seed.
 
     Args:
-        model: the shape.
-        config: how; its seed is replaced.
-        seeds: at least two.
-        device: where.
+        model: Shape of the model.
+        config: Settings; the seed is replaced.
+        seeds: Seeds of weights and batches, at least two.
+        device: Device of both frameworks.
 
     Raises:
-        ValueError: for fewer than two seeds, which say nothing of noise.
+        ValueError: For fewer than two seeds, from which no noise can be estimated.
     """
     if len(seeds) < 2:
-        raise ValueError(f"noise between seeds needs at least two of them, got {len(seeds)}")
+        raise ValueError(f"expected at least two seeds to estimate the noise between them, got {len(seeds)}")
     torch_bits, jax_bits, unigram = [], [], 0.0
     for seed in seeds:
         settings = replace(config, seed=seed, compile=False, eval_interval=0, out=None)

@@ -1,10 +1,10 @@
-"""The same model in another basis: a torch run whose every sum is taken in another order.
+"""Permuted reference: the same model with its units renumbered, so that every sum adds its terms in another order.
 
-A transformer computes the same function when its channels, its MLP's inner units, its heads, the dimensions of the
-values inside a head, its tokens and the rows of a batch are renumbered, the weights with them. In exact arithmetic
-training commutes with the renumbering as well (AdamW works element by element, clipping needs the norm alone). In
-floating point every matrix product, mean and softmax then adds the same terms in another order: the result strays from
-the original by rounding and by nothing else, in every operation of the model.
+A transformer computes the same function after a permutation of its channels, of the units of its MLP, of its heads, of
+the value dimensions inside a head, of its tokens and of the rows of a batch, if the weights are permuted with them. In
+exact arithmetic the permutation commutes with training too: AdamW works element by element, and clipping depends on the
+norm alone. In floating point every matrix product, mean and softmax adds the same terms in another order. The result
+then differs from the original by rounding alone, in every operation of the model.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Arrays = Mapping[str, NDArray]
 
 
 @dataclass(frozen=True)
-class Symmetry:
-    """One renumbering.
+class Permutation:
+    """One permutation of the model's units.
 
     Attributes:
-        axes: for every parameter, the order of each of its axes: new[i, j] = old[axes[0][i], axes[1][j]].
-        channels: of the residual stream.
-        vocabulary: of the tokens.
-        rows: of a batch.
+        axes: Order of each axis of every parameter: new[i, j] = old[axes[0][i], axes[1][j]].
+        channels: Order of the channels of the residual stream.
+        vocabulary: Order of the tokens.
+        rows: Order of the rows of a batch.
     """
 
     axes: Mapping[str, tuple[Order, ...]]
@@ -39,20 +39,20 @@ class Symmetry:
     rows: Order
 
     @classmethod
-    def draw(cls, config: GPTConfig, batch_size: int, seed: int) -> Symmetry:
-        """Return a renumbering drawn at random.
+    def draw(cls, config: GPTConfig, batch_size: int, seed: int) -> Permutation:
+        """Return a random permutation.
 
         Args:
-            config: shape of the model.
-            batch_size: rows of a batch.
-            seed: of NumPy's PCG64.
+            config: Shape of the model.
+            batch_size: Number of rows of a batch.
+            seed: Seed of NumPy's PCG64.
         """
         generator = np.random.Generator(np.random.PCG64(seed))
         channels, vocabulary = generator.permutation(config.n_embd), generator.permutation(config.vocab_size)
         axes: dict[str, tuple[Order, ...]] = {"embedding.weight": (vocabulary, channels)}
         for index in range(config.n_layer):
             heads, inner = generator.permutation(config.n_head), generator.permutation(config.mlp_size)
-            # Rotary positions tie the dimensions of queries and keys to their frequencies; those of values are free.
+            # The rotary embedding gives each dimension of queries and keys its frequency. Those of values are free.
             inside = np.arange(config.head_size)
             queries = (heads[:, None] * config.head_size + inside).ravel()
             values = (heads[:, None] * config.head_size + generator.permutation(config.head_size)).ravel()
@@ -76,21 +76,21 @@ class Symmetry:
         return cls(axes, channels, vocabulary, generator.permutation(batch_size))
 
     def weights(self, weights: Arrays) -> dict[str, NDArray]:
-        """Return weights (or anything of their shapes) in the new numbering."""
+        """Return weights, or anything of their shapes, in the permuted order."""
         return {name: array[np.ix_(*self.axes[name])] for name, array in weights.items()}
 
     def batch(self, tokens_BT: Tokens) -> Tokens:
-        """Return a batch in the new numbering."""
+        """Return a batch in the permuted order."""
         return np.argsort(self.vocabulary)[tokens_BT[self.rows]]
 
     def original_weights(self, weights: Arrays) -> dict[str, NDArray]:
-        """Return weights in the old numbering; the inverse of :meth:`weights`."""
+        """Return weights in the original order; the inverse of :meth:`weights`."""
         return {
             name: array[np.ix_(*(np.argsort(order) for order in self.axes[name]))] for name, array in weights.items()
         }
 
     def original_activations(self, activations: Arrays) -> dict[str, NDArray]:
-        """Return arrays (batch, position, channel), and ``logits`` (batch, position, token), in the old numbering."""
+        """Return arrays (batch, position, channel), and ``logits`` (batch, position, token), in the original order."""
         rows = np.argsort(self.rows)
         return {
             name: array[rows][..., np.argsort(self.vocabulary if name == "logits" else self.channels)]

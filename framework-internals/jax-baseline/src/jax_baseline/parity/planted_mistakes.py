@@ -1,8 +1,8 @@
-"""Classic porting mistakes, planted one at a time: what a comparison catches, and at which step.
+"""Common porting mistakes, planted one at a time, to test whether the comparison detects them and at which step.
 
-A comparison that passes says something only if it would have failed. Each :class:`Mutation` is a mistake that ports of
-training loops have really had; :func:`trial` plants every one in this package's faithful step and lets
-:mod:`jax_baseline.parity.comparison` judge it with the bounds of the same run.
+A passed comparison is evidence only if it would have failed for a wrong port. Each :class:`Mistake` is a mistake
+of real ports of training loops. :func:`plant_mistakes` puts each into the correct step of this package and compares it
+with :mod:`jax_baseline.parity.comparison` under the bounds of the same run.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from jax_baseline.gpt.model import Attention, Parts, xla_attention
 from jax_baseline.gpt.optim import clip_like_torch, decayed, global_norm, make_adamw, make_optimizer, master_dtype
 from jax_baseline.gpt.train import make_gradient
 from jax_baseline.gpt.transfer import from_torch, to_torch
-from jax_baseline.parity.adapters import Setup, TorchSide, control_sides, moments_by_torch_names
-from jax_baseline.parity.comparison import Observation, judge
+from jax_baseline.parity.adapters import Setup, TorchAdapter, control_adapters, moments_by_torch_names
+from jax_baseline.parity.comparison import Observation, compare_observations
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import Tokens
 from torch_baseline.model import init_numpy
 from torch_baseline.optim import learning_rate
 
-# A mistake's gradient runs a handful of times: most of LLVM's optimisations cost more than they save. Not at level 0:
-# it sums one number after another, and then a loss can be further off than any control, without a mistake.
+# The gradient of a mistake runs a few times only, so most of LLVM's optimisations cost more than they save. Level 0 is
+# too low: its sums add one number after another, and a correct loss can then deviate further than every control.
 _COMPILE_QUICKLY = {"xla_backend_optimization_level": 1}
 
 Optimizer = Callable[[TrainConfig], optax.GradientTransformation]
 
 
 @dataclass(frozen=True)
-class Mutation:
-    """One mistake; what is not given is right.
+class Mistake:
+    """One mistake. The defaults of all fields are correct.
 
     Attributes:
-        name: of the mistake, in a few words.
-        model: fields of the shape that are wrong.
-        training: settings that are wrong.
-        parts: of the model.
-        attention: likewise.
-        optimizer: makes the wrong one.
-        weights: changes the initial weights, by torch's names.
-        batch: changes a batch, given the batches and the step.
+        name: Short description of the mistake.
+        model: Wrong fields of the model's shape.
+        training: Wrong settings.
+        parts: Parts of the model.
+        attention: Attention.
+        optimizer: Function that makes the optimizer.
+        weights: Function that changes the initial weights, which have torch's names.
+        batch: Function (batches, step) → batch of the step.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one mutation.
+    """Result of the comparison for one mistake.
 
     Attributes:
-        name: of the mistake; of the faithful step ``""``.
-        step: at which it was caught, counted from 0; None if it was not.
-        where: quantity and parameter.
-        times: how many times over its bound.
+        name: Description of the mistake; empty for the correct step.
+        step: Index of the step at which it was detected, from 0; None if it was not detected.
+        where: Quantity and parameter.
+        times: Deviation divided by its bound.
     """
 
     name: str
@@ -78,64 +78,61 @@ class Verdict:
     times: float
 
 
-def trial(setup: Setup, mutations: Sequence[Mutation] | None = None) -> list[Verdict]:
-    """Plant every mistake and judge it; the faithful step, which nothing may catch, comes first.
+def plant_mistakes(setup: Setup, mistakes: Sequence[Mistake] | None = None) -> list[Verdict]:
+    """Compare the correct step, which must pass, and then the step with each mistake.
 
     Args:
-        setup: what is compared; a small model with matrices that are square somewhere, a low ``clip`` so that clipping
-            is at work, and some warm-up.
-        mutations: by default :data:`MUTATIONS`.
+        setup: Settings of the comparison: a small model with a square matrix, a low ``clip`` so that clipping takes
+            effect, and some warm-up.
+        mistakes: Mistakes to plant. The default is :data:`MISTAKES`.
     """
-    device = jax.devices(setup.device)[0]  # torch's; by default JAX would take a GPU, where each mistake compiles long
+    device = jax.devices(setup.device)[0]  # JAX's default may be a GPU, where each mistake takes long to compile
     with jax.default_device(device), jax.enable_x64(setup.training.dtype == "float64"):
         batches = setup.batches()
-        reference = _observe(TorchSide(setup), batches)
-        controls = [_observe(side, batches) for side in control_sides(setup)]
+        reference, *controls = (
+            [adapter.step(*batch) for batch in batches] for adapter in (TorchAdapter(setup), *control_adapters(setup))
+        )
         gradients: dict[Any, Any] = {}
         verdicts = []
-        for mutation in (Mutation(""), *(MUTATIONS if mutations is None else mutations)):
-            found = judge(
-                reference, _run(setup, mutation, batches, gradients), controls=controls, dtype=setup.training.dtype
-            )
-            divergence = found.divergence()
+        for mistake in (Mistake(""), *(MISTAKES if mistakes is None else mistakes)):
+            observed = _run(setup, mistake, batches, gradients)
+            compared = compare_observations(reference, observed, controls=controls, dtype=setup.training.dtype)
+            divergence = compared.divergence()
             if divergence is None:
-                verdicts.append(Verdict(mutation.name, None, "", 0.0))
+                verdicts.append(Verdict(mistake.name, None, "", 0.0))
                 continue
             where = divergence.quantity + (f" of {divergence.parameter}" if divergence.parameter else "")
-            verdicts.append(Verdict(mutation.name, divergence.step, where, divergence.deviation / divergence.bound))
+            verdicts.append(Verdict(mistake.name, divergence.step, where, divergence.deviation / divergence.bound))
         return verdicts
 
 
-def _observe(side: TorchSide, batches: Sequence[tuple[Tokens, Tokens]]) -> list[Observation]:
-    return [side.step(*batch) for batch in batches]
-
-
 def _run(
-    setup: Setup, mutation: Mutation, batches: Sequence[tuple[Tokens, Tokens]], gradients: dict[Any, Any]
+    setup: Setup, mistake: Mistake, batches: Sequence[tuple[Tokens, Tokens]], gradients: dict[Any, Any]
 ) -> list[Observation]:
-    """Train with the mistake. Gradients are compiled once for all mistakes that leave them as they are; the update, a
-    few operations, is not compiled at all.
+    """Train with the mistake.
+
+    Mistakes with the same gradient function share one compilation. The update is a few operations and is not compiled.
     """
-    model, training = replace(setup.model, **mutation.model), replace(setup.training, **mutation.training)
-    key = (model, training.accumulation, mutation.parts, mutation.attention)
+    model, training = replace(setup.model, **mistake.model), replace(setup.training, **mistake.training)
+    key = (model, training.accumulation, mistake.parts, mistake.attention)
     if key not in gradients:
         gradients[key] = jax.jit(
-            make_gradient(model, training, attention=mutation.attention, parts=mutation.parts),
+            make_gradient(model, training, attention=mistake.attention, parts=mistake.parts),
             compiler_options=_COMPILE_QUICKLY if setup.device == "cpu" else None,
         )
-    weights = mutation.weights({name: array.copy() for name, array in init_numpy(setup.model, training.seed).items()})
+    weights = mistake.weights({name: array.copy() for name, array in init_numpy(setup.model, training.seed).items()})
     if model.tie_embeddings and not setup.model.tie_embeddings:
         weights.pop("head.weight")
     params = from_torch(weights, model, master_dtype(training))
-    optimizer = mutation.optimizer(training)
+    optimizer = mistake.optimizer(training)
     state = optimizer.init(params)
-    seen = []
+    observed = []
     for step in range(len(batches)):
-        tokens_BT, targets_BT = mutation.batch(batches, step)
+        tokens_BT, targets_BT = mistake.batch(batches, step)
         loss, gradient = gradients[key](params, tokens_BT.astype(np.int32), targets_BT.astype(np.int32))
         updates, state = optimizer.update(gradient, state, params)
         params = optax.apply_updates(params, updates)
-        seen.append(
+        observed.append(
             Observation(
                 float(loss),
                 float(global_norm(gradient)),
@@ -144,11 +141,11 @@ def _run(
                 moments_by_torch_names(state, model) if model == setup.model else {},
             )
         )
-    return seen
+    return observed
 
 
 def _whole(weights: dict[str, np.ndarray], config: GPTConfig) -> dict[str, np.ndarray]:
-    """Weights of a port that ties the head by mistake, with the head that it should have had."""
+    """Add the missing head to the weights of a port that ties it to the embedding by mistake."""
     return weights if config.tie_embeddings else {"head.weight": weights["embedding.weight"], **weights}
 
 
@@ -203,7 +200,7 @@ def _turn_backwards(x_BTHD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array) -> 
 
 
 def _turn_neighbours(x_BTHD: jax.Array, cos_TD: jax.Array, sin_TD: jax.Array) -> jax.Array:
-    """Pairs (x_2i, x_2i+1), the layout of other ports' weights."""
+    """Rotate the pairs (x_2i, x_2i+1), which is the layout of other models."""
     first, second, cos, sin = x_BTHD[..., ::2], x_BTHD[..., 1::2], cos_TD[:, None], sin_TD[:, None]
     return jnp.stack((first * cos - second * sin, second * cos + first * sin), -1).reshape(x_BTHD.shape)
 
@@ -238,7 +235,7 @@ def _smoothed(logits_BTV: jax.Array, targets_BT: jax.Array) -> jax.Array:
 
 
 def _adamw(change: Callable[[TrainConfig], Mapping[str, Any]], clip: Any = None) -> Optimizer:
-    """Clipping (torch's, or ``clip``) and AdamW with some arguments changed."""
+    """Clipping (torch's, or ``clip``), then AdamW with changed arguments."""
 
     def make(config: TrainConfig) -> optax.GradientTransformation:
         first = clip_like_torch(config.clip) if clip is None else clip(config.clip)
@@ -248,7 +245,7 @@ def _adamw(change: Callable[[TrainConfig], Mapping[str, Any]], clip: Any = None)
 
 
 def _rates(change: Callable[[int], int]) -> Optimizer:
-    """The schedule looked up at another step."""
+    """Use the learning rate of another step."""
 
     def rates(config: TrainConfig) -> Mapping[str, Any]:
         table = np.array([learning_rate(change(step), config) for step in range(config.steps)])
@@ -267,7 +264,7 @@ def _clip_after_adam(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _clip_each(max_norm: float) -> optax.GradientTransformation:
-    """Every gradient clipped by its own norm."""
+    """Clip every gradient by its own norm."""
 
     def clip(g: jax.Array) -> jax.Array:
         return g * jnp.minimum(1.0, max_norm / (jnp.linalg.norm(g.ravel()) + 1e-6))
@@ -276,7 +273,7 @@ def _clip_each(max_norm: float) -> optax.GradientTransformation:
 
 
 def _without_bias_correction(config: TrainConfig) -> optax.GradientTransformation:
-    """The moments as they are, not divided by 1 − βᵗ."""
+    """Use the moments without the division by 1 − βᵗ."""
 
     def init(params: optax.Params) -> optax.OptState:
         return optax.ScaleByAdamState(
@@ -311,45 +308,45 @@ def _no_decay_of_embedding(params: Any) -> Any:
     return decayed(params)._replace(embedding=False)
 
 
-MUTATIONS: tuple[Mutation, ...] = (
-    Mutation("GELU by the error function, not tanh", parts=_parts(activation=_gelu_exact)),
-    Mutation("bias added after the GELU", parts=_parts(activation=_gelu_bias_after)),
-    Mutation("norm eps 1e-6 (Flax's default)", model={"norm_eps": 1e-6}),
-    Mutation("norm eps outside the root", parts=_parts(norm=_norm_eps_outside)),
-    Mutation("LayerNorm for RMSNorm", parts=_parts(norm=_layer_norm)),
-    Mutation("norm gain read as 1 + weight", parts=_parts(norm=_norm_gain_plus_one)),
-    Mutation("causal mask off by one", attention=_mask(1)),
-    Mutation("attention scaled by 1/√C", attention=_mask(scale=lambda size: 1 / math.sqrt(2 * size))),
-    Mutation("attention not scaled", attention=_mask(scale=lambda size: 1.0)),
-    Mutation("rotation backwards", parts=_parts(heads=_rotation(_turn_backwards))),
-    Mutation("rotation of neighbours, not halves", parts=_parts(heads=_rotation(_turn_neighbours))),
-    Mutation("keys not rotated", parts=_parts(heads=_rotation(gpt.rotate, keys=False))),
-    Mutation("keys' positions off by one", parts=_parts(heads=_rotation(gpt.rotate, shift=1))),
-    Mutation("rotary base 500 000", model={"rope_base": 500_000.0}),
-    Mutation("q and k exchanged", parts=_parts(heads=_order(1, 0, 2))),
-    Mutation("k and v exchanged", parts=_parts(heads=_order(0, 2, 1))),
-    Mutation("qkv read as head, part, size", parts=_parts(heads=_heads_before_parts)),
-    Mutation("a square kernel not transposed", weights=_transposed("blocks.0.attention.out.weight")),
-    Mutation("head tied to the embedding", model={"tie_embeddings": True}),
-    Mutation("loss over one position less", parts=_parts(cross_entropy=_mean_over_one_less)),
-    Mutation("last position left out of the loss", parts=_parts(cross_entropy=_last_left_out)),
-    Mutation("label smoothing 0.001", parts=_parts(cross_entropy=_smoothed)),
-    Mutation("targets not shifted", batch=lambda batches, step: (batches[step][0], batches[step][0])),
-    Mutation("two batches exchanged", batch=lambda batches, step: batches[{2: 3, 3: 2}.get(step, step)]),
-    Mutation("the first batch again and again", batch=lambda batches, step: batches[0]),
-    Mutation("beta2 0.999 (optax's default)", training={"beta2": 0.999}),
-    Mutation("Adam eps 1e-6", training={"adam_eps": 1e-6}),
-    Mutation("Adam eps inside the root", optimizer=_adamw(lambda config: {"eps": 0.0, "eps_root": config.adam_eps})),
-    Mutation("Adam eps squared inside the root", optimizer=_adamw(lambda c: {"eps": 0.0, "eps_root": c.adam_eps**2})),
-    Mutation("no bias correction", optimizer=_without_bias_correction),
-    Mutation("weight decay 1e-4 (optax's default)", training={"weight_decay": 1e-4}),
-    Mutation("weight decay on gains and biases", optimizer=_adamw(lambda config: {"mask": _all_decay})),
-    Mutation("no weight decay on the embedding", optimizer=_adamw(lambda config: {"mask": _no_decay_of_embedding})),
-    Mutation("L2 in the gradient for decoupled decay", optimizer=_coupled_decay),
-    Mutation("no clipping", training={"clip": 1e9}),
-    Mutation("clipping without torch's 1e-6", optimizer=_adamw(lambda config: {}, clip=optax.clip_by_global_norm)),
-    Mutation("clipping each gradient by itself", optimizer=_adamw(lambda config: {}, clip=_clip_each)),
-    Mutation("clipping after Adam", optimizer=_clip_after_adam),
-    Mutation("schedule a step late", optimizer=_rates(lambda step: max(step - 1, 0))),
-    Mutation("schedule a step early", optimizer=_rates(lambda step: step + 1)),
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake("GELU by the error function, not tanh", parts=_parts(activation=_gelu_exact)),
+    Mistake("bias added after the GELU", parts=_parts(activation=_gelu_bias_after)),
+    Mistake("norm eps 1e-6 (Flax's default)", model={"norm_eps": 1e-6}),
+    Mistake("norm eps outside the root", parts=_parts(norm=_norm_eps_outside)),
+    Mistake("LayerNorm for RMSNorm", parts=_parts(norm=_layer_norm)),
+    Mistake("norm gain read as 1 + weight", parts=_parts(norm=_norm_gain_plus_one)),
+    Mistake("causal mask off by one", attention=_mask(1)),
+    Mistake("attention scaled by 1/√C", attention=_mask(scale=lambda size: 1 / math.sqrt(2 * size))),
+    Mistake("attention not scaled", attention=_mask(scale=lambda size: 1.0)),
+    Mistake("rotation backwards", parts=_parts(heads=_rotation(_turn_backwards))),
+    Mistake("rotation of neighbours, not halves", parts=_parts(heads=_rotation(_turn_neighbours))),
+    Mistake("keys not rotated", parts=_parts(heads=_rotation(gpt.rotate, keys=False))),
+    Mistake("keys' positions off by one", parts=_parts(heads=_rotation(gpt.rotate, shift=1))),
+    Mistake("rotary base 500 000", model={"rope_base": 500_000.0}),
+    Mistake("q and k exchanged", parts=_parts(heads=_order(1, 0, 2))),
+    Mistake("k and v exchanged", parts=_parts(heads=_order(0, 2, 1))),
+    Mistake("qkv read as head, part, size", parts=_parts(heads=_heads_before_parts)),
+    Mistake("a square kernel not transposed", weights=_transposed("blocks.0.attention.out.weight")),
+    Mistake("head tied to the embedding", model={"tie_embeddings": True}),
+    Mistake("loss over one position less", parts=_parts(cross_entropy=_mean_over_one_less)),
+    Mistake("last position left out of the loss", parts=_parts(cross_entropy=_last_left_out)),
+    Mistake("label smoothing 0.001", parts=_parts(cross_entropy=_smoothed)),
+    Mistake("targets not shifted", batch=lambda batches, step: (batches[step][0], batches[step][0])),
+    Mistake("two batches exchanged", batch=lambda batches, step: batches[{2: 3, 3: 2}.get(step, step)]),
+    Mistake("the first batch again and again", batch=lambda batches, step: batches[0]),
+    Mistake("beta2 0.999 (optax's default)", training={"beta2": 0.999}),
+    Mistake("Adam eps 1e-6", training={"adam_eps": 1e-6}),
+    Mistake("Adam eps inside the root", optimizer=_adamw(lambda config: {"eps": 0.0, "eps_root": config.adam_eps})),
+    Mistake("Adam eps squared inside the root", optimizer=_adamw(lambda c: {"eps": 0.0, "eps_root": c.adam_eps**2})),
+    Mistake("no bias correction", optimizer=_without_bias_correction),
+    Mistake("weight decay 1e-4 (optax's default)", training={"weight_decay": 1e-4}),
+    Mistake("weight decay on gains and biases", optimizer=_adamw(lambda config: {"mask": _all_decay})),
+    Mistake("no weight decay on the embedding", optimizer=_adamw(lambda config: {"mask": _no_decay_of_embedding})),
+    Mistake("L2 in the gradient for decoupled decay", optimizer=_coupled_decay),
+    Mistake("no clipping", training={"clip": 1e9}),
+    Mistake("clipping without torch's 1e-6", optimizer=_adamw(lambda config: {}, clip=optax.clip_by_global_norm)),
+    Mistake("clipping each gradient by itself", optimizer=_adamw(lambda config: {}, clip=_clip_each)),
+    Mistake("clipping after Adam", optimizer=_clip_after_adam),
+    Mistake("schedule a step late", optimizer=_rates(lambda step: max(step - 1, 0))),
+    Mistake("schedule a step early", optimizer=_rates(lambda step: step + 1)),
 )

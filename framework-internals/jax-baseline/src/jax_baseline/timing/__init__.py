@@ -1,1 +1,1 @@
-"""The variants of the step that are timed, and what a run of the lens measures of them."""
+"""Engines (variants of the step that are timed), their throughput, and scaling over several GPUs."""

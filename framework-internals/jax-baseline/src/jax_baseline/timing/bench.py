@@ -1,4 +1,4 @@
-"""Tokens per second of the same step in either framework, measured round by round in one run."""
+"""Tokens per second of the engines, each in its own process, measured in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from tempfile import TemporaryDirectory
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
-from jax_baseline.timing.engines import EngineSpec, Preparation
+from benchkit.processes import ChildFailure, RemoteObject
+from jax_baseline.timing.engines import EngineSpec, Preparation, make_engine
 from jax_baseline.timing.kernel_times import KernelTime
-from jax_baseline.worker import Worker, WorkerError
 from torch_baseline.config import GPTConfig, TrainConfig
 
-ENGINE_FACTORY = "jax_baseline.timing.engines:make_engine"
-
-# First losses must agree this well before anything is timed: far above what rounding does to a mean over thousands of
-# tokens, far below what any difference of the model would.
+# Largest difference of the first losses. It is far above the rounding of a mean over thousands of tokens, and far below
+# the effect of a different model.
 _AGREEMENT = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 2e-2}
 
 
@@ -28,12 +26,11 @@ class MeasuredEngine:
     """One engine, timed against the reference.
 
     Attributes:
-        preparation: what its first step took.
-        timing: seconds of the steps of one sample.
-        speedup: over the reference, paired round by round; 1 for the reference itself.
-        peak_memory: bytes; None on a CPU.
-        missing: what was asked of the engine once it was timed and came to nothing, ``peak memory`` or ``inspection``,
-            and why.
+        preparation: Cost and result of the first step.
+        timing: Seconds per sample of ``steps`` steps.
+        speedup: Speedup over the reference, paired by round; 1 for the reference.
+        peak_memory: Peak memory in bytes; None on a CPU.
+        missing: Requests after the timing that failed, ``peak memory`` or ``inspection``, with the error.
     """
 
     preparation: Preparation
@@ -43,12 +40,12 @@ class MeasuredEngine:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def figures(self, tokens: int, steps: int, mfu: float | None) -> dict[str, Quantity]:
-        """What a report keeps of it; what was not measured is left out.
+        """Return the figures of the report. Figures that were not measured are left out.
 
         Args:
-            tokens: of a step, over all devices.
-            steps: of a sample.
-            mfu: of a token a second, see :func:`mfu_per_token`.
+            tokens: Tokens per step, over all devices.
+            steps: Steps per sample.
+            mfu: MFU at one token per second, see :func:`mfu_per_token`.
         """
         rate = self.timing.quantity().per(tokens * steps, "tokens/s")
         values = {
@@ -70,18 +67,18 @@ class MeasuredEngine:
 
 
 def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device, devices: int) -> float | None:
-    """Model FLOPs utilisation of one token a second, of all devices together.
+    """Return the model FLOPs utilisation at one token per second, over all devices together.
 
-    It is the model's operations a second over the datasheet's dense peak for the dtype.
+    It is FLOPs per token / the dense peak FLOP/s of the datasheet for the dtype.
 
     Args:
-        model: says what a token costs.
-        training: says in which dtype.
-        device: the kind.
-        devices: that share the work.
+        model: Shape of the model.
+        training: Settings with the dtype.
+        device: Kind of device.
+        devices: Number of devices.
 
     Returns:
-        None for a CPU or a GPU whose datasheet is not kept.
+        None for a CPU, or for a GPU without a known datasheet.
     """
     import torch
 
@@ -94,15 +91,15 @@ def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device, devic
 
 @dataclass(frozen=True)
 class Trial:
-    """What a sweep found of one engine.
+    """Result of a sweep for one engine.
 
     Attributes:
-        preparation: its first step, taken while others prepared theirs: the seconds are no compile times to quote.
-        timing: seconds of one step, against the others of its group alone.
-        peak_memory: bytes; None on a CPU, and where asking for it failed.
-        kernels: seconds a step by kernel, the largest first; empty unless asked for.
-        unprofiled: why there are none although they were asked for.
-        memory_unknown: why asking for the peak memory failed.
+        preparation: Cost and result of the first step. Its times are rough, because other engines are in memory.
+        timing: Seconds per step, interleaved with the engines of the same group only.
+        peak_memory: Peak memory in bytes; None on a CPU, or if the request failed.
+        kernels: Seconds per step by kernel, the largest first; empty unless requested.
+        unprofiled: Error of the profiler, if kernels were requested and it failed.
+        memory_unknown: Error of the request for the peak memory, if it failed.
     """
 
     preparation: Preparation
@@ -123,109 +120,140 @@ def measure_engines(
     steps: int = 1,
     together: int | None = None,
     empty_caches: bool = True,
-    factory: str = ENGINE_FACTORY,
-    inspect: Callable[[str, Worker], None] | None = None,
+    factory: Callable[..., object] = make_engine,
+    inspect: Callable[[str, RemoteObject], None] | None = None,
 ) -> dict[str, MeasuredEngine | str]:
-    """Time the engines in processes of their own that stay alive, one of them running at any time.
+    """Time the engines, each in its own process. The processes stay alive and run one at a time.
 
-    The first engine is the reference. It is in every group, so that each engine's samples are paired with its own.
+    The first engine is the reference. It is part of every group, so that every engine's samples are paired with
+    samples of the reference from the same rounds.
 
     Args:
-        engines: by the name they are reported under; one that fails costs itself alone, unless it is the reference.
-        model: the shape.
-        training: batch, dtype, optimizer.
-        device: where they run.
-        rounds: of one sample each.
-        steps: that one sample holds; enough of them that the message to the worker (a tenth of a millisecond) is lost.
-        together: how many engines besides the reference the device's memory holds at a time; by default all of them.
-        empty_caches: begin with nothing compiled. Else Inductor has what it compiled before for this user, and a first
-            step is no measure of what compiling takes.
-        factory: makes an engine in its process, as :func:`jax_baseline.timing.engines.make_engine` does.
-        inspect: called once with each engine's name and worker, when its group is timed and all in it have taken
-            :func:`steps_taken` steps; what the worker fails of there, the engine has under ``missing``.
+        engines: Engines by name. An engine that fails does not affect the others, unless it is the reference.
+        model: Shape of the model.
+        training: Batch size, dtype and optimizer.
+        device: Device of the engines.
+        rounds: Number of samples per engine.
+        steps: Steps per sample, enough to make the message to the worker (0.1 ms) negligible.
+        together: Number of engines besides the reference that fit into device memory together. The default is all.
+        empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
+            does not measure the compile time.
+        factory: Function that makes an engine in its process, with the arguments of
+            :func:`jax_baseline.timing.engines.make_engine`.
+        inspect: Called with the name and the worker of each engine after its group is timed, when the engine has taken
+            :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
 
     Returns:
-        What was measured by engine, in their order, or the reason why nothing was.
+        The measurement of each engine in the given order, or the reason of its failure.
 
     Raises:
-        WorkerError: if the reference fails before it is timed; later the groups that it then is not there for are lost.
-        UserError: if it fails for what the user can mend.
+        ChildFailure: If the reference fails in the first group. If it fails later, only the later groups are lost.
+        UserError: If the reference fails with an error that the user can fix.
     """
     reference, *others = engines
-    found: dict[str, MeasuredEngine | str] = {}
+    results: dict[str, MeasuredEngine | str] = {}
     with _workers(device, factory, empty_caches) as start:
-        first = start(engines[reference], model, training)
-        expected = _prepare(first, steps)
-        devices = engines[reference].devices
+        worker = start(engines[reference], model, training)
+        preparation = _prepare(worker, steps)
+        # An engine on more devices has a larger batch, and so another loss.
+        losses = {
+            name: preparation.loss if spec.devices == engines[reference].devices else None
+            for name, spec in engines.items()
+        }
         for group in _groups(others, together) or [[]]:
-            with _workers(device, factory, empty_caches) as start_more, ThreadPoolExecutor(len(group) or 1) as pool:
-                # Processes start at the same time; what is timed, compiling included, they do one after another.
-                starting = {name: pool.submit(start_more, engines[name], model, training) for name in group}
-                wait(starting.values())
-                ready = {reference: (first, expected)}
-                for name, started in starting.items():
-                    try:
-                        worker = started.result()
-                        # More devices have more rows, and so another loss.
-                        loss = expected.loss if engines[name].devices == devices else None
-                        ready[name] = (worker, _prepare(worker, steps, loss, training.dtype))
-                    except (WorkerError, UserError, ValueError) as error:
-                        found[name] = str(error)
+            with _workers(device, factory, empty_caches) as start_more:
+                starts = {name: partial(start_more, engines[name], model, training) for name in group}
+                ready, failed = _prepare_group(starts, steps, losses, training.dtype)
+                ready = {reference: (worker, preparation), **ready}
+                results |= failed
                 try:
-                    group_found = _measure_group(ready, reference, rounds, steps)
-                except (WorkerError, UserError) as error:
-                    if reference not in found:
+                    measured = _measure_group(ready, reference, rounds, steps)
+                except (ChildFailure, UserError) as error:
+                    if reference not in results:
                         raise
-                    group_found = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
-                for name, measured in group_found.items():
-                    if name not in found:
-                        found[name] = _inspected(name, measured, ready[name][0], inspect)
-    return {name: found[name] for name in engines}
+                    measured = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
+                for name, result in measured.items():
+                    if name not in results:
+                        results[name] = _inspected(name, result, ready[name][0], inspect)
+    return {name: results[name] for name in engines}
+
+
+def _prepare_group(
+    starts: Mapping[str, Callable[[], RemoteObject]],
+    steps: int,
+    expected_losses: Mapping[str, float | None],
+    dtype: str,
+) -> tuple[dict[str, tuple[RemoteObject, Preparation]], dict[str, str]]:
+    """Start a group of engines and take their first steps.
+
+    The processes start in parallel. Everything that is timed, compilation included, runs one at a time.
+
+    Args:
+        starts: Function that starts the worker of each engine.
+        steps: Steps per sample.
+        expected_losses: Loss that the first step of each engine must have; None for any.
+        dtype: Compute dtype.
+
+    Returns:
+        The workers that are ready, and the reasons of the other engines' failures.
+    """
+    ready: dict[str, tuple[RemoteObject, Preparation]] = {}
+    failed: dict[str, str] = {}
+    with ThreadPoolExecutor(len(starts) or 1) as pool:
+        starting = {name: pool.submit(start) for name, start in starts.items()}
+        wait(starting.values())
+    for name, started in starting.items():
+        try:
+            worker = started.result()
+            ready[name] = worker, _prepare(worker, steps, expected_losses[name], dtype)
+        except (ChildFailure, UserError, ValueError) as error:
+            failed[name] = str(error)
+    return ready, failed
 
 
 def _inspected(
-    name: str, measured: MeasuredEngine | str, worker: Worker, inspect: Callable[[str, Worker], None] | None
+    name: str, measured: MeasuredEngine | str, worker: RemoteObject, inspect: Callable[[str, RemoteObject], None] | None
 ) -> MeasuredEngine | str:
-    """What was measured; an inspection that fails, or takes the worker with it, costs itself alone."""
+    """Call ``inspect`` for a measured engine. Its failure leaves the measurement valid."""
     if inspect is None or isinstance(measured, str):
         return measured
     try:
         inspect(name, worker)
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return replace(measured, missing={**measured.missing, "inspection": str(error)})
     return measured
 
 
-def _peak_memory(worker: Worker) -> tuple[int | None, str]:
-    """Bytes, or None and why asking failed."""
+def _peak_memory(worker: RemoteObject) -> tuple[int | None, str]:
+    """Return the bytes, or None with the error."""
     try:
         return worker.call("peak_memory"), ""
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return None, str(error)
 
 
 def steps_taken(rounds: int, steps: int) -> int:
-    """Steps that an engine has taken once :func:`measure_engines` has timed it: one, two samples and the rounds."""
+    """Return the steps of an engine after :func:`measure_engines`: one, two untimed samples, and the rounds."""
     return 1 + (2 + rounds) * steps
 
 
-def _prepare(worker: Worker, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
-    """The first step, and a sample's worth of others, which shows whether they fit into memory beside those before."""
+def _prepare(worker: RemoteObject, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
+    """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
     try:
         preparation = Preparation(**worker.call("prepare"))
         if expected_loss is not None:
             _require_agreement(preparation.loss, expected_loss, dtype)
         worker.call("run", steps=steps)
-    except (WorkerError, UserError, ValueError):
-        worker.close()  # and with it what it holds of the device
+    except (ChildFailure, UserError, ValueError):
+        worker.close()  # frees its device memory
         raise
     return preparation
 
 
 def _measure_group(
-    ready: Mapping[str, tuple[Worker, Preparation]], reference: str, rounds: int, steps: int
+    ready: Mapping[str, tuple[RemoteObject, Preparation]], reference: str, rounds: int, steps: int
 ) -> dict[str, MeasuredEngine | str]:
-    """What was measured of each engine, or the reason why it failed in a round that was timed."""
+    """Return the measurement of each engine, or the reason why it failed during the rounds."""
     comparison, failed = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
     if reference in failed:
         raise failed[reference]
@@ -253,29 +281,29 @@ def sweep(
     together: int,
     kernels: bool,
 ) -> Iterator[tuple[str, Trial | str]]:
-    """Try settings quickly: engines in groups that memory holds at the same time.
+    """Time many engines quickly, in groups that fit into device memory together.
 
     Args:
-        engines: to try; one that fails costs itself alone.
-        model: the shape.
-        training: batch, dtype, optimizer.
-        device: where they run.
-        rounds: of one sample each.
-        steps: that one sample holds.
-        together: engines of a group; ratios across groups are as good as the machine's clocks are steady.
-        kernels: profile each engine as well.
+        engines: Engines by name. An engine that fails does not affect the others.
+        model: Shape of the model.
+        training: Batch size, dtype and optimizer.
+        device: Device of the engines.
+        rounds: Number of samples per engine.
+        steps: Steps per sample.
+        together: Engines per group. Engines of different groups can be compared only if the clocks are stable.
+        kernels: Profile each engine as well.
 
     Yields:
-        Each engine with what was found, or with the reason why nothing was, group by group.
+        The name of an engine and its result, or the reason of its failure, group by group.
     """
     for group in _groups(list(engines), together):
         with _workers(device) as start:
-            prepared: dict[str, tuple[Worker, Preparation] | str] = {}
-            for name in group:  # one after another: compilers time their kernels on the device
+            prepared: dict[str, tuple[RemoteObject, Preparation] | str] = {}
+            for name in group:  # one at a time, because compilers benchmark kernels on the device
                 try:
                     worker = start(engines[name], model, training)
                     prepared[name] = worker, _prepare(worker, steps)
-                except (WorkerError, UserError) as error:
+                except (ChildFailure, UserError) as error:
                     prepared[name] = str(error).strip()
             ready = {name: found for name, found in prepared.items() if not isinstance(found, str)}
             yield from ((name, found) for name, found in prepared.items() if isinstance(found, str))
@@ -291,68 +319,72 @@ def sweep(
                 yield name, _with_kernels(trial, worker, steps) if kernels else trial
 
 
-def _with_kernels(trial: Trial, worker: Worker, steps: int) -> Trial:
-    """The trial with its kernels; a profiler that fails, or takes the worker with it, costs them alone."""
+def _with_kernels(trial: Trial, worker: RemoteObject, steps: int) -> Trial:
+    """Add the kernel times to a trial. If the profiler fails, the trial has its error instead."""
     try:
         table = worker.call("kernel_times", steps=steps)
-    except (WorkerError, UserError) as error:
+    except (ChildFailure, UserError) as error:
         return replace(trial, unprofiled=str(error))
     return replace(trial, kernels=tuple(KernelTime(*row) for row in table))
 
 
-_Start = Callable[[EngineSpec, GPTConfig, TrainConfig], Worker]
+_Start = Callable[[EngineSpec, GPTConfig, TrainConfig], RemoteObject]
 
 
 @contextmanager
-def _workers(device: Device, factory: str = ENGINE_FACTORY, empty_caches: bool = True) -> Iterator[_Start]:
-    """A function that starts a worker; all of them end with the context."""
+def _workers(
+    device: Device, factory: Callable[..., object] = make_engine, empty_caches: bool = True
+) -> Iterator[_Start]:
+    """Yield a function that starts a worker. All workers end with the context."""
     with ExitStack() as stack:
         environment = {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            "JAX_TRACEBACK_FILTERING": "off",  # a failure's last line is then its reason, not advice on tracebacks
+            "JAX_TRACEBACK_FILTERING": "off",  # so that the last line of an error is its message
         }
-        if empty_caches:  # torch.compile keeps its results on disk, XLA only if it is told to
+        if empty_caches:  # torch.compile caches its results on disk; XLA does so only on request
             environment["TORCHINDUCTOR_CACHE_DIR"] = stack.enter_context(TemporaryDirectory())
         if device == "cpu":
             environment["JAX_PLATFORMS"] = "cpu"
 
-        def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> Worker:
+        def start(spec: EngineSpec, model: GPTConfig, training: TrainConfig) -> RemoteObject:
             arguments = {
                 "spec": asdict(spec),
                 "model": asdict(model),
                 "training": training.as_plain(),
                 "device": device,
             }
-            return stack.enter_context(Worker(factory, arguments, environment={**environment, **spec.environment}))
+            return stack.enter_context(
+                RemoteObject(factory, arguments, environment={**environment, **spec.environment})
+            )
 
         yield start
 
 
 def _compare(
-    workers: Mapping[str, Worker], rounds: int, steps: int
-) -> tuple[Comparison, dict[str, WorkerError | UserError]]:
-    """Time the engines round by round; one that fails leaves the rounds, which go on for the others.
+    workers: Mapping[str, RemoteObject], rounds: int, steps: int
+) -> tuple[Comparison, dict[str, ChildFailure | UserError]]:
+    """Time the engines in interleaved rounds. The rounds continue without an engine that fails.
 
     Returns:
-        The timings of those that took every round, and what the others failed of.
+        The timings of the engines that completed every round, and the errors of the others.
     """
-    failed: dict[str, WorkerError | UserError] = {}
+    failed: dict[str, ChildFailure | UserError] = {}
 
     def run(name: str) -> None:
         if name in failed:
             return
         try:
             workers[name].call("run", steps=steps)
-        except (WorkerError, UserError) as error:
+        except (ChildFailure, UserError) as error:
             failed[name] = error
-            workers[name].close()  # and with it what it holds of the device
+            workers[name].close()  # frees its device memory
 
     comparison = compare(
         {name: partial(run, name) for name in workers},
-        # The workers wait for their device themselves: here a call is over when the work is.
+        # The workers wait for their device, so the wall clock of a call covers the device's work.
         device="cpu",
         clock="wall-clock",
-        warmup_calls=0,  # the first sample's worth of steps was taken when they were prepared
+        warmup_calls=0,  # _prepare() took one sample already
         rounds=rounds,
     )
     return Comparison({name: timing for name, timing in comparison.timings.items() if name not in failed}), failed
@@ -361,6 +393,6 @@ def _compare(
 def _require_agreement(loss: float, expected: float, dtype: str) -> None:
     if not abs(loss - expected) <= _AGREEMENT[dtype]:
         raise ValueError(
-            f"it does not compute the same as the reference: first losses {loss:.6f} and {expected:.6f}, "
-            f"at most {_AGREEMENT[dtype]:.0e} apart in {dtype}"
+            f"its first loss {loss:.6f} differs from the reference's {expected:.6f}; at most "
+            f"{_AGREEMENT[dtype]:.0e} is expected in {dtype}, so the two are not the same model"
         )

@@ -1,4 +1,4 @@
-"""What is timed: one optimizer step of either framework, ready to be run in a process of its own."""
+"""Engines: variants of the optimizer step of either framework, each timed in a separate process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from benchkit import UserError
 from benchkit.device import Device
 from jax_baseline.timing.kernel_times import KernelTime, jax_kernel_times, torch_kernel_times
@@ -18,31 +21,31 @@ from torch_baseline.data import Tokens, batch, load_corpus, require_length
 
 Framework = Literal["torch", "jax"]
 
-# Steps rotate through this many batches that are on the device already: what is timed is the step, not the text.
+# Steps rotate through this many batches, which are on the device already, so that no data loading is timed.
 _BATCHES = 8
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Which variant of the step: the same mathematics, executed differently.
+    """One variant of the step. Only ``low_precision_residual`` and ``parts`` change the numbers.
 
     Attributes:
         framework: ``torch`` or ``jax``.
-        compiled: pass torch's model through torch.compile; JAX is always compiled.
-        attention: of JAX a key of ``model.ATTENTIONS``; of torch ``auto`` or a key of
+        compiled: Compile torch's model with torch.compile. JAX is always compiled.
+        attention: For JAX a key of ``model.ATTENTIONS``; for torch ``auto`` or a key of
             ``torch_baseline.model.ATTENTION_KERNELS``.
-        donate: let JAX's step overwrite its state.
-        scan: let JAX scan over stacked layers.
-        remat: let JAX compute each block again in the backward.
-        steps_per_dispatch: that one call of JAX's compiled function does.
-        low_precision_residual: keep the residual stream in the compute dtype: the one field that changes the numbers.
-        data: devices of JAX with a copy of the weights, see :mod:`jax_baseline.gpt.sharding`. The configuration's batch
-            is that of each device.
-        fsdp: devices that share a copy.
-        parts: of torch's model, ``module:function`` of a function without arguments that returns keyword arguments of
-            :class:`torch_baseline.model.GPT`: its norm, activation or attention.
-        options: of the compiler. For torch, options of ``torch.compile`` separated by commas, switched on; for JAX,
-            ``XLA_FLAGS``.
+        donate: JAX only: donate the state to the step.
+        scan: JAX only: scan over stacked blocks.
+        remat: JAX only: recompute each block in the backward pass.
+        steps_per_dispatch: JAX only: number of steps per call of the compiled function.
+        low_precision_residual: Keep the residual stream in the compute dtype.
+        data: JAX only: number of replicas of the weights, see :mod:`jax_baseline.gpt.sharding`. The batch size of the
+            configuration is that of each device.
+        fsdp: JAX only: number of devices that share one replica.
+        parts: torch only: ``module:function`` without arguments that returns keyword arguments of
+            :class:`torch_baseline.model.GPT`: norm, activation or attention.
+        options: Compiler options. For torch, names of ``torch.compile`` options to switch on, separated by commas; for
+            JAX, ``XLA_FLAGS``.
     """
 
     framework: Framework
@@ -66,29 +69,29 @@ class EngineSpec:
 
     @property
     def summary(self) -> str:
-        """The framework, and what is otherwise than in its plain step: ``jax, attention=cudnn, scan=True``."""
-        plain = EngineSpec(self.framework)
-        names = [each.name for each in fields(self) if getattr(self, each.name) != getattr(plain, each.name)]
+        """The framework, and the fields that differ from their defaults: ``jax, attention=cudnn, scan=True``."""
+        default = EngineSpec(self.framework)
+        names = [each.name for each in fields(self) if getattr(self, each.name) != getattr(default, each.name)]
         return ", ".join([self.framework, *(f"{name}={getattr(self, name)}" for name in names)])
 
     @property
     def devices(self) -> int:
-        """Of the mesh."""
+        """Number of devices of the mesh."""
         return self.data * self.fsdp
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables that its process needs."""
+        """Environment variables of the engine's process."""
         return {"XLA_FLAGS": self.options} if self.framework == "jax" and self.options else {}
 
     def model(self, model: GPTConfig) -> GPTConfig:
-        """The shape with what this variant changes in it."""
+        """Return the shape of the model with the changes of this variant."""
         return replace(model, low_precision_residual=self.low_precision_residual)
 
 
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
 
-# What ``bench`` can be asked for by name. The first group is what reports compare; the second tries settings.
+# The engines that ``bench`` offers by name. Reports compare the first ones; the others try compiler settings.
 ENGINES: Mapping[str, EngineSpec] = {
     "torch-eager": EngineSpec("torch", compiled=False),
     "torch-compile": EngineSpec("torch"),
@@ -98,7 +101,7 @@ ENGINES: Mapping[str, EngineSpec] = {
     "jit-scan-remat": EngineSpec("jax", scan=True, remat=True),
     "jit-4-steps": EngineSpec("jax", steps_per_dispatch=4),
     "cudnn": EngineSpec("jax", attention="cudnn"),
-    # Without Triton's products in the choice, XLA compiles in half the time and is 1 % faster on an H200 (NOTES.md).
+    # Without Triton's matrix products, XLA compiles in half the time and is 1 % faster on an H200 (NOTES.md).
     "cudnn-no-triton-gemm": EngineSpec("jax", attention="cudnn", options=_NO_TRITON_GEMM),
     "cudnn-scan": EngineSpec("jax", attention="cudnn", scan=True),
     "cudnn-4-steps": EngineSpec("jax", attention="cudnn", steps_per_dispatch=4),
@@ -111,9 +114,9 @@ ENGINES: Mapping[str, EngineSpec] = {
     "cudnn-bf16-residual-4-steps": EngineSpec(
         "jax", attention="cudnn", low_precision_residual=True, steps_per_dispatch=4
     ),
-    # Not measured yet: the launches of torch's compiled forward and backward replayed as CUDA graphs.
+    # Not measured yet: torch's compiled forward and backward as CUDA graphs.
     "torch-compile-graphs": EngineSpec("torch", options="triton.cudagraphs"),
-    # Settings that were tried on an H200 and gave nothing or next to it; NOTES.md has the figures.
+    # These settings gained little or nothing on an H200; NOTES.md has the figures.
     "torch-compile-flash": EngineSpec("torch", attention="flash"),
     "torch-compile-tuned": EngineSpec("torch", options="coordinate_descent_tuning"),
     "torch-compile-max": EngineSpec("torch", options="max_autotune_gemm,coordinate_descent_tuning"),
@@ -141,10 +144,10 @@ ENGINES: Mapping[str, EngineSpec] = {
 
 
 def named_engines(names: Sequence[str]) -> dict[str, EngineSpec]:
-    """Return the engines of these names.
+    """Return the engines with these names.
 
     Raises:
-        ValueError: for an unknown one.
+        ValueError: For an unknown name.
     """
     if unknown := [name for name in names if name not in ENGINES]:
         raise ValueError(f"there is no engine {unknown[0]!r}; there are {', '.join(ENGINES)}")
@@ -153,15 +156,15 @@ def named_engines(names: Sequence[str]) -> dict[str, EngineSpec]:
 
 @dataclass(frozen=True)
 class Preparation:
-    """What it took to take the first step.
+    """Cost and result of an engine's first step.
 
     Attributes:
-        first_step_seconds: from a ready model to the first result: tracing, compiling, running.
-        loss: of the first step, so that engines can be held against each other before they are timed.
-        compile_seconds: by stage, where the framework has stages one can time.
-        flops: of a step by XLA's count.
-        temporaries: bytes of scratch memory by XLA's count.
-        collectives: instructions of the compiled step by kind.
+        first_step_seconds: Time of the first step: tracing, compiling and running.
+        loss: Loss of the first step. Engines must agree on it before they are timed.
+        compile_seconds: Compile time by stage; empty for torch.
+        flops: FLOPs of a step by XLA's count.
+        temporaries: Bytes of scratch memory by XLA's count.
+        collectives: Number of collective instructions of the compiled step by kind.
     """
 
     first_step_seconds: float
@@ -173,39 +176,39 @@ class Preparation:
 
 
 class Engine(Protocol):
-    """One variant of the step, with its model and its data."""
+    """An engine with its model and its data."""
 
     def prepare(self) -> dict[str, Any]:
-        """Take the first step; returns the fields of a :class:`Preparation`."""
+        """Take the first step and return the fields of a :class:`Preparation`."""
         ...
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the last."""
+        """Take so many steps and wait for the device."""
         ...
 
     def next_loss(self) -> float:
-        """Make one call of the step and return the loss of the first step in it, before its update."""
+        """Call the step once and return the loss of the first step in the call, before its update."""
         ...
 
     def peak_memory(self) -> int | None:
-        """Most bytes of device memory in use so far; None on a CPU."""
+        """Peak device memory so far, in bytes; None on a CPU."""
         ...
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Take so many steps under a profiler; seconds a step by kernel, the largest first."""
+        """Take so many steps under a profiler and return seconds per step by kernel, the largest first."""
         ...
 
 
 def make_engine(
     spec: Mapping[str, Any], model: Mapping[str, Any], training: Mapping[str, Any], device: Device
 ) -> Engine:
-    """Make an engine from plain JSON: the factory that a worker calls.
+    """Make an engine from plain values. The process of the engine calls this function.
 
     Args:
-        spec: fields of :class:`EngineSpec`.
-        model: fields of :class:`GPTConfig`.
-        training: fields of :class:`TrainConfig` as plain values.
-        device: where it runs.
+        spec: Fields of :class:`EngineSpec`.
+        model: Fields of :class:`GPTConfig`.
+        training: Fields of :class:`TrainConfig` as plain values.
+        device: Device of the engine.
     """
     made = EngineSpec(**spec)
     data = training["data"]
@@ -215,7 +218,7 @@ def make_engine(
 
 
 class TorchEngine:
-    """``torch_baseline``'s step, eager or compiled."""
+    """The step of ``torch_baseline``, eager or compiled."""
 
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import torch
@@ -248,7 +251,7 @@ class TorchEngine:
         return asdict(Preparation(time.perf_counter() - start, loss, {}))
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the last."""
+        """Take so many steps and wait for the device."""
         for _ in range(steps):
             self._next()
         self._wait()
@@ -258,11 +261,11 @@ class TorchEngine:
         return float(self._next().item())
 
     def peak_memory(self) -> int | None:
-        """Most bytes that tensors have held."""
+        """Peak memory of torch's tensors, in bytes."""
         return None if self._device == "cpu" else int(self._torch.cuda.max_memory_allocated())
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Take so many steps under torch's profiler."""
+        """Take so many steps under torch's profiler and return the time of each kernel."""
         return torch_kernel_times(lambda: self.run(steps), steps, self._device)
 
     def _next(self) -> Any:
@@ -276,11 +279,10 @@ class TorchEngine:
 
 
 class JaxEngine:
-    """This package's step."""
+    """The step of this package, on one device or on a mesh."""
 
     def __init__(self, spec: EngineSpec, model: GPTConfig, config: TrainConfig, device: Device) -> None:
         import jax
-        import numpy as np
 
         from jax_baseline.gpt.model import ATTENTIONS
         from jax_baseline.gpt.sharding import make_mesh, spread, state_sharding, to_mesh
@@ -291,14 +293,14 @@ class JaxEngine:
         require_jax_device(device)
         self._jax = jax
         if config.dtype == "float64":
-            jax.config.update("jax_enable_x64", True)  # for the whole process, which is this engine's alone
+            jax.config.update("jax_enable_x64", True)  # for the whole process, which runs this engine only
         config = replace(config, batch_size=config.batch_size * spec.devices)
         mesh = make_mesh(spec.data, spec.fsdp, jax.devices(device))
         self._device = mesh.devices.flat[0]
         state = initial_state(model, config, scan=spec.scan)
         shardings = state_sharding(state, mesh)
         self._state = spread(state, shardings)
-        self._step: Any = None  # until it is prepared
+        self._step: Any = None  # compiled in prepare()
         self._jitted = make_train_step(
             model,
             config,
@@ -309,20 +311,11 @@ class JaxEngine:
             shardings=shardings,
         )
         self._per_call = spec.steps_per_dispatch
-        batches = [tuple(part.astype(np.int32) for part in tokens) for tokens in _batches(model, config)]
-        if self._per_call > 1:
-            calls = len(batches) // self._per_call
-            batches = [
-                tuple(
-                    np.stack(parts) for parts in zip(*batches[call * self._per_call :][: self._per_call], strict=True)
-                )
-                for call in range(calls)
-            ]
-        self._batches = [to_mesh(tokens, mesh) for tokens in batches]
+        self._batches = [to_mesh(tokens, mesh) for tokens in _stacked(_batches(model, config), self._per_call)]
         self._done = 0
 
     def prepare(self) -> dict[str, Any]:
-        """Compile, stage by stage, and take the first step."""
+        """Compile with a time for each stage, and take the first step."""
         from jax_baseline.gpt.compilation import compile_step
         from jax_baseline.gpt.sharding import count_collectives
 
@@ -341,31 +334,31 @@ class JaxEngine:
         return asdict(Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries, collectives))
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the last."""
+        """Take so many steps and wait for the device."""
         if steps % self._per_call:
-            raise ValueError(f"this engine takes {self._per_call} steps a call, got {steps}")
+            raise ValueError(f"this engine takes {self._per_call} steps per call; expected a multiple, got {steps}")
         for _ in range(steps // self._per_call):
             self._next()
         self._jax.block_until_ready(self._state)
 
     def next_loss(self) -> float:
-        """Make one call and return the loss of its first step."""
+        """Call the step once and return the loss of the first step in the call."""
         return float(self._next())
 
     def peak_memory(self) -> int | None:
-        """Most bytes that XLA's allocator has handed out."""
+        """Peak memory of XLA's allocator, in bytes."""
         statistics = self._device.memory_stats()
         return None if not statistics else statistics.get("peak_bytes_in_use")
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Take so many steps under JAX's profiler, of a program compiled again for it."""
+        """Compile the step for profiling, take so many steps, and return the time of each kernel."""
         from jax_baseline.gpt.compilation import compile_step, profiled
 
         options = profiled(self._device.platform)
         compiled = compile_step(self._jitted, self._state, *self._batches[0], options=options)
         timed, self._step = self._step, compiled.step
         try:
-            self.run(self._per_call)  # the first run of a program sets it up
+            self.run(self._per_call)  # the first run initialises the program
             return jax_kernel_times(lambda: self.run(steps), steps, compiled.text)
         finally:
             self._step = timed
@@ -379,13 +372,13 @@ class JaxEngine:
 def bench_config(
     preset: str, *, batch_size: int, dtype: Precision, layers: int | None = None
 ) -> tuple[GPTConfig, TrainConfig]:
-    """Return the shapes and settings that are timed; the learning rate is small, for its schedule is not at work.
+    """Return the shape and the settings for timing. The learning rate is small and constant.
 
     Args:
-        preset: of shape and settings.
-        batch_size: sequences a step.
-        dtype: of the products.
-        layers: blocks; by default the preset's.
+        preset: Name of the preset.
+        batch_size: Sequences per step.
+        dtype: Compute dtype.
+        layers: Number of blocks. The default is the preset's.
     """
     model, training = GPTConfig.preset(preset), TrainConfig.preset(preset)
     return replace(model, n_layer=model.n_layer if layers is None else layers), replace(
@@ -399,6 +392,14 @@ def _parts(function: str) -> dict[str, Any]:
     module, _, name = function.partition(":")
     parts: dict[str, Any] = getattr(importlib.import_module(module), name)()
     return parts
+
+
+def _stacked(batches: list[tuple[Tokens, Tokens]], steps: int) -> list[tuple[NDArray, ...]]:
+    """Return the arguments of each call: one batch, or ``steps`` batches stacked along a new first axis."""
+    if steps == 1:
+        return list(batches)
+    groups = [batches[start : start + steps] for start in range(0, len(batches) - steps + 1, steps)]
+    return [tuple(np.stack(parts) for parts in zip(*group, strict=True)) for group in groups]
 
 
 def _batches(model: GPTConfig, config: TrainConfig) -> list[tuple[Tokens, Tokens]]:

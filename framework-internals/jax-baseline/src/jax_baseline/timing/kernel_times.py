@@ -1,4 +1,4 @@
-"""Device time by kernel, from either framework's profiler."""
+"""Device time of each kernel, from the profiler of either framework."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from benchkit.device import Device
 
 
 class KernelTime(NamedTuple):
-    """One kernel, all its calls together.
+    """All calls of one kernel.
 
     Attributes:
-        name: as the profiler has it.
-        calls: a step.
-        seconds: a step.
+        name: Name in the profile.
+        calls: Calls per step.
+        seconds: Seconds per step.
     """
 
     name: str
@@ -26,12 +26,12 @@ class KernelTime(NamedTuple):
 
 
 def torch_kernel_times(run: Callable[[], None], steps: int, device: Device) -> list[KernelTime]:
-    """Return the time of every kernel that a run launches, by name; on a CPU, of every operator, without its callees.
+    """Return the time of every kernel that a run launches. On a CPU, it is the self time of every operator.
 
     Args:
-        run: takes ``steps`` steps and waits for the device.
-        steps: to divide by.
-        device: of the kernels.
+        run: Function that takes ``steps`` steps and waits for the device.
+        steps: Number of steps of ``run``.
+        device: Device of the kernels.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -47,18 +47,18 @@ def torch_kernel_times(run: Callable[[], None], steps: int, device: Device) -> l
 
 
 def jax_kernel_times(run: Callable[[], None], steps: int, text: str) -> list[KernelTime]:
-    """Return the time of every instruction of the compiled program that runs.
+    """Return the time of every HLO instruction that runs.
 
     Args:
-        run: takes ``steps`` steps and waits for the device.
-        steps: to divide by.
-        text: the optimised HLO, for what an instruction makes and where in the model it came from.
+        run: Function that takes ``steps`` steps and waits for the device.
+        steps: Number of steps of ``run``.
+        text: Optimised HLO of the program.
 
     Returns:
-        By the name in the HLO, followed by the type of the result and the operation of the program it was made for.
+        Times; each name is the name of the instruction, the type of its result and its ``op_name``.
 
     Raises:
-        UserError: if the profiler kept nothing, as it does where it may not read the GPU's counters.
+        UserError: If the profile is empty, as when the process may not read the GPU's counters.
     """
     from jax_baseline.hlo.profile import kernel_events
 
@@ -73,8 +73,8 @@ def jax_kernel_times(run: Callable[[], None], steps: int, text: str) -> list[Ker
     return _by_time((f"{name} {made.get(name, '')}", calls[name] / steps, seconds) for name, seconds in times.items())
 
 
-def alike(kernels: Iterable[KernelTime]) -> list[KernelTime]:
-    """Return kernels with those added up that differ in a number behind a dot or in the block of the model alone."""
+def merge_similar(kernels: Iterable[KernelTime]) -> list[KernelTime]:
+    """Add up kernels whose names differ only in the number of the block or in a number after a dot or underscore."""
     groups: dict[str, list[KernelTime]] = collections.defaultdict(list)
     for kernel in kernels:
         groups[re.sub(r"(?<=\.|_)\d+(?= |$)|(?<=block)\d+", "*", kernel.name)].append(kernel)
@@ -84,7 +84,7 @@ def alike(kernels: Iterable[KernelTime]) -> list[KernelTime]:
 
 
 def _results(text: str) -> dict[str, str]:
-    """Instruction to the type of its result and its ``op_name``."""
+    """Return the type of the result and the ``op_name`` of each instruction by name."""
     found = re.finditer(r'^\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) .*?(?:op_name="([^"]*)"|$)', text, re.MULTILINE)
     return {match[1]: f"{re.sub(r'{[^}]*}', '', match[2])} {(match[3] or '').split('/', 1)[-1]}" for match in found}
 

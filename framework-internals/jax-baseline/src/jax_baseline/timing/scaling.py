@@ -1,4 +1,4 @@
-"""The long part of the main job: the step on several GPUs, the batch of each held fixed, beside one of them."""
+"""Weak scaling (``run.py --sweep``): the step on several GPUs against one, with the same batch size per GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from benchkit.results import Json
 from benchkit.run import Run
 from jax_baseline.timing.engines import EngineSpec, bench_config
 
-Mesh = tuple[int, int]  # devices with a copy of the weights, devices that share one
+Mesh = tuple[int, int]  # replicas of the weights, devices that share one replica
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Return what is timed on each mesh; how many devices there are is found out when it is."""
+    """Return the settings of this part. The meshes depend on the number of devices, which is read at run time."""
     size = {"preset": "gpt2-124m", "batch_size": 32, "dtype": "bfloat16", "attention": "cudnn"}
     if device == "cpu":
         size = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "attention": "xla"}
@@ -26,20 +26,20 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def meshes(devices: int) -> list[Mesh]:
-    """The meshes that are timed: two devices, and all; once with copies of the weights, once sharing them."""
+    """Return the meshes to time: two devices and all devices, each with replicated and with sharded weights."""
     return [mesh for number in sorted({2, devices}) for mesh in ((number, 1), (1, number))]
 
 
 def sweep(run: Run, root: Path, seconds: float | None) -> None:
-    """Time each mesh that is missing, and keep it at once.
+    """Time each mesh that has no record yet, and save its record at once.
 
     Args:
-        run: whose records say what is missing.
-        root: a folder inside the repository.
-        seconds: after which no further mesh is begun; None for no limit.
+        run: Run with the records so far.
+        root: Folder inside the repository.
+        seconds: Time after which no further mesh starts; None for no limit.
 
     Raises:
-        UserError: where there are no two GPUs.
+        UserError: If there are fewer than two GPUs.
     """
     import torch
 
@@ -50,13 +50,13 @@ def sweep(run: Run, root: Path, seconds: float | None) -> None:
 
 
 def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, options: str = "") -> None:
-    """Time each of the meshes of which the run has no record; one that fails leaves a record that says why.
+    """Time each mesh that has no record yet. If a mesh fails, its record has the reason.
 
     Args:
-        run: its configuration says what is timed.
-        root: a folder inside the repository.
-        wanted: the meshes.
-        seconds: after which no further mesh is begun; None for no limit.
+        run: Run with the configuration and the records so far.
+        root: Folder inside the repository.
+        wanted: Meshes to time.
+        seconds: Time after which no further mesh starts; None for no limit.
         options: ``XLA_FLAGS`` of the processes.
     """
     source = capture(run.device, root=root).source
@@ -68,30 +68,29 @@ def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, 
         if seconds is not None and time.monotonic() - begin > seconds:
             return
         with run.working(f"a mesh of {data} × {fsdp}"):
-            values, found = _beside_one(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options))
+            values, found = _against_one_device(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options))
         run.record("scaling", labels, values, {**source, **found})
 
 
-def _beside_one(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quantity], Mapping[str, Json]]:
-    """Figures and collectives of the step on a mesh, or no figures and why it failed."""
+def _against_one_device(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quantity], Mapping[str, Json]]:
+    """Return figures and data of the step on a mesh; if it failed, no figures, and the reason as data."""
     from jax_baseline.timing.bench import measure_engines
-    from jax_baseline.worker import last_line
 
-    asked = run.configuration["sweep"]
-    model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
-    spread = replace(mesh, attention=asked["attention"])
+    settings = run.configuration["sweep"]
+    model, training = bench_config(settings["preset"], batch_size=settings["batch_size"], dtype=settings["dtype"])
+    spread = replace(mesh, attention=settings["attention"])
     engines = {"one": replace(spread, data=1, fsdp=1), "mesh": spread}
-    found = measure_engines(engines, model, training, device=run.device, rounds=asked["rounds"], steps=asked["steps"])
-    alone, together = found["one"], found["mesh"]
-    assert not isinstance(alone, str)  # a reference that fails is an error
+    measured = measure_engines(
+        engines, model, training, device=run.device, rounds=settings["rounds"], steps=settings["steps"]
+    )
+    alone, together = measured["one"], measured["mesh"]
+    assert not isinstance(alone, str)  # measure_engines raises if the reference fails
     if isinstance(together, str):
-        return {}, {"failed": last_line(together).rstrip(".")}
+        return {}, {"failed": together.rstrip(".")}
     for what, why in together.missing.items():
-        run.absent(
-            f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {last_line(why).rstrip('.:')}"
-        )
+        run.absent(f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {why.rstrip('.:')}")
     tokens = training.batch_size * model.block_size
-    figures = together.figures(tokens * spread.devices, asked["steps"], None)
+    figures = together.figures(tokens * spread.devices, settings["steps"], None)
     values = {name: figure for name, figure in figures.items() if name in ("rate", "step", "peak memory")}
-    values |= {"efficiency": together.speedup, "step of one": alone.figures(tokens, asked["steps"], None)["step"]}
+    values |= {"efficiency": together.speedup, "step of one": alone.figures(tokens, settings["steps"], None)["step"]}
     return values, {"collectives": together.preparation.collectives}

@@ -1,1 +1,1 @@
-"""The implementations. None is imported before it is used, and none imports another but ``native`` its ``prebuilt``."""
+"""The implementations. Each is imported only when it is used, and none imports another."""

@@ -1,46 +1,33 @@
-"""The C++ and CUDA C++ kernels (``csrc``), built at their first call or taken from the prebuilt library.
+"""The C++ and CUDA C++ kernels (``csrc``), compiled at their first call.
 
-Where there is a compiler they are built: the extension also registers derivatives, which the stable ABI cannot, and a
-call costs less. A library that the environment names is taken all the same.
+The extension also registers derivatives in C++, which the stable ABI of the prebuilt library does not allow, and a call
+costs less.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from native_build import load_extension, missing_cuda, missing_cxx, missing_gpu
-from rmsnorm_fused import prebuild
-from rmsnorm_fused.paths import CSRC
+from native_build import load_extension, missing_cuda, missing_cxx
+from rmsnorm_fused.impl import prebuild
+from rmsnorm_fused.impl.prebuild import CSRC
 
 QuickCall = Callable[[Any, Any, Any, Any, Any], Any]
 
-# The instruction set that torch itself found on this processor, not -march=native: it is part of the build's key, so
-# that a cache on a file system that machines share never serves one machine's instructions to another.
+# The instruction set that torch found on this processor, instead of -march=native: it is part of the build's key, so a
+# cache on a shared file system never gives the instructions of one machine to another.
 _INSTRUCTIONS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
 
 
-def unavailable(device_type: str) -> str | None:
-    """Why these kernels cannot be used on such a device here, with the remedy; None where they can.
+def cannot_build(device_type: str) -> str | None:
+    """Say why the extension is not compiled here; None where it is.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
     """
-    if device_type == "cuda" and (reason := missing_gpu()) is not None:
-        return reason
-    if (reason := _cannot_build(device_type)) is None:
-        return None
-    from rmsnorm_fused.impl import prebuilt
-
-    instead = prebuilt.unavailable(device_type)
-    return None if instead is None else f"{reason}; {instead}"
-
-
-def _cannot_build(device_type: str) -> str | None:
     if prebuild.is_asked_for():
         return f"{prebuild.VARIABLE} is set"
     if not CSRC.is_dir():
@@ -48,35 +35,21 @@ def _cannot_build(device_type: str) -> str | None:
     return missing_cuda() if device_type == "cuda" else missing_cxx()
 
 
-@functools.cache
-def load(device_type: str) -> QuickCall | None:
-    """Register the kernels for a type of device, built if need be.
+def load(device_type: str) -> QuickCall:
+    """Compile the extension if need be and load it, which registers its kernels and derivatives.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Returns:
-        The extension's own entry, see ``backends.quick_call``; None with the prebuilt library.
+        The extension's own entry point, see :func:`rmsnorm_fused.backends.quick_call`.
 
     Raises:
-        BuildError: when they cannot be built.
-        LibraryError: when there is no compiler, and the prebuilt library is not for this machine.
+        BuildError: If the extension does not compile.
     """
-    if _cannot_build(device_type) is not None:
-        from rmsnorm_fused.impl import prebuilt
-
-        prebuilt.register(device_type)
-        return None
-    extension = _build_cuda() if device_type == "cuda" else _build_cpu()
-    return extension.rms_norm
-
-
-def _build_cpu() -> ModuleType:
+    if device_type == "cuda":
+        sources = [CSRC / "binding.cpp", *sorted(CSRC.glob("*.cu"))]
+        return load_extension("rms_norm_cuda", sources, cuda=True, cflags=("-DRMS_NORM_CUDA",)).rms_norm
     flags = ("-fopenmp", *_INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
     sources = [CSRC / name for name in ("binding.cpp", "parallel_torch.cpp", "rms_norm_cpu.cpp")]
-    return load_extension("rms_norm_cpu", sources, cflags=flags)
-
-
-def _build_cuda() -> ModuleType:
-    sources = [CSRC / "binding.cpp", *sorted(CSRC.glob("*.cu"))]
-    return load_extension("rms_norm_cuda", sources, cuda=True, cflags=("-DRMS_NORM_CUDA",))
+    return load_extension("rms_norm_cpu", sources, cflags=flags).rms_norm

@@ -1,6 +1,6 @@
 """The C++ and CUDA C++ kernels from the prebuilt library (``csrc/stable.cpp``), on rows.
 
-What the functions take and return is in :func:`rmsnorm_fused.ops.register_row_kernels`.
+:func:`rmsnorm_fused.ops.rows.register_row_kernels` documents the arguments and results.
 """
 
 from __future__ import annotations
@@ -10,21 +10,19 @@ from typing import Any
 import torch
 
 from native_build import LibraryError, load_library, read_record
-from rmsnorm_fused import ops, prebuild
+from rmsnorm_fused.impl import prebuild
 from rmsnorm_fused.options import Options
 from rmsnorm_fused.validation import wide_dtype
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why the prebuilt library cannot be used on such a device here, with the remedy; None where it can.
+    """Say why the prebuilt library cannot be used for a type of device, with the remedy; None if it can.
 
     Args:
-        device_type: ``"cpu"``, or ``"cuda"`` where there is a GPU.
+        device_type: ``"cpu"``, or ``"cuda"`` if there is a GPU.
     """
     library = prebuild.library_path()
-    remedy = (
-        f"python -m rmsnorm_fused build makes one where there is a compiler; {prebuild.VARIABLE} names one elsewhere"
-    )
+    remedy = f"python -m rmsnorm_fused build makes one if there is a compiler; {prebuild.VARIABLE} names one elsewhere"
     if not library.is_file():
         return f"there is no prebuilt library {library} ({remedy})"
     try:
@@ -37,21 +35,17 @@ def unavailable(device_type: str) -> str | None:
     return None if reason is None else f"the prebuilt library {library} cannot be used: {reason} ({remedy})"
 
 
-def register(device_type: str) -> None:
-    """Load the library and register its kernels as those of the native operators for a type of device.
-
-    Args:
-        device_type: ``"cpu"`` or ``"cuda"``.
+def load() -> None:
+    """Load the library, which defines ``torch.ops.rmsnorm_fused_prebuilt``.
 
     Raises:
-        LibraryError: when it is not for this machine or this torch.
+        LibraryError: If the library is not for this machine or this torch.
     """
     load_library(prebuild.library_path())
-    ops.register_row_kernels("native", device_type.upper(), "prebuilt")
 
 
 def _taken(weight: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """The weight in a dtype that the kernels take: that of x (on a GPU) or the accumulating one."""
+    """The weight in a dtype that the kernels support: that of x (on a GPU only) or the accumulating one."""
     if weight is None:
         return None
     wide = wide_dtype(x.dtype)
@@ -97,6 +91,6 @@ def quantize(
     options: Options,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Y as float8, s and the rows' scales."""
+    """Y as float8, s and the row scales."""
     y, s, row_scales = torch.ops.rmsnorm_fused_prebuilt.quantize(x, residual, _taken(weight, x), scale, *options)
     return y, _optional(s, residual is not None), _optional(row_scales, scale is None)

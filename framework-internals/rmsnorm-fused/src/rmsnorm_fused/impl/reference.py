@@ -1,4 +1,4 @@
-"""RMSNorm as a formula in plain PyTorch: what the kernels are held against, and the back end that runs anywhere."""
+"""RMSNorm as a formula in plain PyTorch: the reference for the kernels, and the back end that runs on any device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rms_norm(
 
     Args:
         x: (..., N).
-        residual: like x, or None; s is x + residual in the dtype of x, or x.
+        residual: Tensor like x, or None; s is x + residual in the dtype of x, or x.
         weight: (N,) or None.
         options: eps, the weight's offset, and where to round.
 
@@ -51,14 +51,14 @@ def quantize(
 
     Args:
         x: (..., N).
-        residual: like x, or None.
+        residual: Tensor like x, or None.
         weight: (N,) or None.
-        scale: float32, one element; None: each row's own, its largest |y| / 448 (1 where that is 0, NaN beside a NaN).
-        options: eps, the weight's offset, and where to round before.
+        scale: float32 tensor of one element. None scales each row by its largest |y| / 448 (1 if that is 0).
+        options: eps, the weight's offset, and whether to round before the end.
         dtype: ``torch.float8_e4m3fn``.
 
     Returns:
-        y (..., N), contiguous, of ``dtype``, s (x itself without a residual), and the scales (..., 1) float32 that were
+        y (..., N), contiguous, in ``dtype``; s (x itself without a residual); and the float32 scales (..., 1) that were
         used.
     """
     s = x if residual is None else x + residual
@@ -69,7 +69,7 @@ def quantize(
 
 
 def row_scales(y: torch.Tensor) -> torch.Tensor:
-    """Each row's largest |y| / 448, (..., 1); 1 where that is 0, and NaN where the row has one.
+    """Each row's largest |y| / 448, (..., 1); 1 for a row of zeros, NaN for a row with a NaN.
 
     Args:
         y: (..., N), float32.
@@ -90,12 +90,12 @@ def gradients(
     """Gradients of y with respect to s and weight, as a formula that autograd can differentiate again.
 
     With r = rstd, n = s·r and g = dy · (weight + offset): dx = r·(g - n·mean(g·n)) + ds, and dweight is the sum over
-    the rows of dy·n. With ``options.llama`` g, and the n of dweight, are rounded to the dtype of s, as the kernels and
-    autograd round them; further derivatives take a rounding for the identity, as autograd takes the one in y.
+    the rows of dy·n. With ``options.llama``, g and the n of dweight are rounded to the dtype of s, as the kernels and
+    autograd round them. Higher derivatives treat a rounding as the identity, as autograd treats the one in y.
 
     Args:
-        dy: gradient of y, (..., N).
-        ds: gradient that reaches s from elsewhere, or None.
+        dy: Gradient of y, (..., N).
+        ds: Gradient that reaches s from other uses of it, or None.
         s: (..., N).
         weight: (N,), or broadcastable to s, or None.
         options: eps, the weight's offset, and where to round.

@@ -1,18 +1,18 @@
 """RMSNorm in Triton: forward, forward with a float8 result, and backward with a deterministic dweight.
 
-Rows that the registers of a program can hold are read once, several narrow rows side by side. Wider ones are walked
-through in blocks, by as many programs as let the rows in hand stay in the L2 cache, where the second reading finds
-them.
+Rows that fit in the registers of a program are read once; a program processes several narrow rows at a time. Wider rows
+are read in blocks, twice. The number of programs is limited so that the rows in progress stay in the L2 cache for the
+second read.
 
-Backward is persistent: each program walks over every P-th tile of rows, keeps its own sum for dweight in registers, and
-writes it as one partial row at the end; a second kernel adds the partial rows in a fixed order, so that equal inputs
-give equal bits. For rows too wide for that, one kernel finds each row's scalar, and a second one that owns columns does
-the rest.
+The backward kernel is persistent: each program loops over every P-th tile of rows, accumulates dweight in registers,
+and writes one partial row at the end. A second kernel adds the partial rows in a fixed order, so equal inputs give
+equal bits. For rows that are too wide for this, one kernel computes a scalar per row, and a second one, whose programs
+each own a range of columns, does the rest.
 
-How a kernel is cut up for a width is said by :func:`forward_cut`, :func:`backward_cut` and :func:`sum_cut` alone.
+Only :func:`forward_tiling`, :func:`backward_tiling` and :func:`sum_tiling` decide how a kernel is tiled.
 
-Shapes: x, residual, dy, ds and s (outer, inner, N) with adjacent columns, row r at [r // inner, r % inner]; what the
-kernels write is (M, N) contiguous.
+Shapes: x, residual, dy, ds and s are (outer, inner, N) with adjacent columns; row r is [r // inner, r % inner]. The
+kernels write contiguous (M, N).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ import triton.language as tl
 from rmsnorm_fused.options import LARGEST_FLOAT8, Options
 from rmsnorm_fused.validation import wide_dtype
 
-_TILE = 4096  # elements that one program works on at a time where nothing else was measured
-_FORWARD_TILE = 2048  # elements of a program that has several narrow rows
-_BACKWARD_TILE = 32768  # bytes in the accumulating type of a program's tile: 32 float32 a thread
-_FORWARD_ROW = 131072  # bytes in the accumulating type of the widest row that is read once: 32 float32 a thread
-_BACKWARD_ROW = 65536  # the same backward, where x, dy and the sums of a row are held: 96 registers of 128
-_WIDE_SUMS = 1024  # columns of one program of the kernel that owns columns
-_RESERVED_SHARED = 8192  # bytes of shared memory a program that are not for the ring: reductions, the driver's own
+_TILE = 4096  # elements of a program's tile, unless measurements chose another size
+_FORWARD_TILE = 2048  # elements of a program's tile of several narrow rows
+_BACKWARD_TILE = 32768  # bytes of a program's tile in the accumulating type: 32 float32 per thread
+_FORWARD_ROW = 131072  # bytes, in the accumulating type, of the widest row that is read once: 32 float32 per thread
+_BACKWARD_ROW = 65536  # the same backward, where x, dy and the sums of a row take 96 of 128 registers
+_WIDE_SUMS = 1024  # columns per program of the kernel whose programs own columns
+_RESERVED_SHARED = 8192  # bytes of shared memory per program outside the ring: reductions, the driver's share
 
 
 def unavailable(device_type: str) -> str | None:
-    """Why these kernels cannot run on such a device, with the remedy; None where they can.
+    """Say why these kernels cannot run on a type of device, with the remedy; None if they can.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -58,21 +58,21 @@ _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST_FLOAT8)
 
 
-# ---- how the kernels are cut up; kept, since Triton's next_power_of_2 and cdiv are slow when the host calls them
+# ---- how the kernels are tiled; cached, because Triton's next_power_of_2 and cdiv are slow on the host
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a kernel is cut up.
+class Tiling:
+    """How a kernel is tiled.
 
     Attributes:
-        rows: side by side in one program.
-        columns: at a time, a power of two.
-        warps: of a program.
-        programs: a multiprocessor, each of which walks over rows; 0.5 is one on every other multiprocessor, 0 is one
-            for every tile of rows.
-        stages: most iterations of the loop in flight, the current one included.
-        reload: whether the weight is read again for each row, instead of held in registers.
+        rows: Rows that one program processes at a time.
+        columns: Columns processed at a time, a power of two.
+        warps: Warps per program.
+        programs: Persistent programs per multiprocessor; 0.5 is one on every other multiprocessor. 0 launches one
+            program for every tile of rows instead.
+        stages: Most iterations of the loop in flight, including the current one.
+        reload: Whether the weight is read again for each row, instead of kept in registers.
     """
 
     rows: int
@@ -83,68 +83,68 @@ class Cut:
     reload: bool = False
 
     def stages_within(self, bytes_a_row: int, shared_bytes: int) -> int:
-        """Stages for which the shared memory of a multiprocessor holds the ring of tiles.
+        """The number of stages for which the ring of tiles fits in the shared memory of a multiprocessor.
 
         Args:
-            bytes_a_row: what the loop reads for one row.
-            shared_bytes: of a multiprocessor.
+            bytes_a_row: Bytes that the loop reads for one row.
+            shared_bytes: Shared memory of a multiprocessor, in bytes.
         """
         ring = shared_bytes / max(self.programs, 1) - _RESERVED_SHARED
         return 1 + max(min(int(ring / (self.rows * bytes_a_row)), self.stages - 1), 0)
 
 
 @functools.cache
-def forward_cut(columns: int, wide_bytes: int) -> Cut:
-    """How the forward kernels are cut up.
+def forward_tiling(columns: int, wide_bytes: int) -> Tiling:
+    """The tiling of the forward kernels.
 
     Args:
-        columns: N.
-        wide_bytes: size of an element of the accumulating type.
+        columns: Number of columns, N.
+        wide_bytes: Size of an element of the accumulating type.
     """
     width = triton.next_power_of_2(columns)
     if width * wide_bytes > _FORWARD_ROW:
-        return Cut(1, _FORWARD_ROW // wide_bytes, warps=32, programs=2)
+        return Tiling(1, _FORWARD_ROW // wide_bytes, warps=32, programs=2)
     if width > _TILE:
-        return Cut(1, width, warps=_warps(width, 32))
+        return Tiling(1, width, warps=_warps(width, 32))
     rows = 2 if width == _TILE else max(_FORWARD_TILE // width, 1)
-    return Cut(rows, width, warps=_warps(rows * width, 16))
+    return Tiling(rows, width, warps=_warps(rows * width, 16))
 
 
 @functools.cache
-def backward_cut(columns: int, wide_bytes: int) -> Cut:
-    """How the backward kernels are cut up; a cut narrower than a row is that of the kernel that owns columns.
+def backward_tiling(columns: int, wide_bytes: int) -> Tiling:
+    """The tiling of the backward kernels; one narrower than a row is for the kernel whose programs own columns.
 
     Args:
-        columns: N.
-        wide_bytes: size of an element of the accumulating type.
+        columns: Number of columns, N.
+        wide_bytes: Size of an element of the accumulating type.
     """
     width = triton.next_power_of_2(columns)
     if width * wide_bytes > _BACKWARD_ROW:
-        return Cut(1, _WIDE_SUMS, warps=4, programs=4, stages=4)
+        return Tiling(1, _WIDE_SUMS, warps=4, programs=4, stages=4)
     if width * wide_bytes > _BACKWARD_TILE:
-        return Cut(1, width, warps=32, programs=1, stages=6, reload=True)
-    # One program a multiprocessor, a large tile and three stages: two smaller programs reached 83 %, this one 94 %.
-    return Cut(max(_BACKWARD_TILE // wide_bytes // width, 1), width, warps=8, programs=1, stages=3)
+        return Tiling(1, width, warps=32, programs=1, stages=6, reload=True)
+    # One program per multiprocessor, a large tile and three stages reached 94 %; two smaller programs reached 83 %.
+    return Tiling(max(_BACKWARD_TILE // wide_bytes // width, 1), width, warps=8, programs=1, stages=3)
 
 
 @functools.cache
-def sum_cut(columns: int) -> Cut:
-    """How the kernel that adds partial rows is cut up: about 256 programs, most of whose loads are in flight at once.
+def sum_tiling(columns: int) -> Tiling:
+    """The tiling of the kernel that adds partial rows: about 256 programs, with most of their loads in flight at once.
 
     Args:
-        columns: N.
+        columns: Number of columns, N.
     """
     width = min(max(triton.next_power_of_2(columns) // 256, 16), 128)
-    return Cut(_TILE // width, width, warps=8)
+    return Tiling(_TILE // width, width, warps=8)
 
 
 def _tiles(elements: int, a_tile: int) -> int:
-    """How many tiles, the last one perhaps not full."""
+    """The number of tiles; the last one may be partial."""
     return -(-elements // a_tile)
 
 
 def _warps(elements: int, elements_a_thread: int) -> int:
-    return min(max(elements // elements_a_thread // 32, 1), 32)  # 1024 threads are the most
+    return min(max(elements // elements_a_thread // 32, 1), 32)  # at most 1024 threads
 
 
 # ---- device code
@@ -161,7 +161,7 @@ def _narrow(value, dtype: tl.constexpr):
     """The nearest number of a dtype, ties to even."""
     if dtype == tl.bfloat16:
         value = value.to(tl.float32)
-        if _INTERPRETED:  # which cuts the lower bits off
+        if _INTERPRETED:  # the interpreter truncates the lower bits
             bits = value.to(tl.uint32, bitcast=True)
             bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
             value = bits.to(tl.float32, bitcast=True)
@@ -170,15 +170,15 @@ def _narrow(value, dtype: tl.constexpr):
 
 @triton.jit
 def _float8(value, HARDWARE: tl.constexpr):
-    """The bits of the nearest float8_e4m3fn, ties to even, cut off at the largest finite one."""
+    """The bits of the nearest float8_e4m3fn, ties to even, clamped to the finite range."""
     value = tl.clamp(value, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if HARDWARE:
         return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = value.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    # Three bits of significand are kept of 23, and the exponent's bias goes from 127 to 7.
+    # Keeps three of the 23 significand bits, and changes the exponent's bias from 127 to 7.
     code = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 numbers are 2^-9 apart, as float32 is from 2^14 on: the addition rounds.
+    # Below 2^-6, numbers are 2^-9 apart, like float32 numbers from 2^14 on, so the addition rounds.
     subnormal = (tl.abs(value) + 16384.0).to(tl.uint32, bitcast=True) & 0xF
     code = tl.where(magnitude < 0x3C800000, subnormal, code)
     code = tl.where(value != value, 0x7F, code)
@@ -192,7 +192,7 @@ def _load_weight(weight, column, in_row, HAS_WEIGHT: tl.constexpr, OFFSET: tl.co
         if OFFSET != 0.0:
             w += OFFSET
         return w
-    else:  # noqa: RET505  (a branch of the compiler, not of the program)
+    else:  # noqa: RET505  (Triton evaluates this branch at compile time)
         return tl.full(column.shape, 1.0, WIDE)
 
 
@@ -209,7 +209,7 @@ def _normalised(wide, rstd, w, dtype: tl.constexpr, LLAMA: tl.constexpr, HAS_WEI
 
 @triton.jit
 def _largest(values, inside, axis: tl.constexpr):
-    """The bits of the largest magnitude: those of floats without a sign are in order, with NaN beyond infinity."""
+    """The bits of the largest magnitude. Bits of non-negative floats are ordered, with NaN above infinity."""
     return tl.max(tl.where(inside, tl.abs(values).to(tl.int32, bitcast=True), 0), axis=axis)
 
 
@@ -293,7 +293,7 @@ def _forward_wide(
                 wide = narrow.to(WIDE)
             squares += wide * wide
         if HAS_RESIDUAL:
-            tl.debug_barrier()  # s is read back below, perhaps by other threads than wrote it
+            tl.debug_barrier()  # s is read back below, possibly by other threads than those that wrote it
             source = s + out_row
         r = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / columns + EPS)
         inverse = tl.cast(1.0, WIDE)
@@ -314,7 +314,7 @@ def _forward_wide(
             tl.store(row_scales + row, row_scale)
             inverse = _inverse(row_scale)
         for back in tl.range(0, blocks, num_stages=STAGES):
-            # From the end of the row, which was read last and is the most likely to be in the cache still.
+            # Starts at the end of the row, which was read last and is most likely still in the cache.
             column = (blocks - 1 - back) * COLUMNS + tl.arange(0, COLUMNS)
             inside = column < columns
             wide = tl.load(source + column, mask=inside, other=0.0, eviction_policy="evict_first").to(WIDE)
@@ -357,7 +357,7 @@ def _backward(
     in_row = column < (COLUMNS if EXACT else columns)
     if not RELOAD:
         w = _load_weight(weight, column, in_row, HAS_WEIGHT, OFFSET, WIDE)[None, :]
-    # FOLD: the rows of a tile lie in the same threads, and are added up before they are kept.
+    # FOLD: the rows of a tile are in the same threads, which add them before they accumulate.
     sums = tl.zeros((1 if FOLD else ROWS, COLUMNS), WIDE)
     for tile in tl.range(tl.program_id(0), tl.cdiv(row_count, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.cast(tile, INDEX) * ROWS + tl.arange(0, ROWS)
@@ -426,7 +426,7 @@ def _backward_wide(
     w = _load_weight(weight, column, inside, HAS_WEIGHT, OFFSET, WIDE)
     sums = tl.zeros((COLUMNS,), WIDE)
     for index in tl.range(tl.program_id(1), row_count, tl.num_programs(1), num_stages=STAGES):
-        # From the last row, which _row_scalars read last and the cache may still have.
+        # Starts at the last row, which _row_scalars read last and which may still be in the cache.
         row = row_count - 1 - index
         s_row = s + _row_offsets(row, s_inner, s_outer_stride, s_inner_stride)
         dy_row = dy + _row_offsets(row, dy_inner, dy_outer_stride, dy_inner_stride)
@@ -457,17 +457,17 @@ def _add_partials(partials, dweight, count, columns, WIDE: tl.constexpr, ROWS: t
     tl.store(dweight + column, _narrow(tl.sum(sums, axis=0), dweight.dtype.element_ty), mask=inside)
 
 
-# ---- the three entries: see ops.register_row_kernels
+# ---- the three entry points: see rmsnorm_fused.ops.rows.register_row_kernels
 
 
 def forward(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Y (M, N), s (M, N) where there is a residual, and rstd (M,).
+    """Y (M, N), s (M, N) if there is a residual, and rstd (M,).
 
     Args:
         x: (outer, inner, N).
-        residual: like x, or None.
+        residual: Tensor like x, or None.
         weight: (N,) or None.
         options: eps, the weight's offset, and where to round.
     """
@@ -486,14 +486,14 @@ def quantize(
     options: Options,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Y / scale (M, N) rounded to float8, s (M, N) where there is a residual, and (M,) scales where none is given.
+    """Y / scale (M, N) rounded to float8, s (M, N) if there is a residual, and scales (M,) if none is given.
 
     Args:
         x: (outer, inner, N).
-        residual: like x, or None.
+        residual: Tensor like x, or None.
         weight: (N,) or None.
-        scale: one float32, or None for each row's own.
-        options: eps, the weight's offset, and where to round before.
+        scale: float32 tensor of one element, or None for one scale per row.
+        options: eps, the weight's offset, and whether to round before the end.
         dtype: ``torch.float8_e4m3fn``.
     """
     rows, columns = x.shape[0] * x.shape[1], x.shape[2]
@@ -514,14 +514,14 @@ def _launch_forward(
     scale: torch.Tensor | None = None,
     row_scales: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Fill y and what else is given; return s."""
+    """Fill y and those of rstd and row_scales that are given; return s."""
     rows, columns = y.shape
     s = None if residual is None else torch.empty((rows, columns), dtype=x.dtype, device=x.device)
     weight = None if weight is None else weight.contiguous()
     wide = wide_dtype(x.dtype)
     tensors = (x, residual, weight, scale, y, s, rstd, row_scales)
     layouts = (*_layout(x), *_layout(residual))
-    # eps is a constant of the kernel: as an argument it would be rounded to float32, also for float64 tensors.
+    # eps is a constexpr: as an argument it would be rounded to float32, even for float64 tensors.
     constants = {
         "EPS": options.eps,
         "OFFSET": options.weight_offset,
@@ -532,16 +532,16 @@ def _launch_forward(
         "FLOAT8_HARDWARE": _converts_to_float8(x.device),
         "WIDE": _triton_dtype(wide),
     }
-    cut = forward_cut(columns, wide.itemsize)
+    tiling = forward_tiling(columns, wide.itemsize)
     with _on(x.device):
-        if cut.columns < columns:
-            _forward_wide[(min(rows, _programs(x.device, cut)),)](
+        if tiling.columns < columns:
+            _forward_wide[(min(rows, _programs(x.device, tiling)),)](
                 *tensors, rows, columns, *layouts, **constants,
-                COLUMNS=cut.columns, STAGES=_stages(cut, (x, residual)), num_warps=cut.warps,
+                COLUMNS=tiling.columns, STAGES=_stages(tiling, (x, residual)), num_warps=tiling.warps,
             )  # fmt: skip
         else:
-            _forward[(_tiles(rows, cut.rows),)](
-                *tensors, rows, columns, *layouts, **constants, **_tile(cut, rows, columns), num_warps=cut.warps,
+            _forward[(_tiles(rows, tiling.rows),)](
+                *tensors, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns), num_warps=tiling.warps,
                 EVICT=_eviction_policy(x),
             )  # fmt: skip
     return s
@@ -558,18 +558,18 @@ def backward(
     needs_dweight: bool,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Dx (M, N) and, where it is asked for, dweight (N,).
+    """Dx (M, N) and, if requested, dweight (N,).
 
     Args:
         dy: (outer, inner, N).
-        ds: like dy, added to dx, or None.
-        s: what was normalised, (outer, inner, N).
+        ds: Tensor like dy that is added to dx, or None.
+        s: The tensor that was normalised, (outer, inner, N).
         weight: (N,) or None.
         rstd: (M,).
-        weight_offset: added to the weight.
-        llama: where the forward pass rounded.
-        needs_dweight: whether dweight is wanted.
-        deterministic: nothing changes: every sum here has a fixed order.
+        weight_offset: Number added to the weight.
+        llama: Whether the forward pass rounded like ``LlamaRMSNorm``.
+        needs_dweight: Whether to compute dweight.
+        deterministic: Ignored, because every sum here has a fixed order.
     """
     rows, columns = rstd.numel(), s.shape[-1]
     dx = torch.empty((rows, columns), dtype=s.dtype, device=s.device)
@@ -583,23 +583,23 @@ def backward(
         "NEEDS_DWEIGHT": needs_dweight,
         "WIDE": _triton_dtype(rstd.dtype),
     }
-    cut = backward_cut(columns, rstd.element_size())
-    launch = _launch_backward_wide if cut.columns < columns else _launch_backward
+    tiling = backward_tiling(columns, rstd.element_size())
+    launch = _launch_backward_wide if tiling.columns < columns else _launch_backward
     with _on(s.device):
-        partials = launch(cut, (dy, ds, s), weight, rstd, dx, constants)
+        partials = launch(tiling, (dy, ds, s), weight, rstd, dx, constants)
         if weight is None or not needs_dweight:
             return dx, None
         dweight = torch.empty_like(weight)
-        cut = sum_cut(columns)
-        _add_partials[(_tiles(columns, cut.columns),)](
+        tiling = sum_tiling(columns)
+        _add_partials[(_tiles(columns, tiling.columns),)](
             partials, dweight, partials.shape[0], columns,
-            WIDE=constants["WIDE"], ROWS=cut.rows, COLUMNS=cut.columns, num_warps=cut.warps,
+            WIDE=constants["WIDE"], ROWS=tiling.rows, COLUMNS=tiling.columns, num_warps=tiling.warps,
         )  # fmt: skip
     return dx, dweight
 
 
 def _launch_backward(
-    cut: Cut,
+    tiling: Tiling,
     read: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
@@ -608,26 +608,26 @@ def _launch_backward(
 ) -> torch.Tensor:
     """Fill dx from ``read``, which is dy, ds and s; return the partial rows of dweight."""
     rows, columns = dx.shape
-    count = min(_tiles(rows, cut.rows), _programs(dx.device, cut))
+    count = min(_tiles(rows, tiling.rows), _programs(dx.device, tiling))
     partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
     layouts = (number for tensor in read for number in _layout(tensor))
     _backward[(count,)](
-        *read, weight, rstd, dx, partials, rows, columns, *layouts, **constants, **_tile(cut, rows, columns),
-        STAGES=_stages(cut, (*read, weight if cut.reload else None), rstd), RELOAD=cut.reload,
-        FOLD=_rows_share_threads(cut, dx), num_warps=cut.warps,
+        *read, weight, rstd, dx, partials, rows, columns, *layouts, **constants, **_tile(tiling, rows, columns),
+        STAGES=_stages(tiling, (*read, weight if tiling.reload else None), rstd), RELOAD=tiling.reload,
+        FOLD=_rows_share_threads(tiling, dx), num_warps=tiling.warps,
     )  # fmt: skip
     return partials
 
 
 def _launch_backward_wide(
-    cut: Cut,
+    tiling: Tiling,
     read: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
     weight: torch.Tensor | None,
     rstd: torch.Tensor,
     dx: torch.Tensor,
     constants: dict[str, Any],
 ) -> torch.Tensor:
-    """The same for rows that no program can hold."""
+    """The same as :func:`_launch_backward`, for rows that do not fit in a program."""
     rows, columns = dx.shape
     dy, _, s = read
     along = torch.empty_like(rstd)
@@ -635,13 +635,13 @@ def _launch_backward_wide(
     _row_scalars[(rows,)](
         dy, s, weight, rstd, along, columns, *_layout(dy), *_layout(s), **shared, COLUMNS=_TILE, num_warps=8
     )
-    blocks = _tiles(columns, cut.columns)
-    count = min(rows, _tiles(_programs(dx.device, cut), blocks))
+    blocks = _tiles(columns, tiling.columns)
+    count = min(rows, _tiles(_programs(dx.device, tiling), blocks))
     partials = _partials(count, columns, rstd, constants["NEEDS_DWEIGHT"])
     layouts = (number for tensor in read for number in _layout(tensor))
     _backward_wide[(blocks, count)](
         *read, weight, rstd, along, dx, partials, rows, columns, *layouts, **constants,
-        COLUMNS=cut.columns, STAGES=_stages(cut, read, rstd), num_warps=cut.warps,
+        COLUMNS=tiling.columns, STAGES=_stages(tiling, read, rstd), num_warps=tiling.warps,
     )  # fmt: skip
     return partials
 
@@ -650,30 +650,30 @@ def _partials(count: int, columns: int, rstd: torch.Tensor, wanted: bool) -> tor
     return torch.empty((count, columns) if wanted else (0, columns), dtype=rstd.dtype, device=rstd.device)
 
 
-def _tile(cut: Cut, rows: int, columns: int) -> dict[str, Any]:
-    """The constants of a kernel that takes whole rows."""
-    index = tl.int64 if rows > 2**31 - cut.rows else tl.int32
-    return {"ROWS": cut.rows, "COLUMNS": cut.columns, "EXACT": cut.columns == columns, "INDEX": index}
+def _tile(tiling: Tiling, rows: int, columns: int) -> dict[str, Any]:
+    """The tile's constants for a kernel that takes whole rows."""
+    index = tl.int64 if rows > 2**31 - tiling.rows else tl.int32
+    return {"ROWS": tiling.rows, "COLUMNS": tiling.columns, "EXACT": tiling.columns == columns, "INDEX": index}
 
 
-def _stages(cut: Cut, read: tuple[torch.Tensor | None, ...], rstd: torch.Tensor | None = None) -> int:
-    """Stages of a loop that reads rows of tensors and of rstd, which weighs as much as a row of one column."""
+def _stages(tiling: Tiling, read: tuple[torch.Tensor | None, ...], rstd: torch.Tensor | None = None) -> int:
+    """Stages of a loop that reads rows of tensors and one element of rstd per row."""
     tensors = [tensor for tensor in read if tensor is not None]
-    bytes_a_row = sum(cut.columns * tensor.element_size() for tensor in tensors) + (
+    bytes_a_row = sum(tiling.columns * tensor.element_size() for tensor in tensors) + (
         0 if rstd is None else rstd.element_size()
     )
-    return cut.stages_within(bytes_a_row, _shared_memory(tensors[0].device.index)) if tensors[0].is_cuda else 1
+    return tiling.stages_within(bytes_a_row, _shared_memory(tensors[0].device.index)) if tensors[0].is_cuda else 1
 
 
-def _rows_share_threads(cut: Cut, tensor: torch.Tensor) -> bool:
-    """Whether Triton gives the rows of a tile to the same threads: when one row keeps all of them busy."""
-    return cut.columns >= cut.warps * 32 * (16 // tensor.element_size())
+def _rows_share_threads(tiling: Tiling, tensor: torch.Tensor) -> bool:
+    """Whether Triton assigns the rows of a tile to the same threads: if one row occupies all threads."""
+    return tiling.columns >= tiling.warps * 32 * (16 // tensor.element_size())
 
 
 def _layout(rows: torch.Tensor | None) -> tuple[int, int, int]:
-    """inner, outer stride and inner stride of (outer, inner, N).
+    """The inner size, outer stride and inner stride of (outer, inner, N).
 
-    One stride is told as the outer one beside an inner of 1, for which Triton compiles a kernel without a division.
+    Rows at one stride are described by an inner size of 1, for which Triton compiles a kernel without a division.
     """
     if rows is None:
         return 1, 0, 0
@@ -687,15 +687,15 @@ def _triton_dtype(dtype: torch.dtype) -> object:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def _programs(device: torch.device, cut: Cut) -> int:
-    """Persistent programs of a kernel on a device."""
+def _programs(device: torch.device, tiling: Tiling) -> int:
+    """The number of persistent programs of a kernel on a device."""
     if device.type == "cpu":
-        return 3  # the interpreter runs them one after the other; more than one, so that partial rows are added
-    return int(_properties(device.index).multi_processor_count * cut.programs)
+        return 3  # the interpreter runs them one after another; several, so that partial rows are added
+    return int(_properties(device.index).multi_processor_count * tiling.programs)
 
 
 def _converts_to_float8(device: torch.device) -> bool:
-    """Whether the processor has the instruction (sm_89 and later)."""
+    """Whether the GPU has an instruction for this conversion (sm_89 and later)."""
     if device.type != "cuda" or interpreted():
         return False
     properties = _properties(device.index)
@@ -708,10 +708,10 @@ def _properties(index: int) -> Any:
 
 
 def _eviction_policy(x: torch.Tensor) -> str:
-    """How the L2 cache treats what a kernel reads of x, and of a residual, once.
+    """The L2 eviction policy for reads of x and of a residual, which happen once.
 
-    Where x does not fit the cache, a pass that reads x and writes y is 4 % faster on an H200 if the lines of x leave it
-    after those of y (NOTES.md).
+    If x does not fit in the cache, a pass that reads x and writes y is 4 % faster on an H200 when the lines of y are
+    evicted before those of x (NOTES.md).
     """
     if x.device.type != "cuda":
         return ""
@@ -719,10 +719,10 @@ def _eviction_policy(x: torch.Tensor) -> str:
 
 
 def _shared_memory(index: int) -> int:
-    """Bytes that a program can have, of a multiprocessor's shared memory."""
+    """The largest amount of shared memory that a program can use, in bytes."""
     return int(_properties(index).shared_memory_per_block_optin)
 
 
 def _on(device: torch.device) -> torch.cuda.device:
-    """Triton launches on the current device; an index of -1 leaves it as it is."""
+    """Make ``device`` the current device, on which Triton launches; an index of -1 changes nothing."""
     return torch.cuda.device(device.index if device.type == "cuda" else -1)

@@ -1,0 +1,142 @@
+"""The kernel launches and memory traffic of each operator, predicted before they are measured.
+
+Every operand is counted once. Caches may save traffic and writes may fetch lines first; neither is modelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchkit.profiling import quiet_profiler
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Launches and memory traffic of one call.
+
+    Attributes:
+        launches: Number of kernels launched.
+        read: Bytes read.
+        written: Bytes written.
+    """
+
+    launches: int = 0
+    read: int = 0
+    written: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Read and written together."""
+        return self.read + self.written
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.launches + other.launches, self.read + other.read, self.written + other.written)
+
+
+def size_of(x: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return x.numel() * x.element_size()
+
+
+def kernel(*, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> Traffic:
+    """One kernel that reads some tensors and writes others; no kernel at all if there is nothing to write."""
+    written = sum(size_of(x) for x in writes)
+    return Traffic(1, sum(size_of(x) for x in reads), written) if written else Traffic()
+
+
+def elementwise(like: Tensor, *, inputs: int) -> Traffic:
+    """One kernel that reads ``inputs`` operands like ``like`` and writes one."""
+    return kernel(reads=(like,) * inputs, writes=(like,))
+
+
+def vector_add_traffic(a: Tensor, b: Tensor) -> Traffic:
+    """One kernel of 3·N·itemsize bytes, after a copy of 2·N·itemsize for each operand that is not contiguous."""
+    copies = sum((elementwise(x, inputs=1) for x in (a, b) if not x.is_contiguous()), Traffic())
+    return copies + elementwise(a, inputs=2)
+
+
+def axpb_traffic(x: Tensor, b: Tensor) -> Traffic:
+    """The same as :func:`vector_add_traffic`: the multiplication needs no traffic."""
+    return vector_add_traffic(x, b)
+
+
+def axpb_unfused_traffic(x: Tensor) -> Traffic:
+    """``alpha * x`` then ``+ b``, contiguous: two kernels, 5·N·itemsize bytes."""
+    return elementwise(x, inputs=1) + elementwise(x, inputs=2)
+
+
+def scale_traffic(x: Tensor) -> Traffic:
+    """One kernel of 2·N·itemsize bytes; there is nothing to fuse."""
+    return elementwise(x, inputs=1)
+
+
+def bias_gelu_traffic(x: Tensor, bias: Tensor) -> Traffic:
+    """One kernel that reads x and the bias and writes y."""
+    return kernel(reads=(x, bias), writes=(x,))
+
+
+def bias_gelu_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
+    """Two kernels: the sum ``x + bias`` is written, and GELU reads it again; twice the bytes."""
+    return kernel(reads=(x, bias), writes=(x,)) + elementwise(x, inputs=1)
+
+
+def bias_gelu_backward_traffic(x: Tensor, bias: Tensor) -> Traffic:
+    """Reads the gradient, x and the bias, writes dx and dbias; the partial sums of dbias are not counted.
+
+    On a GPU these are two kernels, the second for dbias. On a CPU the profiler sees one operator.
+    """
+    if not x.is_cuda:
+        return kernel(reads=(x, x, bias), writes=(x, bias))
+    return kernel(reads=(x, x, bias), writes=(x,)) + kernel(reads=(), writes=(bias,))
+
+
+def bias_gelu_backward_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
+    """Autograd's kernels for ``gelu(x + bias)``: the derivative at the saved sum, and the reduction to dbias."""
+    return elementwise(x, inputs=2) + kernel(reads=(x,), writes=(bias,))
+
+
+def scale_shift_relu_traffic(y: Tensor) -> Traffic:
+    """Reads and writes the result of the convolution once, in place; the numbers per channel are not counted."""
+    return elementwise(y, inputs=1)
+
+
+def batch_norm_relu_traffic(y: Tensor) -> Traffic:
+    """Batch-norm and ReLU as two operators, which each read and write everything."""
+    return elementwise(y, inputs=1) + elementwise(y, inputs=1)
+
+
+# On a CPU the profiler sees operators, not kernels. Of those in this package's examples, these pass over the data.
+_CPU_KERNELS = {
+    "aten::add", "aten::mul", "aten::clone", "aten::gelu", "aten::gelu_backward", "aten::sum", "aten::relu",
+    "aten::native_batch_norm",
+}  # fmt: skip
+_OURS = ("custom_ops::", "custom_ops_kernels::")
+
+
+def count_launches(function: Callable[[], object], *, device: str) -> int:
+    """Count the kernels that one call launches, with ``torch.profiler``.
+
+    Args:
+        function: Function to profile; it is called once before, so that no one-time set-up is counted.
+        device: ``"cuda"`` counts kernels on the GPU, ``"cpu"`` counts operators that pass over the data.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    # Without acc_events, some versions warn that they clear events.
+    with quiet_profiler(), profile(activities=activities, acc_events=True) as profiler:
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    events = profiler.events() or []
+    if device == "cuda":
+        names = [event.name for event in events if event.device_type.name == "CUDA"]
+        return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
+    return sum(event.name in _CPU_KERNELS or event.name.startswith(_OURS) for event in events)

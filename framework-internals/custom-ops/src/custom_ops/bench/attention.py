@@ -1,0 +1,342 @@
+"""Attention beside ``scaled_dot_product_attention``: speed, error against float64, memory, kernel beside kernel."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import custom_ops
+from benchkit import Comparison, Quantity, Record, compare
+from benchkit.device import Device
+from benchkit.results import Label
+from benchkit.statistics import worst
+from benchkit.timing import capturable_stream
+from custom_ops.bench.cases import OURS
+from custom_ops.bench.speed import name_of, peaks
+
+MATH = "math"
+FUSED = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# Arguments of the operator's overload ``algorithm``; csrc/flash_attention/flash_attention.h says what each supports.
+ALGORITHMS = {"naive": 1, "mma.sync": 2, "wgmma": 3}
+
+# By definition the backward pass needs five matrix products and the forward pass two. Kernels that recompute scores do
+# more, which is not counted.
+_BACKWARD_OVER_FORWARD = 2.5
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a self-attention problem.
+
+    Attributes:
+        batch: Number of sequences.
+        heads: Number of heads, the same for queries and keys.
+        length: Number of tokens per sequence.
+        head_size: Elements of a head.
+        causal: Whether query i attends only to keys j ≤ i.
+    """
+
+    batch: int
+    heads: int
+    length: int
+    head_size: int
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """Operations of the forward pass: two products of 2·S²·D per head, half of that with a causal mask."""
+        every = 4.0 * self.batch * self.heads * self.length**2 * self.head_size
+        return every / 2 if self.causal else every
+
+    def operands(self, dtype: torch.dtype, device: Device, *, number: int = 3) -> list[Tensor]:
+        """Make seeded normal tensors of shape (batch, heads, length, head size)."""
+        generator = torch.Generator(device).manual_seed(self.length + self.head_size)
+        size = (self.batch, self.heads, self.length, self.head_size)
+        return [torch.randn(size, device=device, generator=generator).to(dtype) for _ in range(number)]
+
+
+def speeds(
+    device: Device,
+    lengths: Sequence[int],
+    head_sizes: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    tokens: int,
+    width: int,
+    seconds: float,
+) -> Iterator[Record]:
+    """Time attention and each fused back end of torch: records ``attention``.
+
+    All calls use the same operands. At the sizes of a report these are far larger than a GPU's L2 cache.
+
+    Args:
+        device: Device of the tensors.
+        lengths: Tokens per sequence.
+        head_sizes: Elements of a head.
+        dtypes: Dtypes of the tensors.
+        tokens: Tokens of a batch; a longer sequence is a batch of one.
+        width: heads × head size.
+        seconds: Sampling time for each shape and direction.
+
+    Yields:
+        Labels ``dtype``, ``head_size``, ``length``, ``causal``, ``direction`` (``forward`` or ``backward``), ``form``
+        (:data:`custom_ops.bench.cases.OURS` or a key of :data:`FUSED`), ``best`` (of torch's, the fastest) and
+        ``clock``; values ``time``, ``rate`` in operations that the definition asks for, ``error`` (‖x − exact‖ /
+        ‖exact‖ of the first head; backward the largest of dq, dk and dv), and for ours ``speedup`` over the best.
+    """
+    for dtype in dtypes:
+        for head_size in head_sizes:
+            for length in lengths:
+                for causal in (False, True):
+                    shape = Shape(max(tokens // length, 1), max(width // head_size, 1), length, head_size, causal)
+                    yield from _both_directions(shape, dtype, device, seconds=seconds)
+
+
+def _both_directions(shape: Shape, dtype: torch.dtype, device: Device, *, seconds: float) -> Iterator[Record]:
+    *operands, grad = shape.operands(dtype, device, number=4)
+    forms: dict[str, Attend] = {OURS: partial(ours, causal=shape.causal), **fused(operands, shape.causal)}
+    exact = exact_head(*(x[0, 0] for x in (*operands, grad)), causal=shape.causal)
+    outs = {form: attend(*operands)[0, 0] for form, attend in forms.items()}
+    errors = {form: relative_error(out, exact[0]) for form, out in outs.items()}
+    comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
+    yield from _records(comparison, errors, shape, dtype, "forward")
+
+    leaves = [x.requires_grad_() for x in operands]
+    with capturable_stream(device):
+        backward = {form: _backward(attend(*leaves), leaves, grad) for form, attend in forms.items()}
+        gradients = {form: [x[0, 0] for x in call()] for form, call in backward.items()}
+        comparison = compare(backward, device=device, seconds=seconds)
+    errors = {form: largest_error(found, exact[1:]) for form, found in gradients.items()}
+    yield from _records(comparison, errors, shape, dtype, "backward")
+
+
+def _backward(out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+
+def _records(
+    comparison: Comparison, errors: Mapping[str, float], shape: Shape, dtype: torch.dtype, direction: str
+) -> Iterator[Record]:
+    rivals = [form for form in errors if form != OURS]
+    best = min(rivals, key=lambda form: comparison[form].median)
+    flops = shape.flops * (_BACKWARD_OVER_FORWARD if direction == "backward" else 1)
+    for form, error in errors.items():
+        time = comparison[form].quantity()
+        values = {"time": time, "rate": time.per(flops, "FLOP/s"), "error": Quantity(error, "")}
+        if form == OURS:
+            values["speedup"] = comparison.speedup(OURS, over=best)
+        labels: dict[str, Label] = {
+            **_labels(shape, dtype), "direction": direction, "form": form, "best": form == best,
+            "clock": comparison[form].method,
+        }  # fmt: skip
+        yield Record("attention", labels, values)
+
+
+def _labels(shape: Shape, dtype: torch.dtype) -> dict[str, Label]:
+    return {
+        "dtype": name_of(dtype),
+        "head_size": shape.head_size,
+        "length": shape.length,
+        "causal": shape.causal,
+        "batch": shape.batch,
+        "heads": shape.heads,
+    }
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Tensor:
+    """This package's attention without the log-sum-exp."""
+    return custom_ops.flash_attention(q, k, v, causal)[0]
+
+
+def with_back_end(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, back_end: SDPBackend | list[SDPBackend]) -> Tensor:
+    """``scaled_dot_product_attention`` on one of its back ends, or on the first of several that supports the inputs."""
+    with sdpa_kernel(back_end):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def fused(operands: Sequence[Tensor], causal: bool) -> Mapping[str, Attend]:
+    """Torch's fused back ends that support these operands, forward and backward, by name; math if none does."""
+    named = {form: partial(with_back_end, causal=causal, back_end=back_end) for form, back_end in FUSED.items()}
+    supported = {form: attend for form, attend in named.items() if _supports(attend, operands)}
+    return supported or {MATH: partial(with_back_end, causal=causal, back_end=SDPBackend.MATH)}
+
+
+def _supports(attend: Attend, operands: Sequence[Tensor]) -> bool:
+    leaves = [x.detach().requires_grad_() for x in operands]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns why a back end is not usable, and then raises
+        try:
+            out = attend(*leaves)
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+        except RuntimeError:
+            return False
+    return True
+
+
+def exact_head(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, causal: bool, rows: int = 1024) -> list[Tensor]:
+    """Compute one head's attention and its gradients in float64, in blocks of queries so that long sequences fit.
+
+    Args:
+        q: (S, D).
+        k: (T, D).
+        v: (T, D).
+        grad: Gradient of the output, (S, D).
+        causal: Whether query i attends only to keys j ≤ i.
+        rows: Queries per block.
+
+    Returns:
+        out, dq, dk and dv.
+    """
+    keys, values = (x.detach().double().requires_grad_() for x in (k, v))
+    columns = torch.arange(len(k), device=k.device)
+    outs, query_gradients = [], []
+    key_gradients = [torch.zeros_like(keys), torch.zeros_like(values)]
+    for start in range(0, len(q), rows):
+        queries = q[start : start + rows].detach().double().requires_grad_()
+        scores = q.shape[-1] ** -0.5 * (queries @ keys.mT)
+        if causal:
+            scores = scores.masked_fill(columns > start + columns[: len(queries), None], float("-inf"))
+        out = scores.softmax(-1) @ values
+        dq, *others = torch.autograd.grad(out, (queries, keys, values), grad[start : start + rows].double())
+        outs.append(out.detach())
+        query_gradients.append(dq)
+        for total, part in zip(key_gradients, others, strict=True):
+            total += part
+    return [torch.cat(outs), torch.cat(query_gradients), *key_gradients]
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
+    """‖result − exact‖ / ‖exact‖, in float64."""
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+def largest_error(results: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest of the relative errors; NaN if one of them is NaN."""
+    return worst(map(relative_error, results, exact))
+
+
+def accuracy(
+    device: Device, lengths: Sequence[int], dtypes: Sequence[torch.dtype], *, head_size: int
+) -> Iterator[Record]:
+    """Compare attention and its gradients with float64 over the length: records ``attention accuracy``.
+
+    The problem is one sequence with two heads, of which the first is compared. Torch's result comes from its flash
+    back end, or from the next one that supports the dtype.
+
+    Args:
+        device: Device of the tensors.
+        lengths: Tokens per sequence.
+        dtypes: Dtypes of the tensors.
+        head_size: Elements of a head.
+
+    Yields:
+        Labels ``dtype``, ``head_size``, ``length``, ``causal`` and ``form`` (:data:`~.cases.OURS` or ``torch``);
+        values ``out``, ``dq``, ``dk`` and ``dv``, each ‖x − exact‖ / ‖exact‖.
+    """
+    peers = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    for dtype in dtypes:
+        for length in lengths:
+            for causal in (False, True):
+                shape = Shape(1, 2, length, head_size, causal)
+                *operands, grad = shape.operands(dtype, device, number=4)
+                exact = exact_head(*(x[0, 0] for x in (*operands, grad)), causal=causal)
+                leaves = [x.requires_grad_() for x in operands]
+                torchs = partial(with_back_end, causal=causal, back_end=peers)
+                for form, attend in ((OURS, partial(ours, causal=causal)), ("torch", torchs)):
+                    out = attend(*leaves)
+                    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+                    errors = (relative_error(x[0, 0], right) for x, right in zip(found, exact, strict=True))
+                    values = {name: Quantity(e, "") for name, e in zip(("out", "dq", "dk", "dv"), errors, strict=True)}
+                    yield Record("attention accuracy", {**_labels(shape, dtype), "form": form}, values)
+
+
+def kernels(
+    device: Device, length: int, head_sizes: Sequence[int], dtypes: Sequence[torch.dtype], *, width: int, seconds: float
+) -> Iterator[Record]:
+    """Time the forward kernels, and torch's attention with the scores in memory: records ``attention kernel``.
+
+    Args:
+        device: Device of the tensors.
+        length: Tokens in each of the two sequences.
+        head_sizes: Elements of a head.
+        dtypes: Dtypes of the tensors.
+        width: heads × head size.
+        seconds: Sampling time for each dtype and head size.
+
+    Yields:
+        Labels ``dtype``, ``head_size``, ``length`` and ``kernel``: ``chosen``, :data:`MATH`, and on a GPU those of
+        :data:`ALGORITHMS` that it supports; values ``time``, ``rate``, and ``speedup`` over :data:`MATH`.
+    """
+    for dtype in dtypes:
+        for head_size in head_sizes:
+            shape = Shape(2, max(width // head_size, 1), length, head_size, causal=False)
+            operands = shape.operands(dtype, device)
+            forms: dict[str, Attend] = {
+                "chosen": partial(ours, causal=False),
+                MATH: partial(with_back_end, causal=False, back_end=SDPBackend.MATH),
+                **(_algorithms(operands) if device == "cuda" else {}),
+            }
+            comparison = compare(forms, device=device, inputs=[tuple(operands)], seconds=seconds)
+            for form in forms:
+                time = comparison[form].quantity()
+                speedup = comparison.speedup(form, over=MATH)
+                values = {"time": time, "rate": time.per(shape.flops, "FLOP/s"), "speedup": speedup}
+                yield Record("attention kernel", {**_labels(shape, dtype), "kernel": form}, values)
+
+
+def _algorithms(operands: Sequence[Tensor]) -> Mapping[str, Attend]:
+    named = {name: partial(_by_algorithm, number=number) for name, number in ALGORITHMS.items()}
+    supported = {}
+    for name, attend in named.items():
+        try:
+            attend(*operands)
+        except RuntimeError:  # the kernel does not support this GPU
+            continue
+        supported[name] = attend
+    return supported
+
+
+def _by_algorithm(q: Tensor, k: Tensor, v: Tensor, *, number: int) -> Tensor:
+    out: Tensor = torch.ops.custom_ops_kernels.flash_attention.algorithm(q, k, v, False, None, number)[0]
+    return out
+
+
+def memory(
+    device: Device, lengths: Sequence[int], dtypes: Sequence[torch.dtype], *, head_size: int, width: int
+) -> Iterator[Record]:
+    """Measure the GPU memory of attention, forward and backward: records ``attention memory``.
+
+    Args:
+        device: A GPU; the CPU allocator keeps no statistics.
+        lengths: Tokens of the one sequence.
+        dtypes: Dtypes of the tensors.
+        head_size: Elements of a head.
+        width: heads × head size.
+
+    Yields:
+        Labels ``dtype``, ``length`` and ``form``: :data:`~.cases.OURS`, the first of :data:`FUSED` that
+        is supported, and :data:`MATH`; the values of :func:`custom_ops.bench.speed.peaks`.
+    """
+    for dtype in dtypes:
+        for length in lengths:
+            shape = Shape(1, max(width // head_size, 1), length, head_size, causal=False)
+            leaves = [x.requires_grad_() for x in shape.operands(dtype, device)]
+            torchs = next(iter(fused(leaves, causal=False).items()))
+            math: tuple[str, Any] = (MATH, partial(with_back_end, causal=False, back_end=SDPBackend.MATH))
+            for form, attend in ((OURS, partial(ours, causal=False)), torchs, math):
+                values = peaks(partial(attend, *leaves), leaves)
+                yield Record("attention memory", {**_labels(shape, dtype), "form": form}, values)

@@ -1,0 +1,107 @@
+"""The memory-bound operators to time: their operands, torch's equivalents, and the bytes that they must move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import custom_ops
+from custom_ops.bench import accounting
+from custom_ops.bench.accounting import Traffic
+from custom_ops.operators import calls
+
+OURS = "custom_ops"
+COMPILED = "torch.compile"
+
+# A number of three binary digits: its product with any float64 is exact in the reference's 64-bit mantissa.
+ALPHA = 1.25
+
+
+@dataclass(frozen=True)
+class BenchmarkCase:
+    """One operator and the functions to compare it with.
+
+    Attributes:
+        op: Name of the operator in tables.
+        operands: Makes the operands of every form from (elements, columns, dtype, device).
+        forms: Functions by name: :data:`OURS` is this package's, ``"torch"`` uses torch's operators without a compiler.
+        traffic: Traffic of this package's form.
+        unfused: Traffic of torch's operators, called one after another.
+        limit: The measured memory limit with which the operator is compared.
+        compiled: Function for ``torch.compile`` to fuse; None if there is nothing to fuse.
+    """
+
+    op: str
+    operands: Callable[[int, int, torch.dtype, str], tuple[Tensor, ...]]
+    forms: Mapping[str, Callable[..., Any]]
+    traffic: Callable[..., Traffic]
+    unfused: Callable[..., Traffic]
+    limit: str
+    compiled: Callable[..., Any] | None = None
+
+
+def _vectors(number: int) -> Callable[[int, int, torch.dtype, str], tuple[Tensor, ...]]:
+    def make(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(count, device=device).to(dtype) for _ in range(number))
+
+    return make
+
+
+def _rows(number: int) -> Callable[[int, int, torch.dtype, str], tuple[Tensor, ...]]:
+    def make(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+        columns = min(columns, count)
+        rows = tuple(torch.randn(count // columns, columns, device=device).to(dtype) for _ in range(number))
+        return *rows, torch.randn(columns, device=device).to(dtype)
+
+    return make
+
+
+def _unfused_gelu(x: Tensor, bias: Tensor) -> Tensor:
+    return F.gelu(x + bias, approximate="tanh")
+
+
+def _unfused_gelu_backward(grad: Tensor, saved: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    dx = torch.ops.aten.gelu_backward(grad, saved, approximate="tanh")
+    return dx, dx.sum(0)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    dx = torch.ops.aten.gelu_backward(grad, x + bias, approximate="tanh")
+    return dx, dx.sum(0)
+
+
+def benchmark_cases() -> Mapping[str, BenchmarkCase]:
+    """All memory-bound operators that are a single kernel, by name."""
+    found = (
+        BenchmarkCase(
+            "vector_add", _vectors(2), {OURS: custom_ops.vector_add, "torch": torch.add},
+            accounting.vector_add_traffic, lambda a, b: accounting.elementwise(a, inputs=2), "2 reads 1 write",
+        ),
+        BenchmarkCase(
+            "axpb", _vectors(2),
+            {OURS: lambda x, b: custom_ops.axpb(x, b, ALPHA), "torch": lambda x, b: ALPHA * x + b},
+            accounting.axpb_traffic, lambda x, b: accounting.axpb_unfused_traffic(x), "2 reads 1 write",
+            lambda x, b: ALPHA * x + b,
+        ),
+        BenchmarkCase(
+            "scale", _vectors(1), {OURS: custom_ops.scale, "torch": lambda x: 1.23 * x},
+            accounting.scale_traffic, accounting.scale_traffic, "1 read 1 write",
+        ),
+        BenchmarkCase(
+            "bias_gelu", _rows(1), {OURS: custom_ops.bias_gelu, "torch": _unfused_gelu},
+            accounting.bias_gelu_traffic, accounting.bias_gelu_unfused_traffic, "1 read 1 write", _unfused_gelu,
+        ),
+        BenchmarkCase(
+            "bias_gelu_backward", _rows(2),
+            {OURS: lambda *operands: calls.bias_gelu_backward(*operands), "torch": _unfused_gelu_backward},
+            lambda grad, x, bias: accounting.bias_gelu_backward_traffic(x, bias),
+            lambda grad, x, bias: accounting.bias_gelu_backward_unfused_traffic(x, bias), "2 reads 1 write",
+            _gelu_backward,
+        ),
+    )  # fmt: skip
+    return {case.op: case for case in found}

@@ -1,0 +1,285 @@
+"""The measurements of calls, layouts, correctness and the fused convolution, each as a stream of records."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchkit import Quantity, Record, compare
+from benchkit.device import Device
+from benchkit.timing import rotating_inputs
+from custom_ops.bench.accounting import count_launches, vector_add_traffic
+from custom_ops.bench.cases import ALPHA
+from custom_ops.bench.speed import launches, name_of
+from custom_ops.builds.torch_internals import Unsupported
+from custom_ops.operators import calls
+from custom_ops.operators.bias_gelu import bias_gelu
+from custom_ops.operators.conv_bn_relu import fuse
+from custom_ops.operators.elementwise import axpb, vector_add
+from custom_ops.roads.wrappers import AddFunction, wrappers
+
+
+def call_times(device: Device, counts: Sequence[int], *, seconds: float) -> Iterator[Record]:
+    """Time one call from Python through every wrapper: records ``call``, labels ``form``, ``count``, ``grad``.
+
+    On a GPU, this measures host time and does not wait for the kernel: the overhead of the call itself.
+
+    Args:
+        device: Device of the tensors.
+        counts: Numbers of elements, small enough that the call costs more than the sum.
+        seconds: Sampling time for each count.
+
+    Yields:
+        The values ``time`` and ``ratio``, the time divided by that of ``torch.add``. The first count is also measured
+        with an operand that requires a gradient.
+    """
+    functions = wrappers()
+    for count, grad in [(counts[0], True), *((count, False) for count in counts)]:
+        a = torch.randn(count, device=device, requires_grad=grad)
+        b = torch.randn(count, device=device)
+        comparison = compare(
+            functions, device=device, inputs=[(a, b)], clock="wall-clock", block=lambda result: result, seconds=seconds
+        )
+        for name in functions:
+            yield Record(
+                "call",
+                {"form": name, "count": count, "grad": grad},
+                {"time": comparison[name].quantity(), "ratio": comparison.speedup("torch.add", over=name)},
+            )
+
+
+def capabilities(device: Device) -> Iterator[Record]:
+    """Test what each wrapper supports: records ``wrapper``, labels ``form``, ``differentiable``, ``compilable``.
+
+    Args:
+        device: Device of the tensors.
+    """
+    a, b = torch.ones(4, device=device), torch.ones(4, device=device)
+    for name, function in wrappers().items():
+        yield Record(
+            "wrapper",
+            {
+                "form": name,
+                "differentiable": gradients_flow(function, a, b),
+                "compilable": compiles_whole(function, a, b),
+            },
+        )
+
+
+def gradients_flow(function: AddFunction, a: Tensor, b: Tensor) -> bool:
+    """Whether a backward pass through ``function`` reaches its first operand.
+
+    A result that requires a gradient is not enough: an operator without an autograd kernel returns such a result, but
+    its backward pass warns and omits the gradient.
+    """
+    operand = a.detach().clone().requires_grad_()
+    result = function(operand, b)
+    if not result.requires_grad:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result.sum().backward()
+    return operand.grad is not None
+
+
+def compiles_whole(function: AddFunction, a: Tensor, b: Tensor) -> bool:
+    """Whether ``torch.compile(fullgraph=True)`` can trace ``function`` (with the back end ``eager``)."""
+    torch.compiler.reset()  # torch traces every operator through one wrapper and recompiles it eight times at most
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tracer warns before it raises
+        try:
+            torch.compile(function, fullgraph=True, backend="eager")(a, b)
+        except Unsupported:
+            return False
+    return True
+
+
+def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) -> Iterator[Record]:
+    """Time operands that are unaligned or not contiguous: records ``layout``, labels ``layout``, ``form``.
+
+    Args:
+        device: Device of the tensors.
+        side: Rows and columns of the square operands.
+        dtype: Dtype of the tensors.
+        seconds: Sampling time for each layout.
+
+    Yields:
+        The value ``time`` for ``torch.add`` and for ``custom_ops.vector_add``; for the latter also ``speedup`` over
+        the former, ``launches``, ``predicted_launches`` and ``bytes``.
+    """
+
+    def operands(layout: str) -> tuple[Tensor, Tensor]:
+        first, second = _random(2, side * side + 1, dtype, device)
+        if layout == "from the second element on":  # contiguous, but not aligned to a vector
+            return first[1:].view(side, side), second[1:].view(side, side)
+        square = first[:-1].view(side, side)
+        return square.t() if layout == "first operand transposed" else square, second[:-1].view(side, side)
+
+    functions: dict[str, AddFunction] = {"torch.add": torch.add, "custom_ops.vector_add": vector_add}
+    for layout in ("contiguous", "from the second element on", "first operand transposed"):
+        inputs = rotating_inputs(partial(operands, layout), device=device)
+        a, b = inputs[0]
+        comparison = compare(functions, device=device, inputs=inputs, seconds=seconds)
+        labels = {"layout": layout, "dtype": name_of(dtype), "count": side * side}
+        yield Record("layout", {**labels, "form": "torch.add"}, {"time": comparison["torch.add"].quantity()})
+        yield Record(
+            "layout",
+            {**labels, "form": "custom_ops.vector_add"},
+            {
+                "time": comparison["custom_ops.vector_add"].quantity(),
+                "speedup": comparison.speedup("custom_ops.vector_add", over="torch.add"),
+                **launches(vector_add_traffic(a, b), partial(vector_add, a, b), device),
+            },
+        )
+
+
+def correctness(device: Device, count: int, dtypes: Sequence[torch.dtype]) -> Iterator[Record]:
+    """Compare ``vector_add`` and ``axpb`` with torch and with extended precision: records ``correctness``.
+
+    Args:
+        device: Device of the tensors.
+        count: Number of elements.
+        dtypes: Dtypes of the tensors.
+
+    Yields:
+        Labels ``op`` and ``dtype``. Values ``elements``; ``differing``, how many elements differ from torch's result;
+        and the largest errors ``error`` and ``torch_error``, in units in the last place of the exact result.
+    """
+    for dtype in dtypes:
+        a, b = hard_operands(count, dtype, device)
+        for op, ours, theirs, alpha in (
+            ("vector_add", vector_add(a, b), a + b, 1.0),
+            ("axpb", axpb(a, b, ALPHA), ALPHA * a + b, ALPHA),
+        ):
+            yield Record(
+                "correctness",
+                {"op": op, "dtype": name_of(dtype)},
+                {
+                    "elements": Quantity(count, ""),
+                    "differing": Quantity(differing(ours, theirs), ""),
+                    "error": Quantity(largest_error(ours, a, b, alpha), "ulp"),
+                    "torch_error": Quantity(largest_error(theirs, a, b, alpha), "ulp"),
+                },
+            )
+
+
+def accuracy(device: Device, dtypes: Sequence[torch.dtype], *, rows: int, columns: int) -> Iterator[Record]:
+    """Compare bias_gelu and its gradients, and torch's, with float64: records ``accuracy``.
+
+    Args:
+        device: Device of the tensors.
+        dtypes: Dtypes of the tensors.
+        rows: Rows of x.
+        columns: Columns of x.
+
+    Yields:
+        Labels ``result`` and ``dtype``; values ``error`` and ``torch_error``, ‖result − exact‖ / ‖exact‖.
+    """
+    for dtype in dtypes:
+        generator = torch.Generator().manual_seed(0)
+        x, grad = (torch.randn(rows, columns, generator=generator).to(device, dtype) for _ in range(2))
+        bias = torch.randn(columns, generator=generator).to(device, dtype)
+        exact = _gelu_results(*(tensor.double() for tensor in (x, bias, grad)))
+        theirs = _gelu_results(x, bias, grad)
+        ours = (bias_gelu(x, bias), *calls.bias_gelu_backward(grad, x, bias))
+        for name, right, own, other in zip(("y", "dx", "dbias"), exact, ours, theirs, strict=True):
+            errors = [float((result.double() - right).norm() / right.norm()) for result in (own, other)]
+            yield Record(
+                "accuracy",
+                {"result": name, "dtype": name_of(dtype)},
+                {"error": Quantity(errors[0], ""), "torch_error": Quantity(errors[1], "")},
+            )
+
+
+def _gelu_results(x: Tensor, bias: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    x, bias = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    y = torch.nn.functional.gelu(x + bias, approximate="tanh")
+    return y.detach(), *torch.autograd.grad(y, (x, bias), grad)
+
+
+def convolutions(device: Device, *, batch: int, side: int, seconds: float) -> Iterator[Record]:
+    """Time convolution, batch-norm and ReLU in inference, as modules and fused: records ``convolution``, label
+    ``form``.
+
+    Args:
+        device: Device of the tensors.
+        batch: Number of images.
+        side: Width and height of the images; the convolution is 3 × 3 with 64 channels in and out.
+        seconds: Sampling time.
+
+    Yields:
+        The values ``time``, ``speedup`` over the modules, ``launches``, and ``bytes``, the traffic after the
+        convolution.
+    """
+    modules = torch.nn.Sequential(
+        torch.nn.Conv2d(64, 64, 3, padding=1, bias=False), torch.nn.BatchNorm2d(64), torch.nn.ReLU()
+    ).to(device).eval()  # fmt: skip
+    fused, _ = fuse(modules)
+    x = torch.randn(batch, 64, side, side, device=device)
+    with torch.no_grad():
+        forms = {"modules": modules, "fused": fused, "convolution alone": modules[0]}
+        comparison = compare(forms, device=device, inputs=[(x,)], seconds=seconds)
+        size = x.numel() * x.element_size()
+        for form, passes in (("modules", 4), ("fused", 2), ("convolution alone", 0)):
+            values = {
+                "time": comparison[form].quantity(),
+                "speedup": comparison.speedup(form, over="modules"),
+                "bytes": Quantity(passes * size, "B"),
+                "launches": Quantity(count_launches(partial(forms[form], x), device=device), ""),
+            }
+            yield Record("convolution", {"form": form, "batch": batch, "side": side}, values)
+
+
+def hard_operands(count: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, Tensor]:
+    """Two seeded vectors over many binades, with infinities, NaNs, zeros of both signs and subnormals."""
+    generator = torch.Generator().manual_seed(0)
+    smallest, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    special = torch.tensor(
+        [0.0, -0.0, float("inf"), -float("inf"), float("nan"), smallest, -smallest / 2, largest, -largest],
+        dtype=torch.float64,
+    )
+
+    def values() -> Tensor:
+        mantissa = torch.randn(count, dtype=torch.float64, generator=generator)
+        exponent = torch.randint(-12, 13, (count,), generator=generator)
+        return torch.ldexp(mantissa, exponent)
+
+    a, b = values(), values()
+    pairs = torch.cartesian_prod(special, special)[:count]
+    a[: len(pairs)], b[: len(pairs)] = pairs.unbind(1)
+    return a.to(dtype).to(device), b.to(dtype).to(device)
+
+
+def differing(result: Tensor, other: Tensor) -> int:
+    """Count the elements that differ in any bit, including the sign of zero; two NaNs count as equal."""
+    integer = {8: torch.int64, 4: torch.int32, 2: torch.int16}[result.element_size()]
+    differ = result.contiguous().view(integer) != other.contiguous().view(integer)
+    return int((differ & ~(result.isnan() & other.isnan())).sum())
+
+
+def largest_error(result: Tensor, x: Tensor, b: Tensor, alpha: float) -> float:
+    """The largest |result − (α·x + b)|, in units in the last place, over elements where both are finite.
+
+    Args:
+        result: Result of the operator.
+        x: First operand.
+        b: Second operand.
+        alpha: Number of at most three binary digits, so that the reference in numpy's longdouble is exact to 64 bits.
+    """
+    information = torch.finfo(result.dtype)
+    wide = [np.asarray(tensor.detach().cpu().double().numpy(), dtype=np.longdouble) for tensor in (result, x, b)]
+    with np.errstate(invalid="ignore"):
+        exact = np.longdouble(alpha) * wide[1] + wide[2]
+    finite = np.isfinite(wide[0]) & np.isfinite(exact)
+    exact, got = exact[finite], wide[0][finite]
+    binade = np.frexp(np.maximum(np.abs(exact), information.smallest_normal))[1] - 1
+    return float(np.max(np.abs(got - exact) / np.ldexp(np.longdouble(information.eps), binade)))
+
+
+def _random(operands: int, count: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(count, device=device).to(dtype) for _ in range(operands))

@@ -1,0 +1,256 @@
+"""The speed of the memory-bound operators, compared with torch's operators and the machine's memory limit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchkit import Quantity, Record, compare
+from benchkit.device import Device
+from benchkit.results import Label
+from benchkit.timing import rotating_inputs
+from custom_ops.bench.accounting import Traffic, count_launches, size_of
+from custom_ops.bench.cases import COMPILED, OURS, BenchmarkCase, benchmark_cases
+
+ACCESSES = {"chosen": 0, "one element": 1, "one vector": 2, "two vectors": 3, "four vectors": 4}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """``torch.float32`` → ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def operators(
+    device: Device,
+    ops: Sequence[str],
+    counts: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    *,
+    columns: int,
+    compiled: bool,
+    seconds: float,
+) -> Iterator[Record]:
+    """Time operators at several sizes: records ``speed``, labels ``op``, ``form``, ``dtype``, ``count``, ``clock``.
+
+    Args:
+        device: Device of the tensors.
+        ops: Names in :func:`custom_ops.bench.cases.benchmark_cases`.
+        counts: Numbers of elements.
+        dtypes: Dtypes of the tensors.
+        columns: Columns of the operators that work on rows.
+        compiled: Whether to time ``torch.compile`` of torch's operators too, where it can fuse them.
+        seconds: Sampling time for each operator, count and dtype.
+
+    Yields:
+        The values ``time``, ``rate`` and ``speedup`` over torch's operators. For every form, ``rate`` is the bytes that
+        a fused kernel must move, divided by the time.
+    """
+    for op in ops:
+        case = benchmark_cases()[op]
+        for dtype in dtypes:
+            for count in counts:
+                forms = dict(case.forms)
+                if compiled and case.compiled is not None:
+                    forms[COMPILED] = _compiled(case.compiled)
+                yield from _one(case, forms, device, count, dtype, columns=columns, seconds=seconds)
+
+
+def _one(
+    case: BenchmarkCase,
+    forms: dict[str, Callable[..., Any]],
+    device: Device,
+    count: int,
+    dtype: torch.dtype,
+    *,
+    columns: int,
+    seconds: float,
+) -> Iterator[Record]:
+    timed = _timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="torch")
+    for form, clock, values in timed:
+        labels: dict[str, Label] = {"op": case.op, "form": form, "dtype": name_of(dtype), "count": count}
+        data = {"compiled": "for each size"} if form == COMPILED else None
+        yield Record("speed", {**labels, "limit": case.limit, "clock": clock}, values, data)
+
+
+def _timed(
+    case: BenchmarkCase,
+    forms: Mapping[str, Callable[..., Any]],
+    device: Device,
+    count: int,
+    dtype: torch.dtype,
+    *,
+    columns: int,
+    seconds: float,
+    over: str,
+) -> Iterator[tuple[str, str, dict[str, Quantity]]]:
+    """Time every form; yields its name, its clock, and ``time``, ``rate`` and ``speedup`` over the form ``over``."""
+    inputs = rotating_inputs(partial(case.operands, count, columns, dtype, device), device=device)
+    comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
+    moved = case.traffic(*inputs[0]).bytes
+    for form in forms:
+        time = comparison[form].quantity()
+        speedup = comparison.speedup(form, over=over)
+        yield form, comparison[form].method, {"time": time, "rate": time.per(moved, "B/s"), "speedup": speedup}
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function from scratch for the one size with which it is called.
+
+    Without the reset, a second size would compile it for dynamic sizes, with block sizes chosen for the first size.
+    That took twice the time of torch's own kernels at 128 Mi elements.
+    """
+
+    def call(*operands: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler warns about this machine (TF32, few multiprocessors)
+            return made(*operands)
+
+    torch.compiler.reset()
+    made = torch.compile(function, fullgraph=True, dynamic=False)
+    return call
+
+
+def fusions(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:
+    """Compare launches and bytes of each operator, unfused and fused: records ``fusion``, label ``op``.
+
+    Args:
+        device: Device of the tensors.
+        count: Number of elements, more than the caches hold.
+        dtype: Dtype of the tensors.
+        columns: Columns of the operators that work on rows.
+
+    Yields:
+        The values ``bytes``, ``predicted_launches`` and the profiler's ``launches``, each also with the prefix
+        ``unfused_`` for torch's operators; and ``predicted_speedup``, the ratio of the bytes.
+    """
+    for case in benchmark_cases().values():
+        operands = case.operands(count, columns, dtype, device)
+        ours, theirs = case.traffic(*operands), case.unfused(*operands)
+        yield Record(
+            "fusion",
+            {"op": case.op, "dtype": name_of(dtype), "count": count},
+            {
+                "predicted_speedup": Quantity(theirs.bytes / ours.bytes, "×"),
+                **launches(ours, partial(case.forms[OURS], *operands), device),
+                **launches(theirs, partial(case.forms["torch"], *operands), device, "unfused_"),
+            },
+        )
+
+
+def launches(traffic: Traffic, call: Callable[[], object], device: Device, prefix: str = "") -> dict[str, Quantity]:
+    """The predicted and counted launches and the bytes, as values of a record."""
+    return {
+        f"{prefix}launches": Quantity(count_launches(call, device=device), ""),
+        f"{prefix}predicted_launches": Quantity(traffic.launches, ""),
+        f"{prefix}bytes": Quantity(traffic.bytes, "B"),
+    }
+
+
+def accesses(
+    device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
+) -> Iterator[Record]:
+    """Time bias_gelu's forward kernel for each width of memory access: records ``access``, labels ``access``,
+    ``dtype``.
+
+    Args:
+        device: Device of the tensors.
+        count: Number of elements.
+        dtypes: Dtypes of the tensors.
+        columns: Elements of a row.
+        seconds: Sampling time for each dtype.
+
+    Yields:
+        The values ``time``, ``rate`` and ``speedup`` over one element at a time.
+    """
+    operator = torch.ops.custom_ops_kernels.bias_gelu.access
+    case = benchmark_cases()["bias_gelu"]
+    forms = {name: partial(_with_access, operator, number) for name, number in ACCESSES.items()}
+    for dtype in dtypes:
+        timed = _timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
+        for name, _, values in timed:
+            yield Record("access", {"access": name, "dtype": name_of(dtype), "count": count}, values)
+
+
+def _with_access(operator: Any, access: int, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return operator(x, bias, access)
+
+
+def plans(
+    device: Device, count: int, dtypes: Sequence[torch.dtype], *, columns: int, seconds: float
+) -> Iterator[Record]:
+    """Time bias_gelu's backward kernel for each block shape: records ``plan``, labels ``across``, ``blocks``.
+
+    Args:
+        device: A GPU.
+        count: Number of elements.
+        dtypes: Dtypes of the tensors.
+        columns: Elements of a row.
+        seconds: Sampling time for each dtype.
+
+    Yields:
+        The values ``time`` and ``rate``.
+    """
+    operator = torch.ops.custom_ops_kernels.bias_gelu_backward.plan
+    case = benchmark_cases()["bias_gelu_backward"]
+    choices = [(across, blocks) for across in (64, 128, 256) for blocks in (2, 4, 5, 8, 16)]
+    forms = {f"{across} {blocks}": partial(_with_plan, operator, across, blocks) for across, blocks in choices}
+    for dtype in dtypes:
+        inputs = rotating_inputs(partial(case.operands, count, columns, dtype, device), device=device)
+        comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
+        moved = case.traffic(*inputs[0]).bytes
+        for (across, blocks), name in zip(choices, forms, strict=True):
+            time = comparison[name].quantity()
+            labels: dict[str, Label] = {
+                "across": across, "blocks": blocks, "dtype": name_of(dtype), "count": count
+            }  # fmt: skip
+            yield Record("plan", labels, {"time": time, "rate": time.per(moved, "B/s")})
+
+
+def _with_plan(operator: Any, across: int, blocks: int, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return operator(*operands, across, blocks, 16)
+
+
+def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:
+    """Measure the GPU memory of gelu(x + bias), forward and backward: records ``peak memory``, label ``form``.
+
+    Args:
+        device: A GPU; the CPU allocator keeps no statistics.
+        count: Number of elements.
+        dtype: Dtype of the tensors.
+        columns: Elements of a row.
+
+    Yields:
+        The values of :func:`peaks`.
+    """
+    case = benchmark_cases()["bias_gelu"]
+    leaves = [tensor.requires_grad_() for tensor in case.operands(count, columns, dtype, device)]
+    for form in (OURS, "torch"):
+        values = peaks(partial(case.forms[form], *leaves), leaves)
+        yield Record("peak memory", {"form": form, "dtype": name_of(dtype), "count": count}, values)
+
+
+def peaks(forward: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]) -> dict[str, Quantity]:
+    """Measure the GPU memory of a forward and a backward pass, in bytes.
+
+    Args:
+        forward: Computes a result with the shape and dtype of the first tensor in ``leaves``.
+        leaves: Tensors that require a gradient; their gradients are counted and then dropped.
+
+    Returns:
+        ``saved``, the bytes kept for the backward pass, and ``peak``, both without the leaves themselves; and
+        ``operand``, the bytes of the first tensor in ``leaves``.
+    """
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = forward()
+    saved = torch.cuda.memory_allocated() - before
+    result.backward(torch.ones_like(result))
+    peak = torch.cuda.max_memory_allocated() - before
+    for leaf in leaves:
+        leaf.grad = None
+    return {"saved": Quantity(saved, "B"), "peak": Quantity(peak, "B"), "operand": Quantity(size_of(leaves[0]), "B")}

@@ -1,0 +1,69 @@
+"""The time of a training step of the repository's GPT with this package's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import custom_ops
+from benchkit import Quantity, Record, compare
+from benchkit.device import Device
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.data import batch, load_corpus
+from torch_baseline.model import GPT, bias_gelu, causal_attention
+from torch_baseline.optim import make_optimizer
+from torch_baseline.train import make_train_step
+
+BASELINE = "torch"
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return custom_ops.flash_attention(q, k, v, True)[0]
+
+
+# The activation and the attention of each variant.
+PARTS = {
+    BASELINE: (bias_gelu, causal_attention),
+    "bias_gelu": (custom_ops.bias_gelu, causal_attention),
+    "flash_attention": (bias_gelu, _attention),
+    "both": (custom_ops.bias_gelu, _attention),
+}
+
+
+def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[Record]:
+    """Time an eager training step with each operator in place: records ``training``, label ``part``.
+
+    All models start from the same weights and see the same batch. The loss of the first step is recorded; it reveals
+    an operator that computes something else.
+
+    Args:
+        device: Device of the model.
+        preset: Preset of the model, ``"tiny"`` or ``"gpt2-124m"``.
+        seconds: Sampling time.
+
+    Yields:
+        The values ``time``, ``speedup`` over the baseline, and ``loss``.
+    """
+    shape, config = GPTConfig.preset(preset), TrainConfig.preset(preset)
+    tokens = batch(load_corpus().train, config.seed, 0, config.batch_size, shape.block_size)
+    inputs = [tuple(torch.from_numpy(part).to(device) for part in tokens)]
+    steps: dict[str, Step] = {}
+    for name, (activation, attention) in PARTS.items():
+        model = GPT(shape, seed=config.seed, activation=activation, attention=attention).to(device)
+        steps[name] = make_train_step(model, make_optimizer(model, config), config)
+    losses = {name: step(*inputs[0]).item() for name, step in steps.items()}
+    timings = compare(steps, device=device, inputs=inputs, clock="wall-clock", seconds=seconds)
+    for name in steps:
+        yield Record(
+            "training",
+            {"part": name, "preset": preset},
+            {
+                "time": timings[name].quantity(),
+                "speedup": timings.speedup(name, over=BASELINE),
+                "loss": Quantity(losses[name], "nats"),
+            },
+        )

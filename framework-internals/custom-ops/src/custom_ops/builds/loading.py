@@ -1,0 +1,285 @@
+"""Select and load the build of the kernels behind ``torch.ops.custom_ops``.
+
+The library that the environment names comes first, then the one in the wheel, then one that is compiled here. There is
+no silent fallback: a library that is present but not for this machine is an error, not a reason to compile another.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import native_build
+from benchkit.progress import working
+from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
+from custom_ops.builds.torch_internals import OpOverload, any_requires_grad, has_tangent, in_cpp
+from custom_ops.operators import bias_gelu, calls, conv_bn_relu, elementwise, flash_attention
+from custom_ops.operators.registration import NAMESPACES, Rules, register
+
+VARIABLE = "CUSTOM_OPS_LIBRARY"
+AUTOGRAD_VARIABLE = "CUSTOM_OPS_AUTOGRAD"
+
+_NODES = "derivatives in C++"
+
+Road = Literal["named library", "wheel", "compiled here"]
+CudaRoad = Literal["library", "run-time compilation"]
+AutogradRoad = Literal["compiled nodes", "Python"]
+
+
+@dataclass(frozen=True)
+class BuildInfo:
+    """The build that provides the operators in this process.
+
+    Attributes:
+        road: Source of the library; None if there is no library, and kernels are compiled at run time only.
+        cuda: Source of the CUDA kernels; None if there are none.
+        file: Path of the library; None before the first call has compiled it.
+        missing: What this process does without, such as CUDA kernels, and for each the reason and the remedy.
+        autograd: Source of the elementwise operators' derivatives (:mod:`custom_ops.builds.autograd_nodes`).
+    """
+
+    road: Road | None
+    cuda: CudaRoad | None
+    file: Path | None
+    missing: Mapping[str, str]
+    autograd: AutogradRoad = "Python"
+
+    @property
+    def sha256(self) -> str | None:
+        """The hash of the library's file; two machines with the same hash run the same library."""
+        return hashlib.sha256(self.file.read_bytes()).hexdigest() if self.file else None
+
+
+def build_info() -> BuildInfo:
+    """Describe the build in use, and say why the other ones are not; builds nothing.
+
+    Raises:
+        native_build.LibraryError: If the named or installed library is not for this torch or this processor.
+    """
+    road, missing = _choose()
+    autograd = _choose_autograd(road, missing)
+    file: Path | None = None
+    library_cuda: str | None = "there is no library"
+    if road == "compiled here":
+        file, library_cuda = operator_library.cached(architectures_here()), native_build.missing_cuda()
+    elif road is not None:
+        file = _library_of(road)
+        library_cuda = _without_cuda(file)
+    if library_cuda is None:
+        return BuildInfo(road, "library", file, missing, autograd)
+    missing["the library's CUDA kernels"] = library_cuda
+    reason = runtime_compiled.missing()
+    if reason is None:
+        return BuildInfo(road, "run-time compilation", file, missing, autograd)
+    missing["run-time compilation"] = reason
+    return BuildInfo(road, None, file, missing, autograd)
+
+
+def load() -> BuildInfo:
+    """Load the build, compile it first if needed, and register the operators.
+
+    The first call of a function calls this. The import calls it if nothing has to be compiled.
+
+    Raises:
+        native_build.BuildError: If no build can serve here, or compiling fails.
+        native_build.LibraryError: If the named or installed library is not for this machine.
+    """
+    with _lock:
+        return _load()
+
+
+_lock = threading.RLock()
+calls.loader = load
+
+
+@functools.cache
+def _load() -> BuildInfo:
+    info = build_info()
+    if info.road is None and info.cuda is None:
+        by_reason: dict[str, list[str]] = {}
+        for what, reason in info.missing.items():
+            by_reason.setdefault(reason, []).append(what)
+        reasons = "; ".join(f"{', '.join(whats)}: {reason}" for reason, whats in by_reason.items())
+        raise native_build.BuildError(f"no build of custom_ops: {reasons}")
+    if info.road is None:
+        runtime_compiled.define()
+    else:
+        if info.file is None:
+            with working(f"compiling the operators, once for torch {torch.__version__}"):
+                info = replace(info, file=operator_library.build_once(architectures_here()))
+        assert info.file is not None
+        native_build.load_library(info.file)
+    if info.cuda == "run-time compilation":
+        runtime_compiled.register()
+    callable_of: Callable[[OpOverload], Callable[..., Any]] = in_cpp
+    in_nodes: frozenset[str] = frozenset()
+    if info.autograd == "compiled nodes":
+        info, nodes = _load_nodes(info)
+        if nodes is not None:
+            callable_of, in_nodes = autograd_nodes.operator_call(nodes), autograd_nodes.OPERATORS
+    for rules in operators():
+        register(rules, derivative=rules.name not in in_nodes)
+    calls.fill(dict(_callables(callable_of, in_nodes)))
+    return info
+
+
+def _load_nodes(info: BuildInfo) -> tuple[BuildInfo, Path | None]:
+    """Load the autograd nodes, compiling them first if needed; the second result is their library.
+
+    If that fails, the derivatives are registered from Python and ``missing`` gives the reason, unless the environment
+    requires the nodes.
+    """
+    try:
+        with working(f"compiling derivatives, once for torch {torch.__version__}"):
+            nodes = autograd_nodes.build()
+            native_build.load_library(nodes)
+    except (native_build.BuildError, native_build.LibraryError) as error:
+        if os.environ.get(AUTOGRAD_VARIABLE) == "nodes":
+            raise
+        return replace(info, autograd="Python", missing={**info.missing, _NODES: str(error)}), None
+    return info, nodes
+
+
+def _callables(
+    callable_of: Callable[[OpOverload], Callable[..., Any]], in_nodes: frozenset[str]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The contents of :mod:`custom_ops.operators.calls`, by name.
+
+    Args:
+        callable_of: Makes a Python callable from an operator.
+        in_nodes: Operators with an autograd kernel in C++, which costs almost nothing if no gradient is needed.
+    """
+    public, bare = (getattr(torch.ops, namespace) for namespace in NAMESPACES)
+    for rules in operators():
+        if hasattr(public, rules.name):
+            whole = callable_of(getattr(public, rules.name).default)
+            if rules.autograd is not None and rules.name not in in_nodes:
+                whole = _with_gradient_if_needed(rules.name, whole, callable_of(getattr(bare, rules.name).default))
+            yield rules.name, whole
+
+
+def _with_gradient_if_needed(name: str, whole: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``whole`` if a gradient is needed or a graph is recorded, and the bare ``kernel`` otherwise.
+
+    Two errors replace torch's behaviour. A derivative registered from Python has no forward mode and would silently
+    drop the tangent. ``torch.func`` does not support it, and says so in terms of an internal class.
+    """
+
+    def call(*arguments: Any) -> Any:
+        if has_tangent(*arguments):
+            raise NotImplementedError(f"custom_ops::{name} has no forward-mode derivative; use reverse mode")
+        if not ((torch.is_grad_enabled() and any_requires_grad(*arguments)) or torch.compiler.is_compiling()):
+            return kernel(*arguments)
+        try:
+            return whole(*arguments)
+        except RuntimeError as error:
+            if "must override the setup_context" not in str(error):
+                raise
+            raise NotImplementedError(
+                f"custom_ops::{name}: torch.func does not support derivatives that Python registered; "
+                "use torch.autograd.grad"
+            ) from error
+
+    return call
+
+
+def load_if_built() -> None:
+    """Load the build and register ``torch.ops.custom_ops``, unless something would have to be compiled first."""
+    try:
+        info = build_info()
+    except native_build.LibraryError:
+        return  # the first call raises it: an import is the wrong place to fail
+    if info.file is not None and (info.autograd == "Python" or autograd_nodes.cached() is not None):
+        load()
+
+
+def operators() -> Iterator[Rules]:
+    """What is registered for each operator."""
+    for module in (elementwise, bias_gelu, conv_bn_relu, flash_attention):
+        yield from module.RULES
+
+
+def _choose() -> tuple[Road | None, dict[str, str]]:
+    """The road, and for each earlier one the reason why it is not used."""
+    if os.environ.get(VARIABLE):
+        named = _library_of("named library")
+        if not named.is_file():
+            raise native_build.LibraryError(
+                f"{VARIABLE} names {named}, which does not exist; set it to the library's path, or unset it"
+            )
+        _check_fits(named)
+        return "named library", {}
+    missing = {"a named library": f"{VARIABLE} is not set"}
+    if _library_of("wheel").is_file():
+        _check_fits(_library_of("wheel"))
+        return "wheel", missing
+    missing["the wheel"] = (
+        f"there is no {operator_library.FILE_NAME} beside the package (custom-ops build, then pip install)"
+    )
+    if (reason := _cannot_compile()) is None:
+        return "compiled here", missing
+    missing["compiling here"] = reason
+    return None, missing
+
+
+def _choose_autograd(road: Road | None, missing: dict[str, str]) -> AutogradRoad:
+    """What the environment requires; else nodes, if they are compiled already or the operators are compiled here."""
+    asked = os.environ.get(AUTOGRAD_VARIABLE)
+    if asked not in (None, "", "nodes", "python"):
+        raise native_build.LibraryError(f"{AUTOGRAD_VARIABLE}: expected nodes or python, got {asked!r}")
+    if asked == "python":
+        missing[_NODES] = f"{AUTOGRAD_VARIABLE} is python"
+        return "Python"
+    if asked == "nodes" or autograd_nodes.cached() is not None:
+        return "compiled nodes"
+    if (reason := _cannot_compile()) is None:
+        if road == "compiled here":
+            return "compiled nodes"
+        reason = f"not compiled yet for torch {torch.__version__} (custom-ops build autograd)"
+    missing[_NODES] = reason
+    return "Python"
+
+
+def _cannot_compile() -> str | None:
+    if not operator_library.CSRC.is_dir():
+        return f"the sources are not in {operator_library.CSRC} (install the package editable from its checkout)"
+    return native_build.missing_cxx()
+
+
+def _library_of(road: Road) -> Path:
+    return (
+        Path(os.environ[VARIABLE])
+        if road == "named library"
+        else Path(__file__).parents[1] / operator_library.FILE_NAME
+    )
+
+
+def _check_fits(library: Path) -> None:
+    reason = native_build.read_record(library).refusal(torch.__version__)
+    if reason is not None:
+        raise native_build.LibraryError(
+            f"cannot load {library}: {reason}; build it again here, or install what it was built for"
+        )
+
+
+def _without_cuda(library: Path) -> str | None:
+    if (reason := native_build.missing_gpu()) is not None:
+        return reason
+    return native_build.read_record(library).cuda_refusal(torch.cuda.get_device_capability())
+
+
+@functools.cache
+def architectures_here() -> tuple[str, ...]:
+    """Target architectures of the CUDA kernels on this machine: that of its GPU, or none."""
+    if native_build.missing_cuda() is not None:
+        return ()
+    major, minor = torch.cuda.get_device_capability()
+    return (f"sm_{major}{minor}{'a' if major == 9 else ''}",)

@@ -1,0 +1,121 @@
+"""The library of all operators: its sources, how it is compiled, and where it is cached."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from native_build import (
+    ARCHITECTURES,
+    TORCH_VERSIONS,
+    Unit,
+    build_library,
+    build_library_once,
+    cached_library,
+    find_nvcc,
+    instruction_levels,
+)
+
+CSRC = Path(__file__).resolve().parents[3] / "csrc"
+FILE_NAME = "_C.abi3.so"
+
+EXAMPLES = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
+
+
+def units(*, cuda: bool) -> list[Unit]:
+    """The compilation units of the library, the slowest first.
+
+    Args:
+        cuda: Whether to include the CUDA kernels.
+    """
+    headers = ("-isystem", sysconfig.get_paths()["include"])
+    flags = ("-DCUSTOM_OPS_CUDA",) if cuda else ()
+    folders = [CSRC / example for example in EXAMPLES]
+    device = [path for folder in reversed(folders) for path in sorted(folder.glob("*.cu"))]
+    found = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
+    found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
+    found.append(Unit(CSRC / "flash_attention" / "cpu.cpp"))
+    found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
+    for name in ("bias_gelu", "conv_bn_relu", "scale"):
+        for level, instructions in instruction_levels().items():
+            # No code here reads the floating-point status flags; GCC vectorises comparisons only if told so.
+            options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
+            found.append(Unit(CSRC / name / "cpu.cpp", options))
+    found.append(Unit(CSRC / "scale" / "module.cpp", headers))
+    if (jax_headers := _jax_headers()) is not None:
+        found.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
+    return found
+
+
+def _jax_headers() -> Path | None:
+    """The folder that ``jax.ffi.include_dir()`` returns, found without importing jax, which takes seconds."""
+    spec = importlib.util.find_spec("jaxlib")
+    folders = spec.submodule_search_locations if spec else None
+    headers = Path(folders[0]) / "include" if folders else None
+    return headers if headers and (headers / "xla" / "ffi" / "api" / "ffi.h").is_file() else None
+
+
+def _arguments(architectures: tuple[str, ...]) -> Mapping[str, Any]:
+    return {
+        "torch_versions": TORCH_VERSIONS,
+        "architectures": architectures,
+        "cuda_cflags": ("-compress-mode=size",),
+        "exports": ("PyInit__C", "add_one", "custom_ops_jax_*"),
+    }
+
+
+def build(output: Path, *, architectures: tuple[str, ...] | None = None) -> Path:
+    """Compile the library for a wheel or for another machine.
+
+    Args:
+        output: Path of the library.
+        architectures: Target architectures of the CUDA kernels. An empty tuple builds none and needs no nvcc. The
+            default is :data:`native_build.ARCHITECTURES` if there is nvcc, else none.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        BuildError: If a tool is missing or a source does not compile.
+    """
+    if architectures is None:
+        architectures = ARCHITECTURES if find_nvcc() else ()
+    build_library("custom_ops", units(cuda=bool(architectures)), output, **_arguments(architectures))
+    return output
+
+
+def build_once(architectures: tuple[str, ...]) -> Path:
+    """Return the library for this machine from the user's cache; compile it first if it is missing."""
+    return build_library_once(
+        "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
+    )
+
+
+def keep(library: Path, architectures: tuple[str, ...]) -> None:
+    """Copy a library that :func:`build` made for this machine into the user's cache, unless the cache has one."""
+    path = _cache_path(architectures)
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(shutil.copy2(library, path.with_suffix(f".{os.getpid()}.partial")))
+        partial.replace(path)
+
+
+def cached(architectures: tuple[str, ...]) -> Path | None:
+    """Return the library for this machine if the user's cache has it, else None."""
+    path = _cache_path(architectures)
+    return path if path.is_file() else None
+
+
+def _cache_path(architectures: tuple[str, ...]) -> Path:
+    return cached_library(
+        "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
+    )
+
+
+def _folders() -> list[Path]:
+    return [CSRC / name for name in ("common", *EXAMPLES)]

@@ -1,0 +1,32 @@
+"""The operators as callables, as attributes of this module: ``calls.vector_add(a, b)``.
+
+The module is empty until a build is loaded; the first access to an operator loads one. Operators are attributes of a
+module because Python looks these up fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+# Loads a build, which fills this module. custom_ops.builds.loading sets it: that module imports the operators, and they
+# import this one.
+loader: Callable[[], object] | None = None
+
+
+def fill(operators: Mapping[str, Callable[..., Any]]) -> None:
+    """Set the operators as attributes of this module."""
+    globals().update(operators)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    assert loader is not None  # the package's __init__ imports the builds
+    loader()
+    try:
+        return globals()[name]
+    except KeyError:
+        raise NotImplementedError(
+            f"{name}: the build in use has no kernels for it (custom_ops.build_info() says why)"
+        ) from None

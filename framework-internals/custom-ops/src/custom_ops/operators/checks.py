@@ -1,0 +1,272 @@
+"""Checks of the operators' arguments: the same conditions and messages as the C++ checks in ``csrc/stable``.
+
+The fake kernels call these checks. The public functions call them after the C++ code has raised: every error crosses
+the stable ABI as a RuntimeError, and the check turns it into a ValueError or TypeError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which ``dtype`` is computed: float32 for the 16-bit dtypes."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def explain(error: Exception, check: Callable[..., None], *arguments: Any) -> NoReturn:
+    """Raise the error that ``check`` finds in the arguments, or else ``error`` itself."""
+    for name, value in zip(check.__code__.co_varnames, arguments, strict=False):
+        if (expected := _expected_kind(check.__annotations__.get(name, ""), value)) is not None:
+            op = check.__name__.removeprefix("check_")
+            raise TypeError(f"{op}: argument '{name}': expected {expected}, got {_kind(value)}") from None
+    try:
+        check(*arguments)
+    except (TypeError, ValueError) as known:
+        raise known from None
+    raise error
+
+
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "Tensor": ("a torch.Tensor", (Tensor,)),
+    "float": ("a real number", (int, float, torch.SymInt, torch.SymFloat, Tensor)),
+    "float | None": ("a real number or None", (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))),
+}
+
+
+def _expected_kind(annotation: str, value: Any) -> str | None:
+    """What the annotation requires, in words; None if ``value`` satisfies it."""
+    expected, kinds = _KINDS.get(annotation, ("", (object,)))
+    if not isinstance(value, kinds):
+        return expected
+    if annotation == "Tensor" and isinstance(value, Tensor) and (value.layout != torch.strided or value.is_nested):
+        return "a dense tensor (convert it with .to_dense() or .to_padded_tensor())"
+    return None
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return "a nested one" if value.is_nested else str(value.layout)
+
+
+def check_vector_add(a: Tensor, b: Tensor) -> None:
+    """Check the arguments of vector_add.
+
+    Raises:
+        ValueError: If the devices or shapes differ.
+        TypeError: If the dtypes differ or have no kernel.
+    """
+    check_operands("vector_add", "a", a, b)
+
+
+def check_axpb(x: Tensor, b: Tensor, alpha: float) -> None:
+    """Check the arguments of axpb, like :func:`check_vector_add`."""
+    check_operands("axpb", "x", x, b)
+
+
+def check_scale(x: Tensor, alpha: float) -> None:
+    """Check the arguments of scale.
+
+    Raises:
+        TypeError: If the dtype has no kernel.
+    """
+    _check_kernel_dtype("scale", "x", x)
+
+
+def check_bias_gelu(x: Tensor, bias: Tensor) -> None:
+    """Check the arguments of bias_gelu.
+
+    Raises:
+        ValueError: If the devices differ, or the bias does not have one element per column of ``x``.
+        TypeError: If the dtypes differ or have no kernel.
+    """
+    _check_bias("bias_gelu", x, bias)
+
+
+def check_bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> None:
+    """Check the arguments of bias_gelu_backward, like :func:`check_bias_gelu`."""
+    op = "bias_gelu_backward"
+    _check_bias(op, x, bias, dtype_last=True)
+    _check_device(op, "x", x, "grad", grad)
+    _check_dtype(op, "x", x, "grad", grad)
+    _check_shape(op, "x", x, "grad", grad)
+    _check_kernel_dtype(op, "x", x)
+
+
+def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) -> None:
+    """Check the arguments of conv_bn_relu, except what torch's convolution checks.
+
+    Raises:
+        ValueError: If the devices differ, a tensor is not four-dimensional, or scale or shift has another shape.
+        TypeError: If a dtype does not match that of ``x``, or has no kernel.
+    """
+    op = "conv_bn_relu"
+    for name, tensor, meaning in (
+        ("x", x, "batch, channels, height, width"),
+        ("weight", weight, "channels, channels of a group, height, width"),
+    ):
+        if tensor.dim() != 4:
+            raise ValueError(f"{op}: argument '{name}': expected four dimensions ({meaning}), got {list(tensor.shape)}")
+    _check_device(op, "x", x, "weight", weight)
+    _check_dtype(op, "x", x, "weight", weight)
+    _check_kernel_dtype(op, "x", x)
+    for name, tensor in (("scale", scale), ("shift", shift)):
+        _check_device(op, "x", x, name, tensor)
+        _check_wide_dtype(op, x, name, tensor)
+        if tensor.dim() != 1 or tensor.shape[0] != weight.shape[0]:
+            raise ValueError(
+                f"{op}: argument '{name}': expected shape {[weight.shape[0]]}, an element for each channel of "
+                f"'weight', got {list(tensor.shape)}"
+            )
+
+
+def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
+    """Check the arguments of flash_attention.
+
+    Raises:
+        ValueError: If the devices differ, the shapes do not match, or the scale is not finite.
+        TypeError: If the dtypes differ or have no kernel.
+    """
+    _check_attention("flash_attention", q, k, v, scale)
+
+
+def check_flash_attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float | None,
+) -> None:
+    """Check the arguments of flash_attention_backward, like :func:`check_flash_attention`."""
+    op = "flash_attention_backward"
+    _check_attention(op, q, k, v, scale)
+    for name, tensor in (("grad_out", grad_out), ("out", out)):
+        _check_device(op, "q", q, name, tensor)
+        _check_dtype(op, "q", q, name, tensor)
+        _check_shape(op, "q", q, name, tensor)
+    for name, of_rows in (("lse", lse), ("grad_lse", grad_lse)):
+        if of_rows is None:
+            continue
+        _check_device(op, "q", q, name, of_rows)
+        _check_wide_dtype(op, q, name, of_rows)
+        if of_rows.shape != q.shape[:3]:
+            raise ValueError(
+                f"{op}: argument '{name}': expected shape {_sizes(q.shape[:3])}, an element for each query of 'q', "
+                f"got {_sizes(of_rows.shape)}"
+            )
+
+
+def _check_attention(op: str, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{op}: argument '{name}': expected four dimensions (batch, heads, sequence, head size), "
+                f"got {list(tensor.shape)}"
+            )
+    for name, tensor in (("k", k), ("v", v)):
+        _check_device(op, "q", q, name, tensor)
+        _check_dtype(op, "q", q, name, tensor)
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"{op}: argument 'k': expected batch {q.shape[0]} and head size {q.shape[3]} like 'q', "
+            f"got shape {list(k.shape)}"
+        )
+    _check_shape(op, "k", k, "v", v)
+    if (q.shape[1] % k.shape[1] if k.shape[1] else q.shape[1]) != 0:
+        raise ValueError(
+            f"{op}: argument 'k': expected a number of heads that divides the {q.shape[1]} of 'q', got {k.shape[1]}"
+        )
+    if scale is None and q.shape[3] == 0:
+        raise ValueError(f"{op}: argument 'scale': expected a number where the head size is 0, got None, which is 1/√0")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{op}: argument 'scale': expected a finite number, got {scale}")
+    _check_kernel_dtype(op, "q", q)
+
+
+def check_operands(op: str, first: str, x: Tensor, b: Tensor) -> None:
+    """Check that two operands have the same device, dtype and shape, and that the dtype has a kernel.
+
+    Args:
+        op: Name of the operator, for the message.
+        first: Name of the first operand, for the message.
+        x: First operand.
+        b: Second operand, which the message names.
+
+    Raises:
+        ValueError: If the devices or shapes differ.
+        TypeError: If the dtypes differ or have no kernel.
+    """
+    _check_device(op, first, x, "b", b)
+    _check_dtype(op, first, x, "b", b)
+    _check_shape(op, first, x, "b", b)
+    _check_kernel_dtype(op, first, x)
+
+
+def _check_bias(op: str, x: Tensor, bias: Tensor, *, dtype_last: bool = False) -> None:
+    _check_device(op, "x", x, "bias", bias)
+    _check_dtype(op, "x", x, "bias", bias)
+    if x.dim() < 1:
+        raise ValueError(f"{op}: argument 'x': expected one dimension or more, got []")
+    if bias.dim() != 1 or bias.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: argument 'bias': expected shape {[x.shape[-1]]}, an element for each of x's last dimension, "
+            f"got {list(bias.shape)}"
+        )
+    if not dtype_last:
+        _check_kernel_dtype(op, "x", x)
+
+
+def _check_device(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.device != x.device:
+        raise ValueError(
+            f"{op}: argument '{name}': expected device {x.device} like '{first}', got {other.device} "
+            "(move it there with .to())"
+        )
+
+
+def _check_dtype(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.dtype != x.dtype:
+        raise TypeError(
+            f"{op}: argument '{name}': expected dtype {x.dtype} like '{first}', got {other.dtype} "
+            "(dtypes are not promoted; use .to())"
+        )
+
+
+def _check_wide_dtype(op: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.dtype != wide(x.dtype):
+        raise TypeError(
+            f"{op}: argument '{name}': expected dtype {wide(x.dtype)}, in which {x.dtype} is computed, "
+            f"got {other.dtype}"
+        )
+
+
+def _check_shape(op: str, first: str, x: Tensor, name: str, other: Tensor) -> None:
+    if other.shape != x.shape:
+        raise ValueError(
+            f"{op}: argument '{name}': expected shape {_sizes(x.shape)} like '{first}', got {_sizes(other.shape)} "
+            "(shapes are not broadcast; use .expand())"
+        )
+
+
+def _check_kernel_dtype(op: str, name: str, x: Tensor) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"{op}: argument '{name}': expected dtype torch.float32, torch.float64, torch.float16 or torch.bfloat16, "
+            f"got {x.dtype}"
+        )
+
+
+def _sizes(shape: Sequence[Any]) -> list[Any]:
+    return list(shape)

@@ -1,0 +1,103 @@
+"""What Python registers for the operators of the library: fake kernels, derivatives and autocast rules.
+
+The library defines every operator in two namespaces. ``custom_ops`` is public and has derivatives. For the elementwise
+operators and bias_gelu these are autograd nodes in C++, if they could be compiled
+(:mod:`custom_ops.builds.autograd_nodes`). The others use ``torch.library.register_autograd``, whose Python kernel costs
+every call 6 µs, even a call that needs no gradient. ``custom_ops_kernels`` has no derivatives; the functions of this
+package call it when no gradient is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMESPACES = ("custom_ops", "custom_ops_kernels")
+
+
+@dataclass(frozen=True)
+class Autograd:
+    """The derivative of an operator, as ``torch.library.register_autograd`` takes it."""
+
+    backward: Callable[..., Any]
+    setup_context: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is registered for one operator.
+
+    Attributes:
+        name: Name of the operator, without its namespace.
+        fake: Fake kernel: returns results of the right shape, dtype and strides, and raises the kernel's errors.
+        autograd: The derivative; None if the operator has none.
+        autocast: Maps (arguments, dtype) to the arguments under autocast; None leaves them as they are.
+        overloads: Names of overloads with additional arguments; they share ``fake``.
+    """
+
+    name: str
+    fake: Callable[..., Any]
+    autograd: Autograd | None = None
+    autocast: Callable[[Sequence[Any], torch.dtype], Sequence[Any]] | None = None
+    overloads: tuple[str, ...] = ()
+
+
+_libraries: list[torch.library.Library] = []  # a registration lasts as long as its object
+
+
+def register(rules: Rules, *, derivative: bool = True) -> None:
+    """Register the rules of an operator that a library has defined, in both namespaces.
+
+    Args:
+        rules: What to register for the operator.
+        derivative: Whether to register the derivative too; False if ``autograd_nodes`` has registered it.
+    """
+    for namespace in NAMESPACES:
+        library = torch.library.Library(namespace, "FRAGMENT")
+        _libraries.append(library)
+        for overload in ("", *(f".{name}" for name in rules.overloads)):
+            torch.library.register_fake(f"{namespace}::{rules.name}{overload}", rules.fake, lib=library)
+        if rules.autocast is not None:
+            _register_autocast(library, namespace, rules.name, rules.autocast)
+        if rules.autograd is not None and derivative and namespace == NAMESPACES[0]:
+            torch.library.register_autograd(
+                f"{namespace}::{rules.name}",
+                rules.autograd.backward,
+                setup_context=rules.autograd.setup_context,
+                lib=library,
+            )
+
+
+def _register_autocast(
+    library: torch.library.Library,
+    namespace: str,
+    name: str,
+    cast: Callable[[Sequence[Any], torch.dtype], Sequence[Any]],
+) -> None:
+    operator = getattr(getattr(torch.ops, namespace), name).default
+    for device_type in ("cpu", "cuda"):
+
+        def kernel(*arguments: Any, device_type: str = device_type, **named: Any) -> Any:
+            dtype = torch.get_autocast_dtype(device_type)
+            with torch.autocast(device_type, enabled=False):
+                return operator(*cast(arguments, dtype), **named)
+
+        library.impl(name, kernel, f"Autocast{device_type.upper()}")
+
+
+def to_lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a floating-point tensor to autocast's dtype; float64 and integers stay, as under torch's own rules."""
+    is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if is_cast else tensor
+
+
+def to_widest(*tensors: Tensor) -> list[Tensor]:
+    """Cast tensors to the widest of their dtypes: autocast's rule for operators with several operands."""
+    widest = tensors[0].dtype
+    for tensor in tensors[1:]:
+        widest = torch.promote_types(widest, tensor.dtype)
+    return [tensor.to(widest) for tensor in tensors]

@@ -1,0 +1,266 @@
+"""The attention kernels by themselves: built without a torch binding and called through ctypes.
+
+What tests and tuning need and the operator does not offer: every kernel by name, on a GPU or, compiled by g++ against
+``csrc/flash_attention/emulator.h``, on a CPU that emulates the tensor cores thread by thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+from filelock import FileLock
+
+from native_build import BuildError, build_root, find_nvcc
+
+SOURCES = Path(__file__).parents[1] / "csrc" / "flash_attention"
+KERNEL_FILES = ("dispatch.cu", "naive.cu", "forward_mma.cu", "forward_wgmma.cu", "backward_mma.cu", "backward_wgmma.cu")
+
+Machine = Literal["cpu", "emulator", "cuda"]
+
+
+class Algorithm(Enum):
+    """Which kernel: ``flash_attention.h`` says what each serves."""
+
+    AUTO = 0
+    NAIVE = 1
+    MMA = 2
+    WGMMA = 3
+
+
+_SCALAR_TYPES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("strides", ctypes.c_int64 * 3)]
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        ("dtype", ctypes.c_int),
+        *((name, ctypes.c_int64) for name in ("batch", "heads_q", "heads_kv", "seq_q", "seq_kv", "head_size")),
+        ("scale", ctypes.c_double),
+        ("causal", ctypes.c_bool),
+        ("algorithm", ctypes.c_int),
+    ]
+
+
+class _Forward(ctypes.Structure):
+    _fields_ = [
+        ("problem", _Problem),
+        *((name, _Tensor) for name in ("q", "k", "v", "out")),
+        ("lse", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+    ]
+
+
+class _Backward(ctypes.Structure):
+    _fields_ = [
+        ("problem", _Problem),
+        *((name, _Tensor) for name in ("q", "k", "v", "out", "grad_out")),
+        ("lse", ctypes.c_void_p),
+        ("grad_lse", ctypes.c_void_p),
+        *((name, _Tensor) for name in ("dq", "dk", "dv")),
+        ("workspace", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one machine.
+
+    Attributes:
+        library: The loaded shared library.
+        machine: Where the functions run: ``"cpu"`` (the CPU implementation), ``"emulator"`` or ``"cuda"``.
+    """
+
+    library: ctypes.CDLL
+    machine: Machine
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        algorithm: Algorithm = Algorithm.AUTO,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``softmax(scale * q k^T) v`` and the log-sum-exp of each row, in tensors that held NaN before.
+
+        Args:
+            q: (batch, heads_q, seq_q, head_size), unit stride in the last dimension.
+            k: (batch, heads_kv, seq_kv, head_size).
+            v: Same as ``k``.
+            causal: Whether query i attends only to keys j ≤ i.
+            scale: Factor of the scores; ``head_size ** -0.5`` by default.
+            algorithm: Which kernel to run. The CPU has one implementation and ignores this.
+            out: Tensor for the result; a new one by default.
+
+        Raises:
+            ValueError: If the kernels do not support the problem.
+        """
+        problem = _problem(q, k, causal, scale, algorithm)
+        out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=q.device) if out is None else out
+        lse = torch.full(q.shape[:3], torch.nan, dtype=_lse_dtype(q), device=q.device)
+        workspace = self._workspace("forward", problem, q)
+        args = _Forward(problem, _tensor(q), _tensor(k), _tensor(v), _tensor(out), lse.data_ptr(), workspace.data_ptr())
+        self._call("forward", args, q.device)
+        return out, lse
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        grad_out: torch.Tensor,
+        *,
+        grad_lse: torch.Tensor | None = None,
+        causal: bool = False,
+        scale: float | None = None,
+        algorithm: Algorithm = Algorithm.AUTO,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The gradients of ``forward`` for q, k and v, from its results and the gradients that arrive at them.
+
+        Args:
+            q: Same as in ``forward``.
+            k: Same as in ``forward``.
+            v: Same as in ``forward``.
+            out: Output that ``forward`` returned.
+            lse: Log-sum-exp that ``forward`` returned.
+            grad_out: Gradient of out, (batch, heads_q, seq_q, head_size).
+            grad_lse: Gradient of lse, (batch, heads_q, seq_q); zero by default.
+            causal: Same as in ``forward``.
+            scale: Same as in ``forward``.
+            algorithm: Which kernel to run.
+
+        Raises:
+            ValueError: If the kernels do not support the problem.
+        """
+        problem = _problem(q, k, causal, scale, algorithm)
+        gradients = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        workspace = self._workspace("backward", problem, q)
+        args = _Backward(
+            problem,
+            *(_tensor(x) for x in (q, k, v, out, grad_out)),
+            lse.data_ptr(),
+            None if grad_lse is None else grad_lse.data_ptr(),
+            *(_tensor(x) for x in gradients),
+            workspace.data_ptr(),
+        )
+        self._call("backward", args, q.device)
+        dq, dk, dv = gradients
+        return dq, dk, dv
+
+    def _workspace(self, direction: str, problem: _Problem, like: torch.Tensor) -> torch.Tensor:
+        if self.machine == "cpu":
+            return torch.empty(0, dtype=torch.uint8)
+        size = getattr(self.library, f"flash_attention_{direction}_workspace")
+        size.restype = ctypes.c_int64
+        workspace = torch.empty(size(ctypes.byref(problem)) + 256, dtype=torch.uint8, device=like.device)
+        # The emulator's workspace comes from the CPU's allocator, which aligns to 64 bytes.
+        return workspace[-workspace.data_ptr() % 256 :]
+
+    def _call(self, direction: str, args: ctypes.Structure, device: torch.device) -> None:
+        suffix = "_cpu" if self.machine == "cpu" else ""
+        function = getattr(self.library, f"flash_attention_{direction}{suffix}")
+        function.restype = ctypes.c_char_p
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
+        error = function(ctypes.byref(args), ctypes.c_void_p(stream))
+        if error is not None:
+            raise ValueError(error.decode())
+
+
+def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def _tensor(x: torch.Tensor) -> _Tensor:
+    if x.dim() != 4 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        raise ValueError(
+            f"expected (batch, heads, sequence, head_size) with unit stride, got {tuple(x.shape)}, {x.stride()}"
+        )
+    return _Tensor(x.data_ptr(), (ctypes.c_int64 * 3)(*x.stride()[:3]))
+
+
+def _problem(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, algorithm: Algorithm) -> _Problem:
+    batch, heads_q, seq_q, head_size = q.shape
+    return _Problem(
+        _SCALAR_TYPES[q.dtype], batch, heads_q, k.shape[1], seq_q, k.shape[2], head_size,
+        head_size**-0.5 if scale is None else scale, causal, algorithm.value,
+    )  # fmt: skip
+
+
+@cache
+def build_kernels(machine: Machine, architecture: str = "sm_90a") -> Kernels:
+    """Compile the kernels (cached in a folder by their content) and load them.
+
+    Args:
+        machine: ``"cpu"`` and ``"emulator"`` need g++ and, for the emulator, CUDA's headers; ``"cuda"`` nvcc and a GPU.
+        architecture: Target architecture of the ``"cuda"`` build.
+
+    Raises:
+        BuildError: If a compiler is missing or fails.
+    """
+    nvcc = find_nvcc()
+    if machine != "cpu" and nvcc is None:
+        raise BuildError(
+            "the attention kernels need nvcc or, for the emulator, CUDA's headers beside it; found neither"
+        )
+    commands: dict[str, list[str]] = {}
+    host = ["g++", "-std=c++17", "-O3", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    commands["c_interface.cpp"] = [
+        *host,
+        f"-DFLASH_ATTENTION_{machine.upper()}",
+        "-c",
+        str(SOURCES / "c_interface.cpp"),
+    ]
+    if machine == "cpu":
+        commands["cpu.cpp"] = [*host, "-c", str(SOURCES / "cpu.cpp")]
+    if machine == "emulator" and nvcc is not None:
+        # nvcc passes C++ on to g++ and knows where CUDA's headers are.
+        flags = ["-std=c++17", "-O2", "-Xcompiler", "-fPIC", "-DFLASH_EMULATED", "-x", "c++"]
+        commands |= {name: [str(nvcc), *flags, "-c", str(SOURCES / name)] for name in KERNEL_FILES}
+    if machine == "cuda" and nvcc is not None:
+        code = f"arch={architecture.replace('sm_', 'compute_')},code={architecture}"
+        flags = ["-std=c++17", "-O3", "-Xcompiler", "-fPIC", "-gencode", code]
+        commands |= {name: [str(nvcc), *flags, "-c", str(SOURCES / name)] for name in KERNEL_FILES}
+    link = [str(nvcc), "-shared", "-cudart", "static"] if machine == "cuda" else ["g++", "-shared"]
+    library = _compile(machine, commands, link)
+    return Kernels(ctypes.CDLL(str(library)), machine)
+
+
+def _compile(machine: str, commands: dict[str, list[str]], link: list[str]) -> Path:
+    digest = hashlib.sha256(repr((sorted(commands.items()), link)).encode())
+    for source in sorted([*SOURCES.iterdir(), *(SOURCES.parent / "common").iterdir()]):
+        digest.update(source.read_bytes())
+    library = build_root(cuda=machine == "cuda") / f"attention-kernels-{digest.hexdigest()[:16]}" / f"{machine}.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{library}.lock"):
+        if not library.exists():
+            objects = {name: library.parent / f"{name}.o" for name in commands}
+            with ThreadPoolExecutor(max_workers=8) as pool:
+                for _ in pool.map(_run, ([*command, "-o", str(objects[name])] for name, command in commands.items())):
+                    pass
+            partial = library.with_suffix(".partial")
+            _run([*link, "-o", str(partial), *map(str, objects.values())])
+            partial.replace(library)  # whoever finds the library finds all of it
+    return library
+
+
+def _run(command: list[str]) -> None:
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        raise BuildError(f"{' '.join(command)}\n{answer.stderr[-2000:]}")

@@ -1,0 +1,227 @@
+"""The parity part of the lens: steps against torch, planted mistakes, meshes of devices, and full training runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+from benchkit import Quantity
+from benchkit.device import Device
+from benchkit.results import Json
+from benchkit.run import Run
+from torch_baseline.config import GPTConfig, Precision, TrainConfig
+
+if TYPE_CHECKING:
+    from jax_baseline.parity.planted_mistakes import Verdict
+
+# One device and then each mesh, as (data, fsdp, fields of a MeshRun); and the losses of one device with permuted rows.
+MeshRuns = tuple[list[tuple[int, int, Any]], list[list[float]]]
+
+
+def configure(device: Device, quick: bool) -> Mapping[str, Json]:
+    """Return the settings of this part."""
+    if device == "cuda":
+        size = {"steps": 10 if quick else 30, "batch_size": 16}
+        dtypes = {"float64": size, "float32": size, "bfloat16": size}
+    elif quick:
+        dtypes = {"float32": {"steps": 4, "batch_size": 2}}
+    else:
+        # On a CPU a step in float64 or bfloat16 takes several times as long as in float32, and five models take it.
+        small = {"steps": 10, "batch_size": 4}
+        dtypes = {"float64": small, "float32": {"steps": 16, "batch_size": 4}, "bfloat16": small}
+    # Compiling takes most of a quick run, and its time grows with the number of blocks.
+    layers = 1 if quick and device == "cpu" else None
+    return {
+        "parity": {"preset": "tiny", "layers": layers, "seed": 0, "lr": 1e-3, "controls": 3, "dtypes": dtypes},
+        "mutations": {
+            "model": {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "tie_embeddings": False},
+            "training": {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4, "clip": 0.5},
+            # The last mistakes of the list do not change the gradient, so they need no compilation of their own. They
+            # always run on a CPU, so a run on a GPU repeats what the report of the CPU has.
+            "last": 6 if quick else 26 if device == "cuda" else None,
+        },
+        "meshes": {
+            "model": {"n_layer": 2, "n_embd": 64, "block_size": 32},
+            "training": {"steps": 8, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4},
+            "shapes": [[2, 2]] if quick or device == "cuda" else [[4, 1], [1, 4], [2, 2]],
+        },
+        "convergence": (
+            {"preset": "tiny", "steps": 200 if quick else 1000, "seeds": [0, 1, 2]} if device == "cuda" else None
+        ),
+    }
+
+
+def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
+    """Return the measurements of this part, each with the name that the report uses if it is missing.
+
+    On a machine with a GPU, the mistakes and the meshes start at once in the background, because they need only the
+    CPU. On a CPU, parity uses every core; the meshes then start with the mistakes, which use one core. Nothing is timed
+    here, and all of it is finished before the timing starts.
+    """
+    mistakes: Callable[[], list[Verdict]] = partial(_run_mistakes, run.configuration)
+    meshes = _in_background(partial(_run_meshes, run.configuration))
+    if run.device == "cuda":
+        mistakes = _in_background(mistakes)().result
+        meshes()
+    return [
+        *(
+            (f"Parity in {dtype}", partial(_record_parity, dtype=dtype))
+            for dtype in run.configuration["parity"]["dtypes"]
+        ),
+        ("Planted mistakes", partial(_record_mistakes, result=mistakes, start_meshes=meshes)),
+        ("Meshes of devices", partial(_record_meshes, start=meshes)),
+    ]
+
+
+def _in_background(work: Callable[[], Any]) -> Callable[[], Future[Any]]:
+    """Return a function that starts the work in a thread when it is first called, and returns its future."""
+
+    @cache
+    def start() -> Future[Any]:
+        pool = ThreadPoolExecutor(1)
+        future = pool.submit(work)
+        pool.shutdown(wait=False)
+        return future
+
+    return start
+
+
+def _record_parity(run: Run, dtype: Precision) -> None:
+    # Imported here, and in the functions below, so that rendering a report loads neither framework.
+    from jax_baseline.parity import QUANTITIES, TIMES_CONTROL, adapters
+
+    settings = run.configuration["parity"]
+    size = settings["dtypes"][dtype]
+    with run.working(f"parity in {dtype}"):
+        setup = adapters.Setup.preset(
+            settings["preset"],
+            seed=settings["seed"],
+            dtype=dtype,
+            device=run.device,
+            lr=settings["lr"],
+            controls=settings["controls"],
+            **size,
+        )
+        if settings["layers"] is not None:
+            setup = replace(setup, model=replace(setup.model, n_layer=settings["layers"]))
+        compared = adapters.run(setup)
+    divergence = compared.divergence()
+    run.record(
+        "parity",
+        {"dtype": dtype, **size},
+        {
+            f"{quantity}, {of}": Quantity(value, unit)
+            for quantity in QUANTITIES
+            for of, value, unit in (
+                ("jax", compared.largest(quantity), "nats" if quantity == "loss" else ""),
+                ("control", compared.control_largest(quantity), "nats" if quantity == "loss" else ""),
+                ("ratio", compared.worst_ratio(quantity), ""),
+            )
+        }
+        | {"times control": Quantity(TIMES_CONTROL[dtype], "")},
+        {
+            "torch": list(compared.reference),
+            "jax": list(compared.candidate),
+            "controls": [list(losses) for losses in compared.controls],
+            "bounds": compared.bounds("loss"),
+            "divergence": None if divergence is None else str(divergence),
+        },
+    )
+
+
+def _run_mistakes(configuration: Mapping[str, Any]) -> list[Verdict]:
+    from jax_baseline.parity import adapters, planted_mistakes
+
+    adapters.share_the_gpu()  # JAX initialises every device, even if only the CPU is used
+    settings = configuration["mutations"]
+    setup = adapters.Setup(GPTConfig(**settings["model"]), TrainConfig(**settings["training"], dtype="float32"))
+    last = settings["last"]
+    return planted_mistakes.plant_mistakes(setup, planted_mistakes.MISTAKES[-last:] if last else None)
+
+
+def _record_mistakes(run: Run, result: Callable[[], list[Verdict]], start_meshes: Callable[[], Future[Any]]) -> None:
+    from jax_baseline.parity.planted_mistakes import MISTAKES
+
+    with run.working("planted mistakes"):
+        start_meshes()
+        verdicts = result()
+    for verdict in verdicts:
+        run.record(
+            "mutation",
+            {"mistake": verdict.name},
+            {"times": Quantity(verdict.times, "")},
+            {"step": verdict.step, "where": verdict.where},
+        )
+    if last := run.configuration["mutations"]["last"]:
+        run.absent(
+            f"The first {len(MISTAKES) - last} of the {len(MISTAKES)} planted mistakes",
+            "each changes the gradient and needs a compilation; the report of a full run on a CPU has them",
+        )
+
+
+def _run_meshes(configuration: Mapping[str, Any]) -> MeshRuns:
+    from benchkit.processes import RemoteObject
+    from jax_baseline.parity.meshes import MeshTrial
+
+    settings = configuration["meshes"]
+    devices = max(data * fsdp for data, fsdp in settings["shapes"])
+    # Always on the CPU, which can emulate any number of devices; a GPU cannot. Only losses and collectives are
+    # recorded, no times, so LLVM need not optimise.
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    arguments = {"model": settings["model"], "training": settings["training"]}
+    rows = settings["training"]["batch_size"]
+    permuted_rows = [(row * 3) % rows for row in range(rows)]
+    with RemoteObject(MeshTrial, arguments, environment=environment) as worker:
+        one_device = worker.call("run", data=1, fsdp=1)
+        control = worker.call("run", data=1, fsdp=1, rows=permuted_rows)
+        spread = [(data, fsdp, worker.call("run", data=data, fsdp=fsdp)) for data, fsdp in settings["shapes"]]
+    return [(1, 1, one_device), *spread], [control["losses"]]
+
+
+def _record_meshes(run: Run, start: Callable[[], Future[MeshRuns]]) -> None:
+    with run.working("meshes"):
+        runs, controls = start().result()
+    expected = runs[0][2]["losses"]
+    for data, fsdp, found in runs:
+        difference = max(abs(one - other) for one, other in zip(found["losses"], expected, strict=True))
+        run.record(
+            "mesh",
+            {"data": data, "fsdp": fsdp},
+            {"state": Quantity(found["state_bytes"], "B"), "difference": Quantity(difference, "nats")},
+            {"collectives": found["collectives"], "losses": found["losses"], "controls": controls},
+        )
+
+
+def record_convergence(run: Run) -> None:
+    """Train with both frameworks to the end and record the validation losses."""
+    from jax_baseline.parity import convergence
+
+    settings = run.configuration["convergence"]
+    if settings is None:
+        run.absent(
+            "Training to the end in both frameworks",
+            "it takes half an hour on two cores: `jax-baseline converge --steps 1000`",
+        )
+        return
+    with run.working("training to the end"):
+        found = convergence.run(
+            GPTConfig.preset(settings["preset"]),
+            replace(TrainConfig.preset(settings["preset"]), steps=settings["steps"]),
+            seeds=settings["seeds"],
+            device=run.device,
+        )
+    for seed, theirs, ours in zip(found.seeds, found.torch, found.jax, strict=True):
+        run.record("converged", {"seed": seed}, {"torch": Quantity(theirs, "bits"), "jax": Quantity(ours, "bits")})
+    run.record(
+        "convergence",
+        values={
+            "difference": Quantity(found.difference, "bits"),
+            "seed noise": Quantity(found.seed_noise, "bits"),
+            "unigram": Quantity(found.unigram_bits, "bits"),
+        },
+        data={"alike": found.alike},
+    )

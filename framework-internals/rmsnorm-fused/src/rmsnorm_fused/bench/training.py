@@ -1,0 +1,75 @@
+"""The time of a whole training step of the repository's GPT with each norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+
+from benchkit import Quantity, Record, compare
+from benchkit.device import Device
+from benchkit.run import Run
+from rmsnorm_fused.bench.candidates import Candidate
+from torch_baseline.config import GPTConfig, TrainConfig
+from torch_baseline.data import batch, load_corpus
+from torch_baseline.model import GPT, NormFactory
+from torch_baseline.optim import make_optimizer
+from torch_baseline.train import make_train_step
+
+Mode = Literal["eager", "compiled"]
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+BASELINE = "nn.RMSNorm"
+
+
+def measure_training(run: Run, mode: Mode, candidates: Mapping[str, Candidate]) -> None:
+    """Time the step with each norm, in interleaved rounds in one process: records ``training``.
+
+    All models start from the same weights and see the same batch. The loss of the first step is recorded; it reveals a
+    norm that computes something else.
+
+    Args:
+        run: The run that receives the records; its configuration names the preset and may set a batch size.
+        mode: ``"compiled"`` compiles each whole model with ``torch.compile``.
+        candidates: Implementations by name; those with a module are timed beside PyTorch's.
+    """
+    norms: dict[str, NormFactory] = {BASELINE: lambda width, eps: torch.nn.RMSNorm(width, eps)}
+    norms |= {name: candidate.norm for name, candidate in candidates.items() if candidate.norm is not None}
+    asked = run.configuration["training"]
+    shape, config = GPTConfig.preset(asked["preset"]), TrainConfig.preset(asked["preset"])
+    if asked["batch_size"] is not None:
+        config = replace(config, batch_size=asked["batch_size"])
+    tokens = batch(load_corpus().train, config.seed, 0, config.batch_size, shape.block_size)
+    x_BT, y_BT = (torch.from_numpy(part).to(run.device) for part in tokens)
+    torch.compiler.reset()
+    steps: dict[str, Step] = {}
+    losses: dict[str, float] = {}
+    for name, norm in norms.items():
+        steps[name] = _make_step(shape, config, norm, mode, run.device)
+        losses[name] = steps[name](x_BT, y_BT).item()
+    timings = compare(
+        steps,
+        device=run.device,
+        inputs=[(x_BT, y_BT)],
+        clock="wall-clock",
+        seconds=asked["seconds"],
+    )
+    for name in norms:
+        time = timings[name].quantity()
+        values = {
+            "time": time,
+            "rate": time.per(config.batch_size * shape.block_size, "tokens/s"),
+            "loss": Quantity(losses[name], "nats"),
+        }
+        if name != BASELINE:
+            values["speedup"] = timings.speedup(name, over=BASELINE)
+        run.add(Record("training", {"mode": mode, "norm": name}, values))
+
+
+def _make_step(shape: GPTConfig, config: TrainConfig, norm: NormFactory, mode: Mode, device: Device) -> Step:
+    model = GPT(shape, seed=config.seed, norm=norm).to(device)
+    if mode == "compiled":
+        model.compile()
+    return make_train_step(model, make_optimizer(model, config), config)

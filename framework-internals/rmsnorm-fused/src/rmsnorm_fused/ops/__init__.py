@@ -1,0 +1,1 @@
+"""The operators as PyTorch's dispatcher knows them: schemas, derivatives, batching and sharding rules."""

@@ -1,0 +1,160 @@
+"""The operators on kernels that take matrices of rows: Triton's, and those of the prebuilt library.
+
+A kernel sees every tensor as rows at one or two strides; this module makes the rows and shapes the results back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from rmsnorm_fused.ops import fakes
+from rmsnorm_fused.ops.operators import LIBRARY, Family
+from rmsnorm_fused.options import Options
+from rmsnorm_fused.torch_private import reshaped
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """View ``x`` as (outer, inner, N) with adjacent columns, the layout that every kernel of this package takes.
+
+    Row r of M = outer * inner is then [r // inner, r % inner]. Rows at one stride have outer = 1. Slices of a fused
+    projection have two strides: q, a slice of (B, T, 3 * H * D) seen as (B, T, H, D), becomes (B * T, H, D).
+
+    Args:
+        x: (..., N) with at least one element.
+
+    Returns:
+        A view of ``x``, or of a contiguous copy if its columns are not adjacent or its rows need more strides.
+    """
+    columns = x.shape[-1]
+    if columns > 1 and x.stride(-1) != 1:
+        x = x.contiguous()
+    dimensions = _merged(x)
+    if len(dimensions) > 2:
+        x = x.contiguous()
+        dimensions = _merged(x)
+    (outer, outer_stride), (inner, inner_stride) = [(1, 0)] * (2 - len(dimensions)) + dimensions
+    return x.as_strided((outer, inner, columns), (outer_stride, inner_stride, 1))
+
+
+def _merged(x: torch.Tensor) -> list[tuple[int, int]]:
+    """(size, stride) of the dimensions before the last one, outermost first, with mergeable neighbours merged."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            merged[-1] = (merged[-1][0] * size, stride)
+        else:
+            merged.append((size, stride))
+    return merged
+
+
+def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType]) -> None:
+    """Register the kernels of a module of ``impl`` for a dispatch key.
+
+    The module has ``forward``, ``backward`` and ``quantize`` on matrices of rows, as :func:`as_rows` makes them:
+
+        forward(x, residual, weight, options) -> (y, s or None, rstd)
+        backward(dy, ds, s, weight, rstd, weight_offset, llama, needs_dweight, deterministic) -> (dx, dweight or None)
+        quantize(x, residual, weight, scale, options, dtype) -> (y, s or None, row_scales or None)
+
+    The shapes: x, residual, dy, ds and s are (outer, inner, N), and residual and ds may be None; y, s and dx are
+    (M, N) and contiguous; rstd and row_scales are (M,).
+
+    Args:
+        family: The family of operators that the kernels serve.
+        key: Dispatch key, ``"CPU"`` or ``"CUDA"``.
+        load: Imports the module; the first call of an operator calls it.
+    """
+    rows = _RowKernels(load)
+    for name, kernel in (
+        ("forward", rows.forward),
+        ("forward_add", rows.forward_add),
+        ("backward", rows.backward),
+        ("quantize", rows.quantize),
+    ):
+        LIBRARY.impl(f"{family}_{name}", kernel, key)
+
+
+class _RowKernels:
+    """The four operators, computed by the kernels of one module of ``impl``."""
+
+    def __init__(self, load: Callable[[], ModuleType]) -> None:
+        self._load = load
+
+    @functools.cached_property
+    def _kernels(self) -> ModuleType:
+        return self._load()
+
+    def _run_forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if x.numel() == 0:
+            return fakes.contiguous_like(x), fakes.contiguous_like(x), fakes.rstd_like(x).zero_()
+        y, s, rstd = self._kernels.forward(as_rows(x), _optional_rows(residual), weight, options)
+        return reshaped(y, x.shape), x if s is None else reshaped(s, x.shape), reshaped(rstd, x.shape[:-1])
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None, *options: Any) -> tuple[torch.Tensor, ...]:
+        y, _, rstd = self._run_forward(x, None, weight, Options(*options))
+        return y, rstd
+
+    def forward_add(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, *options: Any
+    ) -> tuple[torch.Tensor, ...]:
+        return self._run_forward(x, residual, weight, Options(*options))
+
+    def backward(
+        self,
+        dy: torch.Tensor,
+        ds: torch.Tensor | None,
+        s: torch.Tensor,
+        weight: torch.Tensor | None,
+        rstd: torch.Tensor,
+        *rest: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        if s.numel() == 0:
+            dx, dweight = fakes.backward(dy, ds, s, weight, rstd, *rest)
+            return dx, dweight.zero_()
+        rstd = rstd.contiguous().view(-1)
+        dx, dweight = self._kernels.backward(as_rows(dy), _optional_rows(ds), as_rows(s), weight, rstd, *rest)
+        return reshaped(dx, s.shape), s.new_empty(0) if dweight is None else dweight
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor | None,
+        scale: torch.Tensor | None,
+        *rest: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        empty = fakes.quantize(x, residual, weight, scale, *rest)
+        if x.numel() == 0:
+            return empty[0], empty[1], empty[2].fill_(1.0)
+        *options, dtype = rest
+        y, s, row_scales = self._kernels.quantize(
+            as_rows(x), _optional_rows(residual), weight, scale, Options(*options), dtype
+        )
+        return (
+            reshaped(y, x.shape),
+            empty[1] if s is None else reshaped(s, x.shape),
+            empty[2] if row_scales is None else reshaped(row_scales, empty[2].shape),
+        )
+
+
+def _optional_rows(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else as_rows(x)
+
+
+def _triton() -> ModuleType:
+    from rmsnorm_fused.impl import triton
+
+    return triton
+
+
+for _key in ("CPU", "CUDA"):
+    register_row_kernels("triton", _key, _triton)

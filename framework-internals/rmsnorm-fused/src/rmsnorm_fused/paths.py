@@ -1,8 +1,0 @@
-"""Where this package's files lie."""
-
-from __future__ import annotations
-
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-CSRC = ROOT / "csrc"

@@ -1,0 +1,1 @@
+"""The report: text, tables and figures computed from the results alone."""

@@ -1,0 +1,60 @@
+"""The import contracts hold, and each of them would notice an import that goes up."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+grimp = pytest.importorskip("grimp")
+layers = pytest.importorskip("importlinter.contracts.layers")
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+CONTRACTS = {options["name"]: options for options in OPTIONS["contracts"]}
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph(*OPTIONS["root_packages"], cache_dir=None)
+
+
+def kept(options, graph) -> bool:
+    contract = layers.LayersContract(options["name"], {"root_packages": OPTIONS["root_packages"]}, options)
+    return contract.check(graph, verbose=False).kept
+
+
+def rooms(options, layer: str) -> list[str]:
+    """The modules of one layer, by full name: siblings are written ``a | b``, an optional one in parentheses."""
+    containers = [f"{container}." for container in options.get("containers", [])] or [""]
+    names = [name.strip().strip("()") for name in layer.replace(":", "|").split("|")]
+    return [container + name for container in containers for name in names]
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_a_contract_is_kept_and_notices_an_import_that_goes_up(name, graph):
+    options = CONTRACTS[name]
+    assert options["type"] == "layers"
+    assert kept(options, graph)
+    for higher, lower in zip(options["layers"], options["layers"][1:], strict=False):
+        importer, imported = rooms(options, lower)[0], rooms(options, higher)[0]
+        assert {importer, imported} <= graph.modules, "a layer of the contract is no module"
+        graph.add_import(importer=importer, imported=imported)
+        try:
+            assert not kept(options, graph), f"{importer} -> {imported} went unnoticed"
+        finally:
+            graph.remove_import(importer=importer, imported=imported)
+
+
+@pytest.mark.parametrize("package", OPTIONS["root_packages"])
+def test_every_package_has_a_contract_inside(package):
+    assert [each for each in CONTRACTS.values() if package in each.get("containers", [])]
+
+
+@pytest.mark.parametrize("package", OPTIONS["root_packages"])
+def test_a_package_has_at_most_twelve_entries(package):
+    folder = next(ROOT.glob(f"*/src/{package}"), None) or next(ROOT.glob(f"framework-internals/*/src/{package}"))
+    entries = {path.name for path in folder.iterdir()} - {"__init__.py", "__main__.py", "py.typed", "templates"}
+    entries -= {"__pycache__"}
+    assert len(entries) <= 12, sorted(entries)

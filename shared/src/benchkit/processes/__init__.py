@@ -1,0 +1,37 @@
+"""Child processes: fresh ones for every job, persistent ones for objects, and timing that has the machine to itself.
+
+- :class:`Runner` runs each :class:`Job` in a fresh process that a fork server starts, under a time limit.
+- :class:`RemoteObject` keeps one object in a process and calls its methods.
+- :class:`ExclusiveTiming` lets one of several processes measure while the others are stopped.
+
+Neither torch nor jax is imported here.
+"""
+
+from benchkit.processes.exclusive_timing import (
+    ExclusiveTiming,
+    Pause,
+    Stopwatch,
+    exclusive,
+    one_at_a_time,
+    pauses,
+)
+from benchkit.processes.failures import ChildCancelled, ChildCrashed, ChildFailure, ChildTimedOut, last_line
+from benchkit.processes.remote_object import RemoteObject
+from benchkit.processes.runner import Job, Runner
+
+__all__ = [
+    "ChildCancelled",
+    "ChildCrashed",
+    "ChildFailure",
+    "ChildTimedOut",
+    "ExclusiveTiming",
+    "Job",
+    "Pause",
+    "RemoteObject",
+    "Runner",
+    "Stopwatch",
+    "exclusive",
+    "last_line",
+    "one_at_a_time",
+    "pauses",
+]

@@ -1,0 +1,299 @@
+"""Fork servers: interpreters that have imported what every job needs, and that fork a fresh process for each.
+
+Importing torch takes two seconds of every new interpreter and its compiler three more, while a report needs dozens of
+processes. A process that is forked before anything was computed or compiled is as fresh as a new interpreter.
+
+The fork server of :mod:`multiprocessing` does not fit, in Python 3.11 to 3.14, for four reasons:
+
+- A process has one, with one list of preloaded modules and the environment of the moment in which it starts. Here one
+  is needed for each list of modules and each environment that torch, OpenMP or XLA read when they are imported.
+- Its children inherit the pipe that keeps the server alive, and only watch their owner if the job does so. After a
+  SIGKILL of the owner, a child that is stopped or hangs in compiled code would stay behind.
+- Its children import the ``__main__`` module of the owner, which may be a user's script.
+- It skips preloaded modules that raise ImportError without a message, and knows no process groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import IO, TypeVar, cast
+
+from benchkit.processes.failures import ChildCrashed, ChildTimedOut, last_line
+from benchkit.processes.server import Answer, ChildSettings, kill_group
+
+Result = TypeVar("Result")
+
+# Seconds that a process group was stopped, from a time of ``time.monotonic()`` until now.
+StoppedSeconds = Callable[[int, float], float]
+
+_START = "import sys; from benchkit.processes.server import serve; serve(int(sys.argv[1]), sys.argv[2:])"
+
+# Seconds for the imports of a server. They do not count against the time limit of a job.
+_IMPORT_LIMIT = 300.0
+# Seconds between two looks at how much longer a process may run that was stopped.
+_POLL_SECONDS = 0.01
+# Seconds from the end of a process until its server says so.
+_EXIT_SECONDS = 10.0
+
+# Prefixes of the variables that interpreter, torch, OpenMP and XLA read when they start: a server serves jobs that
+# agree in these.
+_READ_AT_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "CUDA_", "LD_", "JAX_", "XLA_")
+
+
+class Child:
+    """A forked process, as its owner sees it; :meth:`ForkServer.child` makes it.
+
+    Attributes:
+        pid: Process id, which is also the number of its process group.
+    """
+
+    def __init__(self, pid: int, connection: Connection, control: Connection, log: IO[bytes]) -> None:
+        self.pid = pid
+        self._connection = connection
+        self._control = control
+        self._log = log
+        self._status: int | None = None
+
+    def call(
+        self,
+        function: Callable[[], Result],
+        name: str,
+        limit: float,
+        stopped_seconds: StoppedSeconds | None = None,
+    ) -> Result:
+        """Call a function in the process and return what it returns.
+
+        Args:
+            function: A function or ``functools.partial`` that can be pickled.
+            name: What error messages call it.
+            limit: Seconds until the answer. When they are over, the process is killed.
+            stopped_seconds: Says for how long the process was stopped, which the limit does not count.
+
+        Raises:
+            UserError: If the function raises one.
+            ChildCrashed: If it raises another exception, or the process ends.
+            ChildTimedOut: If there is no answer within the limit.
+            TypeError: If ``function`` cannot be pickled or is defined in ``__main__``.
+        """
+        request = _pickled(function)
+        begin = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, as the next lines find
+            self._connection.send_bytes(request)
+        if not self._responds(begin, limit, stopped_seconds):
+            kill_group(self.pid)
+            raise ChildTimedOut(f"{name} was ended after its time limit of {limit:g} s", _text(self._log))
+        answer = self._answer()
+        if answer is None:
+            log = _text(self._log)
+            raise ChildCrashed(f"{name} ended with status {self.exit_status()}: {last_line(log)}", log)
+        if answer.user_error is not None:
+            raise answer.user_error
+        if answer.traceback:
+            raise ChildCrashed(f"{name} raised {last_line(answer.traceback)}", answer.traceback)
+        return cast(Result, answer.value)
+
+    def _responds(self, begin: float, limit: float, stopped_seconds: StoppedSeconds | None) -> bool:
+        """Whether an answer or the end of the process comes in time."""
+        left = limit
+        while left > 0:
+            # The control connection reports the end even where a grandchild has inherited the other connection.
+            if wait([self._connection, self._control], max(left, _POLL_SECONDS)):
+                return True
+            stopped = 0.0 if stopped_seconds is None else stopped_seconds(self.pid, begin)
+            left = begin + limit + stopped - time.monotonic()
+        return False
+
+    def _answer(self) -> Answer | None:
+        """The answer that has come; None if the process has ended without one."""
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            if self._connection.poll():
+                return cast(Answer, self._connection.recv())
+        if self._status is None and not self._control.poll(_EXIT_SECONDS):
+            kill_group(self.pid)  # it has closed its connection and goes on
+        return None
+
+    def exit_status(self) -> int:
+        """Wait for the end of the process and return its exit status."""
+        if self._status is None:
+            try:
+                self._status = int(self._control.recv())
+            except (EOFError, ConnectionResetError):  # the server was killed together with the process
+                self._status = -signal.SIGKILL
+        return self._status
+
+
+class ForkServer:
+    """The owner of a server process that forks one child at a time.
+
+    Args:
+        preload: Modules that the server imports. None of them may start Python threads or initialize a GPU driver.
+        environment: All environment variables of the server. The preloaded modules read them.
+    """
+
+    def __init__(self, preload: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._preload = preload
+        self._group = 0
+        self._stopped = False
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 # closed with the server
+        self._control, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, str(theirs.fileno()), *preload],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @contextmanager
+    def child(self, settings: ChildSettings) -> Iterator[Child]:
+        """Fork a process; at the end of the block, kill it and everything else in its process group.
+
+        Raises:
+            ChildCrashed: If the server could not import its modules, or was stopped.
+        """
+        ours, theirs = Pipe()
+        with ours, tempfile.TemporaryFile() as log:
+            try:
+                with theirs:
+                    self._group = self._fork(theirs, log)
+                if self._stopped:  # stop() came before the group was known
+                    kill_group(self._group)
+                with contextlib.suppress(BrokenPipeError):
+                    ours.send(settings)
+                child = Child(self._group, ours, self._control, log)
+                try:
+                    yield child
+                finally:
+                    kill_group(self._group)
+                    child.exit_status()
+            except Exception:
+                raise
+            except BaseException:  # interrupted: the connection to the server may be in the middle of a message
+                self.close()
+                raise
+            finally:
+                self._group = 0
+
+    def _fork(self, connection: Connection, log: IO[bytes]) -> int:
+        with (
+            contextlib.suppress(BrokenPipeError),  # the server has ended, as the next lines find
+            socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control,
+        ):
+            socket.send_fds(control, [b"f"], [connection.fileno(), log.fileno()])
+        if not self._control.poll(_IMPORT_LIMIT):
+            self.stop()
+            raise ChildCrashed(f"importing {', '.join(self._preload)} was ended after {_IMPORT_LIMIT:g} s")
+        try:
+            return int(self._control.recv())
+        except (EOFError, ConnectionResetError):
+            status, printed = self._process.wait(), _text(self._log)
+            message = f"the fork server ended with status {status}: {last_line(printed)}"
+            raise ChildCrashed(message, printed) from None
+
+    @property
+    def usable(self) -> bool:
+        """Whether the server can fork another process."""
+        return not self._stopped and self._process.poll() is None
+
+    @property
+    def group(self) -> int:
+        """The process group of the child that runs now; 0 if none does."""
+        return self._group
+
+    def stop(self) -> None:
+        """Kill the child and the server, from any thread; who waits for the child gets :class:`ChildCrashed`."""
+        self._stopped = True
+        if self._group:
+            kill_group(self._group)
+        if self._process.poll() is None:
+            kill_group(self._process.pid)
+
+    def close(self) -> None:
+        """Kill the child and the server, and release what belongs to them."""
+        self.stop()
+        self._process.wait()
+        self._control.close()
+        self._log.close()
+
+
+# The servers of this process that serve nobody at the moment, by preloaded modules and environment.
+_idle: dict[tuple[object, ...], list[ForkServer]] = defaultdict(list)
+_choosing = threading.Lock()
+
+
+@contextmanager
+def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> Iterator[ForkServer]:
+    """A server that nobody else uses inside the block; it is kept for the next caller who wants the same.
+
+    Args:
+        preload: See :class:`ForkServer`.
+        environment: See :class:`ForkServer`. Only variables that are read at start tell servers apart.
+    """
+    key = (*preload, frozenset(item for item in environment.items() if item[0].startswith(_READ_AT_START)))
+    with _choosing:
+        server = _idle[key].pop() if _idle[key] else ForkServer(preload, environment)
+    try:
+        yield server
+    finally:
+        if server.usable:
+            _idle[key].append(server)
+        else:
+            server.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for servers in _idle.values():
+        for server in servers:
+            server.close()
+
+
+def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with other variables, and with its import path, however it came by that."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
+
+
+def child_settings(environment: dict[str, str]) -> ChildSettings:
+    """Settings with this process's working directory and import path."""
+    directory = str(Path.cwd())
+    return ChildSettings(environment, directory, [directory, *filter(None, sys.path)])
+
+
+def _text(log: IO[bytes]) -> str:
+    """The contents of a log; reading leaves the position, which the writing process shares, where it is."""
+    return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(errors="replace")
+
+
+def _pickled(function: Callable[[], object]) -> bytes:
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    if getattr(inner, "__module__", None) == "__main__":
+        raise TypeError(f"a child process cannot import {inner!r} from __main__; move it to a module")
+    try:
+        return pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            f"a child process takes a function at the top level of a module with arguments that can be pickled, got "
+            f"{function!r}: {error}"
+        ) from error

@@ -1,0 +1,153 @@
+"""Processes that measure side by side: while one measures the others are stopped, and their figures do not show it."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from benchkit.processes import ExclusiveTiming, Stopwatch, exclusive, one_at_a_time, pauses
+
+# Records the time every few milliseconds, and at the end how long it took by its own stopwatch.
+WORKING = """
+import sys, time
+from pathlib import Path
+from benchkit.processes import Stopwatch
+folder, ticks = map(Path, sys.argv[1:])
+with Stopwatch(folder) as watch:
+    for _ in range(300):
+        with ticks.open("a") as file:
+            file.write(f"{time.time()}\\n")
+        time.sleep(0.005)
+with ticks.open("a") as file:
+    file.write(f"took {watch.seconds}\\n")
+"""
+
+# Measures for half a second, or ends within it.
+MEASURING = """
+import os, sys, time
+from pathlib import Path
+from benchkit.processes import exclusive
+with exclusive(Path(sys.argv[1])):
+    time.sleep(0.5)
+    if "dies" in sys.argv:
+        os._exit(3)
+"""
+
+
+@contextmanager
+def started(code, *arguments):
+    """A process with a group of its own, as measuring processes have."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("end", ["ends its block", "dies"])
+def test_the_others_are_stopped_while_one_measures(tmp_path, end):
+    ticks, folder = tmp_path / "ticks", tmp_path / "exclusive"
+    processes = []
+
+    def groups():
+        return [process.pid for process in processes if process.poll() is None]
+
+    with ExclusiveTiming(folder, groups) as timing, started(WORKING, folder, ticks) as working:
+        processes.append(working)
+        while not ticks.exists():
+            time.sleep(0.01)
+        before = time.monotonic()
+        with started(MEASURING, folder, end) as measuring:
+            processes.append(measuring)
+            measuring.wait(30)
+            working.wait(30)
+    *times, took = ticks.read_text().splitlines()
+    ((begin, end_of_pause),) = pauses(folder)
+    assert end_of_pause - begin > 0.5
+    # A tick may be on its way to the file when the signal comes.
+    assert sum(begin + 0.05 < float(each) < end_of_pause - 0.01 for each in times) <= 1
+    wall = float(times[-1]) - float(times[0])
+    # The stopped one has its own 1.5 s of sleeping, and the pause is not in its figure.
+    assert 1.4 < float(took.split()[1]) < wall - 0.4
+    assert not [file.name for file in folder.iterdir() if file.suffix in (".waiting", ".granted", ".finished")]
+    assert 0.5 < timing.stopped_seconds(working.pid, before) < time.monotonic() - before
+    assert timing.stopped_seconds(working.pid, time.monotonic()) == timing.stopped_seconds(measuring.pid, before) == 0
+
+
+def test_a_pause_that_cannot_be_recorded_stops_nobody_for_good(tmp_path):
+    ticks, folder = tmp_path / "ticks", tmp_path / "exclusive"
+    (folder / "pauses").mkdir(parents=True)  # where a file is to be
+    processes = []
+
+    def groups():
+        return [process.pid for process in processes if process.poll() is None]
+
+    def measure_twice():
+        with ExclusiveTiming(folder, groups), started(WORKING, tmp_path, ticks) as working:
+            processes.append(working)
+            while not ticks.exists():
+                time.sleep(0.01)
+            for _ in range(2):  # the first failure does not end the thread
+                with started(MEASURING, folder, "dies") as measuring:
+                    processes.append(measuring)
+                    assert measuring.wait(30) == 3
+            assert working.wait(30) == 0
+
+    with pytest.raises(IsADirectoryError):
+        measure_twice()
+
+
+def test_without_others_nothing_waits_and_nothing_is_subtracted(tmp_path):
+    with exclusive(None), one_at_a_time(None, "gpu"), Stopwatch() as watch:
+        time.sleep(0.02)
+    assert watch.seconds >= 0.02
+    assert pauses(None) == pauses(tmp_path) == []
+    with one_at_a_time(tmp_path, "gpu"):
+        assert (tmp_path / "gpu.lock").exists()
+
+
+def test_a_wait_for_a_lock_is_subtracted_once(tmp_path):
+    """In a process of its own, since a process remembers its waits. It is stopped while it waits, too."""
+    code = """
+import sys, time
+from pathlib import Path
+from benchkit.processes import Stopwatch, one_at_a_time, pauses
+folder = Path(sys.argv[1])
+with Stopwatch(folder) as watch:
+    (folder / "begun").touch()
+    with one_at_a_time(folder, "gpu"):
+        time.sleep(0.05)
+print(watch.seconds, *pauses(folder)[0], len(pauses(folder)))
+"""
+    with one_at_a_time(tmp_path, "gpu"):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        time.sleep(1.0)
+        now = time.time()
+        (tmp_path / "pauses").write_text(f"{now - 0.2} {now - 0.1}\n")
+    seconds, begin, end, count = map(float, process.communicate(timeout=30)[0].split())
+    assert 0.05 <= seconds < 0.3  # it slept that long, and a busy machine adds to it
+    assert count == 1  # the pause lies within the wait
+    assert end - begin > 0.25
+
+
+def test_a_stopwatch_subtracts_what_lies_within_it(tmp_path):
+    now = time.time()
+    (tmp_path / "pauses").write_text(f"{now - 9} {now - 8}\n{now - 1} {now + 0.05}\n")
+    with Stopwatch(tmp_path) as watch:
+        time.sleep(0.1)
+    assert watch.seconds == pytest.approx(0.05 + (time.time() - now - 0.1), abs=0.03)

@@ -1,0 +1,427 @@
+"""Jobs in fresh processes and objects in processes of their own: answers, failures, time limits, and who ends what."""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchkit import UserError
+from benchkit.processes import (
+    ChildCancelled,
+    ChildCrashed,
+    ChildTimedOut,
+    Job,
+    RemoteObject,
+    Runner,
+    last_line,
+)
+from benchkit.processes.fork_server import ForkServer, child_environment, child_settings
+
+MODULE = """
+import os, pathlib, signal, subprocess, sys, time
+from benchkit import UserError
+
+def facts():
+    print("this must not disturb the answers")
+    return {
+        "pid": os.getpid(), "group": os.getpgid(0), "directory": os.getcwd(), "path": sys.path[0],
+        "main": hasattr(sys.modules["__main__"], "__file__"), "color": os.environ.get("COLOR"),
+        "threads": os.environ.get("OMP_NUM_THREADS"), "parent": os.getppid(), "colorsys": "colorsys" in sys.modules,
+        "stdin": sys.stdin.read(),
+    }
+
+def add(one, other):
+    return one + other
+
+def refuse():
+    raise UserError("not today")
+
+def fail():
+    raise ValueError("three words here")
+
+def unpicklable():
+    return lambda: None
+
+def crash():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def leave(status):
+    print("last words")
+    sys.exit(status)
+
+def leave_a_child(file):
+    # A child that is forked, not started anew, inherits every file descriptor.
+    if (pid := os.fork()) == 0:
+        time.sleep(600)
+    pathlib.Path(file).write_text(str(pid))
+    os._exit(4)
+
+def hang(file=None):
+    print("waiting for a driver", file=sys.stderr, flush=True)
+    if file:
+        process = subprocess.Popen(["sleep", "600"])
+        pathlib.Path(file).write_text(str(process.pid))
+    time.sleep(600)
+
+def wait_for(file):
+    while not pathlib.Path(file).exists():
+        time.sleep(0.01)
+
+class Talker:
+    def __init__(self, greeting):
+        if greeting == "nothing":
+            raise ValueError("no greeting")
+        self.greeting = greeting
+
+    def greet(self, name):
+        print("this must not disturb the answers")
+        return f"{self.greeting}, {name}"
+
+    def fail(self):
+        raise KeyError("lost")
+
+    def refuse(self):
+        raise UserError("not today")
+
+    def die(self):
+        raise SystemExit(7)
+
+    def hang(self):
+        hang()
+
+    def pid(self):
+        return os.getpid()
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    """A module that a child process can import."""
+    name = f"jobs_of_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module(name)
+    del sys.modules[name]
+
+
+@pytest.fixture
+def runner():
+    found = Runner(limit=60.0)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def server():
+    found = ForkServer((), child_environment({}))
+    yield found
+    found.close()
+
+
+def settings():
+    return child_settings(child_environment({}))
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended may be listed until its parent has collected it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid, seconds=10.0):
+    until = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_a_job_has_a_fresh_process(jobs, runner, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    job = Job(jobs.facts, "facts", ("colorsys",), {"OMP_NUM_THREADS": "3"}, {"COLOR": "red"})
+    one, other = (runner.run(job) for _ in range(2))
+    assert one["pid"] == one["group"] != other["pid"] != os.getpid()
+    assert one["directory"] == one["path"] == str(tmp_path)
+    assert (one["color"], one["threads"], one["colorsys"], one["stdin"]) == ("red", "3", True, "")
+    assert not one["main"]  # the program's own __main__ is not imported
+    assert one["parent"] == other["parent"]  # the fork server is kept
+    assert runner.run(Job(partial(jobs.add, 2, other=3), "add")) == 5
+
+
+def test_a_fork_server_serves_what_agrees_in_modules_and_in_what_is_read_at_start(jobs, runner):
+    def server_of(preload=(), environment=None, child_environment=None):
+        return runner.run(Job(jobs.facts, "facts", preload, environment or {}, child_environment or {}))["parent"]
+
+    assert server_of() == server_of(child_environment={"OMP_NUM_THREADS": "5"}) == server_of(environment={"COLOR": "x"})
+    assert len({server_of(), server_of(("colorsys",)), server_of(environment={"OMP_NUM_THREADS": "5"})}) == 3
+
+
+def test_what_a_job_raises_is_raised(jobs, runner):
+    with pytest.raises(UserError, match="not today"):
+        runner.run(Job(jobs.refuse, "job"))
+    with pytest.raises(ChildCrashed, match="job raised ValueError: three words here") as caught:
+        runner.run(Job(jobs.fail, "job"))
+    assert "in fail" in caught.value.__notes__[0]
+    with pytest.raises(ChildCrashed, match=r"job raised .*lambda"):
+        runner.run(Job(jobs.unpicklable, "job"))
+
+
+def test_a_process_that_ends_says_how(jobs, runner):
+    with pytest.raises(ChildCrashed, match=f"job ended with status -{signal.SIGSEGV.value}: no message"):
+        runner.run(Job(jobs.crash, "job"))
+    with pytest.raises(ChildCrashed, match="job ended with status 7: last words"):
+        runner.run(Job(partial(jobs.leave, 7), "job"))
+
+
+def test_what_cannot_be_sent_is_refused(jobs, runner):
+    with pytest.raises(TypeError, match="top level of a module"):
+        runner.run(Job(lambda: 1, "job"))
+    here = partial(jobs.add)
+    here.func.__module__, name = "__main__", here.func.__module__
+    with pytest.raises(TypeError, match="move it to a module"):
+        runner.run(Job(here, "job"))
+    here.func.__module__ = name
+    assert runner.run(Job(partial(here, 1, 2), "job")) == 3
+
+
+def test_a_module_that_cannot_be_imported_is_named(jobs, runner):
+    with pytest.raises(ChildCrashed, match=r"fork server ended with status 1: ModuleNotFoundError: .*no_such_module"):
+        runner.run(Job(jobs.facts, "job", ("no_such_module",)))
+
+
+def test_a_hanging_process_is_ended_with_its_children(jobs, runner, tmp_path):
+    start = time.monotonic()
+    runner.limit = 3.0
+    with pytest.raises(ChildTimedOut, match="job was ended after its time limit of 3 s") as caught:
+        runner.run(Job(partial(jobs.hang, str(tmp_path / "child")), "job"))
+    assert "waiting for a driver" in caught.value.__notes__[0]
+    assert time.monotonic() - start < 40
+    assert ends(int((tmp_path / "child").read_text()))
+    assert runner.run(Job(partial(jobs.add, 1, 1), "add")) == 2
+
+
+def test_a_process_that_ends_is_not_outlived_by_its_children(jobs, runner, tmp_path):
+    """Not even if they keep its end of the connection open."""
+    start = time.monotonic()
+    with pytest.raises(ChildCrashed, match="ended with status 4"):
+        runner.run(Job(partial(jobs.leave_a_child, str(tmp_path / "child")), "job"))
+    assert time.monotonic() - start < 30
+    assert ends(int((tmp_path / "child").read_text()))
+
+
+def test_stopping_ends_what_runs_and_begins_nothing(jobs, runner):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(runner.run, Job(jobs.hang, "job"))
+        while not runner.groups():
+            time.sleep(0.01)
+        (group,) = runner.groups()
+        runner.stop()
+        with pytest.raises(ChildCancelled, match="job was ended: measuring was stopped"):
+            waiting.result(timeout=30)
+    assert ends(group)
+    assert runner.groups() == []
+    with pytest.raises(ChildCancelled, match="job was not begun: measuring was stopped"):
+        runner.run(Job(jobs.hang, "job"))
+
+
+def test_stopping_does_not_wait_for_a_server_that_is_still_importing(jobs, runner, tmp_path):
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(600)")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(runner.run, Job(jobs.hang, "job", ("slow_to_import",)))
+        while not runner._servers:
+            time.sleep(0.01)
+        runner.stop()
+        with pytest.raises(ChildCancelled, match="measuring was stopped"):
+            waiting.result(timeout=30)
+
+
+def test_an_interrupt_ends_the_process_and_its_server(jobs):
+    code = f"""
+import sys, {jobs.__name__} as jobs
+from benchkit.processes import Job, Runner
+runner = Runner(60.0)
+import threading
+def report():
+    while not runner.groups(): pass
+    print(*runner.groups(), flush=True)
+threading.Thread(target=report).start()
+runner.run(Job(jobs.hang, "job"))
+"""
+    process = started(code)
+    group = int(process.stdout.readline())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) != 0
+    process.stdout.close()
+    assert ends(group)
+
+
+def started(code):
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+@pytest.mark.parametrize("kind", ["job", "object"])
+def test_who_is_killed_leaves_no_process_behind(jobs, kind):
+    """Else some of them would stay stopped for good."""
+    begin = {
+        "job": "runner.run(Job(jobs.hang, 'job'))",
+        "object": "remote = RemoteObject(jobs.Talker, {'greeting': ''}); print(remote.call('pid'), flush=True); "
+        "remote.call('hang')",
+    }
+    code = f"""
+import threading, {jobs.__name__} as jobs
+from benchkit.processes import Job, RemoteObject, Runner
+runner = Runner(60.0)
+def begin():
+    {begin[kind]}
+threading.Thread(target=begin, daemon=True).start()
+if "{kind}" == "job":
+    while not runner.groups(): pass
+    print(*runner.groups(), flush=True)
+threading.Event().wait()
+"""
+    process = started(code)
+    pid = int(process.stdout.readline())
+    assert alive(pid)
+    os.kill(pid, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert ends(pid)
+
+
+def test_a_process_that_ends_at_once_is_not_waited_for(jobs, server, monkeypatch):
+    """Its answer and its end may both be there before the owner looks."""
+    begin = time.monotonic()
+    with server.child(settings()) as child:
+        responds = child._responds
+        monkeypatch.setattr(child, "_responds", lambda *arguments: time.sleep(1.0) or responds(*arguments))
+        with pytest.raises(ChildCrashed, match="status 3"):
+            child.call(partial(jobs.leave, 3), "job", 20.0)
+    assert time.monotonic() - begin < 15
+    assert server.usable
+
+
+def test_time_that_a_process_was_stopped_is_not_counted(jobs, server, tmp_path):
+    asked = []
+
+    def stopped_seconds(group, since):
+        asked.append(group == server.group)
+        return time.monotonic() - since  # all the time
+
+    threading.Timer(0.6, (tmp_path / "go").touch).start()
+    with server.child(settings()) as child:
+        child.call(partial(jobs.wait_for, str(tmp_path / "go")), "job", 0.2, stopped_seconds)
+    assert asked
+    assert all(asked)
+
+
+def test_a_process_has_as_many_seconds_more_as_it_was_stopped(jobs, server):
+    begin = time.monotonic()
+    for stopped_seconds in (None, lambda group, since: 0.5):
+        with server.child(settings()) as child, pytest.raises(ChildTimedOut, match=r"limit of 0\.2 s"):
+            child.call(jobs.hang, "job", 0.2, stopped_seconds)
+        assert server.usable  # the process was ended, not its server
+    assert time.monotonic() - begin > 0.2 + 0.7
+
+
+@pytest.mark.parametrize(
+    ("deadline", "ended_at", "failure", "why"),
+    [
+        (None, 106.0, ChildTimedOut, "its time limit of 6 s"),
+        (200.0, 106.0, ChildTimedOut, "its time limit of 6 s"),
+        (10.0, 10.0, ChildCancelled, "the time for all measurements was over"),
+    ],
+)
+def test_no_process_has_longer_than_all_measurements_together(monkeypatch, deadline, ended_at, failure, why):
+    now = 0.0
+
+    class Hanging:
+        @contextmanager
+        def child(self, settings):
+            yield self
+
+        def call(self, function, name, limit, stopped_seconds):
+            nonlocal now
+            now = limit + stopped_seconds(1, 0.0)
+            raise ChildTimedOut(f"{name} was ended after its time limit of {limit:g} s")
+
+    @contextmanager
+    def hanging(self, job, environment):
+        yield Hanging()
+
+    monkeypatch.setattr(Runner, "_server", hanging)
+    monkeypatch.setattr("benchkit.processes.runner.time", SimpleNamespace(monotonic=lambda: now))
+    runner = Runner(6.0)
+    runner.deadline = deadline
+    runner.stopped_seconds = lambda group, since: 100.0
+    with pytest.raises(failure, match=why):
+        runner.run(Job(os.getpid, "job"))
+    assert now == ended_at
+    if deadline == 10.0:
+        with pytest.raises(ChildCancelled, match="was not begun: the time for all"):
+            runner.run(Job(os.getpid, "job"))
+
+
+def test_an_object_answers_calls(jobs):
+    with RemoteObject(jobs.Talker, {"greeting": "Hello"}) as talker:
+        assert talker.call("greet", name="you") == "Hello, you"
+        with pytest.raises(ChildCrashed, match=r"Talker\.fail raised KeyError: 'lost'"):
+            talker.call("fail")
+        with pytest.raises(UserError, match="not today"):
+            talker.call("refuse")
+        assert talker.call("greet", name="again") == "Hello, again"
+        with pytest.raises(ChildCrashed, match="ended with status 7"):
+            talker.call("die")
+        with pytest.raises(ChildCrashed, match="ended with status 7"):
+            talker.call("greet", name="nobody")
+
+
+def test_an_object_that_cannot_be_made_leaves_nothing(jobs):
+    with pytest.raises(ChildCrashed, match="Talker raised ValueError: no greeting"):
+        RemoteObject(jobs.Talker, {"greeting": "nothing"})
+
+
+def test_an_object_that_hangs_is_ended(jobs):
+    start = time.perf_counter()
+    with RemoteObject(jobs.Talker, {"greeting": "Hello"}, limit=30, environment={"COLOR": "red"}) as talker:
+        pid = talker.call("pid")
+        talker.limit = 0.5  # the limit above is for a busy machine to start a process in
+        with pytest.raises(ChildTimedOut, match=r"Talker\.hang was ended after its time limit of 0.5 s") as caught:
+            talker.call("hang")
+        assert "waiting for a driver" in caught.value.__notes__[0]
+        assert ends(pid)
+        talker.limit = 30
+        with pytest.raises(ChildCrashed, match="ended with status -9"):
+            talker.call("pid")
+    assert time.perf_counter() - start < 40
+
+
+def test_the_line_that_says_most():
+    assert last_line("Traceback\n  somewhere\nValueError: three words\n") == "ValueError: three words"
+    advice = "torch.AcceleratorError: CUDA error: busy\nCUDA kernel errors might be asynchronous\n"
+    assert last_line(advice) == "torch.AcceleratorError: CUDA error: busy"
+    assert last_line("INTERNAL: no stream\nxla/service/gpu.cc:1234:\n") == "INTERNAL: no stream"
+    assert last_line("") == "no message"
+
+
+def test_neither_torch_nor_jax_is_imported():
+    code = "import benchkit.processes, benchkit.processes.server, sys; print(*({'torch', 'jax'} & sys.modules.keys()))"
+    process = started(code)
+    assert process.communicate()[0].strip() == b""
+    assert process.returncode == 0
