@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -16,8 +16,10 @@ from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, user_errors
-from jax_baseline.diff.programs import Program
-from jax_baseline.diff.region_diff import CompiledRegion
+from jax_baseline.diff.programs import Program, short_location
+from jax_baseline.diff.region_diff import CompiledRegion, compare_programs, difference_between, most_different
+from jax_baseline.hlo import Summary, parse, summarise
+from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 Dump = Annotated[Path | None, typer.Argument(help="text of your optimised module [default: the train step]")]
@@ -64,8 +66,6 @@ def hlo(
     check: Annotated[Path | None, typer.Option(help="a fusion lock; exit status 1 if the fusions differ")] = None,
 ) -> None:
     """Summarise XLA's program: kernels by kind and part of the model, FLOPs, bytes, buffers and measured times."""
-    from jax_baseline.hlo import parse, summarise
-
     with user_errors():
         program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure)
         summary = summarise(program.text, program.seconds)
@@ -74,34 +74,7 @@ def hlo(
     for path, text in ((save, program.text), (save_stablehlo, program.stablehlo)):
         if path is not None:
             write_text_atomically(path, text)
-    print(program.subject)
-    print(
-        f"{summary.kernels} kernels, {summary.dots} matmuls; {numbers.with_unit(summary.flops, 'FLOP')}, "
-        f"{numbers.with_unit(summary.bytes, 'B')} read and written; "
-        f"{summary.donated} of {summary.arguments} arguments donated "
-        f"({numbers.with_unit(summary.donated_bytes, 'B')} of {numbers.with_unit(summary.argument_bytes, 'B')})"
-    )
-    for note in (*program.notes, parse(program.text).assumptions):
-        if note:
-            print(note)
-    print(markdown_table(["kind of kernel", "number"], list(summary.kinds.items())))
-    timed = program.seconds is not None
-    rows = [
-        (
-            group.region or "(no scope)",
-            group.phase,
-            group.kernels,
-            group.dots,
-            numbers.with_unit(group.flops, "FLOP"),
-            numbers.with_unit(group.bytes, "B"),
-            *((numbers.with_unit(group.seconds or 0.0, "s"),) if timed else ()),
-        )
-        for group in summary.regions
-    ]
-    header = ["part", "phase", "kernels", "matmuls", "FLOPs", "bytes", *(["time"] if timed else [])]
-    print(markdown_table(header, rows, left=2))
-    if kernels:
-        print(_kernel_table(program, kernels))
+    _print_program(program, summary, kernels)
 
 
 def lock(
@@ -116,8 +89,6 @@ def lock(
     target: Target = "",
 ) -> None:
     """Write the fusions of a program to a lock file; `hlo --check FILE` fails when they change."""
-    from jax_baseline.hlo.lock import make_lock
-
     with user_errors():
         program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure=False)
         made = make_lock(program.text, subject=program.subject, versions=program.versions)
@@ -161,7 +132,7 @@ def diff(
             jax_spec = replace(torch_spec, function=jax_function)
         else:
             model = _shape(preset, layers)
-            torch_spec = ModelSpec(asdict(model), batch_size, cast(Precision, dtype), attention, where, repeats)
+            torch_spec = ModelSpec(model, batch_size, cast(Precision, dtype), attention, where, repeats)
             jax_spec = torch_spec
         try:
             programs = compile_both(jax_spec, torch_spec)
@@ -171,9 +142,39 @@ def diff(
         raise typer.Exit(1)
 
 
+def _print_program(program: _Program, summary: Summary, kernels: int) -> None:
+    print(program.subject)
+    print(
+        f"{summary.kernels} kernels, {summary.dots} matmuls; {numbers.with_unit(summary.flops, 'FLOP')}, "
+        f"{numbers.with_unit(summary.bytes, 'B')} read and written; "
+        f"{summary.donated} of {summary.arguments} arguments donated "
+        f"({numbers.with_unit(summary.donated_bytes, 'B')} of {numbers.with_unit(summary.argument_bytes, 'B')})"
+    )
+    for note in (*program.notes, parse(program.text).assumptions):
+        if note:
+            print(note)
+    print(markdown_table(["kind of kernel", "number"], list(summary.kinds.items())))
+    timed = program.seconds is not None
+    rows = [
+        (
+            group.region or "(no scope)",
+            group.phase,
+            group.kernels,
+            group.dots,
+            numbers.with_unit(group.flops, "FLOP"),
+            numbers.with_unit(group.bytes, "B"),
+            *((numbers.with_unit(group.seconds or 0.0, "s"),) if timed else ()),
+        )
+        for group in summary.regions
+    ]
+    header = ["part", "phase", "kernels", "matmuls", "FLOPs", "bytes", *(["time"] if timed else [])]
+    print(markdown_table(header, rows, left=2))
+    if kernels:
+        print(_kernel_table(program, kernels))
+
+
 def _print_diff(programs: tuple[Program, Program], show: int, *, coarse: bool) -> bool:
     """Print the comparison, explain the regions that differ most, and return whether the results agree."""
-    from jax_baseline.diff.region_diff import compare_programs, most_different
     from jax_baseline.report.explanation import explain
 
     found = compare_programs(*programs)
@@ -216,8 +217,6 @@ def _agreement(programs: tuple[Program, Program], difference: float | None, coar
         difference: Largest difference between two results.
         coarse: Whether float32 results may differ like 16-bit results, because matmuls round their inputs.
     """
-    from jax_baseline.diff.region_diff import difference_between
-
     xla, inductor = (program.values for program in programs)
     if difference is None:
         return False, f"NOT COMPARABLE: XLA's program has {len(xla)} results, Inductor's has {len(inductor)}"
@@ -346,8 +345,6 @@ def _shapes(preset: str, layers: int | None, batch_size: int, dtype: str) -> tup
 
 def _check(program: _Program, path: Path) -> None:
     """Compare the program with a lock file; print the differences and exit with status 1 if there are any."""
-    from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
-
     try:
         then = read_lock(path.read_text())
     except OSError as error:
@@ -363,8 +360,7 @@ def _check(program: _Program, path: Path) -> None:
 
 def _kernel_table(program: _Program, count: int) -> str:
     """Return the kernels that take longest, or that move most bytes if they are not measured."""
-    from jax_baseline.diff.programs import short_location
-    from jax_baseline.hlo import kernels, parse
+    from jax_baseline.hlo import kernels
 
     seconds = program.seconds or {}
     found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))[
