@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, cast
 
 import typer
@@ -68,7 +68,7 @@ def diff(
             jax_spec = replace(torch_spec, function=jax_function)
         else:
             model = with_layers(preset, layers)
-            torch_spec = ModelSpec(asdict(model), batch_size, cast(Precision, dtype), attention, where, repeats)
+            torch_spec = ModelSpec(model, batch_size, cast(Precision, dtype), attention, where, repeats)
             jax_spec = torch_spec
         try:
             programs = compile_both(jax_spec, torch_spec)

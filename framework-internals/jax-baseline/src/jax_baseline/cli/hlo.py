@@ -23,6 +23,8 @@ from jax_baseline.cli.options import (
     user_errors,
     with_layers,
 )
+from jax_baseline.hlo import Summary, parse, summarise
+from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 Dump = Annotated[Path | None, typer.Argument(help="text of your optimised module [default: the train step]")]
@@ -60,8 +62,6 @@ def hlo(
     check: Annotated[Path | None, typer.Option(help="a fusion lock; exit status 1 if the fusions differ")] = None,
 ) -> None:
     """Summarise XLA's program: kernels by kind and part of the model, FLOPs, bytes, buffers and measured times."""
-    from jax_baseline.hlo import parse, summarise
-
     with user_errors():
         program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure)
         summary = summarise(program.text, program.seconds)
@@ -70,6 +70,10 @@ def hlo(
     for path, text in ((save, program.text), (save_stablehlo, program.stablehlo)):
         if path is not None:
             write_text_atomically(path, text)
+    _print_program(program, summary, kernels)
+
+
+def _print_program(program: _Program, summary: Summary, kernels: int) -> None:
     print(program.subject)
     print(
         f"{summary.kernels} kernels, {summary.dots} matmuls; {numbers.with_unit(summary.flops, 'FLOP')}, "
@@ -112,8 +116,6 @@ def lock(
     target: Target = "",
 ) -> None:
     """Write the fusions of a program to a lock file; `hlo --check FILE` fails when they change."""
-    from jax_baseline.hlo.lock import make_lock
-
     with user_errors():
         program = _program(dump, preset, layers, batch_size, dtype, attention, device, target, measure=False)
         made = make_lock(program.text, subject=program.subject, versions=program.versions)
@@ -197,8 +199,6 @@ def _shapes(preset: str, layers: int | None, batch_size: int, dtype: str) -> tup
 
 def _check(program: _Program, path: Path) -> None:
     """Compare the program with a lock file; print the differences and exit with status 1 if there are any."""
-    from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
-
     try:
         then = read_lock(path.read_text())
     except OSError as error:
@@ -215,7 +215,7 @@ def _check(program: _Program, path: Path) -> None:
 def _kernel_table(program: _Program, count: int) -> str:
     """Return the kernels that take longest, or that move most bytes if they are not measured."""
     from jax_baseline.diff.programs import short_location
-    from jax_baseline.hlo import kernels, parse
+    from jax_baseline.hlo import kernels
 
     seconds = program.seconds or {}
     found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))[
