@@ -13,7 +13,7 @@ from benchkit.results import Record
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord, Start
-from compile_bench.measure.shapes import ShapeStudy
+from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.targets.case import Case
 
 _PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")
@@ -75,7 +75,7 @@ def shape_record(study: ShapeStudy, passes: Sequence[int], root: Path) -> Record
         root: See :func:`case_record`.
     """
     case = study.case
-    strategies = {
+    strategies: dict[str, Passes] = {
         each.strategy: replace(each, recompiles=_neutral_files(each.recompiles, root)) for each in study.passes
     }
     return ShapesRecord(
