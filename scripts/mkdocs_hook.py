@@ -16,11 +16,12 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Put the repository's pages beside the styles, and build the navigation from them."""
+    pages.write_catalogue(_ROOT)
     site = pages.collect(_ROOT)
     for path in site.pages:
         page = File.generated(config, path, abs_src_path=str(_ROOT / path))
         if pages.twin_as_html(site, path):
-            page.dest_uri = PurePosixPath(path).with_name("index.html").as_posix()
+            page.dest_uri = PurePosixPath(path).with_suffix(".on-one-page.html").as_posix()
         files.append(page)
     for path in site.files:
         if path.endswith(".html"):

@@ -141,7 +141,8 @@ def test_pages_read_as_they_do_on_github(built):
     markdown = pytest.importorskip("markdown_it").MarkdownIt("commonmark").enable(["table", "strikethrough"])
     site = pages.collect(ROOT)
     for page in site.pages:
-        name = "index" if page.endswith("README.md") or pages.twin_as_html(site, page) else Path(page).stem
+        name = "index" if page.endswith("README.md") else Path(page).stem
+        name += ".on-one-page" if pages.twin_as_html(site, page) else ""
         text = (built / page).with_name(f"{name}.html").read_text(encoding="utf-8")
         here = Outline(text[text.index("<article") : text.index("</article>")])
         there = Outline(markdown.render((ROOT / page).read_text(encoding="utf-8")))

@@ -23,11 +23,12 @@ import dispatcher_trace
 import dispatcher_trace.cli
 import jax_baseline.cli
 import torch_baseline.cli
-from benchkit import progress
+from benchkit.command import progress
 from benchkit.report import render
 from benchkit.results import Absence, load
 from compile_bench.catalogue import page as catalogue
 from compile_bench.catalogue.cause import CAUSES
+from compile_bench.catalogue.examine import Outcome
 from compile_bench.fixes.source import unified_diff
 from dispatcher_trace.capture.types import SCHEMA_VERSION
 from dispatcher_trace.render import viewer
@@ -159,13 +160,15 @@ def test_the_catalogue_as_a_page_and_as_markdown(monkeypatch):
     cause = next(iter(CAUSES.values()))
     hostile = dataclasses.replace(cause, name=HOSTILE, title=HOSTILE, why=HOSTILE, advice=HOSTILE, theme=HOSTILE)
     monkeypatch.setattr(catalogue, "CAUSES", {HOSTILE: hostile})
-    monkeypatch.setattr(catalogue, "recorded", lambda: {HOSTILE: {HOSTILE: {"seen": [HOSTILE]}}})
-    monkeypatch.setattr(catalogue, "standing", lambda *asked: HOSTILE)
+    outcome = Outcome(True, (HOSTILE,), (HOSTILE,), True, True)
+    monkeypatch.setattr(catalogue, "recorded", lambda: {HOSTILE: {HOSTILE: outcome}})
+    monkeypatch.setattr(catalogue, "status", lambda *asked: HOSTILE)
     elements = Elements(catalogue.html())
     assert elements.tags.count("script") == 1
     assert not {"img", "b", "i"} & set(elements.tags)
     assert not [name for name in elements.attributes if name.startswith("on")]
     assert active(catalogue.markdown()) == []
+    assert active(catalogue.index()) == []
 
 
 def test_a_source_that_is_quoted_ends_no_fence():

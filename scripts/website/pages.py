@@ -16,19 +16,15 @@ HOUSE = "framework-internals"
 # The API page of a package documents the names that it exports and these modules.
 MODULES = {
     "benchkit": (
-        *("timing", "statistics", "limits", "environment", "results", "report", "run", "numbers", "plotting"),
-        *("progress", "profiling", "device", "errors"),
+        *("timing", "timing.statistics", "timing.limits", "timing.profiling", "environment", "results", "report"),
+        *("report.plotting", "run", "numbers", "command", "command.progress", "device", "errors", "processes"),
     ),
     "torch_baseline": (
         *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),
         "throughput",
     ),
     "compile_bench": ("targets.target", "pytest_plugin"),
-<<<<<<< HEAD
-    "jax_baseline": (*("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),),
-=======
     "jax_baseline": ("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),
->>>>>>> main
     "rmsnorm_fused": ("backends",),
     "custom_ops": ("jax_operators",),
 }
@@ -230,12 +226,12 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navig
     for path in site.sources:
         if path.startswith(home):
             yield {PurePosixPath(path).name: f"{path}.md"}
-    rungs = [page for page in pages if page.startswith(f"{home}csrc/")]
-    if rungs:
-        climbed = [page for page in linked_files(site.root, rungs[0]) if page in rungs]  # in the order of their table
-        climbed += [page for page in rungs[1:] if page not in climbed]
-        yield {"The ladder": [rungs[0], *({_title(site, page): page} for page in climbed)]}
-    shown = {f"{home}README.md", *reports, *rungs}
+    examples = [page for page in pages if page.startswith(f"{home}csrc/")]
+    if examples:
+        in_order = [page for page in linked_files(site.root, examples[0]) if page in examples]
+        in_order += [page for page in examples[1:] if page not in in_order]
+        yield {"Six examples": [examples[0], *({_title(site, page): page} for page in in_order)]}
+    shown = {f"{home}README.md", *reports, *examples}
     for page in pages:
         if page not in shown:
             yield {_title(site, page): page}

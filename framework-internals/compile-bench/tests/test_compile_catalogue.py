@@ -1,4 +1,4 @@
-"""Every cause of the catalogue on this torch: it happens as recorded, and its fix reaches one equal graph."""
+"""Causes of the catalogue on this torch: each happens as recorded, and its fix gives one graph with equal outputs."""
 
 import re
 from html.parser import HTMLParser
@@ -8,9 +8,17 @@ import pytest
 from typer.testing import CliRunner
 
 from compile_bench.catalogue import CAUSES, match, match_limit, match_recompile
-from compile_bench.catalogue.examine import examine
-from compile_bench.catalogue.page import describe, html, markdown, program
-from compile_bench.catalogue.versions import recorded, standing, this_torch
+from compile_bench.catalogue.examine import Outcome, examine
+from compile_bench.catalogue.page import describe, html, index, markdown, program, write_page
+from compile_bench.catalogue.versions import (
+    RECORDED,
+    outcomes_as_text,
+    read_outcomes,
+    recorded,
+    status,
+    this_torch,
+    write_outcomes,
+)
 from compile_bench.cli import app
 from compile_bench.fixes.rewrites import REWRITES
 
@@ -19,7 +27,7 @@ PAGE = Path(__file__).parents[1] / "catalogue"
 pytestmark = pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns about what the causes do
 
 
-# The first of every theme and kind, and those that triage mends; the others are slow: all of them take minutes.
+# The fast tests run the first cause of each theme and kind, and the causes that triage fixes. All take minutes.
 FIRST = {(cause.theme, cause.kind): name for name, cause in reversed(CAUSES.items())}
 QUICK = {*FIRST.values(), *(rewrite.case for rewrite in REWRITES)}
 
@@ -32,21 +40,48 @@ def test_cause(name):
     known = recorded().get(this_torch(), {}).get(name)
     if known is None:
         pytest.skip(f"torch {this_torch()} is not on record; compile-bench catalogue --record adds it")
-    assert (outcome.happens, outcome.whole, outcome.equal) == (known["happens"], known["whole"], known["equal"]), (
-        outcome
-    )
+    assert (outcome.happens, outcome.whole, outcome.equal) == (known.happens, known.whole, known.equal), outcome
 
 
 def test_at_least_eighty_causes_hold_on_the_tested_torch():
-    holding = [name for name in CAUSES if standing(name, "2.13.0") == "holds"]
-    assert len(holding) == len(CAUSES) >= 80
-    assert {CAUSES[name].kind for name in holding} == {"break", "recompile", "silent"}
+    hold = [name for name in CAUSES if status(name, "2.13.0") == "holds"]
+    assert len(hold) == len(CAUSES) >= 80
+    assert {CAUSES[name].kind for name in hold} == {"break", "recompile", "silent"}
 
 
 def test_every_version_has_an_outcome_of_every_cause():
     assert list(recorded()) == ["2.10.0", "2.11.0", "2.13.0", "2.15.0"]
     for outcomes in recorded().values():
         assert set(outcomes) == set(CAUSES)
+
+
+def test_the_recorded_outcomes_are_written_as_they_are_read():
+    assert RECORDED.read_text(encoding="utf-8") == outcomes_as_text(read_outcomes(RECORDED))
+
+
+OUTCOME = Outcome(True, ("a reason",), ("GB0001",), True, True)
+LATER = Outcome(True, ("another reason",), (), True, None)
+FAILED = Outcome(False, (), (), False, None, "ValueError: not there")
+
+
+@pytest.mark.parametrize("versions", [("2.9.1", "2.10.0"), ("2.10.0", "2.9.1")])
+def test_outcomes_come_back_as_they_were_written(versions, tmp_path):
+    outcomes = {versions[0]: {"same": OUTCOME, "changed": OUTCOME}, versions[1]: {"same": OUTCOME, "changed": LATER}}
+    outcomes["2.11.0"] = {"same": OUTCOME}
+    outcomes["2.12.0"] = {"same": FAILED, "changed": LATER, "new": OUTCOME}
+    path = tmp_path / "outcomes.json"
+    path.write_text(outcomes_as_text(outcomes))
+    assert read_outcomes(path) == outcomes
+    assert list(read_outcomes(path)) == ["2.9.1", "2.10.0", "2.11.0", "2.12.0"]
+    assert path.read_text().count("a reason") == 3  # once a cause: an outcome that stays is not written again
+
+
+def test_outcomes_of_this_torch_are_added_to_those_of_others(tmp_path):
+    path = tmp_path / "outcomes.json"
+    path.write_text(outcomes_as_text({"1.0": {"old": OUTCOME}, this_torch(): {"old": OUTCOME, "other": OUTCOME}}))
+    write_outcomes(path, {"old": LATER, "new": OUTCOME})
+    ours = {"old": LATER, "other": OUTCOME, "new": OUTCOME}
+    assert read_outcomes(path) == {"1.0": {"old": OUTCOME}, this_torch(): ours}
 
 
 def test_a_recorded_guard_names_no_machine():
@@ -56,7 +91,7 @@ def test_a_recorded_guard_names_no_machine():
 
 
 def seen_on_all(name):
-    return [each for outcomes in recorded().values() for each in outcomes[name]["seen"]]
+    return [each for outcomes in recorded().values() for each in outcomes[name].seen]
 
 
 def test_every_rewrite_is_of_a_cause():
@@ -107,10 +142,10 @@ def test_a_break_is_recognised(reason, source, name):
 
 def test_a_function_past_the_limit_has_the_cause_of_the_line_whose_guard_failed():
     assert match_limit("self.calls += 1").name == "counter"
-    assert match_limit("x = x * self.scale").name == "given-up-after-limit"
+    assert match_limit("x = x * self.scale").name == "recompile-limit-reached"
 
 
-# The line decides between causes with guards alike; one that an option of torch.compile tells apart is as another.
+# The source line decides between causes with the same guard. Only an option of torch.compile tells those of ALIKE apart.
 GUARDED_BY = {"growing-sequence": "return torch.cat([cache, x]).sum(0)", "counter": "self.calls += 1"}
 ALIKE = {"static-shapes": "last-batch"}
 
@@ -119,9 +154,9 @@ ALIKE = {"static-shapes": "last-batch"}
 @pytest.mark.parametrize("name", [name for name, cause in CAUSES.items() if cause.kind == "recompile"])
 def test_a_recompilation_is_recognised_by_its_guard(name, version):
     outcome = recorded()[version][name]
-    assert outcome["happens"]
-    found = [match_recompile(guard, GUARDED_BY.get(name, "")) for guard in outcome["seen"]]
-    assert ALIKE.get(name, name) in [cause.name for cause in found if cause is not None], outcome["seen"]
+    assert outcome.happens
+    found = [match_recompile(guard, GUARDED_BY.get(name, "")) for guard in outcome.seen]
+    assert ALIKE.get(name, name) in [cause.name for cause in found if cause is not None], outcome.seen
 
 
 @pytest.mark.parametrize(
@@ -164,9 +199,21 @@ def test_what_broke_in_the_line_decides_between_causes():
     assert match(reason, source, (40, 41)).name == match(reason, source).name  # no entry is about that
 
 
-@pytest.mark.parametrize(("file", "content"), [("CATALOGUE.md", markdown), ("CATALOGUE.html", html)])
-def test_the_committed_page_is_current(file, content):
-    assert (PAGE / file).read_text(encoding="utf-8") == content(), "run: compile-bench catalogue --render catalogue"
+def test_the_committed_index_is_current():
+    assert (PAGE / "INDEX.md").read_text(encoding="utf-8") == index(), "run: compile-bench catalogue --render catalogue"
+    assert all(f"| {name} " in index() for name in CAUSES)
+
+
+def test_the_pages_are_written(tmp_path):
+    write_page(tmp_path)
+    pages = {"INDEX.md": index(), "CATALOGUE.md": markdown(), "CATALOGUE.html": html()}
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == pages
+
+
+def test_the_markdown_page_describes_every_cause():
+    text = markdown()
+    assert [name for name in CAUSES if f"\n### `{name}` — " not in text] == []
+    assert text.count("\n```python\ndef _") == len(CAUSES)
 
 
 def test_the_html_page_is_whole_and_loads_nothing():
@@ -184,7 +231,7 @@ def test_the_html_page_is_whole_and_loads_nothing():
 def test_a_program_is_shown_without_its_decorator():
     text = program(CAUSES["print"])
     assert text.startswith("def _print() -> Repro:\n    def broken(x: Tensor) -> Tensor:")
-    assert "return Repro(broken, mended," in text
+    assert "return Repro(broken, fixed," in text
 
 
 def test_commands():

@@ -1,4 +1,4 @@
-"""Which changes are kept where not all of them hold together, with trials that are made up."""
+"""Which changes the combined fix keeps where not all of them work at once, with made-up trials."""
 
 import itertools
 
@@ -37,7 +37,7 @@ class Trials:
 def test_what_holds_as_one_is_tried_once():
     trials = Trials()
     choice = choose((A, B, C), trials)
-    assert (choice.kept, choice.refused, choice.apart) == ({A, B, C}, {}, {})
+    assert (choice.kept, choice.refused, choice.conflicts) == ({A, B, C}, {}, {})
     assert choice.trial.graphs == 3
     assert len(trials.asked) == 1
 
@@ -48,7 +48,7 @@ def test_one_that_is_wrong_takes_no_other_with_it():
     assert choice.kept == {A, C}
     assert choice.trial.graphs == 2  # the trial of what is kept, not of all
     assert choice.refused == {B: "off with [5]"}
-    assert choice.apart == {}
+    assert choice.conflicts == {}
     assert len(trials.asked) == 5
 
 
@@ -57,14 +57,14 @@ def test_of_two_in_each_others_way_the_costlier_is_kept():
         choice = choose(costliest_first, Trials([A, B]))
         assert choice.kept == {A, B, C} - {lost}
         assert choice.refused == {}
-        assert choice.apart == {lost: "off with [3, 5]"}
+        assert choice.conflicts == {lost: "off with [3, 5]"}
 
 
 def test_one_that_is_wrong_and_two_in_each_others_way():
     choice = choose((A, B, C, D), Trials([D], [A, C]))
     assert choice.kept == {A, B}
     assert choice.refused == {D: "off with [13]"}
-    assert choice.apart == {C: "off with [3, 8]"}
+    assert choice.conflicts == {C: "off with [3, 8]"}
 
 
 def test_what_is_seen_only_with_another_is_tried_with_it():
@@ -73,7 +73,7 @@ def test_what_is_seen_only_with_another_is_tried_with_it():
     assert (choice.kept, choice.refused) == ({A, B}, {C: "off with [8]"})
     # Beside others it may turn out to be wrong after all: then that is the reason.
     choice = choose((B, A, C), Trials([A, B], hidden=[B]))
-    assert (choice.kept, choice.refused, choice.apart) == ({A, C}, {B: "off with [3, 5]"}, {})
+    assert (choice.kept, choice.refused, choice.conflicts) == ({A, C}, {B: "off with [3, 5]"}, {})
     choice = choose((B, C), Trials(hidden=[B]))
     assert (choice.kept, choice.refused) == ({C}, {B: "not seen"})
 
@@ -99,10 +99,10 @@ def test_whatever_is_in_the_way_what_is_kept_holds_in_few_trials(hidden):
         trials = Trials(*wrong, hidden=hidden)
         choice = choose(places, trials)
         assert len(trials.asked) == len(set(trials.asked)) <= 2 * len(places) + 1
-        assert choice.kept | choice.refused.keys() | choice.apart.keys() == set(places)
+        assert choice.kept | choice.refused.keys() | choice.conflicts.keys() == set(places)
         assert (choice.trial is None) == (not choice.kept)
         assert not choice.kept or not choice.trial.verdict
-        assert all(choice.apart.values())
+        assert all(choice.conflicts.values())
         assert all(choice.refused.values())
         # Nothing that holds could still be added.
-        assert all(Trials(*wrong, hidden=hidden)(choice.kept | {place}).verdict for place in choice.apart)
+        assert all(Trials(*wrong, hidden=hidden)(choice.kept | {place}).verdict for place in choice.conflicts)

@@ -1,4 +1,4 @@
-"""The collector on this torch: the private surface it stands on, and that it leaves no trace of itself."""
+"""The collector on this torch: the private names that it needs, its records, and the loggers that it restores."""
 
 import importlib
 import importlib.util
@@ -14,8 +14,8 @@ import torch
 
 from compile_bench.capture.collector import Collector, autotuning_within, missing_surface
 from compile_bench.capture.frames import UserCodeFilter
+from compile_bench.capture.parsing import read_events
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
-from compile_bench.capture.trace import read_events
 from compile_bench.cli.options import recompiled
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,7 +37,7 @@ def test_the_private_surface_is_there():
 
 
 def test_what_inductor_times_on_a_gpu_is_within_a_guard(monkeypatch):
-    """By whichever of its own functions it comes to that; on a CPU the timing itself is made up."""
+    """Whichever function of Inductor asks for the time. The test replaces the timing itself."""
     benchmarker = importlib.import_module("torch._inductor.runtime.benchmarking").benchmarker
     happened = []
 
@@ -56,7 +56,7 @@ def test_what_inductor_times_on_a_gpu_is_within_a_guard(monkeypatch):
 
     monkeypatch.setattr(type(benchmarker), "benchmark_gpu", timed)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    guarded = ["call", "begin", "call", "end"]  # the first call compiles: no other process need wait for it
+    guarded = ["call", "begin", "call", "end"]  # no other process waits for the first call, which compiles
     with autotuning_within(guard):
         assert benchmarker.benchmark(candidate, (), {}, device="cuda") == 1.5
         assert happened == guarded
@@ -67,7 +67,7 @@ def test_what_inductor_times_on_a_gpu_is_within_a_guard(monkeypatch):
     assert happened == ["call"]
 
 
-def test_a_candidate_that_fails_has_nobody_wait(monkeypatch):
+def test_nobody_waits_for_a_candidate_that_fails(monkeypatch):
     benchmarker = importlib.import_module("torch._inductor.runtime.benchmarking").benchmarker
     begun = []
 
@@ -96,7 +96,7 @@ class Counting(torch.nn.Module):
 
 @pytest.fixture
 def guarded():
-    """Leaves out what torch gets wrong itself: torch 2.11 on Python 3.13.0 has no guard on a module's attributes."""
+    """Skips a test where torch itself is wrong: torch 2.11 on Python 3.13.0 does not guard a module's attributes."""
     torch._dynamo.reset()
     counting = torch.compile(Counting(), backend="eager")
     results = [counting(torch.ones(())).item() for _ in range(2)]

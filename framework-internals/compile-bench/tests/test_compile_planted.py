@@ -66,8 +66,8 @@ def missed(name, function):
 
 @pytest.mark.parametrize(("name", "function"), EITHER)
 def test_every_marked_line_is_found(name, function, capsys):
-    # Behind a line that is held at a recorded value, an error that Dynamo observes may be the value's own: left out.
-    allowed = {("recurrent.py", 24)} if name == "recurrent" else set()
+    # Behind a break in a context manager's generator, the rest of the generator stays hidden.
+    allowed = {("metered.py", 16)} if name == "metered" else set()
     assert missed(name, function) <= allowed
 
 

@@ -1,4 +1,4 @@
-"""Targets: what may be named, and the one line for each that may not."""
+"""Targets: names that load, and a one-line error for each name that does not."""
 
 import threading
 

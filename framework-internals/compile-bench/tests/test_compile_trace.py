@@ -1,4 +1,4 @@
-"""Reading PyTorch's structured trace: recorded events of known programs, and the arithmetic of phases."""
+"""Parses PyTorch's structured trace: recorded events of known programs, and the arithmetic of phases."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from compile_bench.capture.frames import UserCodeFilter
+from compile_bench.capture.parsing import Event, read_events
 from compile_bench.capture.phases import phase_seconds, without_pauses
 from compile_bench.capture.reasons import categorise, parse_message
-from compile_bench.capture.trace import Event, read_events
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = sorted({path.stem.split("-torch-")[1] for path in GOLDEN.glob("*.jsonl")})

@@ -2,13 +2,11 @@
 
 import linecache
 import logging
-import re
 import subprocess
 import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,25 +17,26 @@ from compile_bench import Case, Harness
 from compile_bench.capture.collector import Collector, CudaGraphSkips, user_code_filter
 from compile_bench.capture.eager_frames import EagerFrame, EagerWatch
 from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
+from compile_bench.capture.silent_eager import lost_cuda_graphs, silent_functions
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.cli import app
 from compile_bench.cli.triaging import describe_report, write_patches
-from compile_bench.fixes import fixer as fix
+from compile_bench.fixes import fixer as fixer_module
 from compile_bench.fixes import verify as proof
 from compile_bench.fixes.fixer import Fixer
-from compile_bench.fixes.holding import Held, Marked, overlays, rewind
 from compile_bench.fixes.source import Edit
 from compile_bench.fixes.trial import trials
-from compile_bench.fixes.types import Proposal, Trial
+from compile_bench.fixes.types import Trial
 from compile_bench.fixes.verify import reference, refusal
-from compile_bench.measure.survey import lost_graphs, read_lost_graphs, survey, triage, unexplained
-from compile_bench.measure.survey_types import mark
+from compile_bench.measure.survey import survey, triage
+from compile_bench.measure.survey_types import place_of
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage import break_cost as pricing
-from compile_bench.triage import run as billing
-from compile_bench.triage.break_cost import GapProfiler, recompile_limits, why_no_gap
+from compile_bench.triage import findings as triage_findings
+from compile_bench.triage.break_cost import GapProfiler, recompile_limits, why_not_measured
+from compile_bench.triage.cuda_graphs import reasons_without_cuda_graphs
 from compile_bench.triage.run import run_triage
 from compile_bench.triage.serialize import triage_report_records
 from compile_bench.triage.types import Finding, TriageReport
@@ -118,9 +117,9 @@ def folder(tmp_path, monkeypatch):
 
 def test_a_guess_of_pytorchs_that_the_code_is_wrong_is_no_advice():
     guess = "Your code may result in an error when running in eager. Please double check that your code …"
-    assert billing._hint((guess, "Avoid calling it.")) == "Avoid calling it."
+    assert triage_findings._hint((guess, "Avoid calling it.")) == "Avoid calling it."
     rules = "It may be possible to write Dynamo tracing rules for this code. Please report an issue to PyTorch."
-    assert billing._hint((guess,)) == billing._hint((rules,)) == billing._hint(()) == ""
+    assert triage_findings._hint((guess,)) == triage_findings._hint((rules,)) == triage_findings._hint(()) == ""
 
 
 def test_a_recompilation_is_told_with_what_to_do():
@@ -152,14 +151,14 @@ def test_breaks_are_found_costed_fixed_and_proved(folder):
     assert set(places) == {f"{model}:14", f"{model}:17", f"{helper}:4"}
     assert {each.kinds for each in report.findings} == {("training", "inference")}
     assert {each.case for each in report.findings} == {"branch-on-value", "print", "item"}
-    gaps = [each.cost.gap.value for each in report.findings]
+    gaps = [each.cost.time_lost.value for each in report.findings]
     assert gaps == sorted(gaps, reverse=True)
     # The first graph hands over x, the condition and what the backward pass needs: x is 4 · 8 numbers of 4 bytes.
-    assert places[f"{model}:14"].cost.crossing >= 128
+    assert places[f"{model}:14"].cost.output_bytes >= 128
     assert [each.fix.verdict for each in report.findings if not each.fix.accepted] == []
-    assert (report.together.before.breaks, report.together.after.breaks) == (3, 0)
-    assert (report.together.before.graphs, report.together.after.graphs) == (4, 1)
-    assert report.together.after.step is not None
+    assert (report.combined.before.breaks, report.combined.after.breaks) == (3, 0)
+    assert (report.combined.before.graphs, report.combined.after.graphs) == (4, 1)
+    assert report.combined.after.step is not None
 
     patches = write_patches(report, folder / "patches")
     printed = describe_report(report, patches)
@@ -168,7 +167,7 @@ def test_breaks_are_found_costed_fixed_and_proved(folder):
     for patch in patches.values():
         subprocess.run(["git", "apply", "--check", str(patch)], cwd=folder, check=True)
     records = triage_report_records(report, folder)
-    assert [record.name for record in records] == ["bill", "finding", "finding", "finding", "mended"]
+    assert [record.name for record in records] == ["triage report", "finding", "finding", "finding", "combined fix"]
     subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
     forget_user_modules(user_code_filter())
     assert survey(Case(target, "cpu"), seeds=(0,)).breaks == ()
@@ -188,7 +187,7 @@ def test_a_change_of_what_is_computed_is_refused(folder, tmp_path):
             forget_user_modules(user_code_filter())
             refused = refusal(case, path=path, with_inductor=False)
             assert message in refused.why
-            assert refused.off == off
+            assert refused.out_of_bound == off
 
 
 def test_an_overlay_is_what_is_imported_and_shown(folder):
@@ -200,128 +199,6 @@ def test_an_overlay_is_what_is_imported_and_shown(folder):
     forget_user_modules(user_code_filter())
     assert load_target(f"{path}:target", "cpu").model.b.out_features == 8
     assert path.read_text() == MODEL
-
-
-def test_held_lines_keep_the_numbers_of_those_behind(folder):
-    path = folder / "triage_helper.py"
-    recording, replaying = overlays(
-        {(str(path), 4): Held("value"), (str(folder / "triage_model.py"), 14): Held("value")}
-    )
-    for overlay in (recording, replaying):
-        assert len(overlay[str(path)].splitlines()) == len(HELPER.splitlines())
-        assert b"__compile_bench_" in overlay[str(folder / "triage_model.py")].splitlines()[13]
-
-
-def both_run(path, held):
-    """The names that a file defines while values are recorded, and while they are replayed."""
-    recorded, replayed = {}, {}
-    for overlay, names in zip(overlays(held), (recorded, replayed), strict=True):
-        exec(overlay[str(path)], names)
-    return recorded, replayed
-
-
-def test_what_is_held_keeps_its_place_in_the_backward_pass(tmp_path):
-    path = tmp_path / "pair.py"
-    path.write_text("def pair(x):\n    return x * 2, x.detach()\n")
-    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
-    x = torch.ones(3, requires_grad=True)
-    recorded["pair"](x)
-    held, apart = replayed["pair"](x)
-    assert held.tolist() == [2, 2, 2]
-    assert (held.requires_grad, apart.requires_grad) == (True, False)
-
-
-def test_what_is_held_in_a_loop_has_a_value_for_every_time_around(tmp_path):
-    path = tmp_path / "loop.py"
-    path.write_text("def loop(xs, kept):\n    while xs.pop() > 0:\n        kept.append(xs[-1])\n    return kept\n")
-    # A condition is kept as what it was taken for; of a call for its own sake the arguments, and it still happens.
-    recorded, replayed = both_run(path, {(str(path), 2): Held("value"), (str(path), 3): Held("arguments")})
-    assert recorded["loop"]([torch.tensor(0), 5, 7, torch.tensor(1)], []) == [7, 5, 0]
-    for _ in range(2):
-        rewind()
-        assert replayed["loop"]([], []) == [7, 5, 0]
-
-
-def test_what_is_held_of_an_iterator_can_be_gone_through_again(tmp_path):
-    path = tmp_path / "pairs.py"
-    path.write_text("def pairs(xs):\n    each = zip(xs, xs)\n    return [next(each), *each]\n")
-    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
-    assert recorded["pairs"]([3, 5]) == [(3, 3), (5, 5)]
-    for _ in range(2):
-        rewind()
-        assert replayed["pairs"]([]) == [(3, 3), (5, 5)]
-
-
-def test_all_statements_of_a_line_are_held(tmp_path):
-    path = tmp_path / "line.py"
-    path.write_text("def line(x):\n    if x.sum() > 0: yield x.max()\n    x = x + 1; yield x\n")
-    _, replaying = overlays({(str(path), 2): Held("value"), (str(path), 3): Held("value")})
-    text = replaying[str(path)].decode()
-    assert "x.sum()" not in text
-    assert "x.max()" not in text
-    assert "x + 1" not in text
-    assert text.count("yield __compile_bench") == 2
-
-
-PARTS = """\
-def parts(x, helper):
-    if x.é().item() > 0 and not helper(x): return None
-    y = helper(x.max()) + float(x)
-    for each in (helper(x)
-        .sum()
-        .tolist()): y += helper(float(each) + 1)
-    return [z for z in x.tolist() if helper(z)]
-"""
-
-
-@pytest.mark.parametrize(
-    ("line", "marked", "kept"),
-    [
-        (2, [Marked(3, 15)], "if @ > 0 and not helper(x): return None"),  # characters, not bytes
-        (2, [Marked(3, 50, True)], "if @ and not helper(x): return None"),
-        (2, [Marked(3, 50)], "if @ > 0 and not helper(x): return None"),  # two calls begin there: either may be it
-        (3, [Marked(11, 18), Marked(22, 30)], "y = helper(@) + @"),
-        (3, [Marked(11, 18), Marked(4, 30)], "y = @ + float(x)"),  # one in the other: the outer one
-        (3, [Marked(11, 18), Marked(5, 30)], "y = @"),  # one of them is not known
-        (5, [Marked(1, 6)], "for each in (@"),  # from the name of a method in a line of its own on
-        (7, [Marked(19, 50)], "return [z for z in @ if helper(z)]"),
-    ],
-)
-def test_of_a_line_that_calls_more_only_what_broke_is_held(tmp_path, line, marked, kept):
-    path = tmp_path / "parts.py"
-    path.write_text(PARTS)
-    _, replaying = overlays({(str(path), line): Held("value", frozenset(marked))})
-    value = r"__compile_bench_replay__\('[^']*'\n*\)"
-    refilled = rf"\({value}(?:, __compile_bench_changed__\([^)]*\) and __compile_bench_refill__\([^)]*\))+\)\[0\]"
-    text = re.sub(f"{refilled}|{value}", "@", replaying[str(path)].decode()).splitlines()
-    assert text[3 if line == 5 else line - 1].strip() == kept
-
-
-def test_what_a_held_call_does_to_a_list_is_done_again(tmp_path):
-    path = tmp_path / "heap.py"
-    path.write_text(
-        "import heapq\n"
-        "def heap(xs):\n"
-        "    kept = []\n"
-        "    for x in xs:\n"
-        "        heapq.heappush(kept, (float(x), x))\n"
-        "    taken = heapq.heappop(kept)[0]\n"
-        "    return taken, [x for _, x in kept]\n"
-    )
-    recorded, replayed = both_run(path, {(str(path), 5): Held("value"), (str(path), 6): Held("value")})
-    assert recorded["heap"](torch.tensor([3.0, 1.0, 2.0])) == (1.0, [2.0, 3.0])
-    for _ in range(2):
-        rewind()
-        assert replayed["heap"]([None] * 3) == (1.0, [2.0, 3.0])
-
-
-def test_what_a_held_call_does_not_change_is_not_looked_at(tmp_path):
-    """It may be what Dynamo cannot represent, such as a sparse tensor."""
-    path = tmp_path / "use.py"
-    path.write_text("def use(box):\n    return len(box.rows)\n")
-    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
-    assert recorded["use"](SimpleNamespace(rows=[1, 2])) == 2
-    assert replayed["use"](None) == 2
 
 
 HANDLED = """\
@@ -359,16 +236,6 @@ def target():
 """
 
 
-def test_what_the_model_does_to_a_held_list_is_forgotten_with_the_step(tmp_path):
-    path = tmp_path / "growing.py"
-    path.write_text("def tags(x):\n    tags = [x.item()]\n    tags.append(3)\n    return tags\n")
-    recorded, replayed = both_run(path, {(str(path), 2): Held("value")})
-    assert recorded["tags"](torch.tensor(2)) == [2, 3]
-    for _ in range(3):
-        rewind()
-        assert replayed["tags"](None) == [2, 3]
-
-
 def test_a_model_that_raises_only_where_it_is_compiled_is_told_first(folder):
     (folder / "triage_model.py").write_text(DOUBLE_BACKWARD)
     case = Case(f"{folder / 'triage_model.py'}:target", "cpu")
@@ -381,27 +248,16 @@ def test_a_model_that_raises_only_where_it_is_compiled_is_told_first(folder):
     )
 
 
-def test_what_is_held_raises_again_what_is_handled_around_it(tmp_path):
-    path = tmp_path / "raising.py"
-    path.write_text(
-        "def inverse(x):\n    try:\n        return 1 / x\n"
-        "    except (KeyError, ZeroDivisionError):\n        return -1\n"
-    )
-    recorded, replayed = both_run(path, {(str(path), 3): Held("value")})
-    assert [recorded["inverse"](x) for x in (2, 0, 4)] == [0.5, -1, 0.25]
-    for _ in range(2):
-        rewind()
-        assert [replayed["inverse"](None) for _ in range(3)] == [0.5, -1, 0.25]
-
-
-def test_what_lies_behind_an_error_that_is_handled_is_found(folder, capsys):
+def test_only_what_follows_a_handler_that_runs_stays_hidden(folder, capsys):
+    """Line 18 follows a break in a try whose handler the model needs."""
     (folder / "triage_model.py").write_text(HANDLED)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     places = {(each.file, each.line) for each in found.breaks}
-    # Copying a value that is held is no break of the model's own.
-    assert {line for file, line in places if file == str(folder / "triage_model.py")} == {14, 18, 23, 25}
-    assert len(places) == 4
-    assert found.notes == ()
+    assert {line for file, line in places if file == str(folder / "triage_model.py")} == {14, 23, 25}
+    assert len(places) == 3
+    (note,) = found.notes
+    assert note.startswith("breaks behind triage_model.py:14")
+    assert note.endswith("may stay hidden: Dynamo skips the frame there")
 
 
 DOUBLE_BACKWARD = """\
@@ -447,28 +303,10 @@ def target():
 
 
 def test_what_lies_behind_a_heap_is_found(folder, capsys):
-    """Held as one, a push would leave the heap empty, and a pop would leave it full for ever."""
     (folder / "triage_model.py").write_text(HEAP)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert {each.line for each in found.breaks} == {10, 12, 13, 14}
     assert found.notes == ()
-
-
-def test_what_a_walrus_binds_is_held_beside_the_value(tmp_path):
-    path = tmp_path / "walrus.py"
-    path.write_text(
-        "def walrus(xs):\n"
-        "    seen = []\n"
-        "    while (last := xs.pop()) > 0:\n"
-        "        seen.append(last)\n"
-        "    kept = [x for x in seen if (half := x / 2) > 1]\n"
-        "    return kept, half, last\n"
-    )
-    recorded, replayed = both_run(path, {(str(path), 3): Held("value"), (str(path), 5): Held("value")})
-    assert recorded["walrus"]([-1, 2, 4, 6]) == ([6, 4], 1.0, -1)
-    for _ in range(2):
-        rewind()
-        assert replayed["walrus"]([]) == ([6, 4], 1.0, -1)
 
 
 LOOPING = """\
@@ -539,7 +377,7 @@ def target():
 
 
 def test_what_a_broken_line_calls_is_looked_into(folder, capsys):
-    """A call that was given up for what breaks in it is no reason to hold it: then nothing in it would be seen."""
+    """Dynamo skips the frames of the callers too."""
     (folder / "triage_model.py").write_text(NESTED)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert {each.line for each in found.breaks} >= {9, 15, 18, 19, 25, 27}
@@ -584,13 +422,12 @@ def target():
 """
 
 
-def test_a_line_that_cannot_be_held_hides_nothing_behind_others(folder, capsys):
-    """What max() returns holds a tensor whose graph is gone once the recording step has run backward."""
+def test_lines_behind_a_skipped_frame_of_a_helper_are_found(folder, capsys):
     (folder / "triage_model.py").write_text(BOXED)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
     assert {each.line for each in found.breaks} == {21, 26, 27}
     (note,) = found.notes
-    assert note.startswith("behind triage_model.py:21 not all could be traced: with it held: RuntimeError: Trying to")
+    assert note.startswith("breaks behind triage_model.py:21 may stay hidden: Dynamo skips the frame there")
 
 
 HOOKED = """\
@@ -615,8 +452,7 @@ def target():
 """
 
 
-def test_a_backward_pass_that_cannot_be_compiled_hides_nothing_of_the_forward_pass(folder, capsys):
-    """AOTAutograd refuses two held tensors in one graph, which have the same name."""
+def test_a_backward_hook_hides_nothing_of_the_forward_pass(folder, capsys):
     (folder / "triage_model.py").write_text(HOOKED)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu"), seeds=(0,))
     assert {each.line for each in found.breaks} == {12, 13, 14}
@@ -649,7 +485,7 @@ def target():
 
 
 def test_what_lies_behind_lambdas_and_iterators_is_found(folder, capsys):
-    """What a lambda computes is held, not the statement that made it; an iterator is gone through once by the model."""
+    """The loops go over a list and over a zip."""
     (folder / "triage_model.py").write_text(SCALING)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert {each.line for each in found.breaks} == {4, 14, 18}
@@ -678,7 +514,7 @@ def target():
 
 
 def test_nothing_is_looked_for_behind_the_recompile_limit(folder, capsys):
-    """Until a function hit it, all of it was traced; without its line it might not even run."""
+    """Until a function reaches the limit, all of it is traced."""
     (folder / "triage_model.py").write_text(GROWING)
     found = survey(Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), seeds=(0,))
     assert [(each.line, each.category) for each in found.breaks] == [(12, "recompile limit")]
@@ -708,7 +544,6 @@ def target():
 
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason=NO_LINE)
 def test_files_that_a_loop_reads_hide_nothing_behind_them(folder):
-    """What ``open()`` gave was closed when the line was first run; behind it the model reads it again."""
     path = folder / "triage_model.py"
     path.write_text(READING)
     found = survey(Case(f"{path}:target", "cpu", train=False), seeds=(0,))
@@ -846,8 +681,8 @@ class InThisProcess:
     def trace(self, function, case, **arguments):
         return function(case, **arguments)
 
-    def ask(self, function, case, *, path, kinds, seeds, overlay, allowed):
-        return trials(case, kinds=kinds, seeds=seeds, proposals=[Proposal((overlay,), allowed)], path=path)[0][0]
+    def ask(self, function, case, *, path, kinds, seeds, proposal):
+        return trials(case, kinds=kinds, seeds=seeds, proposals=[proposal], path=path)[0][0]
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason=NO_LINE)
@@ -856,7 +691,7 @@ def test_what_stays_hidden_is_neither_counted_as_fixed_nor_proved(folder, capsys
     case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
     assert [each.line for each in found.breaks] == [8, 10, 11]
-    assert found.hidden == {mark(found.breaks[2])}
+    assert found.hidden == {place_of(found.breaks[2])}
     findings = [
         Finding("graph break", each.file, each.line, each.line, each.function, each.source, *[""] * 5, (), (), 1)
         for each in found.breaks
@@ -865,8 +700,42 @@ def test_what_stays_hidden_is_neither_counted_as_fixed_nor_proved(folder, capsys
     fixes = {line: fix for (_, line), fix in fix_results.fixes.items()}
     assert (fixes[8].accepted, fixes[8].before.breaks, fixes[8].after.breaks) == (True, 3, 2)
     assert not fixes[11].accepted
-    assert "a function around it is still given up" in fixes[11].verdict
-    assert fix_results.together.accepted
+    assert "Dynamo still skips a frame around it" in fixes[11].verdict
+    assert fix_results.combined.accepted
+
+
+REVEALING = """\
+import torch
+
+
+class Revealing(torch.nn.Module):
+    def forward(self, x):
+        for index in range(2):
+            try:
+                print(end="")
+                x = x * [2.0][index]
+            except IndexError:
+                x = x + 1
+        print(end="")
+        return x * x.norm().item()
+
+
+def target():
+    return Revealing(), (torch.ones(3),)
+"""
+
+
+def test_breaks_that_a_fix_brings_to_light_are_fixed_too(folder, capsys):
+    """Without the try the model raises, so that only the fix of line 8 shows lines 12 and 13."""
+    (folder / "triage_model.py").write_text(REVEALING)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    assert [each.line for each in found.breaks] == [8]
+    assert found.untraced == {(str(folder / "triage_model.py"), "forward")}
+    results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(found.breaks[0])])
+    assert [each.line for each in results.revealed] == [12, 13]
+    assert {line: each.accepted for (_, line), each in results.fixes.items()} == {8: True, 12: True, 13: True}
+    assert (results.combined.before.breaks, results.combined.after.breaks) == (3, 0)
 
 
 TWICE = """\
@@ -901,7 +770,7 @@ def test_a_line_that_is_there_twice_is_fixed_twice(folder, capsys):
         7: (2, 1),
         9: (2, 1),
     }
-    assert fix_results.together.after.breaks == 0
+    assert fix_results.combined.after.breaks == 0
 
 
 def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, monkeypatch):
@@ -909,7 +778,7 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
     path = folder / "triage_model.py"
     thrice = TWICE.replace("return x * 2", 'x = x * 2\n        print("seen", end="")\n        return x')
     path.write_text(thrice)
-    proposed = fix._candidates
+    proposed = fixer_module._candidates
 
     def wide(found):
         """The first print leaves, and all up to the second one is written once more."""
@@ -921,7 +790,7 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
         text = f"{source.line(8).strip()}\n        {source.text(second)}"
         return [replace(narrow, edits=(Edit(source.start(first), source.end(second), text),))]
 
-    monkeypatch.setattr(fix, "_candidates", wide)
+    monkeypatch.setattr(fixer_module, "_candidates", wide)
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
     findings = {
@@ -934,19 +803,19 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
         [(findings[line].file, line) for line in (9, 7, 11)]
     )
     fixes = {line: each for (_, line), each in fix_results.fixes.items()}
-    assert {line: (each.accepted, bool(each.apart)) for line, each in fixes.items()} == {
+    assert {line: (each.accepted, bool(each.conflict)) for line, each in fixes.items()} == {
         9: (True, False),
         7: (True, True),
         11: (True, False),
     }
-    assert fix_results.together.title == "mends that hold together"
-    assert (fix_results.together.before.breaks, fix_results.together.after.breaks) == (3, 1)
+    assert fix_results.combined.title == "verified fixes without conflicts"
+    assert (fix_results.combined.before.breaks, fix_results.combined.after.breaks) == (3, 1)
     report = TriageReport(
-        "", tuple(replace(findings[line], fix=fixes[line]) for line in fixes), (), (), fix_results.together
+        "", tuple(replace(findings[line], fix=fixes[line]) for line in fixes), (), (), fix_results.combined
     )
     printed = describe_report(report, write_patches(report, folder / "patches"))
-    assert "  not among those that hold together: two of the changes are in each other's way" in printed
-    assert "| mends that hold together | breaks |" in printed
+    assert "  the combined fix leaves it out: two of the changes conflict" in printed
+    assert "| verified fixes without conflicts | breaks |" in printed
     subprocess.run(["git", "apply", str(folder / "patches" / "all.patch")], cwd=folder, check=True)
     assert path.read_bytes() == fix_results.overlay[str(path)]
     assert path.read_text().splitlines()[6] == '        print("seen", end="")'
@@ -955,7 +824,7 @@ def test_of_two_changes_in_each_others_way_the_costlier_is_made(folder, capsys, 
 def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, monkeypatch):
     path = folder / "triage_model.py"
     path.write_text(TWICE)
-    proposed, proofs = fix._candidates, []
+    proposed, proofs = fixer_module._candidates, []
 
     def two_ways(found):
         """Of the first print, before its own change one that the proof refuses."""
@@ -966,12 +835,12 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
     class Counting(InThisProcess):
         def ask(self, function, *arguments, **words):
             if function.__name__ == "prove":
-                proofs.append(words["overlay"][str(path)])
+                proofs.append(words["proposal"].overlays[0][str(path)])
                 if b"0 * x" in proofs[-1]:
                     return Trial("the changed model raised an error")
             return super().ask(function, *arguments, **words)
 
-    monkeypatch.setattr(fix, "_candidates", two_ways)
+    monkeypatch.setattr(fixer_module, "_candidates", two_ways)
     case = Case(f"{path}:target", "cpu", train=False)
     found = survey(case, seeds=(0,))
     findings = [
@@ -979,11 +848,11 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
         for each in found.breaks
     ]
     fix_results = Fixer(Counting(folder), case, [found], folder).fix([(each.file, each.line) for each in findings])
-    assert {line: (each.accepted, each.apart) for (_, line), each in fix_results.fixes.items()} == {
+    assert {line: (each.accepted, each.conflict) for (_, line), each in fix_results.fixes.items()} == {
         7: (True, ""),
         9: (True, ""),
     }
-    assert (fix_results.together.before.breaks, fix_results.together.after.breaks) == (2, 0)
+    assert (fix_results.combined.before.breaks, fix_results.combined.after.breaks) == (2, 0)
     assert b"0 * x" not in fix_results.overlay[str(path)]
     assert len(proofs) == 4  # both, each by itself, both in the other way
 
@@ -992,7 +861,7 @@ def test_where_the_proof_refuses_a_change_the_next_one_is_tried(folder, capsys, 
 @pytest.mark.timeout(900)
 def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
     """One is made so that it is right until Inductor compiles it: nothing but the proof can tell."""
-    proposed = fix._candidates
+    proposed = fixer_module._candidates
 
     def spoiled(found):
         if not found.source.startswith("print"):
@@ -1001,7 +870,7 @@ def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
         wrong = "x = x + 0.1 * torch.compiler.is_compiling()"
         return [replace(fair, edits=(fair.source.replace(fair.source.statement(found.line), wrong),))]
 
-    monkeypatch.setattr(fix, "_candidates", spoiled)
+    monkeypatch.setattr(fixer_module, "_candidates", spoiled)
     with Harness.open("cpu", limit=400) as harness:
         report = run_triage(harness, Case(f"{folder / 'triage_model.py'}:target", "cpu"), kinds=(False,), cost=False)
     assert not report.absent
@@ -1012,11 +881,11 @@ def test_a_fix_that_is_wrong_takes_no_other_with_it(folder, monkeypatch):
         "/ x.abs": True,
     }
     assert "output is off by" in next(each.verdict for each in fixes.values() if not each.accepted)
-    assert (report.together.title, report.together.case) == (
-        "all mends together",
+    assert (report.combined.title, report.combined.case) == (
+        "all verified fixes",
         "item, branch-on-value",
     )
-    assert (report.together.before.breaks, report.together.after.breaks) == (3, 1)
+    assert (report.combined.before.breaks, report.combined.after.breaks) == (3, 1)
 
 
 def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder, monkeypatch):
@@ -1033,11 +902,11 @@ def test_what_compiling_alone_does_to_the_values_is_no_fault_of_a_change(folder,
     case, path = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False), folder / "reference.pt"
     inexact(1e-5)
     reference(case, path=path)
-    assert refusal(case, path=path, with_inductor=True).off
+    assert refusal(case, path=path, with_inductor=True).out_of_bound
     reference(case, path=path, calibrated=True)
     assert refusal(case, path=path, with_inductor=True) is None
     inexact(1e-3)
-    assert refusal(case, path=path, with_inductor=True).off
+    assert refusal(case, path=path, with_inductor=True).out_of_bound
 
 
 KEEPING = """
@@ -1078,8 +947,8 @@ def test_what_a_model_keeps_from_call_to_call_is_no_fault_of_a_change(folder, mo
 def test_the_rest_of_a_function_that_was_skipped_is_no_finding():
     skipped = Break("/user/model.py", 9, "forward", "if x.sum() > 0:", "", "", (), "", whole_frame=True)
     rest = EagerFrame(Frame("/user/model.py", 5, f"{RESUMED}forward_at_5"), ())
-    assert unexplained([rest], CompileTrace(breaks=(skipped,))) == []
-    (silent,) = unexplained([rest], CompileTrace())
+    assert silent_functions([rest], CompileTrace(breaks=(skipped,))) == []
+    (silent,) = silent_functions([rest], CompileTrace())
     assert (silent.kind, silent.function) == ("silent eager", "forward")
 
 
@@ -1149,7 +1018,7 @@ def test_the_innermost_line_is_the_users():
         Frame("/site/other/layer.py", 7, "forward"),
     ]
     assert user_code.innermost(stack) == stack[2]
-    assert user_code.inside(stack) == tuple(stack[2:])
+    assert user_code.model_frames(stack) == tuple(stack[2:])
     assert user_code.innermost([stack[0], stack[3]]) == stack[3]  # nothing of the user's
     assert user_code.innermost(stack[:2]) is None
 
@@ -1230,12 +1099,12 @@ def test_a_gap_is_measured_once_nothing_is_compiled_any_more(monkeypatch):
     limit, *_ = recompile_limits(collector.trace().breaks)
     assert (Path(limit.file).name, limit.category) == (Path(__file__).name, "recompile limit")
     around = replace(BREAK, function=limit.function)
-    assert "is compiled anew until the recompile limit" in why_no_gap(around, settled=True, limits=[limit])
+    assert "is recompiled up to the recompile limit" in why_not_measured(around, settled=True, limits=[limit])
 
 
 def test_a_break_without_a_gap_has_a_reason():
-    assert "still compiled in every step after 15" in why_no_gap(BREAK, settled=False, limits=())
-    assert why_no_gap(BREAK, settled=True, limits=()).startswith("no graph runs both before and behind")
+    assert "still compiled in every step after 15" in why_not_measured(BREAK, settled=False, limits=())
+    assert why_not_measured(BREAK, settled=True, limits=()).startswith("no graph runs both before and behind")
 
 
 STACK = 'File "/home/model.py", line 7, in forward\n    self.seen.add_(1)'
@@ -1277,10 +1146,10 @@ def test_a_lost_cuda_graph_has_its_line(logger, messages, reason):
     with CudaGraphSkips() as skips:
         for message in messages:
             logging.getLogger(logger).debug(message)
-    (found,) = read_lost_graphs(skips, UserCodeFilter())
+    (found,) = lost_cuda_graphs(skips.reasons, skips.messages, UserCodeFilter())
     assert (found.frame.file, found.frame.line) == ("/home/model.py", 7)
     assert found.frame.source == "self.seen.add_(1)"
-    assert found.reason == f"CUDA graphs are left out: {reason}"
+    assert found.reason == f"CUDA graphs are not used: {reason}"
 
 
 @pytest.mark.gpu
@@ -1289,7 +1158,7 @@ def test_a_lost_cuda_graph_is_found(folder):
         "import torch\n\n\nclass Moved(torch.nn.Module):\n    def forward(self, x):\n"
         "        return x + x.cpu().sin().to(x.device)\n\n\ndef target():\n    return Moved(), (torch.ones(4),)\n"
     )
-    found = lost_graphs(Case(f"{folder / 'triage_model.py'}:target", "cuda", train=False))
+    found = reasons_without_cuda_graphs(Case(f"{folder / 'triage_model.py'}:target", "cuda", train=False))
     assert {each.kind for each in found} == {"CUDA graph lost"}
     assert (Path(found[0].frame.file).name, found[0].frame.line) == ("triage_model.py", 6)
 
@@ -1307,7 +1176,7 @@ def test_a_lost_cuda_graph_is_found(folder):
 def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message):
     limit = "4" if function == "hangs" else "200"
     answer = CliRunner().invoke(
-        app, ["triage", f"triage_model.py:{function}", "--device", "cpu", "--limit", limit, "--no-price", "--infer"]
+        app, ["triage", f"triage_model.py:{function}", "--device", "cpu", "--limit", limit, "--no-cost", "--infer"]
     )
     assert answer.exit_code == status
     assert message in answer.output.replace("\n", " ")
@@ -1319,7 +1188,7 @@ ZOO_CHANGED = """
 import importlib.util
 from pathlib import Path
 import compile_bench.measure.survey
-from compile_bench.capture.collector import folders
+from compile_bench.capture.collector import user_code_filter
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.fixes.trial import trials
@@ -1329,7 +1198,7 @@ before, after = "self.outer = nn.Linear(64, 64)", "self.outer = nn.Linear(64, 3)
 changed = zoo.read_text().replace(before, after).encode()
 for overlay in ({}, {str(zoo): changed}, {}):
     with overlaid(overlay):
-        forget_user_modules(folders())
+        forget_user_modules(user_code_filter())
         print(load_target("planted", "cpu").model.outer.out_features)
 """
 

@@ -1,28 +1,31 @@
-"""The report's section on the break bill, from made-up findings."""
+"""The report's section on triage, from made-up findings."""
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
-from benchkit.results import Results
+from benchkit.results import Results, load
 from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.survey_types import Survey
+from compile_bench.report.migrate import migrate
 from compile_bench.report.sections import REPORT
 from compile_bench.targets.case import Case
-from compile_bench.triage.serialize import triage_report_records
+from compile_bench.triage.migrate import migrate_triage_record
+from compile_bench.triage.serialize import CombinedFix, FindingRecord, TriageSummary, triage_report_records
 from compile_bench.triage.types import BreakCost, Finding, TriageReport
 
 ROOT = Path(__file__).parents[3]
 PATCH = "--- a/a/model.py\n+++ b/a/model.py\n@@ -12 +12 @@\n-if x:\n+x = torch.where(x)\n"
 
 
-def finding(line, gap, fix=None, share=1):
-    quantity = Quantity(gap, "s", gap, gap, 40, "p20-p80") if gap else None
-    cost = BreakCost(quantity, share, 4096, 1.5, "" if gap else "forward is given up")
+def finding(line, time_lost, fix=None, breaks_between=1):
+    quantity = Quantity(time_lost, "s", time_lost, time_lost, 40, "p20-p80") if time_lost else None
+    cost = BreakCost(quantity, breaks_between, 4096, 1.5, "" if time_lost else "forward runs eagerly")
     return Finding(
         kind="graph break",
         file=str(ROOT / "a/model.py"),
@@ -47,43 +50,98 @@ def triage_report():
     survey = Survey(Case("planted"), (), (), (), CompileTrace(), (), 3, (), 0.01, 2.0)
     fixed = Fix("branch-on-value", "choose", "both sides run", PATCH, ("a",), True, "", Figures(4, 2), Figures(3, 1))
     refused = Fix("item", "keep", "", "", ("a",), False, "output is off by 1")
-    alone = replace(fixed, title="leave out", effect="", apart=f"two edits of {ROOT / 'a/model.py'} overlap at byte 9")
+    alone = replace(
+        fixed, title="leave out", effect="", conflict=f"two edits of {ROOT / 'a/model.py'} overlap at byte 9"
+    )
     step = Quantity(2e-3, "s", 1.9e-3, 2.1e-3, 40, "p20-p80")
     faster = Quantity(1e-3, "s", 0.9e-3, 1.1e-3, 40, "p20-p80")
     sides = Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
-    together = Fix("branch-on-value", "mends that hold together", "", PATCH, ("a",), True, "", *sides)
-    findings = (finding(12, 3e-4, fixed), finding(20, 1e-4, refused, share=2), finding(30, 0, alone))
+    combined = Fix("branch-on-value", "verified fixes without conflicts", "", PATCH, ("a",), True, "", *sides)
+    findings = (finding(12, 3e-4, fixed), finding(20, 1e-4, refused, breaks_between=2), finding(30, 0, alone))
     again = Recompile("0/1", "forward", str(ROOT / "a/model.py"), 9, "self.calls == 1", "self.calls += 1")
-    return TriageReport("planted", findings, (again,), (survey,), together, ("prices: a process was ended",))
+    return TriageReport("planted", findings, (again,), (survey,), combined, ("break costs: a process was ended",))
 
 
 def test_the_triage_report_is_shown_costliest_first():
     records = triage_report_records(triage_report(), ROOT)
     text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, tuple(records), (), complete=True), REPORT)
-    section = text[text.index("What a model with trouble gets") :]
-    assert "(`planted`, training): 3 findings, the dearest `model.py:12` with 300 µs of Python a step." in section
+    section = text[text.index("Triage of `planted`") :]
+    assert (
+        "(training): 3 findings. The costliest is `model.py:12`, which loses 300 µs of Python time per step." in section
+    )
     row = "| `model.py:12` | `if x.sum() > 0:` | data-dependent control flow | both | 300 µs | 4.00 KiB |"
     assert row in section
     assert section.index("model.py:12") < section.index("model.py:20")
     assert "| `model.py:30` | `if x.sum() > 0:` | data-dependent control flow | both | – | 4.00 KiB |" in section
-    assert "No gap is given for `model.py:30`: forward is given up." in section
-    assert "It is compiled again for 1 cause:" in section
+    assert "The time lost at `model.py:30` could not be measured: forward runs eagerly." in section
+    assert "The model is recompiled for 1 cause:" in section
     advice = f"{CAUSES['counter'].advice} (`counter`)"
     assert f"| `model.py:9` | Python value | `self.calls == 1` | {advice} |" in section
-    assert "Breaks between the same two graphs share one gap" in section
+    assert "Breaks between the same two graphs have one time" in section
     assert f"```diff\n{PATCH}```" in section
-    assert "choose: 2 breaks before, 1 after; outputs and gradients within their float64 bounds. Note: both" in section
-    assert "`model.py:20` — keep was tried and not accepted: output is off by 1." in section
+    assert (
+        "choose: 2 breaks before, 1 after; outputs and gradients are within their float64 bounds. Note: both" in section
+    )
+    assert "`model.py:20` — keep was tried and refused: output is off by 1." in section
     assert "leave out: 2 breaks before" in section
-    assert "It is not among those that hold together: two edits of a/model.py overlap at byte 9." in section
-    assert "| mends that hold together | breaks |" in section
+    assert "The combined fix leaves it out: two edits of a/model.py overlap at byte 9." in section
+    assert "| verified fixes without conflicts | breaks |" in section
     assert "| before | 2 | 4 | 2.00 ms (1.90–2.10) | 9.00 s |" in section
-    assert "The collector took 0.5 % of the time that tracing took." in section
-    assert "Not done: prices: a process was ended." in section
+    assert "The collector took 0.5 % of the tracing time." in section
+    assert "Not done: break costs: a process was ended." in section
 
 
 def test_a_triage_report_without_findings_has_no_table():
     (record,) = triage_report_records(TriageReport("mlp", (), (), triage_report().surveys), ROOT)
     text = render(Results("compile-bench", capture("cpu", root=ROOT), {}, (record,), (), complete=True), REPORT)
-    assert "(`mlp`, training): 0 findings." in text
-    assert "gap a step" not in text
+    assert "Triage of `mlp`, a model with planted breaks (training): 0 findings." in text
+    assert "time lost per step" not in text
+
+
+OLD = Path(__file__).parent / "golden" / "triage-0.1.json"
+
+
+def numbers_in(plain):
+    """All numbers of a JSON document other than 0 and 1, which are defaults and left out."""
+    if isinstance(plain, dict):
+        return sum(map(numbers_in, plain.values()), Counter())
+    if isinstance(plain, (list, tuple)):
+        return sum(map(numbers_in, plain), Counter())
+    return Counter([plain]) if isinstance(plain, (int, float)) and plain not in (0, 1) else Counter()
+
+
+def test_every_number_of_a_triage_report_of_version_0_1_is_kept():
+    old, new = load(OLD), load(OLD, migrate=migrate)
+    figures = [asdict(record) for record in old.records]
+    # The number of findings and of recompilations is that of their entries.
+    (summary,) = (record for record in figures if record["name"] == "bill")
+    counts = {name: int(summary["values"].pop(name)["value"]) for name in ("findings", "recompiles")}
+    assert numbers_in([asdict(record) for record in new.records]) == numbers_in(figures)
+    assert len(FindingRecord.select(new)) == counts["findings"]
+    assert len(TriageSummary.one(new).recompiles) == counts["recompiles"]
+
+
+def test_a_triage_report_of_version_0_1_reads_in_todays_words():
+    new = load(OLD, migrate=migrate)
+    fixed, refused, untried = FindingRecord.select(new, target="planted")
+    assert (fixed.fix.before, fixed.fix.after) == (Figures(9, 3), Figures(7, 2))
+    assert fixed.fix.conflict == "two of the changes are in each other's way"
+    assert (refused.fix.accepted, refused.fix.before, refused.cost.breaks_between) == (False, None, 2)
+    assert (untried.kind, untried.fix, untried.cost.time_lost) == ("skipped frame", None, None)
+    assert untried.cost.not_measured.startswith("no graph runs")
+    combined = CombinedFix.one(new)
+    assert (combined.title, combined.after.breaks, combined.after.step.unit) == ("all verified fixes", 0, "s")
+    assert migrate_triage_record(fixed.record()) is None
+    assert new.configuration["triage_in_full"]
+    assert load(OLD).configuration["triage_bill"]
+
+
+def test_a_triage_report_is_read_as_it_was_written():
+    records = triage_report_records(triage_report(), ROOT)
+    summary, *findings, combined = records
+    assert TriageSummary.of(summary).recompiles[0].file == "a/model.py"
+    assert [FindingRecord.of(each).number for each in findings] == [1, 2, 3]
+    assert FindingRecord.of(findings[0]).cost.time_lost.value == 3e-4
+    assert CombinedFix.of(combined).before.compile_seconds == 9.0
+    kinds = (TriageSummary, *[FindingRecord] * 3, CombinedFix)
+    assert [kind.of(each).record() for kind, each in zip(kinds, records, strict=True)] == records

@@ -1,4 +1,4 @@
-"""The zoo: every target makes a step in training and in inference, and the library behind it loads lazily."""
+"""The zoo: every target runs a step in training and in inference, and transformers loads lazily."""
 
 import os
 import subprocess

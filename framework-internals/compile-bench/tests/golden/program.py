@@ -1,4 +1,4 @@
-"""Known trouble for the golden traces; the comments name what each line does to a graph."""
+"""Programs with known breaks for the golden traces. The comments name what each line does to a graph."""
 
 import torch
 

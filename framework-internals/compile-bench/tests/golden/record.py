@@ -1,4 +1,4 @@
-"""Record the golden traces of the torch that runs this file."""
+"""Records the golden traces of the torch that runs this file."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ METRICS += ("fail_user_frame_filename", "fail_user_frame_lineno")
 
 
 def neutral(text):
-    """Without the paths of this machine; PyTorch shortens some of them from the left."""
+    """Replace the paths of this machine. PyTorch shortens some of them from the left."""
     library, own = str(Path(torch.__file__).parent), str(FOLDER)
     for tail in range(len(own)):
         text = text.replace(f"# {own[tail:]}/program.py", "# program.py")

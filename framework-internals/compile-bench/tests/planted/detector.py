@@ -1,4 +1,4 @@
-"""What follows a function that was given up: a tuple without parentheses, a helper's exception, a text from values."""
+"""Lines behind a skipped frame: a tuple without parentheses, a helper's exception, a text from values."""
 
 import torch
 from torch import nn

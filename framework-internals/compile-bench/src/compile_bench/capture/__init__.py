@@ -1,1 +1,1 @@
-"""What torch.compile did: events, frames and phases, as typed records."""
+"""Captures what torch.compile does as typed records: graphs, breaks, recompilations, phases, eager functions."""

@@ -1,7 +1,7 @@
-"""The one module over PyTorch's private surface: what torch.compile did, as it happens, without parsing logs.
+"""Collects what torch.compile does. No other module uses private names of PyTorch's compiler.
 
-A handler on the logger ``torch.__trace`` receives what PyTorch writes for ``tlparse``. The same entries come on torch
-2.10 to 2.15; :func:`missing_surface` names what a later PyTorch has moved.
+A handler on the logger ``torch.__trace`` receives the entries that PyTorch writes for ``tlparse``. Torch 2.10 to 2.15
+write the same entries. :func:`missing_surface` names what a later PyTorch has moved.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
@@ -25,27 +24,28 @@ from typing import Any
 import torch
 
 from compile_bench.capture.frames import UserCodeFilter
-from compile_bench.capture.trace import CompileTrace, Event, read_events
+from compile_bench.capture.parsing import Event, read_events
+from compile_bench.capture.trace import CompileTrace
 
 _TRACE_LOGGER = "torch.__trace"
 
-# Breaks that give up a whole frame reach the trace only while the artifact log "graph_breaks" is on in these modules.
+# Breaks that skip a whole frame reach the trace only while the artifact log "graph_breaks" is on in these modules.
 BREAK_LOGGERS = tuple(
     f"torch._dynamo.{module}.__graph_breaks" for module in ("symbolic_convert", "convert_frame", "exc")
 )
 
 _KEPT = frozenset(("dynamo_output_graph", "dynamo_cpp_guards_str", "compilation_metrics"))
 
-# Files by the number that stands for them in stacks. PyTorch tells each once a process, to whoever listens then.
+# File names by their number in stacks. PyTorch writes each name only once in a process, so this is a global.
 _FILES: dict[int, str] = {}
 
-# Artifacts whose text is read; of the others (bytecode, graphs, generated code: megabytes) the name is enough.
+# Artifacts with a text that is read. For the others (bytecode, graphs, generated code: megabytes) the name is enough.
 _READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
 
-# Where Inductor times what it chooses from.
+# Inductor times the candidates for a kernel here.
 _BENCHMARKING = "torch._inductor.runtime.benchmarking"
 
-# module, attribute: what this file reaches for, apart from the loggers.
+# Module and attribute of the private names that this file uses, except the loggers.
 _SURFACE = (
     ("torch._logging", "trace_structured"),
     ("torch._inductor.metrics", "generated_kernel_count"),
@@ -53,25 +53,37 @@ _SURFACE = (
     ("torch._inductor.compile_fx", "compile_fx"),
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
-    ("torch._dynamo", "mark_static"),
-    ("torch._dynamo.eval_frame", "skip_code"),
+    ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
     ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext.current_compile_id"),
-    ("torch._guards", "CompileContext.current_trace_id"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
-    ("torch._dynamo.utils", "get_compilation_metrics"),
-    ("torch._dynamo.utils", "CompilationMetrics.fail_type"),
     ("torch._inductor.config", "force_disable_caches"),
     (_BENCHMARKING, "benchmarker.benchmark_gpu"),
 )
 
 
-# Behind the reason why only a part of a graph, and not all of it, runs without CUDA graphs.
+# Suffix of a reason that concerns a part of a graph only.
 PARTIAL = " (a part of the graph)"
 
-# What the scheduler says of every operator where CUDA graphs were not asked for.
+# The scheduler gives this reason for every operator if CUDA graphs are off.
 _CUT_OFF = "when cudagraphs is disabled"
+
+
+@contextmanager
+def _handled(name: str, handler: logging.Handler, *, propagate: bool = False) -> Iterator[None]:
+    """Give a logger another handler and the level DEBUG inside the block."""
+    logger = logging.getLogger(name)
+    before = logger.level, logger.propagate, list(logger.handlers)
+    logger.setLevel(logging.DEBUG)
+    logger.propagate = logger.propagate and propagate
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+        logger.handlers[:] = before[2]
 
 
 class Collector(logging.Handler):
@@ -90,12 +102,12 @@ class Collector(logging.Handler):
         self.events: list[Event] = []
         self._seconds = 0.0
         self._errors: list[str] = []
-        self._saved: list[tuple[logging.Logger, int, bool, list[logging.Handler]]] = []
+        self._loggers = ExitStack()
         self._kernels_before = 0
         self._kernels = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep one entry; one that cannot be read is reported by :meth:`trace`, not raised into the user's code."""
+        """Keep one entry. :meth:`trace` reports an entry that cannot be read; this method does not raise."""
         start = time.perf_counter()
         try:
             self.events.extend(_events(getattr(record, "metadata", None) or {}, getattr(record, "payload", None)))
@@ -105,14 +117,9 @@ class Collector(logging.Handler):
             self._seconds += time.perf_counter() - start
 
     def __enter__(self) -> Collector:
-        trace = logging.getLogger(_TRACE_LOGGER)
-        for logger in (trace, *map(logging.getLogger, BREAK_LOGGERS)):
-            self._saved.append((logger, logger.level, logger.propagate, list(logger.handlers)))
-            logger.setLevel(logging.DEBUG)
-            if logger is not trace:
-                logger.propagate = False
-                logger.handlers[:] = logger.handlers or [logging.NullHandler()]
-        trace.addHandler(self)
+        self._loggers.enter_context(_handled(_TRACE_LOGGER, self, propagate=True))
+        for name in BREAK_LOGGERS:
+            self._loggers.enter_context(_handled(name, logging.NullHandler()))
         self._kernels_before = _generated_kernels()
         return self
 
@@ -120,23 +127,19 @@ class Collector(logging.Handler):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._kernels = _generated_kernels() - self._kernels_before
-        for logger, level, propagate, handlers in self._saved:
-            logger.setLevel(level)
-            logger.propagate = propagate
-            logger.handlers[:] = handlers
-        self._saved.clear()
+        self._loggers.close()
 
     def trace(
         self, user_code: UserCodeFilter | None = None, *, pauses: Sequence[tuple[float, float]] = ()
     ) -> CompileTrace:
-        """What was seen, once the block has ended.
+        """The records, after the block has ended.
 
         Args:
-            user_code: tells whose code a file is; by default :func:`folders`.
-            pauses: when this process was stopped, see :func:`benchkit.processes.pauses`.
+            user_code: Tells user code from other code; by default :func:`user_code_filter`.
+            pauses: When this process was stopped, see :func:`benchkit.processes.pauses`.
 
         Raises:
-            RuntimeError: if entries came that this version cannot read: their format has changed.
+            RuntimeError: If an entry could not be read, because its format has changed.
         """
         if self._errors:
             raise RuntimeError(
@@ -153,26 +156,26 @@ class Collector(logging.Handler):
 
 
 def user_code_filter(*, launcher: bool = True, libraries: bool = True) -> UserCodeFilter:
-    """Whose code a file is, in this interpreter.
+    """The user-code filter for this interpreter.
 
     Args:
-        launcher: whether this package is what calls the model; otherwise its files count as the user's.
-        libraries: whether installed packages are told from the user's code, which PyTorch's own messages do not do.
+        launcher: Whether this package calls the model. If not, its files count as user code.
+        libraries: Whether installed packages differ from user code. In PyTorch's messages they do not.
     """
     paths = sysconfig.get_paths()
     installed = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    # And wherever else pip has put packages: a user's own folder, a --target on PYTHONPATH.
+    # Other folders with packages from pip: the user's site-packages, a --target on PYTHONPATH.
     installed += [folder for folder in sys.path if folder and next(Path(folder).glob("*.dist-info"), None)]
     return UserCodeFilter(
         torch=str(Path(torch.__file__).parent),
         library=list(dict.fromkeys(installed)) if libraries else [],
         launcher=str(Path(__file__).parents[1]) if launcher else "",
-        launched=("zoo.py", "hugging_face.py", "resnet.py"),
+        models=("zoo.py", "hugging_face.py", "resnet.py"),
     )
 
 
 def missing_surface() -> list[str]:
-    """Names of PyTorch's private surface that this module needs and this torch does not have."""
+    """The private names that this module needs and that the installed torch does not have."""
     missing = []
     for module, attribute in _SURFACE:
         try:
@@ -183,10 +186,10 @@ def missing_surface() -> list[str]:
 
 
 def import_compiler() -> float:
-    """Import Dynamo and Inductor, which ``import torch`` leaves out.
+    """Import Dynamo and Inductor, which ``import torch`` does not do.
 
     Returns:
-        Seconds.
+        Time that it took, in seconds.
     """
     start = time.perf_counter()
     importlib.import_module("torch._dynamo")
@@ -195,13 +198,13 @@ def import_compiler() -> float:
 
 
 def prepare_toolchain(device: str) -> float:
-    """Do what Inductor does once a process, and more slowly once a cache folder, whatever the model is.
+    """Do the work of Inductor that does not depend on the model.
 
-    On a CPU it finds out by test programs which vector instructions the compiler and the machine have; on a GPU Triton
-    builds and loads its driver stub.
+    On a CPU, Inductor compiles test programs to find out which vector instructions it can use. On a GPU, Triton builds
+    and loads its driver stub. This happens once in a process, and takes longer with an empty cache folder.
 
     Returns:
-        Seconds.
+        Time that it took, in seconds.
     """
     start = time.perf_counter()
     if device == "cpu":
@@ -212,25 +215,27 @@ def prepare_toolchain(device: str) -> float:
 
 
 class CudaGraphSkips(logging.Handler):
-    """Collects, inside a ``with`` block, why Inductor did not use CUDA graphs, for a graph or for a part of it.
+    """Collects why Inductor did not use CUDA graphs for a graph or a part of it, inside a ``with`` block.
 
-    A graph with an operator that cannot be captured (on the CPU, or a copy to it) is cut around that operator, and the
-    parts before and behind are captured. Torch 2.10 calls that a partition in a performance hint; later ones list the
-    parts at level DEBUG, an operator in one record and its stack, line by line, in records of their own.
+    If an operator cannot be captured, such as one on the CPU or a copy to it, Inductor splits the graph around the
+    operator and captures the parts before and after it. Torch 2.10 reports such a partition in a performance hint.
+    Later versions list the operators at level DEBUG: one record for an operator, then one for each line of its stack.
 
     Attributes:
-        reasons: each once, in PyTorch's words.
-        messages: in full, with the lines of the model that PyTorch names; one a reason.
+        reasons: PyTorch's reasons, each once.
+        messages: The full message of each reason, with the lines of the model that PyTorch names.
     """
 
-    # The artifact log of a skip was "perf_hints" before it was "cudagraphs".
+    # Torch 2.10 uses the artifact log "perf_hints", later versions "cudagraphs".
     _LOGGERS = (
         "torch._inductor.cudagraph_utils.__cudagraphs",
         "torch._inductor.cudagraph_utils.__perf_hints",
         "torch._inductor.scheduler.__cudagraphs",
         "torch._inductor.utils.__perf_hints",
     )
-    _SKIPPED = re.compile(r"(?:skipping cudagraphs due to )+(?P<reason>.+)", re.DOTALL)  # twice, where handed on
+    _SKIPPED = re.compile(
+        r"(?:skipping cudagraphs due to )+(?P<reason>.+)", re.DOTALL
+    )  # the prefix comes twice in a forwarded message
     _CUT = re.compile(r"cudagraph partition due to (?P<reason>.+)", re.DOTALL)
     _CUT_NODE = re.compile(r" {4}\S+: reason=(?P<reason>[^,]+), ir=")
     _STACK_LINE = " " * 9
@@ -240,7 +245,7 @@ class CudaGraphSkips(logging.Handler):
         self.reasons: list[str] = []
         self.messages: list[str] = []
         self._in_stack = False
-        self._saved: list[tuple[logging.Logger, int, bool]] = []
+        self._loggers = ExitStack()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep the reason of a message about a skip."""
@@ -257,7 +262,7 @@ class CudaGraphSkips(logging.Handler):
             self._in_stack = self._keep(found["reason"], PARTIAL)
 
     def _keep(self, text: str, suffix: str) -> bool:
-        """Whether the reason is new; its first line is the reason, the rest says where."""
+        """Keep a reason, the first line of a message, if it is new. Returns whether it is."""
         reason = re.sub(r"\.? *Found from.*", "", text.strip().split("\n")[0]).rstrip(". ") + suffix
         if reason in self.reasons:
             return False
@@ -266,34 +271,28 @@ class CudaGraphSkips(logging.Handler):
         return True
 
     def __enter__(self) -> CudaGraphSkips:
-        for logger in map(logging.getLogger, self._LOGGERS):
-            self._saved.append((logger, logger.level, logger.propagate))
-            logger.setLevel(logging.DEBUG)
-            logger.propagate = False
-            logger.addHandler(self)
+        for name in self._LOGGERS:
+            self._loggers.enter_context(_handled(name, self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for logger, level, propagate in self._saved:
-            logger.removeHandler(self)
-            logger.setLevel(level)
-            logger.propagate = propagate
+        self._loggers.close()
 
 
 def inductor(module: Any, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph of Dynamo's with Inductor, as ``torch.compile`` does by default."""
+    """Compile a graph that Dynamo captured with Inductor, as ``torch.compile`` does by default."""
     return importlib.import_module("torch._inductor.compile_fx").compile_fx(module, inputs)
 
 
 def backend_of(name: str) -> Callable[..., Any]:
-    """The function behind a backend's name."""
+    """The function of the backend with this name."""
     return importlib.import_module("torch._dynamo").lookup_backend(name)
 
 
 def without_data(inputs: Sequence[Any]) -> tuple[AbstractContextManager[object], list[Any]]:
-    """A mode of tensors that have no data, and the inputs of a graph as such tensors."""
+    """A mode for tensors without data, and the inputs of a graph as tensors without data."""
     fake = importlib.import_module("torch._subclasses")
     for each in inputs:
         if isinstance(each, fake.FakeTensor):
@@ -303,48 +302,22 @@ def without_data(inputs: Sequence[Any]) -> tuple[AbstractContextManager[object],
 
 
 def compile_id() -> str:
-    """Number of the compilation that is going on, as in a trace's records; empty outside of one."""
+    """The id of the current compilation, as in the records of a trace; empty outside a compilation."""
     identity = importlib.import_module("torch._guards").CompileContext.current_compile_id()
     return "" if identity is None else f"{identity.frame_id}/{identity.frame_compile_id}"
 
 
-@dataclass(frozen=True)
-class Tracing:
-    """Where Dynamo is.
-
-    Attributes:
-        compile_id: as of :func:`compile_id`.
-        attempt: how often it began anew with that function.
-    """
-
-    compile_id: str
-    attempt: int
-
-
-def tracing() -> Tracing:
-    """Where Dynamo is at this moment."""
-    trace = importlib.import_module("torch._guards").CompileContext.current_trace_id()
-    return Tracing(compile_id(), 0 if trace is None else trace.attempt)
-
-
-def was_skipped(compile_id: str) -> bool:
-    """Whether a compilation that is over came to nothing, so that its function runs as it was written."""
-    metrics = importlib.import_module("torch._dynamo.utils").get_compilation_metrics()
-    latest = next((each for each in reversed(metrics) if each.compile_id == compile_id), None)
-    return latest is not None and latest.fail_type is not None
-
-
 def settings(values: Mapping[str, Any]) -> AbstractContextManager[object]:
-    """Settings of ``torch._dynamo.config``, inside a block."""
+    """Change settings of ``torch._dynamo.config`` inside a block."""
     return importlib.import_module("torch._dynamo").config.patch(dict(values)) if values else nullcontext()
 
 
 @contextmanager
 def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Whatever Inductor times on a GPU inside the block, to choose a kernel, it times in a ``guard()`` of its own.
+    """Have Inductor time each candidate for a GPU kernel inside ``guard()``.
 
-    A candidate's first call is made before that: it may compile, load or autotune what it runs, which takes up to
-    seconds of a CPU and is not timed. Candidates that fail do so there.
+    Each candidate first runs once outside the guard. This call may compile, load or autotune the kernel, which takes up
+    to seconds on a CPU and is not timed. A candidate that fails does so in this call.
     """
     benchmarker = importlib.import_module(_BENCHMARKING).benchmarker
     timed = benchmarker.benchmark_gpu
@@ -355,7 +328,7 @@ def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> It
         with guard():
             return timed(candidate, *arguments, **options)
 
-    # On the one instance that everything in Inductor shares, whatever its class is in this version.
+    # All of Inductor shares this instance. Its class differs between versions.
     benchmarker.benchmark_gpu = guarded
     try:
         yield
@@ -365,38 +338,44 @@ def autotuning_within(guard: Callable[[], AbstractContextManager[object]]) -> It
 
 @contextmanager
 def without_caches() -> Iterator[None]:
-    """Everything compiled inside is compiled anew, whatever the caches hold."""
+    """Ignore all caches of compiled code inside the block."""
     with importlib.import_module("torch._inductor.config").patch(force_disable_caches=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # which is what was asked for
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")  # it is disabled on purpose
         yield
 
 
 def settings_restored(names: Sequence[str]) -> AbstractContextManager[object]:
-    """Whatever becomes of settings of ``torch._dynamo.config`` inside a block, afterwards they are as before."""
+    """Restore settings of ``torch._dynamo.config`` after a block."""
     config = importlib.import_module("torch._dynamo").config
     return config.patch({name: getattr(config, name) for name in names})
 
 
+@contextmanager
+def resuming_in_loops() -> Iterator[None]:
+    """Have Dynamo resume after a graph break in a loop, where by default it skips the whole frame.
+
+    Each iteration that breaks needs a separate graph and resume function. Dynamo can compile them, but does not by
+    default because there are so many.
+    """
+    translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslatorBase
+    original = translator.maybe_has_backedge
+    translator.maybe_has_backedge = lambda _: False
+    try:
+        yield
+    finally:
+        translator.maybe_has_backedge = original
+
+
 def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
-    """Tell Dynamo that a dimension will change, so that its size is symbolic from the first call."""
+    """Make the size of a dimension a symbol from the first call on."""
     importlib.import_module("torch._dynamo").mark_dynamic(tensor, dimension)
 
 
-def mark_static(tensor: torch.Tensor) -> None:
-    """Tell Dynamo that no size of a tensor is to be symbolic, whatever sizes come where it is made."""
-    importlib.import_module("torch._dynamo").mark_static(tensor)
-
-
-def never_begin_at(function: Callable[..., Any]) -> None:
-    """Have Dynamo trace a function only where it follows into it, never by itself."""
-    importlib.import_module("torch._dynamo.eval_frame").skip_code(function.__code__)
-
-
 def allocations(profile: Any) -> list[int]:
-    """Bytes of every allocation (above 0) and release (below 0) on the CPU in a profile with memory, in turn.
+    """Bytes of each allocation (positive) and release (negative) on the CPU, in order.
 
     Args:
-        profile: a ``torch.profiler.profile(profile_memory=True)`` after its block.
+        profile: A ``torch.profiler.profile(profile_memory=True)`` after its block.
     """
     events = (event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]

@@ -1,9 +1,8 @@
-"""Which of the user's functions ran eagerly, although the model is compiled.
+"""Finds the user's functions that run eagerly although the model is compiled.
 
-Dynamo says nothing about a function that it never looks at: a method other than ``forward``, or a function whose first
-call did nothing with tensors. What gives them away is that their own code object runs. A compiled function runs as
-another code object, which calls ``__compiled_fn_N``; what runs inside a graph does not run as Python of the user's at
-all.
+Dynamo reports nothing about a function that it never looks at: a method other than ``forward``, or a function that did
+nothing with tensors in its first call. Such a function runs its original code object. A compiled function runs another
+code object, which calls ``__compiled_fn_N``, and operations inside a graph run no Python code of the user at all.
 """
 
 from __future__ import annotations
@@ -11,16 +10,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
-from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter
+from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 
 _COMPILED_NAME = "__compiled_fn"
-# Bodies that belong to the function around them.
+# Code objects that belong to the function around them.
 _INNER_BODIES = frozenset(("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"))
 
 
@@ -29,10 +28,10 @@ class EagerFrame:
     """A function of the model that computed with tensors outside any graph.
 
     Attributes:
-        frame: its first line and name.
-        callers: the user's lines that led to it, outermost first.
-        method_of: class of the compiled model's module that it is a method of; empty if of none.
-        generator: whether it yields; Dynamo follows into a generator and never compiles one by itself.
+        frame: First line and name of the function.
+        callers: The user's lines that led to it, outermost first.
+        method_of: Name of the module's class, if the function is a method of a module of the model; otherwise empty.
+        generator: Whether it is a generator. Dynamo inlines generators and never compiles one by itself.
     """
 
     frame: Frame
@@ -43,7 +42,16 @@ class EagerFrame:
 
 @dataclass
 class _Call:
-    """A Python call that is in progress."""
+    """A Python call in progress.
+
+    Attributes:
+        watched: Whether it runs an original code object of the user, inside the model.
+        inside: Whether it is inside the model.
+        known: Tensors that it received: its arguments and the results of the calls that it made.
+        computed: Whether it called an operator.
+        callers: As in :class:`EagerFrame`.
+        method_of: As in :class:`EagerFrame`.
+    """
 
     watched: bool
     inside: bool
@@ -51,15 +59,14 @@ class _Call:
     computed: bool = False
     callers: tuple[Frame, ...] = ()
     method_of: str = ""
-    returned: list[Tensor] = field(default_factory=list)
 
 
 class EagerWatch:
-    """Watches a step for the model's functions that run eagerly and compute.
+    """Watches a step for functions of the model that run eagerly and compute with tensors.
 
     Args:
-        modules: of the compiled model.
-        user_code: whose code a file is.
+        modules: Modules of the compiled model.
+        user_code: Tells user code from other code.
     """
 
     def __init__(self, modules: Iterable[nn.Module], user_code: UserCodeFilter) -> None:
@@ -69,10 +76,10 @@ class EagerWatch:
         self._found: dict[Frame, EagerFrame] = {}
 
     def run(self, step: Callable[[], Any]) -> tuple[EagerFrame, ...]:
-        """Do a step, after everything has been compiled.
+        """Run a step of a model that has been compiled before.
 
         Returns:
-            One entry a function; empty where all that the model computes is in graphs.
+            One entry for each function; empty if everything runs in graphs.
         """
         before = sys.getprofile()
         sys.setprofile(self._event)
@@ -96,7 +103,7 @@ class EagerWatch:
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         module = owner if isinstance(owner, nn.Module) and id(owner) in self._modules else None
         inside = module is not None or (parent is not None and parent.inside and not _compiles(code))
-        watched = inside and self._user_code.of_user(code.co_filename) and not _is_compiled(code)
+        watched = inside and self._user_code.is_user(code.co_filename) and not _is_compiled(code)
         if not watched:
             return _Call(False, inside, [])
         arguments = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]]
@@ -107,8 +114,9 @@ class EagerWatch:
         callers = []
         back = frame.f_back
         while back is not None:
-            if self._user_code.of_user(back.f_code.co_filename):
-                callers.append(Frame(back.f_code.co_filename, back.f_lineno, _plain_name(back.f_code)))
+            code = back.f_code
+            if self._user_code.is_user(code.co_filename):
+                callers.append(Frame(code.co_filename, back.f_lineno, plain_function(code.co_name)))
             back = back.f_back
         return tuple(reversed(callers))
 
@@ -116,18 +124,14 @@ class EagerWatch:
         if not call.inside:
             return
         results = _tensors(value)
-        if call.watched:
-            made_here = any(all(result is not known for known in call.known) for result in results)
-            if call.computed or made_here:
-                self._report(frame.f_code, call)
+        if call.watched and (call.computed or any(all(each is not known for known in call.known) for each in results)):
+            # The key is the place. Code that Dynamo wrote cannot always be hashed: its constants may be dicts.
+            code = frame.f_code
+            place = Frame(code.co_filename, code.co_firstlineno, code.co_name)
+            generator = bool(code.co_flags & inspect.CO_GENERATOR)
+            self._found.setdefault(place, EagerFrame(place, call.callers, call.method_of, generator))
         if self._calls:
             self._calls[-1].known += results
-
-    def _report(self, code: CodeType, call: _Call) -> None:
-        # By place: code that Dynamo wrote cannot always be hashed, since its constants may be dictionaries.
-        place = Frame(code.co_filename, code.co_firstlineno, code.co_name)
-        generator = bool(code.co_flags & inspect.CO_GENERATOR)
-        self._found.setdefault(place, EagerFrame(place, call.callers, call.method_of, generator))
 
 
 def _is_compiled(code: CodeType) -> bool:
@@ -138,19 +142,13 @@ def _compiles(code: CodeType) -> bool:
     return code.co_filename.endswith("/torch/_dynamo/convert_frame.py")
 
 
-def _plain_name(code: CodeType) -> str:
-    """A function's name, of its resumed parts too."""
-    name = code.co_name
-    return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
-
-
 def _is_operator(function: Any) -> bool:
     module = getattr(function, "__module__", None) or ""
     return isinstance(getattr(function, "__self__", None), Tensor) or module.startswith(("torch._C._nn", "torch._VF"))
 
 
 def _tensors(value: Any, depth: int = 3) -> list[Tensor]:
-    """The tensors in a value and in the containers that it is made of, not too deep: containers may hold themselves."""
+    """The tensors in a value and in its containers. The depth is limited, because a container may contain itself."""
     if isinstance(value, Tensor):
         return [value]
     if depth == 0 or not isinstance(value, (tuple, list, dict)):

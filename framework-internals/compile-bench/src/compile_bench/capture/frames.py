@@ -1,4 +1,4 @@
-"""Lines of call stacks: whose they are, and as a printed traceback has them."""
+"""Frames of call stacks: which are user code, and how to read them from a printed traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Dynamo names what runs after a break torch_dynamo_resume_in_FUNCTION_at_LINE.
+# Dynamo names the function that runs after a break torch_dynamo_resume_in_FUNCTION_at_LINE.
 RESUMED = "torch_dynamo_resume_in_"
 _TRACEBACK_LINE = re.compile(
     r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)'
@@ -20,10 +20,10 @@ class Frame:
     """A line of a call stack.
 
     Attributes:
-        file: as Python names it.
-        line: in it, counted from 1.
-        function: that the line is in.
-        source: the line's text; empty where PyTorch could not read it.
+        file: File name, as Python gives it.
+        line: Number of the line, counted from 1.
+        function: Function that has the line.
+        source: Text of the line; empty if PyTorch could not read it.
     """
 
     file: str
@@ -38,60 +38,60 @@ class Frame:
 
 
 class UserCodeFilter:
-    """Whose code a file is.
+    """Tells user code from the code of PyTorch, of libraries, and of the launcher that calls the model.
 
     Args:
-        torch: folder of the torch package.
-        library: folders of Python's own and of installed packages.
-        launcher: folder of the code that calls the model: frames up to its last one are not the model's.
-        launched: names of files in ``launcher`` that are models all the same.
+        torch: Folder of the torch package.
+        library: Folders of Python's standard library and of installed packages.
+        launcher: Folder of the code that calls the model. Frames up to its last one are not the model's.
+        models: Names of files in ``launcher`` that are models, and so count as user code.
     """
 
     def __init__(
-        self, torch: str = "", library: Sequence[str] = (), launcher: str = "", launched: Sequence[str] = ()
+        self, torch: str = "", library: Sequence[str] = (), launcher: str = "", models: Sequence[str] = ()
     ) -> None:
         self._torch = _folder(torch)
         self._library = tuple(_folder(each) for each in library if each)
         self._launcher = _folder(launcher)
-        self._launched = frozenset(launched)
+        self._models = frozenset(models)
 
-    def of_torch(self, file: str) -> bool:
-        """Whether PyTorch brings the file along."""
+    def is_torch(self, file: str) -> bool:
+        """Whether the file is part of PyTorch."""
         return bool(self._torch) and file.startswith(self._torch)
 
-    def of_user(self, file: str) -> bool:
-        """Whether the file is neither PyTorch's nor Python's nor an installed package's."""
-        generated = file.startswith("<")
-        return not (generated or self.of_torch(file) or file.startswith(self._library) or self.launches(file))
+    def is_launcher(self, file: str) -> bool:
+        """Whether the file is part of the launcher."""
+        return bool(self._launcher) and file.startswith(self._launcher) and file.rpartition("/")[2] not in self._models
 
-    def inside(self, stack: Sequence[Frame]) -> tuple[Frame, ...]:
-        """The frames of the model: without what calls it, and without PyTorch's."""
-        last = max((index for index, frame in enumerate(stack) if self.launches(frame.file)), default=-1)
-        return tuple(frame for frame in stack[last + 1 :] if not self.of_torch(frame.file))
+    def is_user(self, file: str) -> bool:
+        """Whether the file is the user's: a real file outside PyTorch, libraries and the launcher."""
+        generated = file.startswith("<")
+        return not (generated or self.is_torch(file) or file.startswith(self._library) or self.is_launcher(file))
+
+    def model_frames(self, stack: Sequence[Frame]) -> tuple[Frame, ...]:
+        """The frames of the model: without those of PyTorch, and without the launcher's and its callers'."""
+        last = max((index for index, frame in enumerate(stack) if self.is_launcher(frame.file)), default=-1)
+        return tuple(frame for frame in stack[last + 1 :] if not self.is_torch(frame.file))
 
     def innermost(self, stack: Sequence[Frame]) -> Frame | None:
-        """The line that a reader can change: the innermost of the user's, or of a library where none is the user's."""
-        own = self.inside(stack)
-        return next((frame for frame in reversed(own) if self.of_user(frame.file)), own[-1] if own else None)
-
-    def launches(self, file: str) -> bool:
-        """Whether the file is of what calls the model."""
-        # The separator at the end of the folder keeps "…/launcher_models/" out.
-        named = file.rpartition("/")[2]
-        return bool(self._launcher) and file.startswith(self._launcher) and named not in self._launched
+        """The innermost frame of the user in the model, or the innermost of a library if none is the user's."""
+        frames = self.model_frames(stack)
+        of_user = (frame for frame in reversed(frames) if self.is_user(frame.file))
+        return next(of_user, frames[-1] if frames else None)
 
 
 def _folder(path: str) -> str:
+    # The separator at the end keeps "…/launcher_models/" out of "…/launcher".
     return path.rstrip("/") + "/" if path else ""
 
 
 def plain_function(name: str) -> str:
-    """A function's own name, also where Dynamo names the part of it that goes on behind a break."""
+    """The function's name in the source, if Dynamo named a part of it that resumes after a break."""
     return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
 
 
 def frames_in(text: str) -> tuple[Frame, ...]:
-    """The frames of a printed traceback, outermost first; none where there is none in the text."""
+    """The frames of a traceback in a text, outermost first; empty if the text has no traceback."""
     return tuple(
         Frame(m["file"], int(m["line"]), m["function"].strip(), (m["source"] or "").strip())
         for m in _TRACEBACK_LINE.finditer(text)
@@ -99,11 +99,19 @@ def frames_in(text: str) -> tuple[Frame, ...]:
 
 
 def columns_in(text: str, place: Frame) -> tuple[int, int] | None:
-    """What a traceback marks in a place's line, the innermost time that the line is in it: all of it where nothing."""
+    """Begin and end of the part of a line that a traceback marks.
+
+    The columns count from the end of the indentation. They span the whole line if the traceback marks nothing in it.
+
+    Returns:
+        None if the traceback does not show the line's text.
+    """
     found = [m for m in _TRACEBACK_LINE.finditer(text) if m["file"] == place.file and int(m["line"]) == place.line]
     if not found or not found[-1]["source"]:
         return None
-    if not found[-1]["marks"]:
-        return 0, len(found[-1]["source"].rstrip())
-    marks, indent = found[-1]["marks"], len(found[-1]["indent"].rpartition("\n")[2])
+    innermost = found[-1]
+    marks = innermost["marks"]
+    if not marks:
+        return 0, len(innermost["source"].rstrip())
+    indent = len(innermost["indent"].rpartition("\n")[2])
     return len(marks) - len(marks.lstrip()) - indent, len(marks) - indent

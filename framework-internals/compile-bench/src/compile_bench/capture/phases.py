@@ -1,4 +1,4 @@
-"""Where the time of a compilation went, by the spans that PyTorch's own timers wrote."""
+"""Splits the time of a compilation into phases, from the spans that PyTorch's timers record."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 PHASES = ("Dynamo", "AOTAutograd", "Inductor", "C++/Triton compiler", "Autotuning", "Caches")
 
-# A dynamo_timed name (torch/_dynamo/utils.py) and the phase it starts. A name that is not here belongs to whatever it
-# is nested in, so that a new inner name in a later PyTorch moves no time from one phase to another.
+# Names of dynamo_timed spans (torch/_dynamo/utils.py) and their phases. Any other span belongs to the phase of the span
+# around it, so a new inner span in a later PyTorch moves no time between phases.
 _PHASE_PATTERNS = tuple(
     (re.compile(pattern), phase)
     for pattern, phase in (
@@ -36,33 +36,33 @@ _PHASE_PATTERNS = tuple(
 def without_pauses(
     timed: Iterable[Mapping[str, Any]], pauses: Sequence[tuple[float, float]]
 ) -> list[Mapping[str, Any]]:
-    """Chromium trace events on a clock that stood still with the process.
+    """Take the pauses of a process out of the times of its events.
 
     Args:
-        timed: as for :func:`phase_seconds`.
-        pauses: begin and end, in seconds since the epoch; in order and apart.
+        timed: Chromium trace events, as for :func:`phase_seconds`.
+        pauses: Begin and end of each pause, in seconds since the epoch. They are in order and do not overlap.
     """
     begins = [begin for begin, _ in pauses]
     before = [0.0, *accumulate(end - begin for begin, end in pauses)]
 
-    def still(until: float) -> float:
-        count = bisect_right(begins, until)  # autotuning waits for its lock thousands of times
+    def paused(until: float) -> float:
+        count = bisect_right(begins, until)  # not a loop: autotuning waits for its lock thousands of times
         return before[count] - max(pauses[count - 1][1] - until, 0.0) if count else 0.0
 
-    return [{**event, "ts": event["ts"] - still(event["ts"] * 1e-6) * 1e6} for event in timed]
+    return [{**event, "ts": event["ts"] - paused(event["ts"] * 1e-6) * 1e6} for event in timed]
 
 
 def phase_seconds(timed: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Split the time of a compilation into phases so that each instant belongs to one.
+    """Split the time of a compilation into phases, so that each instant belongs to one phase.
 
-    The events of several threads come on one track. At every instant the phase is that of the span opened last: inside
-    a span of Inductor that waits for the C++ compiler, the C++ compiler.
+    The events of several threads are on one track. The span that opened last decides the phase of an instant. While
+    Inductor waits for the C++ compiler, for example, the phase is that of the C++ compiler.
 
     Args:
-        timed: Chromium trace events: ``name``, ``ph`` (``"B"`` or ``"E"``), ``ts`` in microseconds.
+        timed: Chromium trace events with ``name``, ``ph`` (``"B"`` or ``"E"``) and ``ts`` in microseconds.
 
     Returns:
-        Seconds by phase; phases that did not occur are left out.
+        Seconds by phase, without phases that did not occur.
     """
     open_spans: list[tuple[str, str]] = []  # name, phase
     seconds: dict[str, float] = {}

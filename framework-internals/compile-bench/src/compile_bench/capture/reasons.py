@@ -1,4 +1,4 @@
-"""PyTorch's words about a break or a guard: taken apart, and put into a family."""
+"""Reads PyTorch's messages about breaks and guards, and sorts them into categories."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ BACKEND_FAILED = "backend failed"
 ASKED_FOR = "asked for by the code"
 NOT_ENTERED = "call Dynamo will not enter"
 
-# Reason -> category, first match. The registry numbers of PyTorch's own list change between releases; the wording of
-# the kinds below has been the same from 2.10 on.
+# Reason -> category; the first match counts. The numbers of PyTorch's published list change between releases, but the
+# wording of these reasons is the same from 2.10 on.
 _CATEGORIES = tuple(
     (re.compile(pattern, re.IGNORECASE), category)
     for pattern, category in (
@@ -43,7 +43,7 @@ _CATEGORIES = tuple(
     )
 )
 
-# Guard -> cause, first match.
+# Guard -> cause; the first match counts.
 _RECOMPILE_CAUSES = tuple(
     (re.compile(pattern), cause)
     for pattern, cause in (
@@ -67,34 +67,33 @@ _RECOMPILE_CAUSES = tuple(
         (" <=? | >=? | != ", "symbolic shape"),
     )
 )
-# Lines that only say that a message follows.
+# Lines that introduce a message.
 _INTRODUCTION = re.compile(r"^Encountered graph break when attempting to trace .*:$|Graph break encountered:$")
 _REGISTRY_NUMBER = re.compile(r"/gb/gb(\d{4})\.html")
 
 
 def parse_message(text: str) -> tuple[str, str, tuple[str, ...]]:
-    """Reason, explanation and hints of a formatted graph-break message."""
+    """Split a formatted graph-break message into reason, explanation and hints."""
     lines = [line.strip() for line in text.split("\n  Explanation:")[0].splitlines() if line.strip()]
     head = [line for line in lines if not _INTRODUCTION.search(line)] or lines
     explanation = re.search(r"^  Explanation: (.*?)(?=^  Hint: |^  Developer debug context:|\Z)", text, re.S | re.M)
     hints = re.findall(r"^  Hint: (.*?)(?=^  Hint: |^\s*\n|^  Developer debug context:|\Z)", text, re.S | re.M)
-    said = explanation[1] if explanation else ""
-    # Above an explanation the last line is the kind of break; an error of another kind begins with what it is.
-    title = (head[-1] if explanation else head[0]) if head else "no reason given"
+    # The reason is the last line above an explanation. An error without one begins with the reason.
+    reason = (head[-1] if explanation else head[0]) if head else "no reason given"
     return (
-        title.removeprefix("torch._dynamo.exc.Unsupported: "),
-        one_line(said.split("\n\n")[0]),
+        reason.removeprefix("torch._dynamo.exc.Unsupported: "),
+        one_line(explanation[1].split("\n\n")[0]) if explanation else "",
         tuple(one_line(hint) for hint in hints),
     )
 
 
 def one_line(text: str) -> str:
-    """A text without line ends, with single spaces."""
+    """The text on one line, with single spaces."""
     return re.sub(r"\s+", " ", text).strip()
 
 
 def categorise(reason: str, explanation: str = "") -> str:
-    """The family of a break's reason; ``"other"`` for wording that is not known."""
+    """The category of a break's reason; ``"other"`` if the wording is unknown."""
     for text in (reason, explanation):
         for pattern, category in _CATEGORIES:
             if pattern.search(text):
@@ -103,11 +102,11 @@ def categorise(reason: str, explanation: str = "") -> str:
 
 
 def registry_number(text: str) -> str:
-    """The number in PyTorch's published list that a message links to, ``"GB0170"``; empty without a link."""
+    """The number in PyTorch's published list that a message links to, such as ``"GB0170"``; empty without a link."""
     number = _REGISTRY_NUMBER.search(text)
     return f"GB{number[1]}" if number else ""
 
 
 def cause_of(guard: str) -> str:
-    """The family of a guard that failed; ``"other"`` for wording that is not known."""
+    """The cause of a recompilation, from the guard that failed; ``"other"`` if the wording is unknown."""
     return next((cause for pattern, cause in _RECOMPILE_CAUSES if pattern.search(guard)), "other")

@@ -1,10 +1,10 @@
-"""A cause of breaks, recompilations or silent eager execution, as the catalogue holds it."""
+"""An entry of the catalogue, and how a break or a guard is matched with one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,15 +13,15 @@ Kind = Literal["break", "recompile", "silent"]
 
 @dataclass(frozen=True)
 class Repro:
-    """The smallest program that shows a cause, and the same program without it.
+    """The smallest program that shows a cause, and the same program with a fix.
 
     Attributes:
-        broken: a function or module.
-        mended: computes the same in one graph.
-        calls: arguments, call by call.
-        mended_calls: where ``mended`` takes its arguments in another form.
-        around: what the n-th call happens in, and what changes before it.
-        method: name of the method that is called; empty to call the object itself.
+        broken: Function or module that shows the cause.
+        fixed: Function or module that computes the same in one graph.
+        calls: Positional arguments of each call.
+        fixed_calls: Positional arguments of each call of ``fixed``, if they differ from ``calls``.
+        around: Returns the context manager of the n-th call. It may change state, too.
+        method: Name of the method to call; empty to call ``broken`` itself.
     """
 
     broken: Callable[..., Any]
@@ -31,24 +31,28 @@ class Repro:
     around: Callable[[int], AbstractContextManager[Any]] | None = None
     method: str = ""
 
+    def context(self, index: int) -> AbstractContextManager[Any]:
+        """The context manager of the call with this index."""
+        return nullcontext() if self.around is None else self.around(index)
+
 
 @dataclass(frozen=True)
 class Cause:
-    """One entry.
+    """A cause of graph breaks, recompilations or silent eager execution.
 
     Attributes:
-        name: what the command line and reports call it.
-        title: what the code does, in a phrase.
-        theme: the family that it is listed in.
-        kind: what comes of it.
-        pattern: regular expression that PyTorch's reason matches, and of a recompilation the guard that failed.
-        why: one or two sentences.
-        advice: what to do instead.
-        make: makes the programs, fresh with every call.
-        code: regular expression of source lines that the entry is about; empty for any.
-        settings: of ``torch._dynamo.config``, for the mended program.
-        options: of ``torch.compile``, for the broken program.
-        equal: whether both programs give the same outputs (a repro that draws random numbers does not).
+        name: Name on the command line and in reports.
+        title: What the code does, in a phrase.
+        theme: Title of the group that lists it.
+        kind: Its effect: a break, a recompilation, or silent eager execution.
+        pattern: Regular expression for PyTorch's reason, or for the guard that failed.
+        why: One or two sentences about why it happens.
+        advice: What to do instead.
+        make: Makes both programs, new ones in each call.
+        code: Regular expression for source lines with this cause; empty for any line.
+        settings: Values for ``torch._dynamo.config`` that the fixed program needs.
+        options: Options of ``torch.compile`` for the broken program.
+        equal: Whether both programs give the same outputs. Programs that draw random numbers do not.
     """
 
     name: str
@@ -69,31 +73,30 @@ CAUSES: dict[str, Cause] = {}
 
 
 def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> Cause | None:
-    """The cause that a break is an instance of, as far as reason and source line tell; None if they do not.
+    """The cause of a break, or None if reason and source line match no entry.
 
     Args:
-        reason: in PyTorch's words.
-        source: the line's text, without its indentation.
-        columns: of what broke in it: an entry about another part of the line is none that fits as long as there is one
-            about this.
+        reason: PyTorch's reason for the break.
+        source: Text of the line, without its indentation.
+        columns: Begin and end of the expression that broke. Entries that match this part of the line come first.
     """
     fitting = [each for each in CAUSES.values() if each.kind == "break" and re.search(each.pattern, reason)]
     found = [(each.name, part.span()) for each in fitting if each.code for part in re.finditer(each.code, source)]
     if columns is not None:
         found = [each for each in found if each[1][0] < columns[1] and each[1][1] > columns[0]] or found
     if found:
-        # The more of the line an entry is about, the closer it is.
+        # The entry that matches the longest part of the line fits best.
         return CAUSES[max(found, key=lambda each: each[1][1] - each[1][0])[0]]
-    # A reason that many causes share says nothing without the line.
-    return next((each for each in fitting if each.name in _TOLD_BY_REASON), None)
+    # Most reasons belong to many causes, so the reason alone is enough for a few only.
+    return next((each for each in fitting if each.name in _KNOWN_BY_REASON), None)
 
 
 def match_recompile(guard: str, source: str = "") -> Cause | None:
-    """The cause of a recompilation; None if nothing in the catalogue has such a guard.
+    """The cause of a recompilation, or None if the guard matches no entry.
 
     Args:
-        guard: the condition that no longer held, in PyTorch's words.
-        source: text of the line that made it; empty if it is not known.
+        guard: The guard that failed, as PyTorch prints it.
+        source: Text of the line that made the guard; empty if it is not known.
     """
     fitting = [each for each in CAUSES.values() if each.kind == "recompile" and re.search(each.pattern, guard)]
     of_line = (each for each in fitting if each.code and re.search(each.code, source))
@@ -101,20 +104,24 @@ def match_recompile(guard: str, source: str = "") -> Cause | None:
 
 
 def match_limit(source: str) -> Cause:
-    """The cause of a function's being past the recompile limit, from the line whose guard kept failing."""
+    """The cause of reaching the recompile limit.
+
+    Args:
+        source: Text of the line that made the failing guard.
+    """
     counter = CAUSES["counter"]
-    return counter if re.search(counter.code, source) else CAUSES["given-up-after-limit"]
+    return counter if re.search(counter.code, source) else CAUSES["recompile-limit-reached"]
 
 
-_TOLD_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "parameter-made-inside", "rnn-allowed"))
+_KNOWN_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "parameter-made-inside", "rnn-allowed"))
 
 
 class Theme:
-    """Registers the causes of one family.
+    """A group of causes.
 
     Args:
-        title: of the family.
-        kind: of its causes, unless one says otherwise.
+        title: Title of the group.
+        kind: Effect of its causes, unless a cause names another one.
     """
 
     def __init__(self, title: str, kind: Kind = "break") -> None:
@@ -124,7 +131,7 @@ class Theme:
     def cause(
         self, name: str, title: str, *, pattern: str, why: str, advice: str, kind: Kind | None = None, **more: Any
     ) -> Callable[[Callable[[], Repro]], Callable[[], Repro]]:
-        """Make the decorated function the repro of a new cause; arguments as for :class:`Cause`."""
+        """Register the decorated function as the repro of a new cause. The arguments are those of :class:`Cause`."""
 
         def register(make: Callable[[], Repro]) -> Callable[[], Repro]:
             assert name not in CAUSES, name

@@ -1,19 +1,17 @@
-"""The commands ``triage`` and ``catalogue``. What imports torch is imported when a command runs."""
+"""The command ``triage``. What imports torch is imported when the command runs."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchkit import UserError, numbers
-from benchkit.progress import working
+from benchkit import numbers
+from benchkit.command.progress import working
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place, recompiled
@@ -25,60 +23,61 @@ from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.capture.trace import Recompile
-    from compile_bench.catalogue import Cause
 
 Kinds = Annotated[
-    bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; both else.")
+    bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; by default both.")
 ]
-BreakCosts = Annotated[bool, typer.Option("--price/--no-price", help="Compile with Inductor and measure every break.")]
-Mends = Annotated[bool, typer.Option("--mend/--no-mend", help="Try changes of the source and prove them.")]
+MeasureCost = Annotated[
+    bool, typer.Option("--cost/--no-cost", help="Compile with Inductor and measure what every break costs.")
+]
+TryFixes = Annotated[bool, typer.Option("--fix/--no-fix", help="Try changes of the source and verify them.")]
 Patches = Annotated[
-    Path, typer.Option(help="Folder for the patches that were proved; those of an earlier triage in it are removed.")
+    Path, typer.Option(help="Folder for the patches of verified fixes; it loses those of an earlier triage.")
 ]
 
-# What write_patches names its files.
+# The names that write_patches gives to its files.
 _OWN_PATCH = re.compile(r"\d\d+-[\w-]+\.patch|all\.patch")
 
 
 def triage(
     target: TargetName,
     train: Kinds = None,
-    cost: BreakCosts = True,
-    fix: Mends = True,
+    cost: MeasureCost = True,
+    fix: TryFixes = True,
     patches: Patches = Path("compile-bench-patches"),
     dynamic: Dynamic = None,
     device: DeviceName = "auto",
     limit: Limit = DEFAULT_LIMIT,
 ) -> None:
-    """Find every graph break and all else that runs eagerly: line, reason, price, and a proved patch."""
+    """Find every graph break and whatever else runs eagerly: line, reason, cost, and a verified patch."""
 
-    def draw() -> int:
+    def report() -> int:
         from compile_bench.triage.run import run_triage
 
         case = case_of(target, True, "default", dynamic, device)
         kinds = (True, False) if train is None else (train,)
         with Harness.open(case.device, limit=limit) as harness, working(f"triage of {target}"):
-            report = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix)
-        print(describe_report(report, write_patches(report, patches)))
+            found = run_triage(harness, case, kinds=kinds, cost=cost, fix=fix)
+        print(describe_report(found, write_patches(found, patches)))
         return 0
 
-    leave(draw)
+    leave(report)
 
 
 def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
-    """Write a file for every accepted change, and one for those that hold together, in an earlier triage's place.
+    """Write a file for every verified fix and one for the combined fix, and remove those of an earlier triage.
 
     Returns:
         The files by patch.
     """
-    accepted = [finding.fix for finding in report.findings if finding.fix is not None and finding.fix.accepted]
-    if report.together is not None and len(accepted) > 1:
-        accepted.append(replace(report.together, case="all"))
+    fixes = [finding.fix for finding in report.findings if finding.fix is not None and finding.fix.accepted]
+    if report.combined is not None and len(fixes) > 1:
+        fixes.append(replace(report.combined, case="all"))
     for earlier in folder.glob("*.patch"):
         if _OWN_PATCH.fullmatch(earlier.name):
             earlier.unlink()
     written: dict[str, Path] = {}
-    for number, each in enumerate(accepted, 1):
+    for number, each in enumerate(fixes, 1):
         if each.patch in written:
             continue
         path = folder / (f"{each.case}.patch" if each.case == "all" else f"{number:02d}-{each.case}.patch")
@@ -88,24 +87,24 @@ def write_patches(report: TriageReport, folder: Path) -> dict[str, Path]:
 
 
 def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
-    """The bill as Markdown: what was found, dearest first, then line by line what to do."""
+    """The report as Markdown: a table of findings, the costliest first, then what to do about every one."""
     lines = [_headline(report), *report.raised]
     if report.findings:
-        rows = [_row(finding) for finding in report.findings]
-        header = ["line", "what", "category", "in", "gap a step", "bytes across", "compiling", "mend"]
-        lines += ["", markdown_table(header, rows, left=4)]
+        header = ["line", "what", "category", "in"]
+        header += ["time lost per step", "bytes handed over", "compile time", "verified fix"]
+        lines += ["", markdown_table(header, [_row(finding) for finding in report.findings], left=4)]
     for finding in report.findings:
         lines += ["", *_details(finding, patches)]
     if report.recompiles:
         lines += ["", *_recompilations(report.recompiles)]
-    if report.together is not None:
-        lines += ["", *_together(report.together, patches)]
+    if report.combined is not None:
+        lines += ["", *_combined(report.combined, patches)]
     lines += [f"not done: {each}" for each in report.absent]
     return "\n".join(lines)
 
 
 def _recompilations(recompiles: Sequence[Recompile]) -> list[str]:
-    """A table of them, and what to do about those that the catalogue knows."""
+    """A table of recompilations, and what to do about those that the catalogue knows."""
     from compile_bench.catalogue import match_recompile
 
     rows = [(recompiled(e), e.cause, e.guard, e.function) for e in recompiles]
@@ -117,11 +116,12 @@ def _recompilations(recompiles: Sequence[Recompile]) -> list[str]:
 
 def _headline(report: TriageReport) -> str:
     kinds = " and ".join(survey.case.kind for survey in report.surveys)
-    counted = [plural(len({(f.file, f.line) for f in report.findings}), "line")]
-    share = sum(s.collect_seconds for s in report.surveys) / max(sum(s.trace_seconds for s in report.surveys), 1e-9)
+    lines = plural(len({(each.file, each.line) for each in report.findings}), "line")
+    collecting = sum(each.collect_seconds for each in report.surveys)
+    tracing = max(sum(each.trace_seconds for each in report.surveys), 1e-9)
     return (
-        f"{report.target}, {kinds}: {counted[0]} out of the graph, {plural(len(report.recompiles), 'cause')} of "
-        f"recompilation; collecting took {share * 100:.1f} % of the tracing"
+        f"{report.target}, {kinds}: {lines} out of the graph, {plural(len(report.recompiles), 'cause')} of "
+        f"recompilation; the collector took {collecting / tracing * 100:.1f} % of the tracing time"
     )
 
 
@@ -132,23 +132,24 @@ def _row(finding: Finding) -> tuple[str, ...]:
         finding.kind,
         finding.category,
         "both" if len(finding.kinds) > 1 else finding.kinds[0],
-        "–" if cost is None or cost.gap is None else numbers.with_unit(cost.gap.value, "s"),
-        "–" if cost is None else numbers.with_unit(cost.crossing, "B"),
+        "–" if cost is None or cost.time_lost is None else numbers.with_unit(cost.time_lost.value, "s"),
+        "–" if cost is None else numbers.with_unit(cost.output_bytes, "B"),
         "–" if cost is None else numbers.with_unit(cost.compile_seconds, "s"),
         "–" if finding.fix is None else ("yes" if finding.fix.accepted else "no"),
     )
 
 
 def _details(finding: Finding, patches: dict[str, Path]) -> list[str]:
+    """Reason, advice and fix of one finding."""
     lines = [f"{place(finding.file, finding.line)}: {finding.reason}", f"    {finding.source}"]
     if finding.end_line != finding.line:
         lines.append(f"    … to line {finding.end_line}")
     if finding.library:
         lines.append(f"  in the library: {finding.library}")
-    if finding.cost is not None and finding.cost.share > 1:
-        lines.append(f"  the gap is shared by {finding.cost.share} breaks")
-    if finding.cost is not None and finding.cost.no_gap:
-        lines.append(f"  no gap: {finding.cost.no_gap}")
+    if finding.cost is not None and finding.cost.breaks_between > 1:
+        lines.append(f"  {finding.cost.breaks_between} breaks between the same two graphs have one lost time")
+    if finding.cost is not None and finding.cost.not_measured:
+        lines.append(f"  the time lost could not be measured: {finding.cost.not_measured}")
     if finding.advice:
         named = f" (catalogue: {finding.case})" if finding.case else ""
         lines.append(f"  do: {finding.advice}{named}")
@@ -159,31 +160,31 @@ def _details(finding: Finding, patches: dict[str, Path]) -> list[str]:
 
 def _fix(fix: Fix, patches: dict[str, Path]) -> list[str]:
     if not fix.accepted:
-        return [f"  tried, not accepted: {fix.title}: {fix.verdict}"]
+        return [f"  tried and refused: {fix.title}: {fix.verdict}"]
     assert fix.before is not None
     assert fix.after is not None
     lines = [
-        f"  mended: {fix.title}; {plural(fix.before.breaks, 'break')} before, {fix.after.breaks} after, "
+        f"  verified fix: {fix.title}; {plural(fix.before.breaks, 'break')} before, {fix.after.breaks} after, "
         f"{plural(fix.before.graphs, 'graph')} before, {fix.after.graphs} after; {fix.verdict}",
         f"  patch: {patches[fix.patch]}",
     ]
-    lines += [f"  not among those that hold together: {fix.apart}"] if fix.apart else []
+    lines += [f"  the combined fix leaves it out: {fix.conflict}"] if fix.conflict else []
     return [*lines, f"  note: {fix.effect}"] if fix.effect else lines
 
 
-def _together(together: Fix, patches: dict[str, Path]) -> list[str]:
+def _combined(combined: Fix, patches: dict[str, Path]) -> list[str]:
     rows = []
-    for name, figures in (("before", together.before), ("after", together.after)):
+    for name, figures in (("before", combined.before), ("after", combined.after)):
         assert figures is not None
         step = "–" if figures.step is None else numbers.quantity(figures.step)
         first = "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s")
         rows.append((name, str(figures.breaks), str(figures.graphs), step, first))
-    table = markdown_table([together.title, "breaks", "graphs", "step", "first steps"], rows)
-    return [table, f"patch: {patches[together.patch]}"] if together.patch in patches else [table]
+    table = markdown_table([combined.title, "breaks", "graphs", "step", "first steps"], rows)
+    return [table, f"patch: {patches[combined.patch]}"] if combined.patch in patches else [table]
 
 
 def describe_triage(found: Triage) -> str:
-    """Breaks and recompilations as Markdown."""
+    """Counted breaks and recompilations as Markdown."""
     trace = found.trace
     lines = [
         f"{found.case.target}, {found.case.kind}: {len(trace.graphs)} graphs, {trace.operations} operations, "
@@ -195,7 +196,7 @@ def describe_triage(found: Triage) -> str:
             (
                 place(e.file, e.line),
                 e.category,
-                e.reason + (" (whole function eager)" if e.whole_frame else ""),
+                e.reason + (" (skipped frame)" if e.whole_frame else ""),
                 f"{Path(e.library).name} {e.stack[-1].source}" if e.library else e.source,
             )
             for e in trace.breaks
@@ -204,53 +205,3 @@ def describe_triage(found: Triage) -> str:
     if trace.recompiles:
         lines += ["", *_recompilations(trace.recompiles)]
     return "\n".join(lines)
-
-
-def catalogue(
-    name: Annotated[str | None, typer.Argument(help="A cause; without it all are listed.")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run it on this torch: does it happen, does the fix hold?")
-    ] = False,
-    record: Annotated[
-        Path | None, typer.Option(help="Run and write the outcomes of this torch to a JSON file.")
-    ] = None,
-    render: Annotated[
-        Path | None, typer.Option(help="Write the reference page, CATALOGUE.md and .html, to a folder.")
-    ] = None,
-) -> None:
-    """List the causes of breaks, recompilations and silent eager execution; show one; run them."""
-
-    def show() -> int:
-        from compile_bench.catalogue import CAUSES
-        from compile_bench.catalogue.page import describe, listing, write_page
-
-        if name is not None and name not in CAUSES:
-            near = [known for known in CAUSES if name in known or known in name] or get_close_matches(name, CAUSES)
-            like = f"; like it: {', '.join(near)}" if near else ""
-            raise UserError(f"no cause {name!r} in the catalogue{like}; compile-bench catalogue lists them all")
-        if render is not None:
-            write_page(render)
-            return 0
-        chosen = list(CAUSES.values()) if name is None else [CAUSES[name]]
-        if record is not None or check:
-            return _run(chosen, record)
-        print(listing() if name is None else describe(CAUSES[name]))
-        return 0
-
-    leave(show)
-
-
-def _run(chosen: Sequence[Cause], record: Path | None) -> int:
-    from compile_bench.catalogue.versions import examine_all, write_outcomes
-
-    with working("running the catalogue"):
-        outcomes = examine_all(chosen)
-    if record is not None:
-        write_outcomes(record, outcomes)
-    wrong = {each: outcome for each, outcome in outcomes.items() if not outcome.as_stated}
-    for each, outcome in wrong.items():
-        print(
-            f"{each}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr
-        )
-    print(f"{len(outcomes) - len(wrong)} of {plural(len(outcomes), 'cause')} as stated on this torch")
-    return 1 if wrong else 0

@@ -1,1 +1,1 @@
-"""Changes of the source that remove a graph break, and their verification."""
+"""Changes of the source that fix graph breaks, and their verification."""

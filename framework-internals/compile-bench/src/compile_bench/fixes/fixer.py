@@ -1,4 +1,4 @@
-"""Try a change for every break, keep what is proved, and put what is kept together."""
+"""Try a change for every graph break, keep the verified ones, and combine them into one fix."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
 from compile_bench.capture.trace import Break
-from compile_bench.fixes.choosing import Choice, Place, choose
+from compile_bench.fixes.choosing import Choice, choose
 from compile_bench.fixes.rewrites import Candidate, candidates
 from compile_bench.fixes.source import Edit, Source, unified_diff
 from compile_bench.fixes.types import Figures, Fix, Proposal, Trial
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.survey_types import Mark, Survey, mark
+from compile_bench.measure.survey_types import Place, Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay
 
@@ -28,39 +28,41 @@ else:
     trial_jobs = deferred_module("compile_bench.fixes.trial")
     verify_jobs = deferred_module("compile_bench.fixes.verify")
 
-# Says nothing against a change.
-_UNSEEN = "a function around it is still given up, and nothing shows whether the break is gone"
+# The verdict on a change whose result cannot be seen. It says nothing against the change.
+_UNSEEN = "Dynamo still skips a frame around it, and nothing shows whether the break is gone"
 
 
 @dataclass(frozen=True)
 class FixResults:
-    """Changes that were tried.
+    """The results of trying changes.
 
     Attributes:
-        mends: by place (file and line) of the break.
-        together: what was accepted as one change; None without any.
-        overlay: the sources with it.
+        fixes: The change that was tried last for every break.
+        combined: The verified fixes as one change; None if there are none.
+        overlay: The sources with the combined fix.
+        revealed: Breaks that a skipped frame hid and that verified fixes brought to light.
     """
 
     fixes: dict[Place, Fix]
-    together: Fix | None
+    combined: Fix | None
     overlay: Overlay
+    revealed: tuple[Break, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """One candidate at one place, with what came of it.
+    """One candidate for one break.
 
     Attributes:
-        place: of the break.
-        way: which of the place's candidates it is.
-        candidate: what it changes.
-        overlay: the sources with it.
-        trial: what came of it.
+        place: The break.
+        index: Position among the candidates for this break.
+        candidate: The change.
+        overlay: The sources with the change.
+        trial: The result.
     """
 
     place: Place
-    way: int
+    index: int
     candidate: Candidate
     overlay: Overlay
     trial: Trial
@@ -70,19 +72,20 @@ class Fixer:
     """Tries changes of a target's sources.
 
     Args:
-        harness: runs every trial in a fresh process.
-        case: whose outputs and gradients are compared.
-        surveys: what the unchanged target does.
-        root: folder that patches are relative to.
+        harness: Runs every trial in a fresh process.
+        case: The case whose outputs and gradients are compared.
+        surveys: Surveys of the unchanged target.
+        root: Folder that the patches are relative to.
     """
 
     def __init__(self, harness: Harness, case: Case, surveys: Sequence[Survey], root: Path) -> None:
         self._harness = harness
         self._case = case
         self._kinds = tuple(survey.case.train for survey in surveys)
-        self._breaks = {mark(each): each for survey in surveys for each in survey.breaks}
-        self._hidden = frozenset[Mark]().union(*(survey.hidden for survey in surveys))
-        # Seeds beyond the first are only tried where one of them found something that the first did not.
+        self._breaks = {place_of(each): each for survey in surveys for each in survey.breaks}
+        self._hidden = frozenset[Place]().union(*(survey.hidden for survey in surveys))
+        self._untraced = frozenset[tuple[str, str]]().union(*(survey.untraced for survey in surveys))
+        # Further seeds are tried only where they met a break that the first seed did not meet.
         needed = {seeds[0] for survey in surveys for seeds in survey.seeds if seeds}
         self._seeds = tuple(sorted(needed | {0}))
         self._graphs = len(surveys[0].trace.graphs)
@@ -92,76 +95,92 @@ class Fixer:
         self._proofs: dict[frozenset[tuple[Place, int]], Trial] = {}
 
     def fix(self, places: Sequence[Place]) -> FixResults:
-        """Try to mend the breaks at these places, which are in files of the user's.
+        """Try to fix the breaks at these places, then the breaks that the fixes bring to light, and so on.
 
         Args:
-            places: costliest first; of mends that are in each other's way the earlier ones are kept.
+            places: Places in the user's files, the costliest first. Of conflicting fixes the first one is kept.
 
         Raises:
-            ChildFailure: if the unchanged model cannot be run for comparison.
-            UserError: likewise.
+            ChildFailure: If the unchanged model cannot be run for comparison.
+            UserError: Likewise.
         """
         attempts = self._attempts(places)
-        last = {place: ways[-1] for place, ways in self._tried(attempts).items()}
+        last = {place: tried[-1] for place, tried in self._tried(attempts).items()}
         refused: dict[Place, str] = {}
+        revealed: dict[Place, Break] = {}
         while True:
             choice = self._chosen([last[place] for place in last if place not in refused])
             refused |= choice.refused
-            others = self._others(attempts, last, choice.refused)
-            if not others:
+            more = self._next_candidates(attempts, last, choice.refused)
+            new = self._newly_revealed(choice)
+            if new:
+                revealed |= new
+                found = self._attempts(tuple(new))
+                attempts |= found
+                more |= {place: tried[-1] for place, tried in self._tried(found).items()}
+            if not more:
                 break
-            last |= others
-            refused = {place: verdict for place, verdict in refused.items() if place not in others}
+            last |= more
+            refused = {place: verdict for place, verdict in refused.items() if place not in more}
         fixes = {
-            place: replace(self._fix(each, refused.get(place, "")), apart=choice.apart.get(place, ""))
+            place: replace(self._fix(each, refused.get(place, "")), conflict=choice.conflicts.get(place, ""))
             for place, each in last.items()
         }
+        breaks = tuple(revealed.values())
         if choice.trial is None:
-            return FixResults(fixes, None, {})
+            return FixResults(fixes, None, {}, breaks)
         kept = [each for place, each in last.items() if place in choice.kept]
-        title = "mends that hold together" if choice.apart else "all mends together"
-        return FixResults(fixes, self._as_one(kept, choice.trial, title), _joined(kept))
+        title = "verified fixes without conflicts" if choice.conflicts else "all verified fixes"
+        return FixResults(fixes, self._combined(kept, choice.trial, title), _joined(kept), breaks)
 
     def _chosen(self, attempts: Sequence[_Attempt]) -> Choice:
-        """Which of the changes that pass without Inductor hold together with it."""
-        passed = {each.place: each for each in attempts if not each.trial.verdict}
+        """The changes of the combined fix, out of those that are accepted without Inductor."""
+        accepted = {each.place: each for each in attempts if not each.trial.verdict}
 
         def proved(places: Collection[Place]) -> Trial:
-            return self._proved([each for place, each in passed.items() if place in places])
+            return self._proved([each for place, each in accepted.items() if place in places])
 
-        return choose(tuple(passed), proved)
+        return choose(tuple(accepted), proved)
 
-    def _others(
+    def _next_candidates(
         self, attempts: Mapping[Place, list[_Attempt]], last: Mapping[Place, _Attempt], refused: Mapping[Place, str]
     ) -> dict[Place, _Attempt]:
-        """Of lines whose change the proof refused, the next one that passes without Inductor."""
+        """For breaks whose change the proof refused, the next candidate that is accepted without Inductor."""
         places = (place for place, verdict in refused.items() if verdict != _UNSEEN)
-        left = {place: rest for place in places if (rest := attempts[place][last[place].way + 1 :])}
-        found = {place: ways[-1] for place, ways in self._tried(left).items()}
-        return {place: way for place, way in found.items() if not way.trial.verdict}
+        left = {place: rest for place in places if (rest := attempts[place][last[place].index + 1 :])}
+        found = {place: tried[-1] for place, tried in self._tried(left).items()}
+        return {place: attempt for place, attempt in found.items() if not attempt.trial.verdict}
+
+    def _newly_revealed(self, choice: Choice) -> dict[Place, Break]:
+        """The breaks that only the combined fix shows; from now on they count as hidden in the unchanged model."""
+        found = choice.trial.revealed if choice.trial is not None else ()
+        new = {place_of(each): each for each in found if place_of(each) not in self._breaks}
+        self._breaks |= new
+        self._hidden |= new.keys()
+        return new
 
     def _attempts(self, places: Sequence[Place]) -> dict[Place, list[_Attempt]]:
-        """Candidates by place, those left out that do not fit the code."""
+        """The candidates for every break, without those that do not fit the code."""
         attempts: dict[Place, list[_Attempt]] = {}
         for place in places:
-            for found in (each for each in self._breaks.values() if (each.file, each.line) == place):
-                for candidate in _candidates(found):
-                    try:
-                        overlay = {place[0]: candidate.source.apply(candidate.edits)}
-                    except (ValueError, SyntaxError):
-                        continue
-                    ways = attempts.setdefault(place, [])
-                    ways.append(_Attempt(place, len(ways), candidate, overlay, Trial("not tried")))
+            found = self._breaks.get(place)
+            for candidate in _candidates(found) if found is not None else ():
+                try:
+                    overlay = {place[0]: candidate.source.apply(candidate.edits)}
+                except (ValueError, SyntaxError):
+                    continue
+                tried = attempts.setdefault(place, [])
+                tried.append(_Attempt(place, len(tried), candidate, overlay, Trial("not tried")))
         return attempts
 
     def _tried(self, attempts: Mapping[Place, list[_Attempt]]) -> dict[Place, list[_Attempt]]:
-        """The candidates of every place up to the first that passes."""
+        """The candidates for every break, up to the first that is accepted."""
         if not attempts:
             return {}
         proposals = [
-            Proposal(tuple(each.overlay for each in ways), self._allowed({place})) for place, ways in attempts.items()
+            self._proposal(tuple(each.overlay for each in found), {place}) for place, found in attempts.items()
         ]
-        # Every process makes a reference of its own: the first one's is what the proof is held against.
+        # Every process writes a reference. The proof reads the one of the first process.
         parts = [proposals[start :: self._harness.beside] for start in range(self._harness.beside)]
         answers = self._harness.ask_all(
             [partial(self._trials, part, index) for index, part in enumerate(parts) if part]
@@ -172,7 +191,7 @@ class Fixer:
                 raise answer
             results[start :: self._harness.beside] = answer
         return {
-            place: [replace(way, trial=trial) for way, trial in zip(attempts[place], trials, strict=False)]
+            place: [replace(attempt, trial=trial) for attempt, trial in zip(attempts[place], trials, strict=False)]
             for place, trials in zip(attempts, results, strict=True)
         }
 
@@ -183,8 +202,8 @@ class Fixer:
         )
 
     def _proved(self, attempts: Sequence[_Attempt]) -> Trial:
-        """Some changes as one, with Inductor; the same ones are proved once."""
-        key = frozenset((each.place, each.way) for each in attempts)
+        """Try changes at once with Inductor; no set of changes is tried twice."""
+        key = frozenset((each.place, each.index) for each in attempts)
         if key not in self._proofs:
             self._proofs[key] = self._prove(attempts)
         return self._proofs[key]
@@ -192,20 +211,24 @@ class Fixer:
     def _prove(self, attempts: Sequence[_Attempt]) -> Trial:
         places = {each.place for each in attempts}
         try:
-            overlay = _joined(attempts)
+            proposal = self._proposal((_joined(attempts),), places)
         except (ValueError, SyntaxError) as error:
-            return Trial(f"two of the changes are in each other's way: {error}")
+            return Trial(f"two of the changes conflict: {error}")
         self._harness.toolchain_seconds()
         try:
-            trial = self._compiled(overlay, places)
-            if trial.off and self._calibrate():
-                trial = self._compiled(overlay, places)
+            trial = self._with_inductor(proposal)
+            if trial.out_of_bound and self._calibrate():
+                trial = self._with_inductor(proposal)
         except ChildFailure as error:
             return Trial(str(error))
-        return self._judged(trial, places)
+        unseen = [each for each in self._hidden & self._breaks.keys() if each in places]
+        if trial.verdict or not trial.skips_frames or not unseen:
+            return trial
+        # A change of a hidden break proves nothing while a skipped frame may still hide the break.
+        return replace(trial, verdict=_UNSEEN, unseen=True)
 
     def _calibrate(self) -> bool:
-        """Allow for what the compiler's rounding alone does; whether that is new. It takes a compilation."""
+        """Measure what the compiler's rounding alone does to the values; False if that was done. It compiles once."""
         if self._calibrated:
             return False
         self._calibrated = True
@@ -214,52 +237,38 @@ class Fixer:
         except (ChildFailure, UserError):
             return False
 
-    def _compiled(self, overlay: Overlay, places: Collection[Place]) -> Trial:
+    def _with_inductor(self, proposal: Proposal) -> Trial:
         return self._harness.ask(
-            trial_jobs.prove,
-            self._case,
-            overlay=overlay,
-            kinds=self._kinds,
-            seeds=self._seeds,
-            allowed=self._allowed(places),
-            path=self._reference,
+            trial_jobs.prove, self._case, kinds=self._kinds, seeds=self._seeds, proposal=proposal, path=self._reference
         )
 
-    def _judged(self, trial: Trial, places: Collection[Place]) -> Trial:
-        """A trial; where a mended break lies behind a function that is still given up, it has proved nothing."""
-        unseen = [each for each in self._hidden & self._breaks.keys() if each not in self._allowed(places)]
-        if trial.verdict or not trial.skips_frames or not unseen:
-            return trial
-        return replace(trial, verdict=_UNSEEN, unseen=True)
+    def _proposal(self, overlays: tuple[Overlay, ...], places: Collection[Place]) -> Proposal:
+        return Proposal(overlays, frozenset(places), self._others(places), self._untraced)
 
-    def _as_one(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Fix:
-        """All changes that hold together, of which ``trial`` came."""
+    def _combined(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Fix:
+        """The fix that makes several changes; ``trial`` is its result."""
         rewrites = [each.candidate.rewrite for each in attempts]
         cases = ", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites))
         effects = "; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect))
         sources = {each.place[0]: each.candidate.source for each in attempts}
         fix = Fix(cases, title, effects, "", tuple(sources), False, "")
-        return self._accepted(fix, sources, _joined(attempts), trial, {each.place for each in attempts})
+        return self._verified(fix, sources, _joined(attempts), trial, {each.place for each in attempts})
 
     def _fix(self, attempt: _Attempt, refused: str) -> Fix:
-        """The change at one place; ``refused`` is what the proof says against it."""
+        """The fix of one break; ``refused`` is why the proof refused it."""
         rewrite, file = attempt.candidate.rewrite, attempt.place[0]
         verdict = refused or attempt.trial.verdict
         fix = Fix(rewrite.case, rewrite.title, rewrite.effect, "", (file,), False, verdict)
         if verdict:
             return fix
-        return self._accepted(fix, {file: attempt.candidate.source}, attempt.overlay, attempt.trial, {attempt.place})
+        return self._verified(fix, {file: attempt.candidate.source}, attempt.overlay, attempt.trial, {attempt.place})
 
-    def _accepted(
-        self,
-        fix: Fix,
-        sources: Mapping[str, Source],
-        overlay: Overlay,
-        trial: Trial,
-        places: Collection[Place],
+    def _verified(
+        self, fix: Fix, sources: Mapping[str, Source], overlay: Overlay, trial: Trial, places: Collection[Place]
     ) -> Fix:
-        # A trial does not look behind functions that are given up: what was hidden there, and not mended, still is.
-        left = trial.left | (self._hidden & self._allowed(places) if trial.skips_frames else frozenset())
+        """The fix with its patch and its figures."""
+        # A trial does not look behind skipped frames. What is hidden there, and not fixed, remains.
+        remaining = trial.remaining | (self._hidden & self._others(places) if trial.skips_frames else frozenset())
         diffs = [unified_diff(self._relative(file), source.content, overlay[file]) for file, source in sources.items()]
         return replace(
             fix,
@@ -267,30 +276,31 @@ class Fixer:
             accepted=True,
             verdict="outputs and gradients are within their bounds",
             before=Figures(self._graphs, len(self._breaks)),
-            after=Figures(trial.graphs, len(left)),
+            after=Figures(trial.graphs, len(remaining)),
         )
 
-    def _allowed(self, places: Collection[Place]) -> frozenset[Mark]:
-        return frozenset(key for key, each in self._breaks.items() if (each.file, each.line) not in places)
+    def _others(self, places: Collection[Place]) -> frozenset[Place]:
+        """The breaks at other places."""
+        return frozenset(self._breaks.keys() - set(places))
 
     def _relative(self, file: str) -> str:
         return Path(os.path.relpath(file, self._root)).as_posix()
 
 
 def patch_root(files: Sequence[str], here: Path) -> Path:
-    """The folder that patches are applied in: the working directory, or the files' own where they lie elsewhere."""
-    user_code = [Path(file).parent for file in files]
-    if not user_code or all(folder.is_relative_to(here) for folder in user_code):
+    """The folder to apply patches in: the working directory, or the files' common folder if they lie elsewhere."""
+    folders = [Path(file).parent for file in files]
+    if not folders or all(folder.is_relative_to(here) for folder in folders):
         return here
-    return Path(os.path.commonpath(user_code))
+    return Path(os.path.commonpath(folders))
 
 
 def _joined(attempts: Sequence[_Attempt]) -> Overlay:
     """The sources with several changes.
 
     Raises:
-        ValueError: if two of them overlap.
-        SyntaxError: if the result is not Python.
+        ValueError: If two changes overlap.
+        SyntaxError: If the result is not Python.
     """
     edits: dict[str, list[Edit]] = {}
     sources = {each.place[0]: each.candidate.source for each in attempts}

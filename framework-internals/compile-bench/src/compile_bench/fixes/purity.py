@@ -1,11 +1,11 @@
-"""What an expression may be so that a rewrite can leave it out, or compute it where it was not computed before."""
+"""Which expressions a rewrite may leave out, or compute where they were not computed before."""
 
 from __future__ import annotations
 
 import ast
 import struct
 
-# Calls that only look: an argument of print() that holds no others may be left out together with the print.
+# Calls without side effects: a print() whose arguments call nothing else may be left out.
 _QUIET_FUNCTIONS = frozenset(
     [
         "abs",
@@ -70,8 +70,8 @@ _QUIET_METHODS = frozenset(
         "var",
     ]
 )
-# Functions of each element by itself: computing them for nothing does no harm, and their result has the shape of
-# their argument. Those that are nowhere differentiable or infinite somewhere are verified like all else.
+# Elementwise functions: computing them needlessly does no harm, and the result has the shape of the argument. Functions
+# that are not differentiable or not finite everywhere are verified like the others.
 _ELEMENTWISE = frozenset(
     [
         "abs",
@@ -111,12 +111,12 @@ _ELEMENTWISE = frozenset(
         "zeros_like",
     ]
 )
-# To a tensor without dimensions, which then spreads over the other operand.
+# Reductions to a tensor without dimensions, which broadcasts.
 _REDUCTIONS = frozenset(("max", "mean", "min", "norm", "std", "sum", "var"))
 
 
 def is_quiet(node: ast.expr) -> bool:
-    """Whether leaving the evaluation of an expression out changes nothing else."""
+    """Whether an expression has no side effects, so that it may be left out."""
     for each in ast.walk(node):
         if isinstance(each, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)):
             return False
@@ -129,7 +129,7 @@ def is_quiet(node: ast.expr) -> bool:
 
 
 def is_elementwise(node: ast.expr) -> bool:
-    """Whether an expression is arithmetic and functions of single elements on plain names, and nothing else."""
+    """Whether an expression consists of arithmetic and elementwise functions of plain names."""
     if isinstance(node, ast.Constant):
         return isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
     if isinstance(node, ast.Name):
@@ -154,7 +154,7 @@ def _is_elementwise_call(node: ast.Call, function: ast.Attribute) -> bool:
 
 
 def is_exact_in_float32(node: ast.expr) -> bool:
-    """Whether a number stays what it is as an element of a float32 tensor."""
+    """Whether float32 represents a number exactly."""
     if not isinstance(node, ast.Constant) or not isinstance(node.value, (int, float)):
         return False
     return bool(struct.unpack("f", struct.pack("f", node.value))[0] == node.value)

@@ -1,8 +1,7 @@
-"""Changes of the source that mend a break, each tied to a case of the catalogue.
+"""Changes of the source that fix a graph break, each for one entry of the catalogue.
 
-A rewrite looks at the statement that broke and either proposes edits or nothing. It proposes only what computes the
-same by construction, says what else is different afterwards (``effect``), and leaves the proof to
-:mod:`compile_bench.fixes.fixer`.
+A rewrite looks at the statement that breaks and proposes edits or nothing. It proposes only edits that compute the same
+by construction, and states what else they change (``effect``). :mod:`compile_bench.fixes.fixer` verifies them.
 """
 
 from __future__ import annotations
@@ -56,10 +55,10 @@ class Rewrite:
     """A way to change a statement.
 
     Attributes:
-        case: of the catalogue.
-        title: what it does.
-        effect: what is different for the user afterwards; empty if nothing is.
-        make: from the file, the statement and the break to edits; none where it does not apply.
+        case: Name of the catalogue's entry.
+        title: What the change does.
+        effect: What the user has to expect of the changed model; empty if nothing.
+        make: Makes the edits from the file, the statement and the break; no edits where it does not apply.
     """
 
     case: str
@@ -70,7 +69,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A rewrite with its edits of one file."""
+    """A rewrite and its edits of one file."""
 
     rewrite: Rewrite
     source: Source
@@ -78,11 +77,11 @@ class Candidate:
 
 
 def candidates(source: Source, found: Break) -> Iterator[Candidate]:
-    """What may mend a break, the least invasive first.
+    """The changes that may fix a break, the least invasive first.
 
     Args:
-        source: the file that the break is in.
-        found: the break.
+        source: File of the break.
+        found: The break.
     """
     statements = source.statements(found.line)
     for rewrite in REWRITES:
@@ -110,7 +109,7 @@ def _writes(statement: ast.stmt) -> bool:
 
 
 def _guard_report(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
-    """``if x.isnan().any(): log.warning(…)``: the value is read only where something may be written."""
+    """``if x.isnan().any(): log.warning(…)`` reads the value only while not compiling."""
     if not isinstance(statement, ast.If) or statement.orelse or not all(map(_writes, statement.body)):
         return []
     if not is_quiet(statement.test) or not source.line(statement.lineno).lstrip().startswith("if "):
@@ -127,7 +126,7 @@ def _guard_upkeep(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
 
 
 def _guarded(source: Source, statement: ast.stmt) -> list[Edit]:
-    """The statement, only while not compiling."""
+    """Edits that run a statement only while not compiling."""
     if not source.alone(statement):
         text = source.text(statement)
         return [source.replace(statement, f"{text} if not {_COMPILING} else None"), *with_torch(source)]
@@ -135,7 +134,7 @@ def _guarded(source: Source, statement: ast.stmt) -> list[Edit]:
 
 
 def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
-    """Put a statement into a block of its own. Lines inside of multi-line strings stay where they are."""
+    """Edits that indent a statement below ``head``. Lines inside multi-line strings keep their indentation."""
     indent, unit = source.indent(statement), _unit(source.indent(statement))
     edits = [Edit(source.start(statement), source.start(statement), f"{head}{source.newline}{indent}{unit}")]
     frozen = {
@@ -151,7 +150,7 @@ def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
 
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
-    """All clocks of the function: with one of two left as it is, their difference would be the time since 1970."""
+    """Change all clocks of a function: the difference of a changed and an unchanged one is the time since 1970."""
     bare = _imported_clocks(source)
     if not any(_reads_clock(node, bare) for node in _expressions(statement)):
         return []
@@ -167,7 +166,7 @@ def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
 
 
 def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
-    """Whether a time that is read in a function decides anything, as one that is compared with a deadline does."""
+    """Whether a time that a function reads is compared with anything, such as a deadline."""
     timed: set[str] = set()
 
     def of_time(node: ast.AST) -> bool:
@@ -178,7 +177,7 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
 
     assignments = [each for each in ast.walk(scope) if isinstance(each, (ast.Assign, ast.AugAssign, ast.AnnAssign))]
     before = None
-    while before != timed:  # a time may go through as many names as there are
+    while before != timed:  # a time may pass through any number of names
         before = set(timed)
         for each in assignments:
             targets = each.targets if isinstance(each, ast.Assign) else [each.target]
@@ -193,7 +192,7 @@ def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
 
 
 def _imported_clocks(source: Source) -> frozenset[str]:
-    """The names that ``from time import …`` gives clocks in a module."""
+    """The names under which a module imports clocks with ``from time import …``."""
     imports = (node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.module == "time")
     names = (alias for node in imports for alias in node.names if alias.name.removesuffix("_ns") in _CLOCKS)
     return frozenset(alias.asname or alias.name for alias in names)
@@ -210,7 +209,7 @@ def _zero_of(clock: str) -> str:
     return "0" if clock.endswith("_ns") else "0.0"
 
 
-# -- what the code asks for ----------------------------------------------------------------------------------------
+# -- breaks that the code asks for ---------------------------------------------------------------------------------
 
 
 def _drop_graph_break(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
@@ -288,14 +287,14 @@ def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
 
 
 def _instead(source: Source, first: ast.stmt, last: ast.stmt, text: str) -> Edit:
-    """``text`` in the place of statements; their comments go above it."""
+    """An edit that replaces statements by ``text`` and puts their comments above it."""
     start, end = source.start(first), source.end(last)
     above = "".join(f"{comment}{source.newline}{source.indent(first)}" for comment in source.comments(start, end))
     return Edit(start, end, above + text)
 
 
 def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit]:
-    """``if self.flag and tensor: x = f(x)``: the flag stays a branch."""
+    """``if self.flag and tensor: x = f(x)`` keeps the branch on the flag."""
     *flags, last = test.values
     plain = all(_dotted(flag.operand if isinstance(flag, ast.UnaryOp) else flag).startswith("self.") for flag in flags)
     if not isinstance(test.op, ast.And) or not plain or branch.orelse or len(branch.body) != 1:
@@ -322,7 +321,7 @@ def _where_expression(source: Source, nodes: Iterable[ast.AST]) -> list[Edit]:
 
 
 def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr, other_text: str = "") -> str:
-    """``torch.where`` over both values; over the argument where both are the same call of one argument."""
+    """``torch.where`` of both values, or of their argument where both are the same call of one argument."""
     text = other_text or source.text(other)
     if isinstance(taken, ast.Call) and isinstance(other, ast.Call) and not other_text:
         same = source.text(taken.func) == source.text(other.func) and not taken.keywords and not other.keywords
@@ -331,7 +330,7 @@ def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr, ot
             return f"{source.text(taken.func)}({inner})" if inner else ""
     numbers = [node for node in (taken, other) if isinstance(node, ast.Constant)]
     if len(numbers) == 1 or len({type(number.value) for number in numbers}) > 1:
-        return ""  # a number in one case, a tensor or another kind of number in the other
+        return ""  # a number on one side, a tensor or a number of another type on the other
     if not all(is_exact_in_float32(number) for number in numbers):
         return ""
     if not (is_elementwise(taken) and is_elementwise(other)):
@@ -340,7 +339,7 @@ def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr, ot
 
 
 def _condition(source: Source, test: ast.expr) -> str | None:
-    """A condition as a tensor: without the ``bool()``, ``float()`` and ``.item()`` that read it."""
+    """A condition as a tensor, without the ``bool()``, ``float()`` and ``.item()`` that read its value."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _condition(source, test.operand)
         return None if inner is None else f"torch.logical_not({inner})"
@@ -392,7 +391,7 @@ def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edi
 
 
 def _is_caught(source: Source, statement: ast.stmt, found: Break) -> bool:
-    """Whether an error is dealt with where it is raised, or where that is called: one of the device would not be."""
+    """Whether the function that raises an error, or a caller, handles it; nobody handles an error of the device."""
     function = source.function(statement)
     calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
     called = [call for call in calls if function and _dotted(call.func).rpartition(".")[2] == function.name]
@@ -407,7 +406,7 @@ def _is_caught(source: Source, statement: ast.stmt, found: Break) -> bool:
 
 
 def _is_handled(source: Source, node: ast.AST) -> bool:
-    """Whether the function that a node is in handles errors around it."""
+    """Whether the function around a node handles errors of the node."""
     function = source.function(node)
     for around in source.above(node):
         if around is function:
@@ -436,7 +435,7 @@ def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit
             continue
         text = source.text(tensor)
         atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
-        # item() cuts the gradient; so does detach(). What is written into the tensor later is not in the value.
+        # item() cuts the gradient, and so does detach(). A clone does not see what is later written into the tensor.
         kept = f"{text}.detach()" if atom else f"({text}).detach()"
         kept += ".clone()" if isinstance(tensor, (ast.Name, ast.Attribute, ast.Subscript)) else ""
         edits.append(source.replace(node, f"{kept}.long()" if _dotted(node.func) == "int" else kept))
@@ -444,7 +443,7 @@ def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit
 
 
 def _read_tensor(node: ast.Call) -> ast.expr | None:
-    """The expression whose value a call reads into Python."""
+    """The tensor expression of a call that reads a value into Python; None if it reads none."""
     if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
         return node.func.value
     if isinstance(node.func, ast.Name) and node.func.id in ("float", "int") and len(node.args) == 1:
@@ -455,7 +454,7 @@ def _read_tensor(node: ast.Call) -> ast.expr | None:
 
 
 def _only_computed_with(source: Source, node: ast.expr) -> bool:
-    """Whether a value goes into arithmetic alone, where a tensor of no dimensions does as well as a number."""
+    """Whether a value is used in arithmetic alone, where a tensor without dimensions can replace a number."""
     parent = source.parents[node]
     if isinstance(parent, (ast.BinOp, ast.UnaryOp)):
         return _goes_into_arithmetic(source, node)
@@ -474,7 +473,7 @@ def _goes_into_arithmetic(source: Source, node: ast.expr) -> bool:
 
 
 def _is_kept(source: Source, node: ast.expr) -> bool:
-    """Whether what is computed with a value outlives the call, or is shown: who reads it later expects a number."""
+    """Whether a result is stored beyond the call or shown; code that reads it later expects a number."""
     parent = source.parents[node]
     while isinstance(parent, (ast.BinOp, ast.UnaryOp)):
         node, parent = parent, source.parents[parent]
@@ -493,7 +492,7 @@ def _is_named_entry(node: ast.expr) -> bool:
 
 
 def _calls_compute(source: Source, name: str) -> bool:
-    """Whether all calls of a function in its file go into arithmetic."""
+    """Whether every call of a function in its file is used in arithmetic."""
     calls = [
         node
         for node in ast.walk(source.tree)
@@ -529,7 +528,7 @@ def _setting(name: str, value: str, mark: str) -> Make:
     return make
 
 
-# Case of the catalogue, name in torch._dynamo.config, value, and what the category or reason of a break says.
+# Name of the catalogue's entry, setting of torch._dynamo.config, its value, and words of the category or reason.
 _SETTINGS = (
     ("item-captured", "capture_scalar_outputs", "True", "tensor value read by Python"),
     ("dynamic-shape-captured", "capture_dynamic_output_shape_ops", "True", "data-dependent shape"),
@@ -537,7 +536,7 @@ _SETTINGS = (
     ("parameter-made-inside", "graph_break_on_nn_param_ctor", "False", "`torch.nn.Parameter()` constructor"),
 )
 CHANGED_SETTINGS = tuple(name for _, name, _, _ in _SETTINGS)
-_PROCESS_WIDE = "a setting of the whole process: every model compiled in it is traced like that"
+_PROCESS_WIDE = "the setting applies to the whole process: it changes how every model in it is traced"
 
 REWRITES = (
     Rewrite("graph-break-call", "remove the call of graph_break()", "", _drop_graph_break),
@@ -575,7 +574,7 @@ REWRITES = (
 
 
 def with_torch(source: Source, line: str = "") -> list[Edit]:
-    """Edits that give a module ``import torch``, where it has not, and then ``line``, both after its imports."""
+    """Edits that add ``import torch`` to a module without it, and then ``line``, behind its imports."""
     imports = [node for node in source.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     has_torch = any(
         isinstance(node, ast.Import) and any(a.name.partition(".")[0] == "torch" and not a.asname for a in node.names)
@@ -589,18 +588,18 @@ def with_torch(source: Source, line: str = "") -> list[Edit]:
     last = imports[-1] if imports else (first if has_docstring else None)
     offset = 0 if last is None else source.line_start((last.end_lineno or last.lineno) + 1)
     text = "".join(f"{each}{source.newline}" for each in lines)
-    if offset and not source.content[:offset].endswith(b"\n"):  # the last line of a file may have no end
+    if offset and not source.content[:offset].endswith(b"\n"):  # the last line of a file may lack its line end
         text = source.newline + text
     return [Edit(offset, offset, text)]
 
 
 def _called(statement: ast.stmt) -> ast.Call | None:
-    """The call that is all of a statement."""
+    """The call that a statement consists of; None for another statement."""
     return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
 
 
 def _expressions(statement: ast.stmt | ast.expr) -> Iterator[ast.AST]:
-    """The nodes of a statement without the statements inside of it, and without functions that run later."""
+    """The nodes of a statement, without the statements and lambdas inside it."""
     waiting: list[ast.AST] = [statement]
     while waiting:
         node = waiting.pop()
@@ -610,7 +609,7 @@ def _expressions(statement: ast.stmt | ast.expr) -> Iterator[ast.AST]:
 
 
 def _run(source: Source, statement: ast.stmt, found: Break) -> Iterator[ast.AST]:
-    """The nodes that run in the function of a break: of a lambda its body, not the statement that makes it."""
+    """The nodes that run in the function of a break: for a lambda its body, not the statement that makes it."""
     if found.function != "<lambda>":
         yield from _expressions(statement)
         return
@@ -619,14 +618,14 @@ def _run(source: Source, statement: ast.stmt, found: Break) -> Iterator[ast.AST]
 
 
 def _assigned(statement: ast.AST) -> str | None:
-    """The one plain name that a statement assigns to."""
+    """The name that a statement assigns to; None if it assigns to anything else."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
         return statement.targets[0].id
     return None
 
 
 def _dotted(node: ast.expr) -> str:
-    """``a.b.c`` of names and attributes; empty for anything else."""
+    """``a.b.c`` for names and attributes; empty for anything else."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""A source file with its syntax tree, edits by position, and unified diffs. Formatting outside an edit is kept."""
+"""A source file with its syntax tree, edits by byte position, and unified diffs. An edit changes nothing around it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-# What git puts a file's name in quotes for, in a patch.
+# Characters for which git quotes a file's name in a patch.
 _QUOTED = re.compile(r'[\x00-\x1f\x7f"\\]')
 
 
 @dataclass(frozen=True)
 class Edit:
-    """Bytes ``start`` to ``end`` of a file become ``text``."""
+    """Replaces bytes ``start`` to ``end`` of a file by ``text``."""
 
     start: int
     end: int
@@ -26,14 +26,14 @@ class Edit:
 
 
 class Source:
-    """One file of Python, as bytes and as a tree.
+    """A Python file as bytes and as a syntax tree.
 
     Args:
-        path: of the file.
-        content: its bytes.
+        path: Path of the file.
+        content: Its bytes.
 
     Raises:
-        SyntaxError: if it is not Python.
+        SyntaxError: If it is not Python, or not in UTF-8.
     """
 
     def __init__(self, path: Path, content: bytes) -> None:
@@ -41,7 +41,7 @@ class Source:
         self.content = content
         self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
         self.tree = ast.parse(content, filename=str(path))
-        # The syntax tree counts columns in bytes of UTF-8, whatever the file is encoded in.
+        # The syntax tree counts columns in bytes of UTF-8, in any encoding of the file.
         self._lines = content.decode(self.encoding).encode("utf-8").splitlines(keepends=True)
         if content.startswith(b"\xef\xbb\xbf"):
             raise SyntaxError(f"{path} begins with a byte-order mark")
@@ -58,21 +58,21 @@ class Source:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """The node that every node is in."""
+        """The parent of every node."""
         return {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The nodes around a node, from the inside out."""
+        """The ancestors of a node, its parent first."""
         while node in self.parents:
             node = self.parents[node]
             yield node
 
     def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement that a line is in, the last one where several share it."""
+        """The innermost statement that a line is in; of several, the last one."""
         return next(reversed(self.statements(line)), None)
 
     def statements(self, line: int) -> list[ast.stmt]:
-        """The innermost statements that a line is in; of ``if``, ``for`` and the like only the head counts."""
+        """The innermost statements that a line is in; ``if``, ``for`` and the like count with their head alone."""
         around = {
             node: (node.lineno, -head_end(node))
             for node in ast.walk(self.tree)
@@ -88,12 +88,12 @@ class Source:
         return [body for body in found if body not in outer]
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The function that a node is in."""
+        """The innermost function that a node is in."""
         functions = (each for each in self.above(node) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
         return next(functions, None)
 
     def block(self, statement: ast.stmt) -> list[ast.stmt]:
-        """The statements that a statement stands among, itself included."""
+        """The block that contains a statement."""
         parent = self.parents[statement]
         for name in ("body", "orelse", "finalbody"):
             block = getattr(parent, name, None)
@@ -112,15 +112,15 @@ class Source:
         return self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def text(self, node: ast.expr | ast.stmt) -> str:
-        """A node's source, as it is written."""
+        """The source text of a node."""
         return self.content[self.start(node) : self.end(node)].decode("utf-8")
 
     def line(self, number: int) -> str:
-        """A line's text without its end."""
+        """The text of a line without the line end."""
         return self._lines[number - 1].decode("utf-8").rstrip("\r\n") if 0 < number <= len(self._lines) else ""
 
     def line_start(self, number: int) -> int:
-        """Offset of a line's first byte; of the line behind the last, the file's length."""
+        """Offset of a line's first byte; for the line behind the last one, the length of the file."""
         return self._starts[number - 1]
 
     def indent(self, statement: ast.stmt) -> str:
@@ -130,11 +130,11 @@ class Source:
 
     @property
     def newline(self) -> str:
-        """How the file ends its lines."""
+        """The line end of the file."""
         return "\r\n" if self._lines and self._lines[0].endswith(b"\r\n") else "\n"
 
     def alone(self, statement: ast.stmt) -> bool:
-        """Whether a statement has its lines for itself: nothing before it, no ``; other`` behind it."""
+        """Whether no other statement is on the lines of a statement."""
         assert statement.end_lineno is not None
         before = self._lines[statement.lineno - 1][: statement.col_offset]
         after = self._lines[statement.end_lineno - 1][statement.end_col_offset :].strip()
@@ -156,11 +156,11 @@ class Source:
         return Edit(self.start(node), self.end(node), text)
 
     def apply(self, edits: Iterable[Edit]) -> bytes:
-        """The file with edits made.
+        """The file with these edits.
 
         Raises:
-            ValueError: if two of them overlap.
-            SyntaxError: if the result is not Python.
+            ValueError: If two of them overlap.
+            SyntaxError: If the result is not Python.
         """
         content, last = self.content, len(self.content)
         for edit in sorted(set(edits), key=lambda edit: (edit.start, edit.end), reverse=True):
@@ -173,7 +173,7 @@ class Source:
 
 
 def head_end(statement: ast.stmt) -> int:
-    """The last line of a statement, or of what stands before its block."""
+    """The last line of a statement's head: of the part before its block, or of all of it."""
     body = getattr(statement, "body", None)
     if isinstance(body, list) and body:
         return max(statement.lineno, body[0].lineno - 1)
@@ -184,7 +184,7 @@ def head_end(statement: ast.stmt) -> int:
 
 
 def line_before(before: bytes, after: bytes, line: int) -> int:
-    """The line that a line of a changed file was, or stands in the place of; 0 of one that was put in."""
+    """The line of the unchanged file that a line of the changed file replaces; 0 if it was inserted."""
     matcher = difflib.SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False)
     for _, old, old_end, new, new_end in matcher.get_opcodes():
         if new < line <= new_end:
@@ -196,23 +196,23 @@ def unified_diff(name: str, before: bytes, after: bytes) -> str:
     """A patch for ``git apply`` and ``patch -p1``.
 
     Args:
-        name: of the file, relative to where the patch is applied, with slashes.
-        before: its bytes.
-        after: as they are to be.
+        name: Name of the file, relative to where the patch is applied, with slashes.
+        before: Bytes of the unchanged file.
+        after: Bytes of the changed file.
     """
     lines = difflib.unified_diff(_lines(before), _lines(after), _in_header(f"a/{name}"), _in_header(f"b/{name}"))
     return "".join(_marked(line) for line in lines)
 
 
 def _in_header(name: str) -> str:
-    """A file's name as git writes it: a line end in it would be the patch's, and at a space some tools end it."""
+    """A file's name as git writes it: control characters are quoted, and a tab marks the end of a name with spaces."""
     if _QUOTED.search(name):
         return '"' + _QUOTED.sub(lambda found: f"\\{ord(found[0]):03o}", name) + '"'
     return f"{name}\t" if " " in name else name
 
 
 def _lines(content: bytes) -> list[str]:
-    # str.splitlines also parts at form feeds and the like; a patch knows newlines only.
+    # str.splitlines also splits at form feeds and the like; a patch splits at newlines alone.
     return io.StringIO(content.decode("utf-8"), newline="\n").readlines()
 
 

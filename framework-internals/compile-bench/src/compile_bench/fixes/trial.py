@@ -1,7 +1,7 @@
-"""Changes of the source, tried: do the breaks fall, and does the changed model compute the same?
+"""Try changes of the source: does the break disappear, and does the changed model compute the same?
 
-Candidates are tried one after the other in one process, without a code generator. What passes is put together and
-proved in a process of its own, with Inductor.
+All candidates are tried in one process without a code generator. The accepted ones are then proved at once, in a fresh
+process, with Inductor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 
 from benchkit import UserError
 from compile_bench.capture.collector import settings_restored, user_code_filter
+from compile_bench.capture.frames import plain_function
 from compile_bench.capture.trace import Break
 from compile_bench.fixes.rewrites import CHANGED_SETTINGS
 from compile_bench.fixes.source import line_before
 from compile_bench.fixes.types import Proposal, Trial
 from compile_bench.fixes.verify import reference, refusal
 from compile_bench.measure.survey import survey
-from compile_bench.measure.survey_types import Mark, mark
+from compile_bench.measure.survey_types import Place, Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
 
@@ -28,52 +29,41 @@ from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
 def trials(
     case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposals: Sequence[Proposal], path: Path
 ) -> list[list[Trial]]:
-    """Try the candidates of every proposal until one passes.
+    """Try the candidates of every proposal until one is accepted.
 
     Args:
-        case: whose outputs and gradients are compared, eagerly.
-        kinds: training, inference or both: where breaks are looked for.
-        seeds: for that.
-        proposals: one for every break.
-        path: file for what the unchanged model gives, for :func:`prove` as well.
+        case: The case whose outputs and gradients are compared, eagerly.
+        kinds: Where to look for breaks: training (True), inference (False) or both.
+        seeds: Seeds to look for breaks with.
+        proposals: One for every break.
+        path: File for the values of the unchanged model, which :func:`prove` reads as well.
 
     Returns:
-        For every proposal the trials in turn; the last one may have passed.
+        For every proposal its trials in turn; if a candidate was accepted, it is the last one.
     """
     reference(case, path=path)
     results = []
     for proposal in proposals:
         tried: list[Trial] = []
         for overlay in proposal.overlays:
-            tried.append(_trial(case, overlay, kinds, seeds, proposal.allowed, path, compiled=False))
+            tried.append(_trial(case, proposal, overlay, kinds, seeds, path, compiled=False))
             if not tried[-1].verdict:
                 break
         results.append(tried)
     return results
 
 
-def prove(
-    case: Case, *, overlay: Overlay, kinds: Sequence[bool], seeds: Sequence[int], allowed: frozenset[Mark], path: Path
-) -> Trial:
-    """Try changed sources with Inductor; arguments as for :func:`trials`.
-
-    Args:
-        case: as above.
-        overlay: the changed sources.
-        kinds: as above.
-        seeds: as above.
-        allowed: the breaks that may be left.
-        path: what :func:`trials` wrote.
-    """
-    return _trial(case, overlay, kinds, seeds, allowed, path, compiled=True)
+def prove(case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposal: Proposal, path: Path) -> Trial:
+    """Try the first candidate of a proposal with Inductor; the other arguments are those of :func:`trials`."""
+    return _trial(case, proposal, proposal.overlays[0], kinds, seeds, path, compiled=True)
 
 
 def _trial(
     case: Case,
+    proposal: Proposal,
     overlay: Overlay,
     kinds: Sequence[bool],
     seeds: Sequence[int],
-    allowed: frozenset[Mark],
     path: Path,
     *,
     compiled: bool,
@@ -87,23 +77,45 @@ def _trial(
                 surveys.append(survey(replace(case, train=train), seeds=seeds, behind=False))
             except UserError as error:
                 return Trial(f"the changed model fails: {error}")
+        seen = _seen(surveys, overlay, proposal)
         failures = [failure for each in surveys for failure in each.failures]
-        left = {_mark_before(each, overlay): each for found in surveys for each in found.breaks}
-        graphs = len(surveys[0].trace.graphs)
-        seen = Trial("", frozenset(left), any(each.whole_frame for each in left.values()), graphs)
-        new = next(((key, each) for key, each in left.items() if key not in allowed), None)
-        if new is not None:
-            (file, line), found = new
-            place = f"{Path(file).name}:{line}" if line else f"{Path(file).name}, in `{found.source}`"
-            return replace(seen, verdict=f"it still breaks: {place}, {found.reason}")
-        if failures:
-            return replace(seen, verdict=f"the changed model fails: {failures[0]}")
+        if seen.verdict or failures:
+            return replace(seen, verdict=seen.verdict or f"the changed model fails: {failures[0]}")
         forget_user_modules(user_code)
         torch.compiler.reset()
         refused = refusal(case, path=path, with_inductor=compiled)
-        return seen if refused is None else replace(seen, verdict=refused.why, off=refused.off)
+        return seen if refused is None else replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
 
 
-def _mark_before(found: Break, overlay: Overlay) -> Mark:
-    file, line = mark(found)
+def _seen(surveys: Sequence[Survey], overlay: Overlay, proposal: Proposal) -> Trial:
+    """The breaks of the changed model; refused if there are others than the proposal allows."""
+    remaining = {_place_before(each, overlay): each for found in surveys for each in found.breaks}
+    unexpected = {key: each for key, each in remaining.items() if key not in proposal.allowed}
+    revealed = {
+        key: replace(each, line=key[1])
+        for key, each in unexpected.items()
+        if key[1] and key not in proposal.places and _was_hidden(each, proposal.untraced)
+    }
+    seen = Trial(
+        "",
+        frozenset(remaining),
+        tuple(revealed.values()),
+        any(each.whole_frame for each in remaining.values()),
+        len(surveys[0].trace.graphs),
+    )
+    for (file, line), found in unexpected.items():
+        if (file, line) not in revealed:
+            place = f"{Path(file).name}:{line}" if line else f"{Path(file).name}, in `{found.source}`"
+            return replace(seen, verdict=f"it still breaks: {place}, {found.reason}")
+    return seen
+
+
+def _was_hidden(found: Break, untraced: frozenset[tuple[str, str]]) -> bool:
+    """Whether a break is in a function that was not traced to its end, or in a function called there."""
+    frames = [(found.file, found.function), *((frame.file, frame.function) for frame in found.stack)]
+    return any((file, plain_function(function)) in untraced for file, function in frames)
+
+
+def _place_before(found: Break, overlay: Overlay) -> Place:
+    file, line = place_of(found)
     return (file, line_before(Path(file).read_bytes(), overlay[file], line)) if file in overlay else (file, line)

@@ -1,4 +1,4 @@
-"""Fixes and what came of trying them. Nothing here imports torch."""
+"""Fixes and the results of trying them. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from benchkit.results import Quantity
-from compile_bench.measure.survey_types import Mark
+from compile_bench.capture.trace import Break
+from compile_bench.measure.survey_types import Place
 
 
 @dataclass(frozen=True)
 class Figures:
-    """A model before or after a patch, with Inductor.
+    """A model before or after a fix, compiled with Inductor.
 
     Attributes:
-        graphs: captured.
-        breaks: places.
-        step: seconds a step; None where it was not measured.
-        compile_seconds: of the first steps; likewise.
+        graphs: Number of captured graphs.
+        breaks: Number of places that break.
+        step: Time of a step; None where it was not measured.
+        compile_seconds: Time of the first steps; None where it was not measured.
     """
 
     graphs: int
@@ -28,19 +29,19 @@ class Figures:
 
 @dataclass(frozen=True)
 class Fix:
-    """A change of the source that was tried.
+    """A change of the source that was tried, for one break or for several at once.
 
     Attributes:
-        case: of the catalogue.
-        title: what the change does.
-        effect: what is different for the user afterwards; empty if nothing is.
-        patch: unified diff; empty if it was not accepted.
-        files: what it changes.
-        accepted: whether the breaks fell and outputs and gradients matched.
-        verdict: why (not), in one sentence.
-        before: with Inductor.
-        after: likewise.
-        apart: why it is not among those that hold together, although it is accepted; empty if it is.
+        case: Name of the catalogue's entry; of a combined fix the names of all entries.
+        title: What the change does.
+        effect: What the user has to expect of the changed model; empty if nothing.
+        patch: Unified diff; empty unless the fix is verified.
+        files: Files that the change edits.
+        accepted: Whether the fix is verified: the break is gone, and outputs and gradients match.
+        verdict: Why it is verified or refused, in one sentence.
+        before: The unchanged model.
+        after: The changed model.
+        conflict: Why the combined fix leaves this verified fix out; empty if it does not.
     """
 
     case: str
@@ -52,51 +53,58 @@ class Fix:
     verdict: str
     before: Figures | None = None
     after: Figures | None = None
-    apart: str = ""
+    conflict: str = ""
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Changes that may mend one break.
+    """Changes that may fix one break, or several breaks at once.
 
     Attributes:
-        overlays: changed sources, the least invasive change first: from paths to contents.
-        allowed: the breaks that may be left.
+        overlays: Changed sources by path, the least invasive change first.
+        places: The breaks that a change has to remove.
+        allowed: The breaks that may remain.
+        untraced: Functions (file and name) of the unchanged model in which breaks may be hidden.
     """
 
     overlays: tuple[Mapping[str, bytes], ...]
-    allowed: frozenset[Mark]
+    places: frozenset[Place]
+    allowed: frozenset[Place]
+    untraced: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a changed model does not compute what the unchanged one does.
+    """Why a changed model does not compute what the unchanged model does.
 
     Attributes:
-        why: in one sentence.
-        off: whether a value is outside its bound and nothing else is wrong: the compiler's rounding can do that alone.
+        why: The reason in one sentence.
+        out_of_bound: Whether a value is outside its bound and nothing else is wrong. The compiler's rounding alone can
+            cause this.
     """
 
     why: str
-    off: bool = False
+    out_of_bound: bool = False
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of a change.
+    """The result of trying a change.
 
     Attributes:
-        verdict: empty if it is accepted; else why not, in one sentence.
-        left: the breaks that are left, over training and inference.
-        gives_up: whether functions are still given up, behind which breaks may be hidden.
-        graphs: captured in the first kind of step.
-        unseen: whether it is refused only since a function that is given up hides what came of it.
-        off: see :class:`Refusal`.
+        verdict: Why the change is refused, in one sentence; empty if it is accepted.
+        remaining: The breaks that remain, over training and inference.
+        revealed: Breaks that the skipped frame hid and that the change brought to light.
+        skips_frames: Whether Dynamo still skips frames, which may hide breaks.
+        graphs: Number of graphs in the first kind of step.
+        unseen: Whether the change is refused only because a skipped frame hides its result.
+        out_of_bound: See :class:`Refusal`.
     """
 
     verdict: str
-    left: frozenset[Mark] = frozenset()
+    remaining: frozenset[Place] = frozenset()
+    revealed: tuple[Break, ...] = ()
     skips_frames: bool = False
     graphs: int = 0
     unseen: bool = False
-    off: bool = False
+    out_of_bound: bool = False

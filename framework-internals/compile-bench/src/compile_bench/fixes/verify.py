@@ -1,10 +1,10 @@
 """Does a changed model compute what the unchanged one does? Outputs and gradients, on several inputs.
 
-The unchanged model's values are written down once (:func:`reference`), and every changed one is compared with them
-(:func:`refusal`), the last one compiled with Inductor in a process of its own. Branches are only told apart by inputs
-that take either side, so every floating-point argument is also negated and scaled. The bound is that of
+:func:`reference` writes the values of the unchanged model to a file once, and :func:`refusal` compares every changed
+model with them; the proof compiles the changed model with Inductor. A wrong branch shows only for inputs that take it,
+so every floating-point argument is also negated and scaled. The bound is that of
 :mod:`compile_bench.measure.accuracy`. A model that draws random numbers is compared under the same seed, with
-Inductor drawing as eager does, and the bound is then calibrated by what compiling the unchanged model alone does to it.
+Inductor's random numbers equal to eager's. Its bound includes what compiling the unchanged model does to the values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from compile_bench.measure.accuracy import (
     widened,
 )
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.survey import own_model
+from compile_bench.measure.tracing import own_model
 from compile_bench.targets.case import Case
 from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.target import Target, tensors_in
@@ -40,11 +40,11 @@ _SCALES = (1.0, -1.0, 30.0, 1.0 / 30.0)
 
 @dataclass(frozen=True)
 class Observation:
-    """What one step of a model gave.
+    """The results of one step of a model.
 
     Attributes:
-        values: outputs as one vector, every gradient and every floating-point buffer, in float64.
-        signature: shape and dtype of every output tensor.
+        values: Outputs as one vector, every gradient and every floating-point buffer, in float64.
+        signature: Shape and dtype of every output tensor.
     """
 
     values: dict[str, Tensor]
@@ -53,13 +53,13 @@ class Observation:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the unchanged model gives for one variant of the arguments.
+    """The results of the unchanged model for one variant of the arguments.
 
     Attributes:
-        scale: that floating-point arguments are multiplied by.
-        eager: as it is.
-        exact: in float64; ``eager`` where it draws random numbers or does not run in float64.
-        allowance: by value, what the bound adds to the eager error.
+        scale: Factor of the floating-point arguments.
+        eager: Results of the eager model.
+        exact: Results in float64; ``eager`` if the model draws random numbers or does not run in float64.
+        allowance: What the bound adds to the eager error, by name of the value.
     """
 
     scale: float
@@ -69,23 +69,23 @@ class Expected:
 
 
 def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
-    """Write what the unchanged model of a case gives, for :func:`refusal`.
+    """Write the results of the unchanged model of a case, for :func:`refusal`.
 
     Args:
-        case: whose target.
-        path: of the file.
-        calibrated: whether to allow for what compiling the unchanged model alone does to its values, as is done of one
-            that draws random numbers in any case: sums in another order may exceed the bound in a model where they
-            cancel, as in batch norm.
+        case: The case.
+        path: Path of the file.
+        calibrated: Whether the bound includes what compiling the unchanged model does to the values. Sums in another
+            order may exceed the bound where they cancel, as in batch norm. For a model that draws random numbers, this
+            is always included.
 
     Returns:
-        Whether it was written; not if ``calibrated`` and what there is without it allows for this already.
+        Whether the file was written. It is not if ``calibrated`` would change nothing.
     """
     target = load_case(case)
     random = target.is_step or draws_random_numbers(target, train=case.train)
     if random and calibrated:
         return False
-    # A step has no arguments to vary, and may change its own state from call to call.
+    # A step has no arguments to vary, and its state may change from call to call.
     scales = _SCALES[:1] if target.is_step else _SCALES
     found = (_expected(target, case, scale, random=random, calibrated=random or calibrated) for scale in scales)
     torch.save((random, [each for each in found if each is not None]), path)
@@ -93,7 +93,12 @@ def reference(case: Case, *, path: Path, calibrated: bool = False) -> bool:
 
 
 def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
-    """Compare the model of a case as it now is, eager or compiled.
+    """Compare the model of a case, as it is now, with the unchanged model.
+
+    Args:
+        case: The case.
+        path: File that :func:`reference` wrote.
+        with_inductor: Whether to compile the model.
 
     Returns:
         None if all outputs and gradients are within their bounds.
@@ -104,7 +109,7 @@ def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
     if not expected:
         return Refusal("the unchanged model gave no finite output to compare with")
     for each in expected:
-        model = own_model(target, case)  # a new one, as the reference's: some keep things that are no buffers
+        model = own_model(target, case)  # a new one, as for the reference: a model may keep state outside its buffers
         call = compiled(model, case, random=random) if with_inductor else model
         try:
             found = observe(scaled(target, each.scale), call, model, case)
@@ -118,13 +123,13 @@ def refusal(case: Case, *, path: Path, with_inductor: bool) -> Refusal | None:
 
 
 def compiled(model: nn.Module, case: Case, *, random: bool) -> Callable[..., Any]:
-    """The model with Inductor; if it draws random numbers, drawing them as eager does."""
+    """The model compiled with Inductor; ``random`` makes its random numbers equal to eager's."""
     options: dict[str, Any] | None = {"fallback_random": True} if random else None
     return torch.compile(model, dynamic=case.dynamic, options=options)
 
 
 def observe(target: Target, call: Callable[..., Any], model: nn.Module, case: Case) -> Observation:
-    """Outputs, gradients and buffers of one call."""
+    """The outputs, gradients and buffers of one call."""
     model.zero_grad(set_to_none=True)
     seed_everything(0)
     train = case.train and not target.is_step
@@ -151,12 +156,12 @@ def scaled(target: Target, scale: float) -> Target:
 
 
 def _expected(target: Target, case: Case, scale: float, *, random: bool, calibrated: bool) -> Expected | None:
-    """None where the model does not take arguments of that scale; in float64 too unless it draws random numbers."""
+    """The results of the unchanged model; None if it raises or is not finite for arguments of that scale."""
     variant = scaled(target, scale)
     try:
         model = own_model(target, case)
         eager = observe(variant, model, model, case)
-    except Exception:  # an argument that the model checks: the other variants remain
+    except Exception:  # the model checks its arguments; the other variants remain
         if scale == 1.0:
             raise
         return None
@@ -195,7 +200,7 @@ def _difference(expected: Expected, found: Observation) -> Refusal | None:
             return Refusal(f"{name} has {value.numel()} elements instead of {exact.numel()}")
         pair = error_pair(name, eager, value, exact, expected.allowance[name])
         if not pair.holds:
-            return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", off=True)
+            return Refusal(f"{name} is off by {pair.compiled:.2g}; the bound is {pair.bound:.2g}", out_of_bound=True)
     return None
 
 

@@ -5,42 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from compile_bench.capture.frames import Frame
+from compile_bench.capture.silent_eager import SilentEager, SilentKind
 from compile_bench.capture.trace import Break, CompileTrace, Recompile
 from compile_bench.targets.case import Case
 
 Kind = Literal[
     "graph break",
-    "function given up",
+    "skipped frame",
     "recompile limit",
-    "silent eager",
-    "method not compiled",
-    "CUDA graph lost",
     "compile error",
+    SilentKind,
 ]
 
-# What a break keeps when lines above it move: file, function and the line's text.
-Mark = tuple[str, int]
+# File and line of a graph break in the unchanged sources.
+Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one process saw of a target, training or inference, over several seeds.
+    """What one process saw of a target, in training or in inference, over several seeds.
 
     Attributes:
-        case: what was traced.
-        breaks: merged over the seeds.
-        seeds: for every break the seeds that met it.
-        eager: functions that computed outside any graph without Dynamo saying why, as findings.
-        trace: of the first seed.
-        recompiles: one for every place and guard.
-        calls: steps a seed.
-        failures: what a seed raised, one line each; its breaks up to then are kept.
-        collect_seconds: time spent in the collector.
-        trace_seconds: time of all first calls, that included.
-        user_files: those of the breaks' files that are the user's.
-        notes: lines that nothing could be seen behind, and why.
-        hidden: breaks that were only seen behind functions that Dynamo gave up.
+        case: What was traced.
+        breaks: Graph breaks, merged over the seeds.
+        seeds: For every break, the seeds that met it.
+        eager: Functions that ran eagerly without a message from Dynamo.
+        trace: Trace of the first seed.
+        recompiles: One recompilation for every place and guard.
+        calls: Number of steps for each seed.
+        failures: Errors of the compiled model that the eager one does not raise, each in one line. The breaks before
+            an error are kept.
+        collect_seconds: Time that the collector took.
+        trace_seconds: Time of all first calls, the collector's included.
+        user_files: The files of the breaks that belong to the user.
+        notes: Places behind which breaks stay hidden, one sentence each.
+        hidden: Breaks that skipped frames hide.
+        untraced: Functions (file and name) in which breaks may stay hidden.
     """
 
     case: Case
@@ -55,26 +55,10 @@ class Survey:
     trace_seconds: float
     user_files: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
-    hidden: frozenset[Mark] = frozenset()
+    hidden: frozenset[Place] = frozenset()
+    untraced: frozenset[tuple[str, str]] = frozenset()
 
 
-@dataclass(frozen=True)
-class SilentEager:
-    """A function that runs eagerly and about which Dynamo logs nothing.
-
-    Attributes:
-        kind: why.
-        frame: the function's first line, or for a method the line that calls it.
-        function: its name.
-        reason: in one sentence.
-    """
-
-    kind: Kind
-    frame: Frame
-    function: str
-    reason: str
-
-
-def mark(found: Break) -> Mark:
-    """How a break is recognised in a changed file: by its file, and its line in the unchanged one."""
+def place_of(found: Break) -> Place:
+    """File and line of a break."""
     return found.file, found.line

@@ -37,6 +37,7 @@ from compile_bench.measure.records import (
 )
 from compile_bench.measure.shapes import Passes, Strategy
 from compile_bench.targets.case import FIRST_STEPS, Mode, Scope
+from compile_bench.triage.migrate import migrate_triage_record
 
 # The records of one case by name; of first steps by state of the caches.
 _Parts = dict[str, Record]
@@ -59,6 +60,8 @@ def migrate(results: Results) -> Results:
 
 def _configuration(old: Mapping[str, Any]) -> dict[str, Any]:
     new = {key: value for key, value in old.items() if key != "agreement"}
+    if "triage_bill" in new:
+        new["triage_in_full"] = new.pop("triage_bill")
     if "sweep" in old:
         sweep = dict(old["sweep"])
         new["sweep"] = {"processes": sweep.pop("side_by_side"), **sweep}
@@ -86,8 +89,8 @@ def _migrated(record: Record, case: _Parts) -> Iterator[Record]:
     elif record.name == "triage":
         calls = int(record["calls"].value)
         yield CountedBreaks(*_model(record), _compilation(record), calls).record()
-    elif record.name in ("bill", "finding", "mended"):
-        yield record
+    elif (triage := migrate_triage_record(record)) is not None:
+        yield triage
 
 
 def _model(record: Record) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""The report's section on breaks and recompilations."""
+"""The report's section on triage: what keeps a model's lines out of graphs, what that costs, and how to fix it."""
 
 from __future__ import annotations
 
@@ -7,133 +7,128 @@ from pathlib import Path
 from typing import Any
 
 from benchkit import numbers
-from benchkit.report import markdown_table
-from benchkit.results import Record, Results
+from benchkit.results import Results
 from compile_bench.capture.reasons import cause_of
 from compile_bench.measure.serialize import plural
 from compile_bench.report.breaks import recompile_advice, without_folders
+from compile_bench.report.tables import table
+from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary
+
+_FINDING_HEADER = (
+    "line",
+    "code",
+    "category",
+    "in",
+    "time lost per step",
+    "bytes handed over",
+    "compile time",
+    "verified fix",
+)
+_RECOMPILE_HEADER = ("recompiled at", "cause", "guard that failed", "what to do")
 
 
 def triage_context(results: Results) -> dict[str, Any]:
-    """The variables of ``triage.md.j2``."""
-    return {
-        "bills": [_triage_report(record, results) for record in results.select("bill")],
-    }
+    """The variables of ``triage.md.j2`` that are about triage reports."""
+    return {"triage_reports": [_triage_report(each, results) for each in TriageSummary.select(results)]}
 
 
-def _triage_report(record: Record, results: Results) -> dict[str, Any]:
-    """Tables and sentences of one target's bill."""
-    target = str(record.labels["target"])
-    findings = results.select("finding", target=target)
-    costed = [each for each in findings if "gap" in each.values]
-    tracing, collecting = record["tracing"].value, record["collecting"].value
+def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
+    """Tables and sentences on one target."""
+    findings = FindingRecord.select(results, target=summary.target)
+    collecting = summary.collect_seconds / summary.trace_seconds * 100 if summary.trace_seconds else None
     return {
-        "target": target,
-        "kinds": " and ".join(record.data["kinds"]),
+        "target": summary.target,
+        "kinds": " and ".join(summary.kinds),
         "count": plural(len(findings), "finding"),
-        "dearest": _costliest(costed),
-        "table": markdown_table(_TRIAGE_REPORT, [_summary_row(each) for each in findings], left=4) if findings else "",
-        "no_gap": _without_gap(findings),
-        "recompiles": plural(len(record.data["recompiles"]), "cause"),
-        "recompile_table": _recompile_table(record.data["recompiles"]),
-        "shared": any(each.data["share"] > 1 for each in findings),
-        "mended": [_fixed(each) for each in findings if each.data["mend"] and each.data["mend"]["accepted"]],
-        "refused": [_refused(each) for each in findings if each.data["mend"] and not each.data["mend"]["accepted"]],
-        "together": next((_together(each) for each in results.select("mended", target=target)), ""),
-        "overhead": f"{collecting / tracing * 100:.1f} %" if tracing else "",
-        "absent": list(record.data["absent"]),
+        "costliest": _costliest(findings),
+        "table": table(_FINDING_HEADER, [_row(each) for each in findings], left=4),
+        "not_measured": _not_measured(findings),
+        "shared": any(each.cost is not None and each.cost.breaks_between > 1 for each in findings),
+        "recompiles": plural(len(summary.recompiles), "cause"),
+        "recompile_table": table(_RECOMPILE_HEADER, [_recompile_row(each) for each in summary.recompiles], left=4),
+        "fixed": [_fixed(each) for each in findings if each.fix is not None and each.fix.accepted],
+        "refused": [_refused(each) for each in findings if each.fix is not None and not each.fix.accepted],
+        "combined": next((_combined(each) for each in CombinedFix.select(results, target=summary.target)), ""),
+        "collecting": "" if collecting is None else f"{collecting:.1f} %",
+        "absent": summary.absent,
     }
 
 
-_TRIAGE_REPORT = ("line", "code", "category", "in", "gap a step", "bytes across", "compiling", "mended")
-
-
-def _summary_row(each: Record) -> tuple[str, ...]:
-    fix = each.data["mend"]
-    kinds = each.data["kinds"]
-    gap = each.values.get("gap")
+def _row(each: FindingRecord) -> tuple[str, ...]:
+    cost = each.cost
     return (
-        f"`{without_folders(each.data['place'])}`",
-        f"`{each.data['source']}`" if each.data["source"] else "",
-        each.data["category"],
-        "both" if len(kinds) > 1 else kinds[0],
-        "–" if gap is None else numbers.with_unit(gap.value, "s"),
-        numbers.with_unit(each["crossing"].value, "B") if "crossing" in each.values else "–",
-        numbers.with_unit(each["compiling"].value, "s") if "compiling" in each.values else "–",
-        "–" if fix is None else ("yes" if fix["accepted"] else "no"),
+        _place(each),
+        f"`{each.source}`" if each.source else "",
+        each.category,
+        "both" if len(each.kinds) > 1 else each.kinds[0],
+        "–" if cost is None or cost.time_lost is None else numbers.with_unit(cost.time_lost.value, "s"),
+        "–" if cost is None else numbers.with_unit(cost.output_bytes, "B"),
+        "–" if cost is None else numbers.with_unit(cost.compile_seconds, "s"),
+        "–" if each.fix is None else ("yes" if each.fix.accepted else "no"),
     )
 
 
-def _costliest(costed: Sequence[Record]) -> str:
-    if not costed:
+def _place(each: FindingRecord) -> str:
+    return f"`{without_folders(each.place)}`"
+
+
+def _costliest(findings: Sequence[FindingRecord]) -> str:
+    """The break that loses most time; empty where none was measured."""
+    measured = [(each, each.cost.time_lost) for each in findings if each.cost is not None]
+    times = [(each, time_lost.value) for each, time_lost in measured if time_lost is not None]
+    if not times:
         return ""
-    first = max(costed, key=lambda each: each["gap"].value)
-    return (
-        f"`{without_folders(first.data['place'])}` with {numbers.with_unit(first['gap'].value, 's')} of Python a step"
-    )
+    first, seconds = max(times, key=lambda each: each[1])
+    return f"{_place(first)}, which loses {numbers.with_unit(seconds, 's')} of Python time per step"
 
 
-def _without_gap(findings: Sequence[Record]) -> list[str]:
-    """One sentence for every reason why breaks have no gap."""
+def _not_measured(findings: Sequence[FindingRecord]) -> list[str]:
+    """One sentence for every reason why the time that breaks lose was not measured."""
     places: dict[str, list[str]] = {}
     for each in findings:
-        if each.data.get("no gap"):
-            places.setdefault(each.data["no gap"], []).append(f"`{without_folders(each.data['place'])}`")
-    return [f"No gap is given for {', '.join(dict.fromkeys(lines))}: {why}." for why, lines in places.items()]
+        if each.cost is not None and each.cost.not_measured:
+            places.setdefault(each.cost.not_measured, []).append(_place(each))
+    return [
+        f"The time lost at {', '.join(dict.fromkeys(lines))} could not be measured: {why}."
+        for why, lines in places.items()
+    ]
 
 
-def _recompile_table(recompiles: Sequence[dict[str, Any]]) -> str:
+def _recompile_row(each: FailedGuard) -> tuple[str, ...]:
+    place = f"`{Path(each.file).name}:{each.line}`"
+    place += f", called from `{without_folders(each.called_from)}`" if each.called_from else ""
+    return place, cause_of(each.guard), f"`{each.guard}`", recompile_advice(each.guard, each.source)
+
+
+def _fixed(each: FindingRecord) -> dict[str, Any]:
+    fix = each.fix
+    assert fix is not None
+    assert fix.before is not None
+    assert fix.after is not None
+    return {
+        "place": _place(each),
+        "title": fix.title,
+        "effect": fix.effect,
+        "conflict": fix.conflict,
+        "breaks": f"{plural(fix.before.breaks, 'break')} before, {fix.after.breaks} after",
+        "patch": fix.patch.rstrip("\n"),
+    }
+
+
+def _refused(each: FindingRecord) -> dict[str, str]:
+    assert each.fix is not None
+    return {"place": _place(each), "title": each.fix.title, "verdict": each.fix.verdict}
+
+
+def _combined(combined: CombinedFix) -> str:
     rows = [
         (
-            _again(each),
-            cause_of(each["guard"]),
-            f"`{each['guard']}`",
-            recompile_advice(each["guard"], each.get("source", "")),
+            when,
+            numbers.count(figures.breaks),
+            numbers.count(figures.graphs),
+            "–" if figures.step is None else numbers.quantity(figures.step),
+            "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s"),
         )
-        for each in recompiles
+        for when, figures in (("before", combined.before), ("after", combined.after))
     ]
-    header = ["compiled again at", "cause", "guard that failed", "what to do"]
-    return markdown_table(header, rows, left=4) if rows else ""
-
-
-def _again(recompile: dict[str, Any]) -> str:
-    place = f"`{Path(recompile['file']).name}:{recompile['line']}`"
-    caller = recompile.get("called from")
-    return f"{place}, called from `{without_folders(caller)}`" if caller else place
-
-
-def _fixed(each: Record) -> dict[str, Any]:
-    before, after = (int(each[f"breaks {when}"].value) for when in ("before", "after"))
-    return {
-        "place": without_folders(each.data["place"]),
-        "title": each.data["mend"]["title"],
-        "effect": each.data["mend"]["effect"],
-        "apart": each.data["mend"].get("apart", ""),
-        "breaks": f"{plural(before, 'break')} before, {after} after",
-        "patch": each.data["patch"].rstrip("\n"),
-    }
-
-
-def _refused(each: Record) -> dict[str, str]:
-    return {
-        "place": without_folders(each.data["place"]),
-        "title": each.data["mend"]["title"],
-        "why": each.data["mend"]["verdict"],
-    }
-
-
-def _together(each: Record) -> str:
-    rows = []
-    for when in ("before", "after"):
-        step, first = each.values.get(f"step {when}"), each.values.get(f"first steps {when}")
-        rows.append(
-            (
-                when,
-                numbers.count(each[f"breaks {when}"].value),
-                numbers.count(each[f"graphs {when}"].value),
-                "–" if step is None else numbers.quantity(step),
-                "–" if first is None else numbers.with_unit(first.value, "s"),
-            )
-        )
-    title = each.data.get("title", "all mends together")  # records of before there was another
-    return markdown_table([title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)
+    return table([combined.title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)

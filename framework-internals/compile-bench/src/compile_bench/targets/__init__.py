@@ -1,1 +1,1 @@
-"""What is compiled: a model with its arguments, from the zoo or from a file."""
+"""Targets: models with their arguments, from the zoo or from the user's code."""

@@ -1,4 +1,4 @@
-"""What is measured: a target on a device, in training or inference, compiled in a mode."""
+"""A case: a target on a device, in training or inference, compiled in a mode."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from benchkit.device import Device
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 MODES: tuple[Mode, ...] = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
-# A mode that autotunes, and the same without.
+# Each mode that autotunes, and the same mode without autotuning.
 _UNTUNED: dict[Mode, Mode] = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
 
-# The model as a whole; its repeated blocks one by one (``block.compile()``); or the whole with the blocks marked as one
-# region that is compiled once (``torch.compiler.nested_compile_region``).
+# "whole" compiles the model as a whole. "blocks" compiles each repeated block by itself (``block.compile()``). "nested"
+# compiles the whole model, and compiles the code of its blocks once (``torch.compiler.nested_compile_region``).
 Scope = Literal["whole", "blocks", "nested"]
 SCOPES: tuple[Scope, ...] = ("whole", "blocks", "nested")
 
-# The first call compiles; with CUDA graphs the second warms up and the third captures: all three belong to the price.
+# The first call compiles. With CUDA graphs, the second warms up and the third captures. The cost includes all three.
 FIRST_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A target and the way it is compiled and run.
 
     Attributes:
-        target: its name.
-        device: where it runs.
-        train: training step, or forward pass without gradients.
-        mode: of ``torch.compile``.
-        dynamic: of ``torch.compile``: None leaves it to PyTorch, which turns a size symbolic when it changes.
-        scope: what is compiled: the whole model, or its repeated blocks.
+        target: Name of the target.
+        device: Device that it runs on.
+        train: Whether a step is a training step. If not, it is a forward pass without gradients.
+        mode: Mode of ``torch.compile``.
+        dynamic: Option of ``torch.compile``. With None, PyTorch makes a size symbolic when it changes.
+        scope: What is compiled: the whole model, or its repeated blocks.
     """
 
     target: str
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def untuned(self) -> Case | None:
-        """The same without autotuning; None where the mode does none."""
+        """The same case without autotuning; None if the mode does not autotune."""
         mode = _UNTUNED.get(self.mode)
-        # A CPU has no CUDA graphs: reduce-overhead is the default there.
+        # A CPU has no CUDA graphs, so reduce-overhead is the same as the default there.
         return None if mode is None else replace(self, mode="default" if self.device == "cpu" else mode)

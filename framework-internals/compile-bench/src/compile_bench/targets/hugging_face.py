@@ -1,8 +1,8 @@
-"""Architectures of Hugging Face ``transformers`` with random weights; nothing is downloaded.
+"""Architectures of Hugging Face ``transformers`` with random weights. Nothing is downloaded.
 
-On a GPU they have the widths of a published model and a depth of two layers: depth repeats what is compiled and
-shows nothing new. On a CPU the widths are reduced too. Dropout is set to 0, so that results can be held against
-float64; what else draws random numbers (LayerDrop and SpecAugment of Wav2Vec2) stays as the architecture has it.
+On a GPU they have the widths of a published model and two layers, because more layers repeat the same code. On a CPU
+the widths are smaller, too. Dropout is 0, so that results can be compared with float64. Other random parts
+(LayerDrop and SpecAugment of Wav2Vec2) stay as the architecture has them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Sizes = Mapping[str, Any]
 
 
 class Supervised(nn.Module):
-    """A model that returns its loss in training, computed inside as its users do it, and its logits otherwise."""
+    """A model that returns its loss in training, which it computes itself, and its logits in evaluation."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, *inputs: Tensor, labels: Tensor) -> Tensor:
-        """The loss or the logits."""
+        """Return the loss or the logits."""
         if self.training:
             return self.model(*inputs, labels=labels).loss
         return self.model(*inputs).logits
@@ -39,16 +39,16 @@ class Supervised(nn.Module):
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one architecture is made.
+    """How to make an architecture.
 
     Attributes:
-        about: what it is, for a list.
-        config: name of the configuration's class.
-        model: name of the model's class.
-        cpu: sizes on a CPU.
-        gpu: sizes on a GPU.
-        inputs: from the configuration and the device to positional arguments and labels.
-        always: settings of both devices.
+        about: A phrase that describes it in a list.
+        config: Name of the configuration's class.
+        model: Name of the model's class.
+        cpu: Sizes on a CPU.
+        gpu: Sizes on a GPU.
+        inputs: Makes positional arguments and labels from the configuration and the device.
+        always: Settings for both devices.
     """
 
     about: str
@@ -61,14 +61,14 @@ class Architecture:
 
 
 def transformers_target(name: str, device: Device) -> Target:
-    """The target of that name.
+    """Make the target of an architecture.
 
     Args:
-        name: a key of :data:`ARCHITECTURES`.
-        device: whose sizes it gets.
+        name: A key of :data:`ARCHITECTURES`.
+        device: Device that decides its sizes.
 
     Raises:
-        UserError: without the package ``transformers``.
+        UserError: If the package ``transformers`` is missing.
     """
     library = _library(name)
     architecture = ARCHITECTURES[name]
@@ -86,13 +86,13 @@ def _library(name: str) -> ModuleType:
         library = importlib.import_module("transformers")
     except ImportError as error:
         raise UserError(f"target {name} needs the package transformers: pip install 'compile-bench[zoo]'") from error
-    # Its warnings are about weights that nobody trained: not of interest here.
+    # It warns about untrained weights, which are intended here.
     library.logging.set_verbosity_error()
     return library
 
 
 def _text(cpu: tuple[int, int], gpu: tuple[int, int]) -> Callable[[Any, Device], tuple[tuple[Any, ...], Tensor]]:
-    """Token ids of shape (batch, length), which are their own labels."""
+    """Makes token ids of shape (batch, length), which are the labels, too."""
 
     def inputs(config: Any, device: Device) -> tuple[tuple[Any, ...], Tensor]:
         ids = torch.randint(3, config.vocab_size, cpu if device == "cpu" else gpu)

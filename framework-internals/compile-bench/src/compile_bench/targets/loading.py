@@ -1,4 +1,4 @@
-"""A target by its name: of the zoo, or of the user's own code."""
+"""Loads a target by its name, from the zoo or from the user's code."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchkit import UserError, user_file
+from benchkit import UserError
+from benchkit.command import user_file
 from benchkit.device import Device
 from compile_bench.targets.target import FunctionModel, Target, describe_error
 
 
 def load_target(name: str, device: Device) -> Target:
-    """Make the target of that name on a device.
+    """Load a target and move it to a device.
 
     Args:
-        name: of the zoo, ``file.py:function`` or ``module:attribute``.
-        device: to put it on.
+        name: A name of the zoo, ``file.py:function`` or ``module:attribute``.
+        device: Device to move it to.
 
     Raises:
-        UserError: in one line, when there is no such target, it raises, or it returns something else.
+        UserError: If there is no such target, if it raises, or if it returns something else. The message is one line.
     """
-    from compile_bench.targets.zoo import (
-        ZOO,  # a target's source like any other: changed sources are tried in its place
-    )
+    # Imported here, because triage reloads the sources of targets with changes, and the zoo is such a source.
+    from compile_bench.targets.zoo import ZOO
 
     if name in ZOO:
         return ZOO[name].make(device).moved(device)
@@ -42,7 +42,7 @@ def load_target(name: str, device: Device) -> Target:
     target = _as_target(name, function, made)
     try:
         return target.moved(device)
-    except Exception as error:  # not enough memory there, or whatever the user's data loader raises
+    except Exception as error:  # no memory on the device, or whatever the user's data loader raises
         raise UserError(f"{name} cannot be moved to {device}: {describe_error(error)}") from error
 
 
@@ -91,7 +91,7 @@ def _import(module: str, name: str) -> ModuleType:
 
 
 def _as_target(name: str, function: Callable[[], Any], made: object) -> Target:
-    target: Any  # what the user's function returned is not to be trusted yet
+    target: Any  # the fields may have any type until they are checked below
     if isinstance(made, Target):
         target = made
     elif isinstance(made, Tensor):

@@ -1,7 +1,8 @@
-"""Run changed sources without touching the files: what is imported from a path is taken from here instead."""
+"""Run changed sources without writing them: an import of a file executes the changed content instead."""
 
 from __future__ import annotations
 
+import ast
 import importlib.machinery
 import linecache
 import sys
@@ -11,19 +12,17 @@ from types import CodeType, ModuleType
 
 from compile_bench.capture.frames import UserCodeFilter
 
+# Changed files by absolute path: their new content, or a syntax tree that keeps the line numbers of the file.
 Overlay = Mapping[str, bytes]
+TreeOverlay = Mapping[str, ast.Module]
 
-# What was imported before any target was loaded is not the target's: a second copy of it would have other classes.
-_BEFORE = frozenset(sys.modules)
+# Modules from before any target was loaded are not the target's. A second copy of them would have other classes.
+_LOADED_BEFORE = frozenset(sys.modules)
 
 
 @contextmanager
-def overlaid(overlay: Overlay) -> Iterator[None]:
-    """Inside the block, importing a file that ``overlay`` names executes the bytes it gives; tracebacks show them.
-
-    Args:
-        overlay: from absolute paths to contents.
-    """
+def overlaid(overlay: Overlay | TreeOverlay) -> Iterator[None]:
+    """Inside the block, imports of the overlay's files execute the changed content, and tracebacks show its lines."""
     loader = importlib.machinery.SourceFileLoader
     original = loader.get_code
 
@@ -35,9 +34,10 @@ def overlaid(overlay: Overlay) -> Iterator[None]:
 
     loader.get_code = get_code  # type: ignore[method-assign, assignment]
     for path, content in overlay.items():
-        lines = content.decode("utf-8").splitlines(keepends=True)
-        # No modification time: linecache never compares the entry with the file.
-        linecache.cache[path] = (len(content), None, lines, path)
+        if isinstance(content, bytes):
+            lines = content.decode("utf-8").splitlines(keepends=True)
+            # Without a modification time, linecache never compares the entry with the file.
+            linecache.cache[path] = (len(content), None, lines, path)
     try:
         yield
     finally:
@@ -47,8 +47,8 @@ def overlaid(overlay: Overlay) -> Iterator[None]:
 
 
 def forget_user_modules(user_code: UserCodeFilter) -> None:
-    """Have the user's modules executed anew when they are imported next."""
+    """Drop the user's modules, so that their next import executes them again."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if name not in _BEFORE and file and user_code.of_user(file):
+        if name not in _LOADED_BEFORE and file and user_code.is_user(file):
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""Random numbers that a model draws: from PyTorch, NumPy or Python."""
+"""Seeds random generators, and finds out whether a result depends on random numbers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# A layer that is left out in one call of ten changes nothing under most seeds.
+# Many seeds are needed: a layer that is dropped with probability 0.1 changes nothing under most of them.
 _SEEDS = 16
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch, Python and NumPy."""
+    """Seed the generators of torch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -24,11 +24,11 @@ def seed_everything(seed: int) -> None:
 def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
     """Whether a result depends on random numbers.
 
-    A generator that has moved on is not enough: some models draw a number to decide about what they never do.
+    A changed generator state is no proof, because some models draw a number and never use it.
 
     Args:
-        compute: gives the result, as one vector of float64; called twice where it draws nothing, else up to
-            nineteen times.
+        compute: Computes the result as one float64 vector. It is called twice if it draws no number, and otherwise up
+            to nineteen times.
     """
 
     def distance(seed: int) -> float:
@@ -40,9 +40,9 @@ def changes_with_the_seed(compute: Callable[[], Tensor]) -> bool:
     first = compute()
     drew = _generators() != before
     size = torch.linalg.vector_norm(first).item()
-    # Atomic additions and batch statistics move a result by roundings; what is drawn moves it by more.
+    # Atomic additions and batch statistics change a result by rounding errors. Random numbers change it by more.
     same = max(distance(0), distance(0)) if drew else distance(0)
-    if same > 1e-3 * size:  # of a generator of its own
+    if same > 1e-3 * size:  # it draws from another generator
         return True
     return drew and any(distance(seed) > 10 * same + 1e-6 * size for seed in range(1, _SEEDS + 1))
 

@@ -1,4 +1,4 @@
-"""Repeated blocks of a model, and how they are compiled: one by one, or as one region of the whole."""
+"""Finds repeated blocks of a model, and compiles a model by scope: as a whole, block by block, or nested."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ Signature = tuple[type[nn.Module], tuple[tuple[str, torch.Size], ...]]
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """The largest family of equal blocks: same class, same shapes of parameters, neighbours in one container.
+    """The largest group of equal blocks in one container, with the same class and the same shapes of parameters.
 
     Returns:
-        At least two modules, none inside another; empty where the model repeats nothing that holds parameters.
+        At least two modules, none inside another; empty if the model repeats no module with parameters.
     """
-    families: dict[tuple[str, Signature], list[nn.Module]] = defaultdict(list)
+    groups: dict[tuple[str, Signature], list[nn.Module]] = defaultdict(list)
     for name, container in model.named_modules():
         if isinstance(container, (nn.ModuleList, nn.Sequential)):
             for block in container:
                 shapes = tuple((name, parameter.shape) for name, parameter in block.named_parameters())
                 if shapes:
-                    families[name, (type(block), shapes)].append(block)
-    repeated = [blocks for blocks in families.values() if len(blocks) > 1]
-    return max(repeated, key=_parameters, default=[])
+                    groups[name, (type(block), shapes)].append(block)
+    repeated = [blocks for blocks in groups.values() if len(blocks) > 1]
 
+    def parameters(blocks: list[nn.Module]) -> int:
+        return sum(parameter.numel() for block in blocks for parameter in block.parameters())
 
-def _parameters(blocks: list[nn.Module]) -> int:
-    return sum(parameter.numel() for block in blocks for parameter in block.parameters())
+    return max(repeated, key=parameters, default=[])
 
 
 def compile_case(model: nn.Module, case: Case) -> nn.Module:
-    """``torch.compile`` as a case says: the whole model, or its repeated blocks.
+    """Compile a model by the mode, the dynamic option and the scope of a case.
 
     Args:
-        model: changed in place where the scope is its blocks; where they are nested, their class is, for good.
-        case: mode, dynamic and scope are used.
+        model: The model. With scope ``"blocks"`` its blocks change in place; with ``"nested"`` the class of its blocks
+            changes for the rest of the process.
+        case: The case.
 
     Returns:
-        What is to be called instead of ``model``.
+        The module to call instead of ``model``.
 
     Raises:
-        UserError: for blocks of a model that repeats none.
+        UserError: If the scope is not ``"whole"`` and the model has no repeated blocks.
     """
     options: dict[str, Any] = {"mode": None if case.mode == "default" else case.mode, "dynamic": case.dynamic}
     if case.scope == "whole":
@@ -58,8 +59,8 @@ def compile_case(model: nn.Module, case: Case) -> nn.Module:
         for block in blocks:
             block.compile(**options)
         return model
-    # On the class: a marked forward set on each instance is taken for the same region with the same weights, and every
-    # block computes with the first one's (torch 2.13, without a word).
+    # This marks forward on the class. If each instance has a marked forward, torch 2.13 takes all of them for the same
+    # region with the same weights: each block silently computes with the weights of the first one.
     kind = type(blocks[0])
     kind.forward = torch.compiler.nested_compile_region(kind.forward)
     return cast(nn.Module, torch.compile(model, **options))

@@ -1,4 +1,4 @@
-"""ResNet-18 (He and others, 2015)."""
+"""ResNet-18 (He et al., 2015, arXiv:1512.03385)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ResidualBlock(nn.Module):
     """Two 3 × 3 convolutions with batch norm, added to the input (or to its projection where the shape changes).
 
     Args:
-        channels: of the input.
-        width: of the output.
-        stride: of the first convolution.
+        channels: Channels of the input.
+        width: Channels of the output.
+        stride: Stride of the first convolution.
     """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -35,9 +35,9 @@ class ResNet(nn.Module):
     """A stem, four stages of two residual blocks and a classifier.
 
     Args:
-        width: of the first stage; each later one doubles it.
-        classes: outputs.
-        small_images: a 3 × 3 stem without pooling, for images of 32 × 32.
+        width: Channels of the first stage. Each later stage doubles them.
+        classes: Number of outputs.
+        small_images: Whether the stem is a 3 × 3 convolution without pooling, for images of 32 × 32.
     """
 
     def __init__(self, *, width: int = 64, classes: int, small_images: bool = False) -> None:
@@ -58,13 +58,17 @@ class ResNet(nn.Module):
 
 
 def _convolution(channels: int, width: int, size: int, stride: int) -> nn.Sequential:
-    """A convolution without bias, and the batch norm that has one."""
+    """A convolution without bias, and a batch norm, which has one."""
     convolution = nn.Conv2d(channels, width, size, stride, padding=size // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(width))
 
 
 def resnet(device: Device) -> Target:
-    """ResNet-18: on 64 images of 224 × 224 in bfloat16 on a GPU; of a quarter of the width on 8 of 32 × 32 on a CPU."""
+    """ResNet-18.
+
+    On a GPU it gets 64 images of 224 × 224 in bfloat16. On a CPU it has a quarter of its width and gets 8 images of
+    32 × 32 in float32.
+    """
     torch.manual_seed(0)
     if device == "cpu":
         model = ResNet(width=16, classes=10, small_images=True)

@@ -1,12 +1,12 @@
-"""What is compiled: the protocol of a target, on one screen.
+"""A target: a model with its arguments, and how to train it.
 
 A target is a function without arguments, written ``path/to/file.py:function`` or ``package.module:attribute``. It
 returns one of::
 
-    (model, args)            # a torch.nn.Module, or any callable, and the tuple of its positional arguments
-    (model, args, kwargs)    # keyword arguments too
-    Target(model, args, …)   # a loss, a schedule of shapes, an autocast dtype, a training step of one's own
-    a tensor                 # then the function is itself the step: what it does is compiled as it stands
+    (model, args)            # a torch.nn.Module or another callable, and a tuple of positional arguments
+    (model, args, kwargs)    # with keyword arguments
+    Target(model, args, …)   # with a loss, a schedule of shapes, an autocast dtype, or a custom training step
+    a tensor                 # the function itself is the step, and is compiled as it is
 
 For example::
 
@@ -14,11 +14,11 @@ For example::
         torch.manual_seed(0)
         return torch.nn.Linear(64, 64), (torch.randn(8, 64),)
 
-The model is made on the CPU in the dtype it is to run in; it and its arguments are moved to the device. A training step
-is forward, loss, backward; without a ``loss`` a scalar output is taken as it is, and the mean square of any other
-output. Where nothing asks for a gradient (a frozen model, a function that does its own backward pass and returns the
-loss detached) it ends with the loss. The names in :data:`compile_bench.targets.zoo.ZOO` are targets too;
-:func:`compile_bench.targets.loading.load_target` finds either.
+The function makes the model on the CPU, in the dtype that it runs in. The model and its arguments are then moved to the
+device. A training step is forward, loss and backward. Without a ``loss``, the loss is the output if it is a scalar, and
+otherwise the mean square of the output. If nothing requires a gradient, the step ends with the loss: a frozen model is
+an example, or a function that runs its backward pass itself and returns the detached loss. The names in
+:data:`compile_bench.targets.zoo.ZOO` are targets, too. :func:`compile_bench.targets.loading.load_target` finds both.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from benchkit.errors import first_line
 
 Step = Callable[[], Any]
 
-# Of a data loader: the shapes of an epoch repeat themselves, and a loader may never end.
+# Limit for a data loader. The shapes of an epoch repeat, and a loader may never end.
 MOST_CALLS = 1_000
 
 
 class FunctionModel(nn.Module):
-    """A callable that is not a module, in the place of one. Modules that it closes over stay its own."""
+    """A module that calls a function. Modules in the function's closure do not become submodules."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -58,20 +58,20 @@ class FunctionModel(nn.Module):
 
 @dataclass(frozen=True)
 class Target:
-    """A model, what it is called with, and how it is trained.
+    """A model with its arguments, and how to train it.
 
     Attributes:
-        model: on the CPU.
-        args: positional arguments of ``model``.
-        kwargs: keyword arguments.
-        loss: from the model's output to a scalar.
-        schedule: further calls, in turn, where recompilations are counted and shapes compared: the last, smaller batch,
-            a longer sequence. Each is a tuple of positional arguments, a mapping of keyword arguments or one tensor; a
-            ``DataLoader`` will do (of which the first 1,000 calls are taken).
-        autocast: dtype that the forward pass autocasts to; None for none.
-        make_step: from a model (eager or compiled) and the arguments to a whole training step, optimizer included; by
-            default forward, loss and backward.
-        is_step: whether ``model`` takes no arguments and does a whole step, backward pass and all, when it is called.
+        model: The model, on the CPU.
+        args: Positional arguments of ``model``.
+        kwargs: Keyword arguments of ``model``.
+        loss: Computes a scalar from the model's output.
+        schedule: Further calls, in order, with other shapes: a smaller last batch, or a longer sequence. They are used
+            to count recompilations and to compare shapes. Each call is a tuple of positional arguments, a mapping of
+            keyword arguments, or one tensor. The schedule may be a ``DataLoader``; its first 1,000 calls are used.
+        autocast: Dtype that the forward pass autocasts to; None for no autocast.
+        make_step: Makes a whole training step, optimizer included, from a model (eager or compiled) and the arguments.
+            The default step is forward, loss and backward.
+        is_step: Whether ``model`` takes no arguments and runs a whole step, including the backward pass.
     """
 
     model: nn.Module
@@ -84,7 +84,7 @@ class Target:
     is_step: bool = False
 
     def moved(self, device: Device) -> Target:
-        """The same target on a device, arguments too; the schedule becomes a tuple of tuples of arguments."""
+        """The same target with model, arguments and schedule on a device. The schedule becomes a tuple."""
         return replace(
             self,
             model=self.model.to(device),
@@ -94,30 +94,30 @@ class Target:
         )
 
     def copied(self) -> nn.Module:
-        """A model of its own with the same weights, so that steps of two variants do not disturb each other.
+        """A copy of the model, so that steps of two variants do not disturb each other.
 
-        What cannot be copied, such as a lock or an open file that a module holds, both have.
+        Both models share what cannot be copied, such as a lock or an open file.
         """
         try:
             return copy.deepcopy(self.model)
-        except Exception:  # whatever deepcopy raises for what the model holds
-            held = (value for module in self.model.modules() for value in _plain_attributes(module))
-            return copy.deepcopy(self.model, {id(value): value for value in held if not _can_be_copied(value)})
+        except Exception:  # whatever deepcopy raises for an attribute of the model
+            values = (value for module in self.model.modules() for value in _plain_attributes(module))
+            return copy.deepcopy(self.model, {id(value): value for value in values if not _can_be_copied(value)})
 
     def forward(self, model: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Call ``model`` as this target says."""
+        """Call ``model`` with these arguments and this target's keyword arguments and autocast."""
         with self.precision():
             return model(*args, **self.kwargs)
 
     def precision(self) -> AbstractContextManager[object]:
-        """The autocast that the forward pass runs under."""
+        """The autocast context of the forward pass."""
         if self.autocast is None:
             return nullcontext()
         device = next((p.device.type for p in self.model.parameters()), "cpu")
         return torch.autocast(device, dtype=self.autocast)
 
     def scalar(self, output: Any) -> Tensor:
-        """The loss of an output."""
+        """The loss of an output, a scalar."""
         if self.loss is not None:
             return self.loss(output)
         tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
@@ -128,14 +128,14 @@ class Target:
         return torch.stack([tensor.float().square().mean() for tensor in tensors]).sum()
 
     def backward(self, output: Any) -> Tensor:
-        """The loss of an output, detached, after its backward pass; there is none where nothing asks for a gradient."""
+        """Run the backward pass of an output's loss, if the loss requires a gradient. Returns the detached loss."""
         loss = self.scalar(output)
         if loss.requires_grad:
             loss.backward()
         return loss.detach()
 
     def at(self, entry: Any) -> Target:
-        """The same target called with an entry of its schedule."""
+        """The same target with an entry of its schedule as its arguments."""
         if isinstance(entry, Mapping):
             return replace(self, args=(), kwargs=entry)
         return replace(self, args=tuple(entry) if isinstance(entry, (tuple, list)) else (entry,))
@@ -147,12 +147,12 @@ class Target:
             yield self.at(entry)
 
     def step(self, model: nn.Module, args: tuple[Any, ...] | None = None, *, train: bool) -> Step:
-        """One step of ``model``: a training step, or a forward pass without gradients.
+        """A step of ``model``: a training step, or a forward pass without gradients.
 
         Args:
-            model: :meth:`copied`, or the compiled form of one.
-            args: :attr:`args` by default.
-            train: which of the two; a target that :attr:`is_step` has one kind.
+            model: The result of :meth:`copied`, compiled or not.
+            args: Positional arguments; by default :attr:`args`.
+            train: Whether it is a training step. It has no effect if :attr:`is_step` is true.
         """
         args = self.args if args is None else args
         if self.is_step:
@@ -172,7 +172,7 @@ class Target:
 
 
 def _plain_attributes(module: nn.Module) -> list[Any]:
-    """What a module holds besides parameters, buffers and other modules."""
+    """Attributes of a module other than parameters, buffers and submodules."""
     return [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
 
 
@@ -185,7 +185,7 @@ def _can_be_copied(value: Any) -> bool:
 
 
 def tensors_in(output: Any) -> list[Tensor]:
-    """The tensors that a model returns, in turn, also those in the fields of dataclasses."""
+    """The tensors in a model's output, in order, including those in fields of dataclasses."""
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor):
@@ -196,7 +196,7 @@ def tensors_in(output: Any) -> list[Tensor]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Type and first line of an error, with a hint where the machine is what it lacks."""
+    """Type and first line of an error, with a hint if it needs a GPU that is missing."""
     hint = ""
     if any(name in str(error) for name in ("CUDA", "NVIDIA")) and not torch.cuda.is_available():
         hint = " (it needs a GPU, and torch sees none)"

@@ -1,4 +1,4 @@
-"""Targets that come with the package: architectures with random weights, reduced on a CPU, of real width on a GPU."""
+"""Targets of this package: architectures with random weights, small on a CPU and of published width on a GPU."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from torch_baseline.train import make_train_step
 
 
 def gpt(device: Device) -> Target:
-    """The baseline's GPT on its own text: the step of its honest training loop, clipping and AdamW included.
+    """The GPT of ``torch_baseline`` on its text: a whole step of its training loop, with clipping and AdamW.
 
-    ``tiny`` (4 layers, 16 × 128 bytes, float32) on a CPU; ``gpt2-124m`` (12 layers, 16 × 1024 tokens, bfloat16
-    autocast) on a GPU.
+    On a CPU this is ``tiny`` (4 layers, 16 × 128 bytes, float32). On a GPU it is ``gpt2-124m`` (12 layers, 16 × 1024
+    tokens, bfloat16 autocast).
     """
     return _gpt("tiny", batch_size=16) if device == "cpu" else _gpt("gpt2-124m", batch_size=16)
 
 
 def gpt_one_layer(device: Device) -> Target:
-    """The GPT cut down to one layer: the same code, compiled in a fraction of the time."""
+    """The GPT with one layer. It has the same code and compiles in a fraction of the time."""
     return _gpt("tiny" if device == "cpu" else "gpt2-124m", batch_size=16, layers=1)
 
 
 def mlp(device: Device) -> Target:
-    """Four layers of 512 with LayerNorm and GELU: nearly all of the time goes to matrix products that eager has too."""
+    """Four layers of 512 with LayerNorm and GELU. Nearly all the time is matmul, which compiling does not change."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(4):
@@ -46,7 +46,7 @@ def mlp(device: Device) -> Target:
 
 
 class Planted(nn.Module):
-    """Three lines that break the graph and one that makes it compile again: the break table shown on a known case."""
+    """Three lines that break the graph and one that makes it recompile. It shows the break table for known causes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Planted(nn.Module):
         self.started = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return something; how is the point."""
+        """Return any value. Only the breaks matter."""
         x = self.inner(x)
         if x.mean() > 0:  # a branch on a tensor's value
             x = x * 0.5
@@ -93,11 +93,11 @@ def _gpt(preset: str, *, batch_size: int, layers: int | None = None) -> Target:
 
 @dataclass(frozen=True)
 class Entry:
-    """One target of the zoo.
+    """A target of the zoo.
 
     Attributes:
-        make: makes it for a device: reduced on a CPU, of real width on a GPU.
-        about: what it is, for a list.
+        make: Makes the target for a device: small on a CPU, of published width on a GPU.
+        about: A phrase that describes it in a list.
     """
 
     make: Callable[[Device], Target]
@@ -105,16 +105,16 @@ class Entry:
 
 
 ZOO: dict[str, Entry] = {
-    "gpt": Entry(gpt, "this repository's GPT: the honest training loop's whole step, clipping and AdamW included"),
-    "gpt-one-layer": Entry(gpt_one_layer, "the same, one layer deep"),
+    "gpt": Entry(gpt, "this repository's GPT: a whole step of its training loop, with clipping and AdamW"),
+    "gpt-one-layer": Entry(gpt_one_layer, "the same GPT with one layer"),
     "mlp": Entry(mlp, "four layers of 512 with LayerNorm and GELU"),
-    "resnet": Entry(resnet, "ResNet-18; a quarter of the width on a CPU"),
-    "planted": Entry(planted, "three lines that break the graph and one that compiles it again"),
+    "resnet": Entry(resnet, "ResNet-18; a quarter of its width on a CPU"),
+    "planted": Entry(planted, "three lines that break the graph and one that makes it recompile"),
     **{
         name: Entry(partial(transformers_target, name), architecture.about)
         for name, architecture in ARCHITECTURES.items()
     },
 }
 
-# What a survey goes through: every architecture once, without the one made to fail.
+# The targets of a sweep: every architecture once, without the one with planted breaks.
 SURVEY = tuple(name for name in ZOO if name not in ("gpt-one-layer", "planted"))

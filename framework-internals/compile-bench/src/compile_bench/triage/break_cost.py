@@ -1,4 +1,4 @@
-"""What every break costs: the gap that Python leaves between two graphs, what crosses it, what it adds to compiling."""
+"""What graph breaks cost: Python time between two graphs, the tensors in between, and additional compilation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from benchkit import Quantity
 from compile_bench.capture.collector import Collector, compile_id, inductor, prepare_toolchain, user_code_filter
 from compile_bench.capture.frames import RESUMED, plain_function
+from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.reasons import RECOMPILE_LIMIT
-from compile_bench.capture.trace import Break, CompileTrace, merge_breaks
+from compile_bench.capture.trace import Break, CompileTrace
 from compile_bench.fixes.types import Figures
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.survey import own_model
+from compile_bench.measure.tracing import own_model
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, overlaid
 from compile_bench.targets.randomness import seed_everything
@@ -29,14 +30,22 @@ from compile_bench.triage.types import BreakCost, BreakCosts
 
 _STEPS = 40
 _MOST_SECONDS = 3.0
-# Steps allowed until nothing is compiled any more. A function that is compiled anew at every call is given up after
-# eight compilations (torch._dynamo.config.recompile_limit), of which the first steps have had some.
+
+# Steps allowed until nothing is compiled any more. A function that is compiled at every call reaches the recompile
+# limit after eight compilations (torch._dynamo.config.recompile_limit), some of them in the first steps.
 _SETTLING_STEPS = 12
 
 
 @dataclass(frozen=True)
 class _Gap:
-    """From the end of one graph to the start of the next, within a step."""
+    """The time from the end of one graph to the start of the next, within a step.
+
+    Attributes:
+        before: Compile id of the graph before.
+        after: Compile id of the graph after.
+        seconds: One value for every step.
+        functions: The user's functions (file and name) that ran meanwhile.
+    """
 
     before: str
     after: str
@@ -45,7 +54,7 @@ class _Gap:
 
 
 class GapProfiler:
-    """A backend that is Inductor and notes when each of its graphs runs."""
+    """A backend that compiles with Inductor and records when each graph runs."""
 
     def __init__(self) -> None:
         self.outputs: dict[str, int] = {}
@@ -71,10 +80,10 @@ class GapProfiler:
         return timed
 
     def gaps(self, step: Callable[[], Any]) -> tuple[list[_Gap], list[float]]:
-        """Measure steps, which should have been settled.
+        """Measure steps in which nothing is compiled any more.
 
         Returns:
-            The gaps of a step in turn, and the seconds of every step.
+            The gaps of a step in order, and the seconds of every step.
         """
         functions = self._functions(step)
         self._on = True
@@ -102,10 +111,10 @@ class GapProfiler:
         return gaps, seconds
 
     def settle(self, step: Callable[[], Any]) -> bool:
-        """Do steps until nothing is compiled any more: a gap with compiling in it says nothing about Python's part.
+        """Run steps until one compiles nothing: a gap with a compilation in it does not tell Python's part.
 
         Returns:
-            Whether that was reached.
+            Whether there was such a step.
         """
         for _ in range(_SETTLING_STEPS):
             before = self._compiled
@@ -115,13 +124,13 @@ class GapProfiler:
         return False
 
     def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
-        """The user's functions that were running between graph number n and the next."""
+        """The user's functions that ran before graph number n, since the graph before it."""
         user_code = user_code_filter()
         active: list[tuple[str, str]] = []
         seen: dict[int, set[tuple[str, str]]] = {}
 
         def event(frame: FrameType, kind: str, _: Any) -> None:
-            if kind not in ("call", "return") or not user_code.of_user(frame.f_code.co_filename):
+            if kind not in ("call", "return") or not user_code.is_user(frame.f_code.co_filename):
                 return
             entry = (frame.f_code.co_filename, frame.f_code.co_name)
             if kind == "call":
@@ -143,13 +152,13 @@ class GapProfiler:
 
 
 def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
-    """Compile a case with Inductor and price its breaks.
+    """Compile a case with Inductor and measure what its breaks cost.
 
-    The gaps are those of the forward pass: backward graphs run inside the autograd engine.
+    Time is lost in the forward pass alone: backward graphs run inside the autograd engine.
 
     Args:
-        case: of what.
-        overlay: changed sources, if any.
+        case: What to compile.
+        overlay: Changed sources, if any.
     """
     with overlaid(overlay or {}):
         target = load_case(case)
@@ -168,34 +177,34 @@ def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
             settled = profiler.settle(step)
         limits = recompile_limits((*trace.breaks, *collector.trace().breaks))
         gaps, seconds = profiler.gaps(step)
-    costed = {(each.file, each.line): each for each in trace.breaks}
-    charged = {place: _gaps_of(each, gaps) if settled else [] for place, each in costed.items()}
+    breaks = {(each.file, each.line): each for each in trace.breaks}
+    gaps_at = {place: _gaps_of(each, gaps) if settled else [] for place, each in breaks.items()}
     costs = {
         place: BreakCost(
-            _sum(charged[place]),
-            max((_sharing(gap, charged) for gap in charged[place]), default=1),
-            sum(profiler.outputs.get(gap.before, 0) for gap in charged[place]),
+            _sum(gaps_at[place]),
+            max((_breaks_in(gap, gaps_at) for gap in gaps_at[place]), default=1),
+            sum(profiler.outputs.get(gap.before, 0) for gap in gaps_at[place]),
             _compile_seconds(each, trace),
-            "" if charged[place] else why_no_gap(each, settled=settled, limits=limits),
+            "" if gaps_at[place] else why_not_measured(each, settled=settled, limits=limits),
         )
-        for place, each in costed.items()
+        for place, each in breaks.items()
     }
-    figures = Figures(len(trace.graphs), len(costed), _quantity(seconds), first_seconds)
+    figures = Figures(len(trace.graphs), len(breaks), _quantity(seconds), first_seconds)
     return BreakCosts(costs, figures, limits)
 
 
 def recompile_limits(breaks: Sequence[Break]) -> tuple[Break, ...]:
-    """The functions that were given up because they had been compiled too often, each once."""
+    """The functions that reached the recompile limit and run eagerly since, each once."""
     return merge_breaks(each for each in breaks if each.category == RECOMPILE_LIMIT)
 
 
-def why_no_gap(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
-    """Why a break has no gap that could be measured, as a clause.
+def why_not_measured(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
+    """Why the time that a break loses could not be measured, as a clause.
 
     Args:
-        found: the break.
-        settled: whether steps were reached in which nothing is compiled.
-        limits: functions that hit the recompile limit on the way there.
+        found: The break.
+        settled: Whether a step was reached in which nothing is compiled.
+        limits: Functions that reached the recompile limit before that step.
     """
     if not settled:
         return f"something is still compiled in every step after {FIRST_STEPS + _SETTLING_STEPS} of them"
@@ -204,15 +213,15 @@ def why_no_gap(found: Break, *, settled: bool, limits: Sequence[Break]) -> str:
         skipped = limit.stack[-1] if limit.library else limit
         if plain_function(skipped.function) in around:
             return (
-                f"{plain_function(skipped.function)} is compiled anew until the recompile limit and then given up "
-                f"(for what changes at {Path(skipped.file).name}:{skipped.line}): no graph runs around the break "
-                "any more"
+                f"{plain_function(skipped.function)} is recompiled up to the recompile limit and then runs eagerly "
+                f"(because of what changes at {Path(skipped.file).name}:{skipped.line}), so that no graph runs around "
+                "the break"
             )
-    return "no graph runs both before and behind it in a settled step"
+    return "no graph runs both before and behind it in a step without compilation"
 
 
 def _waiting(step: Callable[[], Any], case: Case) -> Callable[[], Any]:
-    """On a GPU a step lasts until the device is done."""
+    """The step; on a GPU it waits for the device."""
     if case.device == "cpu":
         return step
 
@@ -225,13 +234,13 @@ def _waiting(step: Callable[[], Any], case: Case) -> Callable[[], Any]:
 
 
 def _gaps_of(found: Break, gaps: Sequence[_Gap]) -> list[_Gap]:
-    """The gaps that a break is answerable for."""
+    """The gaps that a break causes."""
     if found.whole_frame:
         return [gap for gap in gaps if (found.file, found.function) in gap.functions]
     own = [gap for gap in gaps if gap.before in found.compile_ids]
     if own:
         return own
-    # Nothing was computed between this break and the one before it. Compilations are numbered as they are met.
+    # Nothing was computed between this break and the one before. Compilations are numbered in the order they happen.
     numbers = [_number(each) for each in found.compile_ids]
     return [gap for gap in gaps if any(_number(gap.before) < each < _number(gap.after) for each in numbers)][:1]
 
@@ -240,12 +249,12 @@ def _number(compile_id: str) -> int:
     return int(compile_id.split("/")[0])
 
 
-def _sharing(gap: _Gap, charged: dict[tuple[str, int], list[_Gap]]) -> int:
-    return sum(any(gap is other for other in gaps) for gaps in charged.values())
+def _breaks_in(gap: _Gap, gaps_at: dict[tuple[str, int], list[_Gap]]) -> int:
+    return sum(any(gap is other for other in gaps) for gaps in gaps_at.values())
 
 
 def _sum(gaps: Sequence[_Gap]) -> Quantity | None:
-    """The gaps of one break together, step by step."""
+    """The sum of one break's gaps, step by step."""
     steps = [sum(each) for each in zip(*(gap.seconds for gap in gaps), strict=True)]
     return _quantity(steps) if steps else None
 
@@ -256,7 +265,7 @@ def _quantity(seconds: Sequence[float]) -> Quantity:
 
 
 def _compile_seconds(found: Break, trace: CompileTrace) -> float:
-    """Of the functions that go on behind the break, in it and in the user's functions around it."""
+    """Time to compile the resume functions behind a break, in its function and in the user's functions around it."""
     names = {f"{RESUMED}{frame.function}_at_{frame.line}" for frame in found.stack}
     return sum(graph.compile_seconds or 0.0 for graph in trace.graphs if graph.function in names)
 

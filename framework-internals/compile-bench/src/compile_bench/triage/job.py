@@ -1,4 +1,4 @@
-"""The main job's part on what does not get into a graph."""
+"""The main job's part on triage."""
 
 from __future__ import annotations
 
@@ -17,25 +17,21 @@ from compile_bench.triage.serialize import triage_report_records
 
 
 def configure_triage(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Names of targets, and whether they get a bill (prices and mends, with Inductor) or breaks are only counted."""
-    return {"triage": ["planted"], "triage_bill": not quick}
+    """Names of targets, and whether to triage them with Inductor (break costs, fixes) or to count breaks alone."""
+    return {"triage": ["planted"], "triage_in_full": not quick}
 
 
 def collect_triage(run: Run, harness: Harness, repository: Path) -> None:
-    """Triage the targets of the configuration; one that fails leaves the others standing."""
+    """Triage the targets of the configuration; the failure of one does not affect the others."""
     for name in run.configuration["triage"]:
         case = Case(name, run.device, train=True)
         try:
             with run.working(f"triage of {name}"):
-                if run.configuration["triage_bill"]:
-                    _triage_report(run, harness, case, repository)
+                if run.configuration["triage_in_full"]:
+                    from compile_bench.triage.run import run_triage  # imports torch, which a report does not need
+
+                    run.add_all(triage_report_records(run_triage(harness, case, root=repository), repository))
                 else:
                     run.add(triage_record(harness.triage(case), repository))
         except (ChildFailure, UserError) as error:
             run.absent(f"the break table of {name}", str(error))
-
-
-def _triage_report(run: Run, harness: Harness, case: Case, repository: Path) -> None:
-    from compile_bench.triage.run import run_triage  # imports torch, which a report does not need
-
-    run.add_all(triage_report_records(run_triage(harness, case, root=repository), repository))

@@ -1,9 +1,7 @@
-"""Triage from end to end: survey a target, price what is found, mend what can be mended."""
+"""Triage from end to end: survey a target, measure what its graph breaks cost, and try to fix them."""
 
 from __future__ import annotations
 
-import ast
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,32 +10,24 @@ from typing import TYPE_CHECKING, TypeVar
 
 from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
-from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, Recompile
-from compile_bench.catalogue import CAUSES, Cause, match, match_limit
-from compile_bench.fixes.fixer import Fixer, patch_root
-from compile_bench.fixes.source import Source, head_end
+from compile_bench.fixes.fixer import Fixer, FixResults, patch_root
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.survey_types import Kind, SilentEager, Survey
+from compile_bench.measure.survey_types import Survey
 from compile_bench.targets.case import Case
-from compile_bench.triage.types import Finding, TriageReport
+from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of
+from compile_bench.triage.types import BreakCosts, Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.measure import survey as survey_jobs
-    from compile_bench.triage import break_cost
+    from compile_bench.triage import break_cost, cuda_graphs
 else:
     survey_jobs = deferred_module("compile_bench.measure.survey")
     break_cost = deferred_module("compile_bench.triage.break_cost")
+    cuda_graphs = deferred_module("compile_bench.triage.cuda_graphs")
 
 Result = TypeVar("Result")
-
-# What PyTorch says for itself: what fails eagerly is no target, its rules and issues are not the user's to write, and
-# the value that Dynamo cannot make anew is seldom one that is returned.
-_NO_ADVICE = re.compile(
-    "Your code may result in an error when running in eager|It may be possible to write Dynamo tracing rules"
-    "|[Rr]eport an issue|file an issue|If Dynamo is attempting to trace a return statement"
-)
 
 
 def run_triage(
@@ -49,64 +39,49 @@ def run_triage(
     fix: bool = True,
     root: Path | None = None,
 ) -> TriageReport:
-    """Find, price and mend what keeps a target out of graphs.
+    """Find what keeps a target out of graphs, measure what it costs, and fix what can be fixed.
 
     Args:
-        harness: runs every step of it in a fresh process.
-        case: the target; its ``train`` does not matter.
-        kinds: training (True), inference (False) or both.
-        cost: compile with Inductor and measure.
-        fix: try changes of the source.
-        root: folder that patches are relative to; by default the working directory, or the sources' own.
+        harness: Runs every step of it in a fresh process.
+        case: The target; its ``train`` does not matter.
+        kinds: Training (True), inference (False) or both.
+        cost: Whether to compile with Inductor and measure the breaks.
+        fix: Whether to try changes of the source.
+        root: Folder that patches are relative to; by default the working directory, or the sources' own folder.
 
     Raises:
-        UserError: if the target is at fault in every kind of step.
-        ChildFailure: if no kind of step could be traced.
+        UserError: If the target is at fault in every kind of step.
+        ChildFailure: If no kind of step could be traced.
     """
     absent: list[str] = []
     surveys = _surveys(harness, case, kinds, absent)
-    findings = _findings(surveys)
-    sound = [survey for survey in surveys if not survey.failures] or surveys
-    main = sound[0].case
+    findings = findings_of(surveys)
+    traced = [survey for survey in surveys if not survey.failures] or surveys
+    main = traced[0].case
     if case.device == "cuda":
-        lost = _attempted(lambda: harness.ask(survey_jobs.lost_graphs, main), "CUDA graphs", absent)
-        findings += [_of_silent(each, surveys[0]) for each in lost or ()]
-    costed = _attempted(lambda: harness.ask(break_cost.cost, main), "prices", absent) if cost else None
-    if costed is not None:
-        findings = _with_limits(findings, costed.limits, sound[0])
-        findings = [replace(each, cost=costed.costs.get((each.file, each.line))) for each in findings]
+        lost = _attempted(lambda: harness.ask(cuda_graphs.reasons_without_cuda_graphs, main), "CUDA graphs", absent)
+        findings += [finding_of_silent(each, surveys[0]) for each in lost or ()]
+    costs = _attempted(lambda: harness.ask(break_cost.cost, main), "break costs", absent) if cost else None
+    if costs is not None:
+        findings = _with_costs(_with_limits(findings, costs.limits, traced[0]), costs)
     findings.sort(key=_costliest_first)
-    together: Fix | None = None
+    combined: Fix | None = None
     if fix and findings:
-        root = root or patch_root([each.file for each in findings if each.user_file], Path.cwd())
-        fixer = Fixer(harness, main, sound, root)
+        fixer = Fixer(harness, main, traced, root or patch_root(_user_files(findings), Path.cwd()))
         places = tuple(dict.fromkeys((each.file, each.line) for each in findings if each.user_file))
-        fix_results = _attempted(lambda: fixer.fix(places), "mends", absent)
-        if fix_results is not None:
-            findings = [replace(each, fix=fix_results.fixes.get((each.file, each.line))) for each in findings]
-            together = fix_results.together
-        if fix_results is not None and together is not None and costed is not None:
-            overlay = fix_results.overlay
-            after = _attempted(
-                lambda: harness.ask(break_cost.cost, main, overlay=overlay), "the mended model's step", absent
-            )
-            if after is not None:
-                together = _measured(together, costed.figures, after.figures)
-    return TriageReport(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), together, tuple(absent))
-
-
-def _measured(together: Fix, before: Figures, after: Figures) -> Fix:
-    """With what a step takes; the breaks stay those that were counted, behind functions that were given up too."""
-    assert together.before is not None
-    assert together.after is not None
-    return replace(
-        together,
-        before=replace(before, breaks=together.before.breaks),
-        after=replace(after, breaks=together.after.breaks),
-    )
+        results = _attempted(lambda: fixer.fix(places), "fixes", absent)
+        if results is not None:
+            findings = _with_fixes(findings, results, traced[0])
+            combined = results.combined
+        if results is not None and combined is not None and costs is not None:
+            measure = partial(harness.ask, break_cost.cost, main, overlay=results.overlay)
+            after = _attempted(measure, "the fixed model's step", absent)
+            combined = combined if after is None else _measured(combined, costs.figures, after.figures)
+    return TriageReport(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), combined, tuple(absent))
 
 
 def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[str]) -> list[Survey]:
+    """A survey of every kind of step that can be traced."""
     calls = [partial(harness.trace, survey_jobs.survey, replace(case, train=train)) for train in kinds]
     surveys: list[Survey] = []
     failure: ChildFailure | UserError | None = None
@@ -125,7 +100,7 @@ def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[s
 
 
 def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Result | None:
-    """Do something that may fail without taking what there is with it."""
+    """The result of an action, or None if it fails; a failure is noted and leaves the rest of the report."""
     try:
         return action()
     except (ChildFailure, UserError) as error:
@@ -133,122 +108,36 @@ def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Re
         return None
 
 
-def _findings(surveys: Sequence[Survey]) -> list[Finding]:
-    """One finding for every place and reason, over training and inference."""
-    found: dict[tuple[str, int, str, str], Finding] = {}
-    for survey in surveys:
-        for each, seeds in zip(survey.breaks, survey.seeds, strict=True):
-            _add(found, _of_break(each, seeds, survey))
-        for silent in survey.eager:
-            _add(found, _of_silent(silent, survey))
-    return list(found.values())
-
-
 def _with_limits(findings: Sequence[Finding], limits: Sequence[Break], survey: Survey) -> list[Finding]:
-    """Also the functions that are given up only after more calls than a survey makes."""
+    """The findings, and functions that reach the recompile limit only after more calls than a survey makes."""
     known = {(each.file, each.line) for each in findings if each.kind == "recompile limit"}
     new = [each for each in limits if (each.file, each.line) not in known]
-    return [*findings, *(_of_break(each, (), survey) for each in new)]
+    return [*findings, *(finding_of_break(each, (), survey) for each in new)]
 
 
-def _add(found: dict[tuple[str, int, str, str], Finding], new: Finding) -> None:
-    key = (new.file, new.line, new.reason, new.library)
-    before = found.get(key)
-    if before is None:
-        found[key] = new
-        return
-    seeds = tuple(sorted(set(before.seeds) | set(new.seeds)))
-    found[key] = replace(before, kinds=before.kinds + new.kinds, seeds=seeds, times=before.times + new.times)
+def _with_costs(findings: Sequence[Finding], costs: BreakCosts) -> list[Finding]:
+    return [replace(each, cost=costs.costs.get((each.file, each.line))) for each in findings]
 
 
-def _of_break(each: Break, seeds: tuple[int, ...], survey: Survey) -> Finding:
-    source, end, consequence = _statement(each.file, each.line)
-    if each.library:  # advice is about the line that breaks
-        inner = each.stack[-1]
-        there, _, consequence = _statement(inner.file, inner.line)
-        cause = _cause(replace(each, columns=None), there or inner.source, consequence)
-    else:
-        cause = _cause(each, source or each.source, consequence)
-    return Finding(
-        kind=_kind(each),
-        file=each.file,
-        line=each.line,
-        end_line=end,
-        function=each.function,
-        source=each.source or source,
-        category=each.category,
-        reason=each.reason,
-        explanation=each.explanation,
-        advice=cause.advice if cause is not None else _hint(each.hints),
-        case=cause.name if cause is not None else "",
-        kinds=(survey.case.kind,),
-        seeds=seeds,
-        times=each.times,
-        library=each.library,
-        user_file=each.file in survey.user_files,
+def _with_fixes(findings: Sequence[Finding], results: FixResults, survey: Survey) -> list[Finding]:
+    """The findings with their fixes, and the breaks that the fixes brought to light."""
+    revealed = (finding_of_break(each, (0,), survey) for each in results.revealed)
+    return [replace(each, fix=results.fixes.get((each.file, each.line))) for each in (*findings, *revealed)]
+
+
+def _measured(combined: Fix, before: Figures, after: Figures) -> Fix:
+    """The combined fix with measured steps; its number of breaks still includes those behind skipped frames."""
+    assert combined.before is not None
+    assert combined.after is not None
+    return replace(
+        combined,
+        before=replace(before, breaks=combined.before.breaks),
+        after=replace(after, breaks=combined.after.breaks),
     )
 
 
-def _cause(each: Break, line: str, consequence: str) -> Cause | None:
-    """The entry of the catalogue that a break is an instance of."""
-    if each.category == RECOMPILE_LIMIT:
-        return match_limit(line)
-    return match(each.reason, f"{line} {consequence}".strip(), each.columns)
-
-
-def _hint(hints: Sequence[str]) -> str:
-    """PyTorch's first that says what to do; empty if none does."""
-    return next((each for each in hints if not _NO_ADVICE.search(each)), "")
-
-
-def _kind(each: Break) -> Kind:
-    if each.category == RECOMPILE_LIMIT:
-        return "recompile limit"
-    if each.category == "compile error":
-        return "compile error"
-    return "function given up" if each.whole_frame else "graph break"
-
-
-_SILENT_CASES: dict[Kind, str] = {"silent eager": "empty-first-call", "method not compiled": "other-method"}
-_GRAPH_ADVICE = (
-    "A CUDA graph replays the same kernels on the same memory: keep its inputs on the GPU and unmutated, and outside "
-    "what needs the CPU."
-)
-
-
-def _of_silent(each: SilentEager, survey: Survey) -> Finding:
-    source, end, _ = _statement(each.frame.file, each.frame.line)
-    case = _SILENT_CASES.get(each.kind, "")
-    return Finding(
-        kind=each.kind,
-        file=each.frame.file,
-        line=each.frame.line,
-        end_line=end,
-        function=each.function,
-        source=source,
-        category="silent eager" if case else "CUDA graph",
-        reason=each.reason,
-        explanation="",
-        advice=CAUSES[case].advice if case else _GRAPH_ADVICE,
-        case=case,
-        kinds=(survey.case.kind,),
-        seeds=(),
-        times=1,
-    )
-
-
-def _statement(file: str, line: int) -> tuple[str, int, str]:
-    """The text of a line, the last line of its statement, and the first thing that an ``if`` there decides about.
-
-    Whether an ``if`` is there to raise shows in that.
-    """
-    try:
-        source = Source.read(Path(file))
-    except (OSError, SyntaxError):
-        return "", line, ""
-    statement = source.statement(line)
-    consequence = source.line(statement.body[0].lineno).strip() if isinstance(statement, ast.If) else ""
-    return source.line(line).strip(), line if statement is None else head_end(statement), consequence
+def _user_files(findings: Sequence[Finding]) -> list[str]:
+    return [each.file for each in findings if each.user_file]
 
 
 def _recompiles(surveys: Sequence[Survey]) -> tuple[Recompile, ...]:
@@ -261,5 +150,5 @@ def _recompiles(surveys: Sequence[Survey]) -> tuple[Recompile, ...]:
 
 def _costliest_first(finding: Finding) -> tuple[float, float, str, int]:
     cost = finding.cost
-    gap = cost.gap.value if cost is not None and cost.gap is not None else 0.0
-    return -gap, -(cost.compile_seconds if cost is not None else 0.0), finding.file, finding.line
+    time_lost = cost.time_lost.value if cost is not None and cost.time_lost is not None else 0.0
+    return -time_lost, -(cost.compile_seconds if cost is not None else 0.0), finding.file, finding.line

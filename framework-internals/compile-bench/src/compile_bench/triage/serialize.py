@@ -1,103 +1,174 @@
-"""A triage bill as records of a report."""
+"""A triage report as records of ``results.json``. Nothing here imports torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchkit.results import Json, Quantity, Record
+from benchkit.results import Record
+from benchkit.typed_records import TypedRecord
+from compile_bench.capture.trace import Recompile
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.serialize import neutral, shorten
-from compile_bench.triage.types import Finding, TriageReport
+from compile_bench.measure.survey_types import Kind
+from compile_bench.triage.types import BreakCost, Finding, TriageReport
+
+
+@dataclass(frozen=True)
+class FailedGuard:
+    """A guard that failed, so that a function was compiled again.
+
+    Attributes:
+        file: File of the line that made the guard.
+        line: That line.
+        guard: The guard in PyTorch's words.
+        source: The code behind the guard, where PyTorch prints it.
+        called_from: The user's line that calls a library's function; empty where the function is the user's.
+    """
+
+    file: str
+    line: int
+    guard: str
+    source: str = ""
+    called_from: str = ""
+
+
+@dataclass(frozen=True)
+class TriageSummary(TypedRecord, name="triage report", labels=("target",)):
+    """What triage did with a target.
+
+    Attributes:
+        target: Name of the target.
+        kinds: ``"training"``, ``"inference"`` or both.
+        trace_seconds: Time of the surveys' first calls.
+        collect_seconds: Time of these that the collector took.
+        recompiles: One for every place and guard.
+        absent: What could not be done, one line each.
+    """
+
+    target: str
+    kinds: tuple[str, ...]
+    trace_seconds: float
+    collect_seconds: float
+    recompiles: tuple[FailedGuard, ...] = ()
+    absent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TriedFix:
+    """The change that was tried last for a finding; the fields are those of :class:`compile_bench.fixes.types.Fix`."""
+
+    title: str
+    verdict: str
+    accepted: bool = False
+    effect: str = ""
+    conflict: str = ""
+    patch: str = ""
+    before: Figures | None = None
+    after: Figures | None = None
+
+
+@dataclass(frozen=True)
+class FindingRecord(TypedRecord, name="finding", labels=("target", "number")):
+    """A finding; the fields are those of :class:`compile_bench.triage.types.Finding`.
+
+    Attributes:
+        number: Position in the report, from 1: the costliest first.
+        place: ``file.py:LINE``.
+    """
+
+    target: str
+    number: int
+    kind: Kind
+    place: str
+    source: str
+    category: str
+    reason: str
+    case: str
+    advice: str
+    kinds: tuple[str, ...]
+    times: int
+    cost: BreakCost | None = None
+    fix: TriedFix | None = None
+
+
+@dataclass(frozen=True)
+class CombinedFix(TypedRecord, name="combined fix", labels=("target",)):
+    """The verified fixes as one change.
+
+    Attributes:
+        target: Name of the target.
+        cases: Names of the catalogue's entries.
+        title: Which fixes it combines.
+        effect: What the user has to expect of the changed model.
+        before: The unchanged model.
+        after: The model with the combined fix.
+    """
+
+    target: str
+    cases: str
+    title: str
+    effect: str
+    before: Figures
+    after: Figures
 
 
 def triage_report_records(report: TriageReport, root: Path) -> list[Record]:
-    """One record for the whole, one for every finding (dearest first), one for all mends together.
+    """One record for the whole, one for every finding, and one for the combined fix.
 
     Args:
-        report: the bill.
-        root: files below it are named relative to it, others by their last part.
+        report: What triage found.
+        root: Files below it are named relative to it, others by their last part.
     """
-    labels = {"target": report.target}
-    traced = sum(survey.trace_seconds for survey in report.surveys)
-    values = {
-        "findings": Quantity(len(report.findings), ""),
-        "recompiles": Quantity(len(report.recompiles), ""),
-        "tracing": Quantity(traced, "s"),
-        "collecting": Quantity(sum(survey.collect_seconds for survey in report.surveys), "s"),
-    }
-    data: dict[str, Json] = {
-        "kinds": [survey.case.kind for survey in report.surveys],
-        "recompiles": [
-            {
-                "file": shorten(each.file, root),
-                "line": each.line,
-                "guard": neutral(each.guard, root),
-                "source": neutral(each.source, root),
-                "called from": neutral(each.called_from, root),
-            }
-            for each in report.recompiles
-        ],
-        "absent": [*report.raised, *report.absent],
-    }
-    records = [Record("bill", labels, values, data)]
-    records += [_finding(each, index, report.target, root) for index, each in enumerate(report.findings, 1)]
-    if report.together is not None:
-        records.append(_together(report.together, report.target))
+    summary = TriageSummary(
+        report.target,
+        tuple(survey.case.kind for survey in report.surveys),
+        sum(survey.trace_seconds for survey in report.surveys),
+        sum(survey.collect_seconds for survey in report.surveys),
+        tuple(_failed_guard(each, root) for each in report.recompiles),
+        (*report.raised, *report.absent),
+    )
+    findings = [_finding_record(each, index, report.target, root) for index, each in enumerate(report.findings, 1)]
+    records = [summary.record(), *(each.record() for each in findings)]
+    fix = report.combined
+    if fix is not None:
+        assert fix.before is not None
+        assert fix.after is not None
+        records.append(CombinedFix(report.target, fix.case, fix.title, fix.effect, fix.before, fix.after).record())
     return records
 
 
-def _finding(finding: Finding, index: int, target: str, root: Path) -> Record:
-    values: dict[str, Quantity] = {"met": Quantity(finding.times, "")}
-    if finding.cost is not None:
-        values["crossing"] = Quantity(finding.cost.crossing, "B")
-        values["compiling"] = Quantity(finding.cost.compile_seconds, "s")
-        if finding.cost.gap is not None:
-            values["gap"] = finding.cost.gap
-    fix = finding.fix
-    if fix is not None and fix.accepted:
-        assert fix.before is not None
-        assert fix.after is not None
-        values |= _counts("before", fix.before) | _counts("after", fix.after)
-    data: dict[str, Any] = {
-        "kind": finding.kind,
-        "place": f"{shorten(finding.file, root)}:{finding.line}",
-        "source": finding.source,
-        "category": finding.category,
-        "reason": neutral(finding.reason, root),
-        "case": finding.case,
-        "advice": finding.advice,
-        "kinds": list(finding.kinds),
-        "share": 1 if finding.cost is None else finding.cost.share,
-        "no gap": "" if finding.cost is None else finding.cost.no_gap,
-        "mend": None
-        if fix is None
-        else {
-            "title": fix.title,
-            "effect": fix.effect,
-            "accepted": fix.accepted,
-            "verdict": neutral(fix.verdict, root),
-            "apart": neutral(fix.apart, root),
-        },
-        "patch": fix.patch if fix is not None else "",
-    }
-    return Record("finding", {"target": target, "number": index}, values, data)
+def _failed_guard(each: Recompile, root: Path) -> FailedGuard:
+    texts = (neutral(text, root) for text in (each.guard, each.source, each.called_from))
+    return FailedGuard(shorten(each.file, root), each.line, *texts)
 
 
-def _together(fix: Fix, target: str) -> Record:
-    assert fix.before is not None
-    assert fix.after is not None
-    values = _counts("before", fix.before) | _counts("after", fix.after)
-    return Record("mended", {"target": target}, values, {"title": fix.title, "effect": fix.effect, "cases": fix.case})
+def _finding_record(finding: Finding, number: int, target: str, root: Path) -> FindingRecord:
+    return FindingRecord(
+        target=target,
+        number=number,
+        kind=finding.kind,
+        place=f"{shorten(finding.file, root)}:{finding.line}",
+        source=finding.source,
+        category=finding.category,
+        reason=neutral(finding.reason, root),
+        case=finding.case,
+        advice=finding.advice,
+        kinds=finding.kinds,
+        times=finding.times,
+        cost=finding.cost,
+        fix=None if finding.fix is None else _tried_fix(finding.fix, root),
+    )
 
 
-def _counts(when: str, figures: Figures) -> dict[str, Quantity]:
-    values = {
-        f"breaks {when}": Quantity(figures.breaks, ""),
-        f"graphs {when}": Quantity(figures.graphs, ""),
-    }
-    if figures.step is not None:
-        values[f"step {when}"] = figures.step
-    if figures.compile_seconds is not None:
-        values[f"first steps {when}"] = Quantity(figures.compile_seconds, "s")
-    return values
+def _tried_fix(fix: Fix, root: Path) -> TriedFix:
+    return TriedFix(
+        title=fix.title,
+        verdict=neutral(fix.verdict, root),
+        accepted=fix.accepted,
+        effect=fix.effect,
+        conflict=neutral(fix.conflict, root),
+        patch=fix.patch,
+        before=fix.before,
+        after=fix.after,
+    )

@@ -1,4 +1,4 @@
-"""What triage finds in a model, prices and mends: typed results. Nothing here imports torch."""
+"""What triage finds in a model: typed results. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -7,33 +7,40 @@ from dataclasses import dataclass
 from benchkit.results import Quantity
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.fixes.types import Figures, Fix
-from compile_bench.measure.survey_types import Kind, Survey
+from compile_bench.measure.survey_types import Kind, Place, Survey
 
 
 @dataclass(frozen=True)
 class BreakCost:
-    """What a break costs.
+    """What a graph break costs.
 
     Attributes:
-        gap: Python between the graph before the break and the next one, per step; None where there is none to measure.
-        share: how many breaks lie in that gap together.
-        crossing: bytes of the tensors that the graph before hands over to Python.
-        compile_seconds: of the functions that exist because the graph was split here.
-        no_gap: why there is no gap, as a clause; empty where there is one.
+        time_lost: Python time between the graph before the break and the next graph, per step; None where it could not
+            be measured.
+        breaks_between: Number of breaks between the same two graphs; they have one ``time_lost``.
+        output_bytes: Bytes of the tensors that the graph before the break returns to Python.
+        compile_seconds: Time to compile the functions that exist because the graph was split here.
+        not_measured: Why there is no ``time_lost``, as a clause; empty where there is one.
     """
 
-    gap: Quantity | None
-    share: int
-    crossing: int
+    time_lost: Quantity | None
+    breaks_between: int
+    output_bytes: int
     compile_seconds: float
-    no_gap: str = ""
+    not_measured: str = ""
 
 
 @dataclass(frozen=True)
 class BreakCosts:
-    """Prices by place (file and line), the whole model's figures, and functions given up at the recompile limit."""
+    """The costs of a model's breaks.
 
-    costs: dict[tuple[str, int], BreakCost]
+    Attributes:
+        costs: Cost of the break at a file and line.
+        figures: The whole model.
+        limits: Functions that run eagerly since they reached the recompile limit.
+    """
+
+    costs: dict[Place, BreakCost]
     figures: Figures
     limits: tuple[Break, ...] = ()
 
@@ -43,24 +50,24 @@ class Finding:
     """One thing that keeps a line out of a graph.
 
     Attributes:
-        kind: what kind of thing.
-        file: of the user's code.
-        line: in it.
-        end_line: last line of the statement that ``line`` is in.
-        function: that the line is in.
-        source: the line's text.
-        category: family of reasons.
-        reason: in PyTorch's words.
-        explanation: the sentence behind it.
-        advice: what to do, from the catalogue or PyTorch's first hint.
-        case: of the catalogue, if one matches.
+        kind: What happened.
+        file: File of the user's code.
+        line: Line in it.
+        end_line: Last line of the statement that ``line`` is in.
+        function: Function that the line is in.
+        source: Text of the line.
+        category: Family of reasons.
+        reason: Reason in PyTorch's words.
+        explanation: PyTorch's sentence behind the reason.
+        advice: What to do, from the catalogue or from PyTorch's first hint.
+        case: Name of the catalogue's entry; empty if none matches.
         kinds: ``"training"``, ``"inference"`` or both.
-        seeds: that met it.
-        times: how often it was met.
-        library: the library's line that the user's line led to.
-        user_file: whether ``file`` is the user's, so that it can be changed.
-        cost: None where it was not measured.
-        fix: None where nothing was tried.
+        seeds: Seeds that met it.
+        times: How often it was met.
+        library: The library's line that the user's line calls; empty if the user's line breaks itself.
+        user_file: Whether ``file`` belongs to the user and can be changed.
+        cost: Cost of the break; None where it was not measured.
+        fix: The change that was tried last; None where none was tried.
     """
 
     kind: Kind
@@ -93,24 +100,24 @@ class TriageReport:
     """Everything triage says about a target.
 
     Attributes:
-        target: its name.
-        findings: dearest first.
-        recompiles: one for every place and guard.
-        surveys: what the tracing processes saw.
-        together: the accepted patches that hold together as one, with figures before and after; None without any.
-        absent: what could not be done, one line each.
+        target: Name of the target.
+        findings: Findings, the costliest first.
+        recompiles: One recompilation for every place and guard.
+        surveys: Surveys of the unchanged target.
+        combined: The verified fixes as one change, with figures before and after; None if there are none.
+        absent: What could not be done, one line each.
     """
 
     target: str
     findings: tuple[Finding, ...]
     recompiles: tuple[Recompile, ...]
     surveys: tuple[Survey, ...]
-    together: Fix | None = None
+    combined: Fix | None = None
     absent: tuple[str, ...] = ()
 
     @property
     def raised(self) -> tuple[str, ...]:
-        """A sentence for every error with which tracing ended, and which the model by itself does not raise."""
+        """A sentence for every error that ended the tracing and that the eager model does not raise."""
         return tuple(
             f"{survey.case.kind} raises where it is compiled, which ended its tracing: {failure}"
             for survey in self.surveys

@@ -1,0 +1,406 @@
+"""Turns events of PyTorch's structured trace into records.
+
+This module takes text and numbers and returns typed records. It does not import torch, so recorded events of each
+version of torch can test it. :mod:`compile_bench.capture.collector` collects the events.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compile_bench.capture.frames import RESUMED, Frame, UserCodeFilter, columns_in, frames_in, plain_function
+from compile_bench.capture.phases import phase_seconds, without_pauses
+from compile_bench.capture.reasons import (
+    ASKED_FOR,
+    BACKEND_FAILED,
+    NOT_ENTERED,
+    RECOMPILE_LIMIT,
+    categorise,
+    one_line,
+    parse_message,
+    registry_number,
+)
+from compile_bench.capture.trace import Break, CompileTrace, EmptyFrame, Graph, Recompile
+
+_GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
+_GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
+_GUARD_LATENCY = re.compile(r"Guard latency = ([\d.]+) us")
+_CACHE_EVENT = re.compile(r"(?:fx_graph|aotautograd|dynamo)_(?:bundled_)?cache_(?:hit|miss|bypass)")
+_CALL_OUTSIDE = ("PyTorch itself keeps this call out of graphs: call it outside of what is compiled.",)
+_BACKEND_TRACEBACK = "WON'T CONVERT"
+_SKIPS_FRAME = ("cannot properly resume", "will skip tracing the frame", "falling back to eager", "cannot resume from")
+
+
+@dataclass(frozen=True)
+class Event:
+    """One entry of the structured trace.
+
+    Attributes:
+        kind: ``"dynamo_output_graph"``, ``"compilation_metrics"``, ``"chromium_event"``, or the name of an artifact.
+        compile_id: ``"frame/compile"`` as PyTorch counts them; empty outside a compilation.
+        detail: Metadata of the entry.
+        payload: Text of the entry.
+    """
+
+    kind: str
+    compile_id: str
+    detail: Any
+    payload: str = ""
+
+
+@dataclass(frozen=True)
+class _Compilations:
+    """What the events say about each compilation, by compile id.
+
+    Attributes:
+        metrics: PyTorch's metrics.
+        frames: The compiled function, with its first line.
+        stacks: The calls that led to the function, outermost first, and the function itself at the end.
+    """
+
+    metrics: Mapping[str, Mapping[str, Any]]
+    frames: Mapping[str, Frame]
+    stacks: Mapping[str, tuple[Frame, ...]]
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> _Compilations:
+        metrics = {event.compile_id: event.detail for event in events if event.kind == "compilation_metrics"}
+        frames = {
+            compile_id: Frame(str(entry.get("co_filename")), int(entry.get("co_firstlineno") or 0), entry["co_name"])
+            for compile_id, entry in metrics.items()
+            if entry.get("co_name")
+        }
+        stacks = {
+            event.compile_id: tuple(
+                Frame(frame["filename"], frame["line"], frame["name"], frame.get("loc") or "")
+                for frame in event.detail["stack"]
+                if frame["filename"]
+            )
+            for event in events
+            if event.kind == "dynamo_start"
+        }
+        return cls(metrics, frames, stacks)
+
+    def frame(self, compile_id: str) -> Frame:
+        """The compiled function. A compilation that failed before it began has the frame of an earlier one."""
+        if compile_id in self.frames:
+            return self.frames[compile_id]
+        return next((self.frames[key] for key in self.frames if _same_function(key, compile_id)), Frame("?", 0, "?"))
+
+    def stack(self, compile_id: str) -> tuple[Frame, ...]:
+        """The calls that led to the function, or to its latest compilation if this one has no stack."""
+        if found := self.stacks.get(compile_id):
+            return found
+        return next((self.stacks[key] for key in reversed(list(self.stacks)) if _same_function(key, compile_id)), ())
+
+
+def _same_function(compile_id: str, other: str) -> bool:
+    return compile_id.split("/")[0] == other.split("/")[0]
+
+
+def read_events(
+    events: Sequence[Event],
+    *,
+    user_code: UserCodeFilter | None = None,
+    kernels: int = 0,
+    handler_seconds: float = 0.0,
+    pauses: Sequence[tuple[float, float]] = (),
+) -> CompileTrace:
+    """Turn the events of one block into records.
+
+    Args:
+        events: The events, in order.
+        user_code: Tells user code from other code. By default every line counts as the user's.
+        kernels: Number of kernels that Inductor generated.
+        handler_seconds: Time that the collector itself took.
+        pauses: When the process was stopped: begin and end in seconds since the epoch. Phases leave this time out.
+    """
+    user_code = user_code or UserCodeFilter()
+    compilations = _Compilations.of(events)
+    recompiles = tuple(
+        _recompile(event, compilations, user_code) for event in events if event.kind == "recompile_reasons"
+    )
+    graphs = _graphs(events, compilations)
+    captured = {graph.compile_id for graph in graphs}
+    breaks = _breaks(events, compilations, recompiles, user_code, captured)
+    explained = captured | {compile_id for each in breaks for compile_id in each.compile_ids}
+    return CompileTrace(
+        graphs=graphs,
+        breaks=breaks,
+        recompiles=recompiles,
+        phases=phase_seconds(
+            without_pauses((event.detail for event in events if event.kind == "chromium_event"), pauses)
+        ),
+        cache_events=Counter(event.kind for event in events if _CACHE_EVENT.fullmatch(event.kind)),
+        kernels=kernels,
+        handler_seconds=handler_seconds,
+        empty=_empty(compilations, explained),
+    )
+
+
+def _graphs(events: Sequence[Event], compilations: _Compilations) -> tuple[Graph, ...]:
+    latency = {
+        event.compile_id: float(found[1]) * 1e-6
+        for event in events
+        if event.kind == "dynamo_cpp_guards_str" and (found := _GUARD_LATENCY.search(event.payload))
+    }
+    # Dynamo may trace a frame several times. The last graph of a compilation is the one that runs.
+    texts = {event.compile_id: event.payload for event in events if event.kind == "dynamo_output_graph"}
+    graphs = []
+    for compile_id, text in texts.items():
+        metrics = compilations.metrics.get(compile_id, {})
+        graphs.append(
+            Graph(
+                compile_id,
+                compilations.frame(compile_id).function,
+                int(metrics.get("graph_op_count") or len(_GRAPH_OPERATION.findall(text))),
+                int(metrics.get("guard_count") or 0),
+                latency.get(compile_id),
+                metrics.get("entire_frame_compile_time_s"),
+            )
+        )
+    return tuple(graphs)
+
+
+def _empty(compilations: _Compilations, explained: Collection[str]) -> tuple[EmptyFrame, ...]:
+    """Functions of compilations that ended without a graph, a break or a failure."""
+    found = [
+        frame
+        for compile_id, frame in compilations.frames.items()
+        if compile_id not in explained
+        and not compilations.metrics[compile_id].get("fail_type")
+        and not frame.function.startswith(RESUMED)
+    ]
+    return tuple(dict.fromkeys(EmptyFrame(frame.file, frame.line, frame.function) for frame in found))
+
+
+def _breaks(
+    events: Sequence[Event],
+    compilations: _Compilations,
+    recompiles: Sequence[Recompile],
+    user_code: UserCodeFilter,
+    captured: Collection[str],
+) -> tuple[Break, ...]:
+    frames = compilations.frames.values()
+    resumed = {(each.file, plain_function(each.function)) for each in frames if each.function.startswith(RESUMED)}
+    found = []
+    for event in events:
+        # PyTorch reports an error of the backend twice, first as a Python traceback.
+        if event.kind == "dynamo_graph_break_reason" and not event.payload.startswith(_BACKEND_TRACEBACK):
+            frame = compilations.frame(event.compile_id)
+            each = _break(event, frame, user_code)
+            # Torch 2.10 does not say that it skips a frame. It does so if it captured nothing, and if no function
+            # resumes after the break: neither the compiled function nor the inlined one that broke.
+            functions = {(frame.file, plain_function(frame.function)), (each.file, plain_function(each.function))}
+            skipped = event.compile_id not in captured and not functions & resumed
+            found.append(replace(each, whole_frame=each.whole_frame or skipped))
+    found = _at_known_callers(found, user_code)
+    reported = {compile_id for each in found for compile_id in each.compile_ids}
+    # The recompile limit and suppressed errors of a backend have no graph-break artifact, only metrics.
+    found += [
+        _failure(entry, compile_id, compilations.frame(compile_id), recompiles, user_code)
+        for compile_id, entry in compilations.metrics.items()
+        if entry.get("fail_type") and compile_id not in reported
+    ]
+    return merge_breaks(_at_users_call(each, compilations, user_code) for each in found)
+
+
+def _break(event: Event, frame: Frame, user_code: UserCodeFilter) -> Break:
+    """The break that a graph-break artifact describes."""
+    before, _, traceback = event.payload.partition("User code traceback:")
+    traceback = traceback.split("\nTraceback (most recent call last):")[0]
+    stack = frames_in(traceback)
+    named = re.search(r"Graph break in user code at (.*):(\d+)", event.payload)
+    place = user_code.innermost(stack)
+    if place is None and named and not user_code.is_torch(named[1]):
+        place = Frame(named[1], int(named[2]), frame.function)
+    place = place or frame
+    first = before.partition("*** While handling this graph break")[0].split("Graph Break Reason:")[-1]
+    reason, explanation, hints = parse_message(first)
+    category = categorise(reason, explanation)
+    if category == ASKED_FOR and stack and user_code.is_torch(stack[-1].file):  # Optimizer.step and the like
+        category, hints = NOT_ENTERED, _CALL_OUTSIDE
+    return Break(
+        **_location(place),
+        reason=reason,
+        explanation=explanation,
+        hints=hints,
+        category=category,
+        whole_frame=any(marker in event.payload for marker in _SKIPS_FRAME),
+        registry=registry_number(first),
+        stack=user_code.model_frames(stack),
+        compile_ids=(event.compile_id,),
+        columns=columns_in(traceback, place),
+    )
+
+
+def _failure(
+    entry: Mapping[str, Any],
+    compile_id: str,
+    frame: Frame,
+    recompiles: Sequence[Recompile],
+    user_code: UserCodeFilter,
+) -> Break:
+    """A compilation that failed without a graph-break artifact, from its metrics."""
+    text = str(entry.get("fail_reason") or entry["fail_type"])
+    reason, explanation, hints = parse_message(text)
+    category = categorise(reason, explanation)
+    place = user_code.innermost(frames_in(text))
+    if place is None and category == RECOMPILE_LIMIT:
+        # The line whose guard failed last has to change, not the function's first line.
+        last = next((each for each in reversed(recompiles) if _same_function(each.compile_id, compile_id)), None)
+        place = None if last is None else Frame(last.file, last.line, last.function)
+    if place is None:
+        place = Frame(
+            str(entry.get("fail_user_frame_filename") or frame.file),
+            int(entry.get("fail_user_frame_lineno") or frame.line),
+            str(entry.get("co_name") or frame.function),
+        )
+    return Break(
+        **_location(place),
+        reason=reason,
+        explanation=explanation,
+        hints=hints,
+        category=category,
+        whole_frame=True,
+        registry=registry_number(text),
+        stack=user_code.model_frames(frames_in(text)),
+        compile_ids=(compile_id,),
+    )
+
+
+def _location(frame: Frame) -> dict[str, Any]:
+    """The fields of a break that say where it is."""
+    return {"file": frame.file, "line": frame.line, "function": frame.function, "source": frame.source}
+
+
+def _at_known_callers(breaks: Sequence[Break], user_code: UserCodeFilter) -> list[Break]:
+    """Move breaks in libraries to the user's line, if another break shows which line that is.
+
+    If an operator fails in a library's function that Dynamo inlines, PyTorch names the library's line only. Then it
+    compiles that function by itself, and names the whole stack.
+    """
+    known = {
+        (each.stack[-1].place, each.reason): each for each in breaks if each.stack and user_code.is_user(each.file)
+    }
+    moved = []
+    for each in breaks:
+        whole = known.get((each.place, each.reason))
+        if whole is not None and not user_code.is_user(each.file):
+            names = ("file", "line", "function", "source", "stack", "columns")
+            each = replace(each, **{name: getattr(whole, name) for name in names})
+        moved.append(each)
+    return moved
+
+
+def _at_users_call(found: Break, compilations: _Compilations, user_code: UserCodeFilter) -> Break:
+    """Move a break in a library's function that was compiled by itself to the user's line that called the function."""
+    if user_code.is_user(found.file) or not found.compile_ids:
+        return found
+    calls = user_code.model_frames(compilations.stack(found.compile_ids[0]))
+    caller = user_code.innermost(calls)
+    if caller is None or not user_code.is_user(caller.file) or caller is calls[-1]:
+        return found  # the last frame is the compiled function itself, with its first line
+    here = Frame(found.file, found.line, found.function, found.source)
+    return replace(
+        found,
+        **_location(replace(caller, function=plain_function(caller.function))),
+        stack=(*calls[:-1], *(found.stack or (here,))),
+        columns=None,
+    )
+
+
+def with_failing_lines(trace: CompileTrace, lines: Mapping[str, Frame], user_code: UserCodeFilter) -> CompileTrace:
+    """A trace with the backend's failures at the lines of the operators that failed.
+
+    Args:
+        trace: The trace.
+        lines: Line of the operator that failed, by compile id.
+        user_code: Tells user code from other code.
+    """
+    breaks = []
+    for each in trace.breaks:
+        line = next((lines[compile_id] for compile_id in each.compile_ids if compile_id in lines), None)
+        if line is not None and each.category == BACKEND_FAILED:
+            if each.library and not user_code.is_user(line.file):
+                each = replace(each, stack=(*each.stack, line))  # a library's line that the user's line called
+            else:
+                there = _location(replace(line, function=plain_function(line.function)))
+                each = replace(each, **there, stack=(line,), columns=None)
+        breaks.append(each)
+    return replace(trace, breaks=merge_breaks(breaks))
+
+
+def merge_breaks(breaks: Iterable[Break]) -> tuple[Break, ...]:
+    """Merge breaks with the same place and reason. Their counts add up."""
+    merged: dict[tuple[str, int, str, str], Break] = {}
+    for each in breaks:
+        before = merged.get(each.identity)
+        if before is not None:
+            each = replace(
+                before,
+                times=before.times + each.times,
+                compile_ids=tuple(dict.fromkeys(before.compile_ids + each.compile_ids)),
+                whole_frame=before.whole_frame or each.whole_frame,
+            )
+        merged[each.identity] = each
+    return tuple(merged.values())
+
+
+def broken_in_error(text: str, kind: str, user_code: UserCodeFilter, raised_at: Sequence[Frame] = ()) -> Break | None:
+    """The error of a failed compilation as a break, or None if it names no line of the model.
+
+    Args:
+        text: Text of the error.
+        kind: Name of the error's type.
+        user_code: Tells user code from other code.
+        raised_at: Traceback of the error. It gives the place if the text names none: then the compiled code raised
+            the error, and the model by itself does not raise it.
+    """
+    named = frames_in(text.partition("from user code:")[2])
+    stack = user_code.model_frames(named or raised_at)
+    place = user_code.innermost(stack)
+    if place is None:
+        return None
+    reason, explanation, hints = parse_message(text.split("\n\n")[0])
+    return Break(
+        **_location(place),
+        reason=f"{kind}: {reason}" if named else f"{kind}: {reason}; the model by itself does not raise it",
+        explanation=explanation,
+        hints=hints,
+        category="compile error",
+        whole_frame=True,
+        stack=stack,
+    )
+
+
+def _recompile(event: Event, compilations: _Compilations, user_code: UserCodeFilter) -> Recompile:
+    try:
+        reasons = json.loads(event.payload)
+    except ValueError:  # a single reason comes as plain text
+        reasons = event.payload
+    newest = reasons[0] if isinstance(reasons, list) else str(reasons)
+    frame = compilations.frame(event.compile_id)
+    first_line = newest.split("\n")[0]
+    place = next(iter(frames_in(newest)), None)
+    made_at = _GUARD_MADE_AT.search(first_line)
+    if place is None and made_at and frame.file.endswith(f"/{made_at['file']}"):
+        source = "".join(first_line[: made_at.start()].split("  # ", 1)[1:]).strip()
+        place = Frame(frame.file, int(made_at["line"]), frame.function, source)
+    place = place or frame
+    caller = user_code.innermost(compilations.stacks.get(event.compile_id, ()))
+    called = caller is not None and user_code.is_user(caller.file) and not user_code.is_user(place.file)
+    return Recompile(
+        event.compile_id,
+        frame.function,
+        place.file,
+        place.line,
+        guard=one_line(re.sub(r"^\d+/\d+: ", "", first_line).split("  # ")[0]),
+        source=place.source,
+        called_from=caller.place if called and caller is not None else "",
+    )

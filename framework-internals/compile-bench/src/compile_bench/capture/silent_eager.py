@@ -1,0 +1,97 @@
+"""Code that runs eagerly although Dynamo reports nothing about it. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from compile_bench.capture.frames import Frame, UserCodeFilter, frames_in, plain_function
+from compile_bench.capture.trace import CompileTrace
+
+if TYPE_CHECKING:
+    from compile_bench.capture.eager_frames import EagerFrame  # imports torch
+
+SilentKind = Literal["silent eager", "method not compiled", "CUDA graph lost"]
+
+
+@dataclass(frozen=True)
+class SilentEager:
+    """A function that runs eagerly, or a graph that runs without CUDA graphs, without a message from Dynamo.
+
+    Attributes:
+        kind: What happened.
+        frame: First line of the function; for a method, the line that calls it; for a CUDA graph, the model's line.
+        function: Name of the function.
+        reason: Explanation in one sentence.
+    """
+
+    kind: SilentKind
+    frame: Frame
+    function: str
+    reason: str
+
+
+def silent_functions(eager: Iterable[EagerFrame], trace: CompileTrace) -> list[SilentEager]:
+    """The functions that computed outside any graph and that no graph break explains.
+
+    Args:
+        eager: Functions that returned new tensors while no graph ran.
+        trace: What Dynamo reported for the same model.
+    """
+    places = {(each.file, each.line) for each in trace.breaks}
+    places |= {(frame.file, frame.line) for each in trace.breaks for frame in each.stack}
+    broken = {(each.file, each.function) for each in trace.breaks if each.whole_frame}
+    broken |= {(each.stack[-1].file, each.stack[-1].function) for each in trace.breaks if each.stack}
+    # Dynamo inlines calls: a break in a callee can skip the frame of every caller in its stack.
+    broken |= {
+        (frame.file, plain_function(frame.function))
+        for each in trace.breaks
+        if each.whole_frame
+        for frame in each.stack
+    }
+    without_tensors = {(each.file, each.line) for each in trace.empty}
+    found: list[SilentEager] = []
+    for each in eager:
+        stack = [*each.callers, each.frame]
+        callers = {(frame.file, frame.function) for frame in each.callers}
+        if (each.frame.file, plain_function(each.frame.function)) in broken:
+            continue
+        if any((frame.file, frame.line) in places for frame in stack):
+            continue
+        if each.generator and each.callers and (each.callers[-1].file, each.callers[-1].function) in broken:
+            continue  # Dynamo inlines a generator into its caller, which it skipped.
+        if any((known.frame.file, known.function) in callers for known in found):
+            continue  # The caller is already in the list.
+        found.append(_silent_function(each, without_tensors=(each.frame.file, each.frame.line) in without_tensors))
+    return found
+
+
+def _silent_function(eager: EagerFrame, *, without_tensors: bool) -> SilentEager:
+    name = plain_function(eager.frame.function)
+    if without_tensors:
+        reason = (
+            f"{name} used no tensors in its first call, so Dynamo compiled nothing for it; "
+            "its later calls compute eagerly"
+        )
+        return SilentEager("silent eager", eager.frame, name, reason)
+    if eager.method_of and name != "forward":
+        reason = f"torch.compile(model) compiles forward only; a direct call of {eager.method_of}.{name} runs eagerly"
+        return SilentEager("method not compiled", eager.callers[-1] if eager.callers else eager.frame, name, reason)
+    reason = f"{name} computes outside any graph, and Dynamo reports nothing about it"
+    return SilentEager("silent eager", eager.frame, name, reason)
+
+
+def lost_cuda_graphs(reasons: Sequence[str], messages: Sequence[str], user_code: UserCodeFilter) -> list[SilentEager]:
+    """The reasons why Inductor did not use CUDA graphs.
+
+    Args:
+        reasons: Each reason once, in PyTorch's words.
+        messages: The full message behind each reason, with the model's lines that PyTorch names.
+        user_code: Tells which of these lines is the user's.
+    """
+    found = []
+    for reason, message in zip(reasons, messages, strict=True):
+        place = user_code.innermost(frames_in(message)) or Frame("?", 0, "?")
+        found.append(SilentEager("CUDA graph lost", place, place.function, f"CUDA graphs are not used: {reason}"))
+    return found

@@ -1,0 +1,161 @@
+"""Look behind skipped frames: trace changed sources, in which Dynamo can resume where it skipped the whole frame.
+
+Dynamo splits a function at a graph break and resumes it behind the break. Inside a loop, a ``try`` or an unsupported
+context manager it does not: it skips the whole frame, and nothing that follows in the function is traced. Here the
+model is traced again. Dynamo may resume in loops, and the statements around such a break are changed
+(:mod:`compile_bench.targets.blocks`). Everything else runs as it is written, with the model's own values. This is
+repeated until there is no such statement around a skipped frame any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from compile_bench.capture.collector import resuming_in_loops, settings, user_code_filter
+from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
+from compile_bench.capture.parsing import merge_breaks
+from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
+from compile_bench.capture.trace import Break
+from compile_bench.measure.steps import load_case
+from compile_bench.measure.tracing import TracingPass, error_line, own_model, raised_at, trace_target
+from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
+from compile_bench.targets.case import Case
+from compile_bench.targets.overlay import forget_user_modules, overlaid
+
+# What Dynamo reports of an iterator that is in use where it would resume.
+_ITERATOR_IN_USE = ("Generator reconstruction", "Reconstruction failure", "Missing tp_iternext")
+
+
+@dataclass
+class Hidden:
+    """What was found behind skipped frames.
+
+    Attributes:
+        breaks: Graph breaks with the seed that met them.
+        notes: Places behind which breaks stay hidden, one sentence each.
+        untraced: Functions (file and name) that are still skipped, so that not all of their lines were traced.
+    """
+
+    breaks: list[tuple[int, Break]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    untraced: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass
+class _Blocks:
+    """Statements around skipped frames.
+
+    Attributes:
+        changed: Those that are changed.
+        needed: Those that stay as they are, since the model raises without them.
+    """
+
+    changed: set[Block] = field(default_factory=set)
+    needed: set[Block] = field(default_factory=set)
+
+    def change_around(self, frames: Iterable[Frame]) -> bool:
+        """Change the statements around these lines too; whether there are new ones."""
+        user_code = user_code_filter()
+        own = (each for each in frames if user_code.is_user(each.file))
+        around = {block for each in own for block in changeable_blocks(each.file, each.line)}
+        new = around - self.changed - self.needed
+        self.changed |= new
+        return bool(new)
+
+    def adapt_to(self, error: Exception) -> bool:
+        """Keep the handlers of an error, or change the statements around it; whether either made a difference."""
+        frames = raised_at(error)
+        handlers = {block for each in frames for block in handlers_around(each.file, each.line)} & self.changed
+        self.changed -= handlers
+        self.needed |= handlers
+        return bool(handlers) or self.change_around(frames)
+
+
+def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[int]) -> Hidden:
+    """Find the graph breaks that skipped frames hide.
+
+    Args:
+        case: What to trace.
+        seen: The pass over the unchanged sources.
+        seeds: Seeds to trace with.
+    """
+    user_code = user_code_filter()
+    hidden, blocks = Hidden(), _Blocks()
+    skipped = _skipped(seen)
+    installed = [each for each in skipped if _is_installed(each, user_code)]
+    if installed:
+        hidden.notes.append(f"breaks behind {_names(installed)} may stay hidden: the code is an installed package's")
+    skipped = [each for each in skipped if each not in installed]
+    known = {each.place for _, each in seen.breaks} | {each.library for _, each in seen.breaks}
+    failure = ""
+    blocks.change_around(_frames(skipped))
+    pending = bool(skipped)
+    while pending:
+        try:
+            found = _trace_changed(blocks, case, seeds)
+        except Exception as error:  # whatever the changed model raises
+            pending = blocks.adapt_to(error)
+            failure = "" if pending else f"; with the statements there changed, the model raises {error_line(error)}"
+            continue
+        new = [(seed, each) for seed, each in found.breaks if each.place not in known and _is_the_models(each)]
+        known |= {each.place for _, each in new}
+        hidden.breaks += [(seed, _as_in_its_function(each)) for seed, each in new]
+        skipped = [each for each in _skipped(found) if not _is_installed(each, user_code)]
+        pending = blocks.change_around(_frames(skipped))
+    forget_user_modules(user_code)  # they are the changed ones
+    skipped = [each for each in skipped if not each.function.startswith("<")]  # a lambda or comprehension ends there
+    if skipped:
+        hidden.notes.append(f"breaks behind {_names(skipped)} may stay hidden: Dynamo skips the frame there{failure}")
+        hidden.untraced = frozenset((each.file, plain_function(each.function)) for each in _frames(skipped))
+    return hidden
+
+
+def _trace_changed(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> TracingPass:
+    """Trace the sources with these statements changed.
+
+    Raises:
+        Exception: What the changed model raises, uncompiled.
+    """
+    user_code = user_code_filter()
+    # An RNN makes Dynamo skip the frame too, unless this setting lets it trace one.
+    with overlaid(resumable(blocks.changed)), resuming_in_loops(), settings({"allow_rnn": True}):
+        forget_user_modules(user_code)
+        target = load_case(case)
+        target.step(own_model(target, case), train=case.train)()
+        forget_user_modules(user_code)
+        return trace_target(load_case(case), case, seeds)
+
+
+def _skipped(found: TracingPass) -> list[Break]:
+    """The breaks that made Dynamo skip a frame; at the recompile limit all of the function was traced before."""
+    breaks = (each for _, each in found.breaks if each.whole_frame and each.category != RECOMPILE_LIMIT)
+    return list(merge_breaks(breaks))
+
+
+def _is_installed(each: Break, user_code: UserCodeFilter) -> bool:
+    """Whether the skipped frame is an installed package's, whose sources are not changed."""
+    own = [frame for frame in _frames((each,)) if user_code.is_user(frame.file)]
+    return bool(each.library or not own) and not any(is_in_block(frame.file, frame.line) for frame in own)
+
+
+def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
+    """The frames that led to breaks: Dynamo inlines calls, and skips the frame of the caller too."""
+    for each in breaks:
+        yield from each.stack or (Frame(each.file, each.line, each.function),)
+
+
+def _is_the_models(each: Break) -> bool:
+    """Whether a break is one of the unchanged model, and not of what was changed here."""
+    changed = each.category in (RECOMPILE_LIMIT, "compile error", BACKEND_FAILED)
+    return not changed and not each.reason.startswith(_ITERATOR_IN_USE)
+
+
+def _as_in_its_function(each: Break) -> Break:
+    """The break as Dynamo meets it in the unchanged function: inside a loop or a ``try`` it skips the whole frame."""
+    return replace(each, whole_frame=each.whole_frame or is_in_block(each.file, each.line))
+
+
+def _names(breaks: Iterable[Break]) -> str:
+    return ", ".join(dict.fromkeys(f"{Path(each.file).name}:{each.line}" for each in breaks))

@@ -1,0 +1,120 @@
+"""Sources in which Dynamo can resume behind a graph break where it otherwise skips the whole frame.
+
+Dynamo cannot resume a function inside a ``try``, inside a context manager that it does not support, or inside a loop
+over an iterator that it cannot reconstruct. In the changed sources the ``try`` and ``with`` statements are replaced by
+their bodies, and loops go over tuples. Every line keeps its number. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from compile_bench.targets.overlay import TreeOverlay
+
+# File and first line of a statement.
+Block = tuple[str, int]
+
+# Items of an iterator that are put into a tuple; it may be infinite.
+_MOST_ITEMS = 10_000
+
+
+def changeable_blocks(file: str, line: int) -> set[Block]:
+    """The ``try``, ``with`` and ``for`` statements around a line, within its function.
+
+    Context managers of torch stay: Dynamo resumes inside them, and what they set matters to the lines in them.
+    """
+    return {
+        (file, each.lineno)
+        for each in _around(file, line)
+        if isinstance(each, (ast.Try, ast.For))
+        or (
+            isinstance(each, ast.With)
+            and not any(ast.unparse(item.context_expr).startswith("torch.") for item in each.items)
+        )
+    }
+
+
+def handlers_around(file: str, line: int) -> set[Block]:
+    """The ``try`` statements whose body a line is in and that handle exceptions."""
+    tries = (each for each in _around(file, line) if isinstance(each, ast.Try) and each.handlers)
+    return {(file, each.lineno) for each in tries if line < each.handlers[0].lineno}
+
+
+def is_in_block(file: str, line: int) -> bool:
+    """Whether a loop, a ``try`` or a ``with`` of its function is around a line: Dynamo may not resume there."""
+    return any(isinstance(each, (ast.For, ast.While, ast.Try, ast.With)) for each in _around(file, line))
+
+
+def resumable(blocks: Iterable[Block]) -> TreeOverlay:
+    """Syntax trees of files in which these statements are changed."""
+    lines: dict[str, set[int]] = {}
+    for file, line in blocks:
+        lines.setdefault(file, set()).add(line)
+    trees = {file: _Resumable(each).visit(_tree(file)) for file, each in lines.items()}
+    return {file: ast.fix_missing_locations(tree) for file, tree in trees.items()}
+
+
+class _Resumable(ast.NodeTransformer):
+    """Changes the statements that begin at ``lines``."""
+
+    def __init__(self, lines: Collection[int]) -> None:
+        self._lines = lines
+
+    def visit_For(self, node: ast.For) -> ast.AST:
+        self.generic_visit(node)
+        if node.lineno in self._lines:
+            index = ast.Name("__compile_bench_index__", ast.Store())
+            node.target = ast.copy_location(ast.Tuple([index, node.target], ast.Store()), node.target)
+            first_items = _call("zip", _call("range", ast.Constant(_MOST_ITEMS)), node.iter)
+            node.iter = ast.copy_location(_call("tuple", first_items), node.iter)
+        return node
+
+    def visit_Try(self, node: ast.Try) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        if node.lineno not in self._lines:
+            return node
+        last = node.body[-1]
+        if node.finalbody and isinstance(last, ast.Return) and last.value is not None:
+            # ``return value`` stays behind the ``finally``.
+            name = "__compile_bench_returned__"
+            result = ast.copy_location(ast.Assign([ast.Name(name, ast.Store())], last.value), last)
+            returned = ast.copy_location(ast.Return(ast.Name(name, ast.Load())), last)
+            return [*node.body[:-1], result, *node.finalbody, returned]
+        return [*node.body, *node.orelse, *node.finalbody]
+
+    def visit_With(self, node: ast.With) -> ast.AST | list[ast.stmt]:
+        self.generic_visit(node)
+        return [*map(_entered, node.items), *node.body] if node.lineno in self._lines else node
+
+
+def _call(function: str, *arguments: ast.expr) -> ast.expr:
+    return ast.Call(ast.Name(function, ast.Load()), [*arguments], [])
+
+
+def _entered(item: ast.withitem) -> ast.stmt:
+    """``name = context.__enter__()``; without a name the context manager is made, but not entered."""
+    context = item.context_expr
+    if item.optional_vars is None:
+        return ast.copy_location(ast.Expr(context), context)
+    enter = ast.Call(ast.Attribute(context, "__enter__", ast.Load()), [], [])
+    return ast.copy_location(ast.Assign([item.optional_vars], enter), context)
+
+
+def _around(file: str, line: int) -> list[ast.stmt]:
+    """The statements of its innermost function that a line is in, outermost first; none of an unreadable file."""
+    try:
+        tree = _tree(file)
+    except (OSError, SyntaxError):
+        return []
+    statements = [each for each in ast.walk(tree) if isinstance(each, ast.stmt)]
+    around = [each for each in statements if each.lineno <= line <= (each.end_lineno or each.lineno)]
+    functions = [
+        index for index, each in enumerate(around) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    return around[functions[-1] + 1 :] if functions else around
+
+
+def _tree(file: str) -> ast.Module:
+    return ast.parse(Path(file).read_bytes(), filename=file)

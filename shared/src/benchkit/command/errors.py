@@ -1,0 +1,43 @@
+"""How every command line of this repository reports an error that the user can fix."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchkit.errors import UserError, machine_fault
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """Turn errors that the user can fix, and those of the operating system, into one line and exit status 2.
+
+    Args:
+        program: Name at the start of the line.
+
+    Raises:
+        SystemExit: with status 2.
+    """
+    try:
+        yield
+    except UserError as error:
+        line = str(error)
+    except OSError as error:
+        if (fault := machine_fault(error)) is None:
+            raise
+        line = str(fault)
+    else:
+        return
+    # Control characters in a name must not reach the terminal.
+    print(f"{program}: {_CONTROL.sub(lambda found: repr(found[0])[1:-1], line)}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # standard output itself cannot be written, and Python would try once more when it exits
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 # open until then
+    raise SystemExit(2)

@@ -1,0 +1,119 @@
+"""One style for every figure: labelled axes with units, readable in greyscale and by colour-blind readers."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from benchkit.results import write_bytes_atomically
+
+# The palette of Okabe and Ito (2008) for colour-blind readers, ordered so that neighbours differ in lightness. Each
+# colour has a marker and a hatch, so that no figure depends on colour.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
+LIMIT_COLOUR = "#444444"
+
+_STYLE = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same figure on every machine
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "figure.facecolor": "white",  # an SVG without a background is unreadable on a dark page
+    "svg.hashsalt": "benchkit",  # equal data give equal files
+    "svg.fonttype": "path",
+    "hatch.linewidth": 0.6,
+}
+
+
+def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
+    """An empty figure in this style, without global state.
+
+    Args:
+        width: Width in inches.
+        height: Height in inches.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        return figure, figure.add_subplot()
+
+
+def new_panels(
+    rows: int, columns: int, *, width: float, height: float, sharey: Literal["all", "col"]
+) -> tuple[Figure, list[list[Axes]]]:
+    """An empty figure of several panels that share their horizontal axes.
+
+    Args:
+        rows: Number of rows.
+        columns: Number of columns.
+        width: Width in inches.
+        height: Height in inches.
+        sharey: Whether all panels share a vertical axis, or only those of a column.
+    """
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        grid = figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False)
+        return figure, [list(row) for row in grid]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format that the suffix of ``path`` names, without a date inside.
+
+    Args:
+        figure: The figure.
+        path: ``….svg`` for a page, ``….png`` for viewers that need pixels. Missing folders are created.
+
+    Raises:
+        UserError: If the file cannot be written; an existing file then stays as it is.
+    """
+    drawn = io.BytesIO()
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(
+            drawn,
+            format=path.suffix.removeprefix("."),
+            dpi=150,
+            metadata={"Date": None} if path.suffix == ".svg" else None,
+        )
+    write_bytes_atomically(path, drawn.getvalue())
+
+
+def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:
+    """Label ticks with plain numbers and thousands separators: 10,000 and not 10000 or 10⁴.
+
+    Args:
+        axis: An axis of a figure.
+        within_decades: On a logarithmic axis, the multiples to label in each decade, such as 1, 2 and 5.
+    """
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    if within_decades:
+        axis.set_major_locator(LogLocator(subs=within_decades))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def draw_limit(axes: Axes, value: float, label: str = "") -> None:
+    """Draw a dashed horizontal line at a limit, with a label above its right end."""
+    axes.axhline(value, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2)
+    axes.annotate(
+        label,
+        xy=(1.0, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(-2, 3),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=9,
+        color=LIMIT_COLOUR,
+    )

@@ -1,0 +1,177 @@
+"""Markdown and figures as a pure function of the results.
+
+A lens provides a template, the template's variables, its figures and its finding in one line. The order of a report,
+the table of the machine and the list of what is missing are the same for all lenses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from matplotlib.figure import Figure as MatplotlibFigure
+
+from benchkit import markdown, numbers
+from benchkit.environment import commit_label
+from benchkit.report.plotting import save
+from benchkit.results import Results, load, write_text_atomically
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a report.
+
+    Attributes:
+        name: Name of the file without suffix.
+        caption: What the figure shows; also its alternative text.
+        draw: Draws the figure from the results alone.
+    """
+
+    name: str
+    caption: str
+    draw: Callable[[], MatplotlibFigure]
+
+
+@dataclass(frozen=True)
+class ReportSpec:
+    """How a lens turns its results into a report.
+
+    Attributes:
+        package: Name of the import package whose ``templates/report.md.j2`` extends ``report_base.md.j2``.
+        context: Computes the template's variables from the results.
+        figures: Makes the figures; the template places each with ``{{ figure("name") }}``.
+        finding: Computes one sentence from the results that says what the run found. The report begins with it, and the
+            index of reports contains it.
+        migrate: Turns the records of an older document into today's, see :func:`benchkit.results.load`.
+    """
+
+    package: str
+    context: Callable[[Results], dict[str, Any]]
+    figures: Callable[[Results], Sequence[Figure]]
+    finding: Callable[[Results], str]
+    migrate: Callable[[Results], Results] | None = None
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
+    """A Markdown table.
+
+    Args:
+        header: Titles of the columns.
+        rows: Rows of cells, which are shown as text with ``|`` escaped.
+        left: Number of columns on the left that hold text and are aligned left. The others hold numbers and are aligned
+            right.
+    """
+
+    def line(cells: Iterable[object]) -> str:
+        # A backslash before the bar would escape the bar's own backslash.
+        escaped = (re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(re.split(r"[\r\n]", str(cell)))) for cell in cells)
+        return f"| {' | '.join(escaped)} |"
+
+    rule = "|" + "|".join("---" if index < left else "---:" for index in range(len(header))) + "|"
+    return "\n".join([line(header), rule, *(line(row) for row in rows)])
+
+
+def render(results: Results, spec: ReportSpec) -> str:
+    """The text of ``report.md``.
+
+    Args:
+        results: Results of a complete or interrupted run.
+        spec: Report of the lens that made them.
+    """
+    figures = {figure.name: figure for figure in spec.figures(results)}
+
+    def place(name: str) -> str:
+        caption = figures[name].caption
+        return f"![{caption}](figures/{name}.svg)\n\n*{caption}*"
+
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(spec.package), jinja2.PackageLoader("benchkit")]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=False,
+        autoescape=False,  # noqa: S701 # this is Markdown, which `inert` makes safe
+    )
+    text = environment.get_template("report.md.j2").render(
+        results=results,
+        environment=results.environment,
+        machine_rows=_machine_rows(results),
+        finding=spec.finding(results),
+        table=markdown_table,
+        block=markdown.block,
+        figure=place,
+        figure_names=list(figures),
+        number=numbers,
+        **spec.context(results),
+    )
+    return markdown.inert(_tidy(text))
+
+
+def write(directory: Path, spec: ReportSpec) -> Path:
+    """Render ``results.json`` in ``directory`` into ``report.md`` and ``figures/``.
+
+    Args:
+        directory: The folder ``reports/<machine>/``.
+        spec: Report of the lens.
+
+    Returns:
+        The path of the report.
+
+    Raises:
+        UserError: If the results cannot be read; nothing is written then.
+    """
+    results = load(directory / "results.json", migrate=spec.migrate)
+    text = render(results, spec)
+    for figure in spec.figures(results):
+        save(figure.draw(), directory / "figures" / f"{figure.name}.svg")
+    path = directory / "report.md"
+    write_text_atomically(path, text)
+    return path
+
+
+def _tidy(text: str) -> str:
+    """Leave one blank line between blocks where the template's conditions leave more; fenced code stays as it is."""
+    parts = re.split(r"(^(`{3,}).*?^\2$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts[::3] = [re.sub(r"\n{3,}", "\n\n", part) for part in parts[::3]]
+    del parts[2::3]  # the fences, which the pattern captures separately
+    return "".join(parts).strip("\n") + "\n"
+
+
+def _machine_rows(results: Results) -> list[tuple[str, str]]:
+    environment = results.environment
+    rows = []
+    if gpu := environment.gpu:
+        driver = f", driver {gpu.driver}" if gpu.driver else ""
+        rows.append(
+            (
+                "GPU",
+                f"{gpu.name}, compute capability {gpu.capability}, {gpu.multiprocessors} multiprocessors, "
+                f"{numbers.with_unit(gpu.memory, 'B')}, L2 {numbers.with_unit(gpu.l2_cache, 'B')}, "
+                f"CUDA {gpu.cuda}{driver}",
+            )
+        )
+        if gpu.sm_clock_max_mhz:
+            rows.append(
+                (
+                    "GPU clocks",
+                    f"{gpu.sm_clock_mhz} MHz at the start, {gpu.sm_clock_max_mhz} MHz at most, "
+                    f"memory {gpu.memory_clock_mhz} MHz, power limit {gpu.power_limit_w} W; left as found",
+                )
+            )
+    threads = f", {environment.threads} threads an operator" if environment.threads else ""
+    memory = numbers.with_unit(environment.memory, "B")
+    rows.append(("CPU", f"{environment.cpu}, {environment.cores} cores{threads}, {memory}"))
+    if environment.cpu_pressure is not None:
+        rows.append(
+            ("CPU pressure at the start", f"{environment.cpu_pressure:.1f} % of ten seconds (0 is an idle machine)")
+        )
+    rows.append(("System", f"{environment.system}, Python {environment.python}"))
+    rows.append(("Packages", ", ".join(f"{name} {number}" for name, number in environment.packages.items())))
+    rows.append(("Commit", commit_label(environment.commit, environment.dirty)))
+    rows.append(("Command", markdown.code(environment.command)))
+    rows.append(("Date", environment.date))
+    return rows
