@@ -17,6 +17,7 @@ from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.measurements import (
     Accuracy,
     ErrorPair,
+    FirstSteps,
     KernelTime,
     Memory,
     Steady,
@@ -31,7 +32,6 @@ from compile_bench.measure.records import (
     EagerStart,
     FailedCell,
     ShapesRecord,
-    Start,
     SweepCall,
     Toolchain,
 )
@@ -124,8 +124,8 @@ def _case(parts: _Parts) -> CaseRecord:
     )
 
 
-def _start(record: Record) -> Start:
-    return Start(
+def _start(record: Record) -> FirstSteps:
+    return FirstSteps(
         tuple(record[f"step {index}"].value for index in range(1, FIRST_STEPS + 1)),
         record["import"].value,
         record["toolchain"].value,
