@@ -285,7 +285,7 @@ def test_a_small_model_is_measured_to_the_end(toolchain, file):
     assert not [path for path in toolchain.folder.iterdir() if "request" in path.name]
 
 
-def test_a_mode_that_autotunes_is_held_against_the_same_without():
+def test_a_mode_that_autotunes_is_compared_with_the_same_without():
     mlp = Case("mlp", "cpu", mode="max-autotune")
     assert mlp.untuned == Case("mlp", "cpu")
     assert replace(mlp, device="cuda").untuned == Case("mlp", "cuda", mode="reduce-overhead")

@@ -355,7 +355,7 @@ def test_a_sweep_is_not_put_into_the_results_of_another_machine(tmp_path, made_u
 
 @pytest.mark.slow
 def test_two_real_cells_side_by_side(tmp_path, monkeypatch):
-    """Through the command's own road: two processes compile, each samples while the other stands still."""
+    """Through the command's own road: two processes compile, each measures while the other is stopped."""
     lens = build_lens(ROOT / "framework-internals" / "compile-bench")
     (tmp_path / "targets.py").write_text(TARGETS)
     wanted = {
