@@ -1,4 +1,4 @@
-"""rmsnorm-fused in a Hugging Face Llama: every norm replaced, the logits compared, a training step timed.
+"""rmsnorm-fused in a Hugging Face Llama: replaces every norm, compares the logits, times a training step.
 
 python examples/fused_norms_in_llama.py [cpu|cuda]
 """
@@ -16,7 +16,7 @@ from rmsnorm_fused import rms_norm
 
 
 class FusedNorm(nn.Module):
-    """LlamaRMSNorm on one kernel, its weight shared, rounding where it rounds."""
+    """LlamaRMSNorm on one kernel, with a shared weight and the same rounding."""
 
     def __init__(self, norm: LlamaRMSNorm) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# custom-ops for one's own: write a package of one operator, build it, run its tests.
+# custom-ops: write a package with one operator, build it, run its tests.
 #
 #   bash examples/own_operator.sh NAME [FOLDER]
 set -euo pipefail

@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchkit import UserError, numbers, progress
-from benchkit.command import one_line_errors
+from benchkit import UserError, numbers
+from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import capture
 from benchkit.results import reported, write_text_atomically

@@ -1,8 +1,8 @@
-"""What pyproject.toml cannot say: the wheel carries the library of all operators, for any Python from 3.11 on.
+"""Builds the wheel with the library of all operators, for any Python from 3.11 on.
 
 Build it without isolation, `pip wheel --no-build-isolation --no-deps framework-internals/custom-ops`: the library is
-built from the headers of the torch that is installed here (and of jax, for the operators under jax.ffi), and fits
-every torch that src/custom_ops/builds/operator_library.py names, whichever of them that was.
+compiled with the headers of the installed torch (and of jax, for the operators under jax.ffi). It works with every
+version of torch that src/custom_ops/builds/operator_library.py names, whichever of them is installed here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARED = HERE.parents[1] / "shared" / "src"
 
 
 class BuildLibrary(build_ext):
-    """Builds the library where setuptools wants it; not in an editable install, where the first call compiles it."""
+    """Builds the library for a wheel. An editable install builds nothing; the first call compiles the library."""
 
     def run(self) -> None:  # noqa: D102
         if not (self.inplace or self.editable_mode):
@@ -33,9 +33,9 @@ class BuildLibrary(build_ext):
 
 
 def _load_recipe():  # type: ignore[no-untyped-def]
-    """The module itself: importing its package would look for the library that is being built."""
+    """Load operator_library.py by its path; importing its package would look for the library that is being built."""
     if SHARED.is_dir():
-        sys.path.insert(0, str(SHARED))  # this checkout's, whichever is installed
+        sys.path.insert(0, str(SHARED))  # this checkout's native_build, even if another one is installed
     path = HERE / "src" / "custom_ops" / "builds" / "operator_library.py"
     spec = importlib.util.spec_from_file_location("custom_ops_operator_library", path)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: a wheel with the prebuilt library is for one platform, though for any Python."""
+"""Tags a wheel with the prebuilt library for one platform and any Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIBRARY = Path(__file__).resolve().parent / "src" / "rmsnorm_fused" / "rms_norm_
 
 
 class PlatformWheel(bdist_wheel):
-    """Tags the wheel py3-none-<platform> where the library was built, py3-none-any where there is none."""
+    """Tags the wheel py3-none-<platform> if it contains the library, else py3-none-any."""
 
     def finalize_options(self) -> None:  # noqa: D102
         super().finalize_options()

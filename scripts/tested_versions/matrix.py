@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from benchkit import Quantity, Record, Results, UserError, progress
+from benchkit import Quantity, Record, Results, UserError
+from benchkit.command import progress
 from benchkit.environment import Environment
 from benchkit.results import dump, load, write_text_atomically
 from tested_versions.plan import SELECTION, Combination

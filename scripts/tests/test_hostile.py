@@ -23,7 +23,7 @@ import dispatcher_trace
 import dispatcher_trace.cli
 import jax_baseline.cli
 import torch_baseline.cli
-from benchkit import progress
+from benchkit.command import progress
 from benchkit.report import render
 from benchkit.results import Absence, load
 from compile_bench.catalogue import page as catalogue

@@ -133,9 +133,9 @@ def test_no_two_pages_share_a_heading(site):
     assert len(set(headings)) == len(headings)
 
 
-def test_the_rungs_stand_in_the_order_of_their_table(site):
-    rungs = [place for place in places(pages.navigation(site)) if "/csrc/" in place]
-    assert [Path(rung).parent.name for rung in rungs[:4]] == ["csrc", "vector_add", "scale", "bias_gelu"]
+def test_the_examples_have_the_order_of_their_table(site):
+    examples = [place for place in places(pages.navigation(site)) if "/csrc/" in place]
+    assert [Path(example).parent.name for example in examples[:4]] == ["csrc", "vector_add", "scale", "bias_gelu"]
 
 
 def test_a_source_is_fenced_with_more_ticks_than_it_has(tmp_path):

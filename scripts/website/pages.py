@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,19 +17,15 @@ HOUSE = "framework-internals"
 # The API page of a package documents the names that it exports and these modules.
 MODULES = {
     "benchkit": (
-        *("timing", "statistics", "limits", "environment", "results", "report", "run", "numbers", "plotting"),
-        *("progress", "profiling", "device", "errors"),
+        *("timing", "timing.statistics", "timing.limits", "timing.profiling", "environment", "results", "report"),
+        *("report.plotting", "run", "numbers", "command", "command.progress", "device", "errors", "processes"),
     ),
     "torch_baseline": (
         *("config", "model", "data", "optim", "train", "learner", "checkpoint", "parallel", "records", "sample"),
         "throughput",
     ),
     "compile_bench": ("targets.target", "pytest_plugin"),
-<<<<<<< HEAD
-    "jax_baseline": (*("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),),
-=======
     "jax_baseline": ("parity", "gpt.model", "gpt.train", "gpt.transfer", "gpt.interchange", "gpt.sharding"),
->>>>>>> main
     "rmsnorm_fused": ("backends",),
     "custom_ops": ("jax_operators",),
 }
@@ -60,7 +57,7 @@ class Site:
         root: The root of the repository.
         pages: Markdown files that are shown as they are.
         sources: Other files that are shown on a page each: ``LICENSE`` on ``LICENSE.md``.
-        files: Files that are copied: figures, the trace viewer.
+        files: Files that are copied: figures, the trace viewer, the searchable catalogue.
         api: Generated pages: their path and the text that mkdocstrings fills in.
     """
 
@@ -69,6 +66,19 @@ class Site:
     sources: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     api: dict[str, str] = field(default_factory=dict)
+
+
+def write_catalogue(root: Path) -> None:
+    """Write the pages of compile-bench's catalogue, which git does not hold.
+
+    Its programs import torch. Without torch the site has the catalogue's index alone.
+    """
+    if importlib.util.find_spec("torch") is None:
+        print("site: torch is not installed, so the catalogue's pages are left out")
+        return
+    from compile_bench.catalogue.page import write_page
+
+    write_page(root / HOUSE / "compile-bench" / "catalogue")
 
 
 def collect(root: Path) -> Site:
@@ -81,6 +91,7 @@ def collect(root: Path) -> Site:
     patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
     site.pages = [path for path in _matching(root, patterns) if "-quick/" not in path]
     site.sources = _matching(root, _SOURCES)
+    site.files = _matching(root, [f"{HOUSE}/*/catalogue/*.html"])
     for page in site.pages:
         for target in linked_files(root, page):
             if target.endswith(".md") or target in site.sources or target in site.files:
@@ -230,12 +241,12 @@ def _of_a_lens(site: Site, lens: str) -> Iterator[str | Mapping[str, str | Navig
     for path in site.sources:
         if path.startswith(home):
             yield {PurePosixPath(path).name: f"{path}.md"}
-    rungs = [page for page in pages if page.startswith(f"{home}csrc/")]
-    if rungs:
-        climbed = [page for page in linked_files(site.root, rungs[0]) if page in rungs]  # in the order of their table
-        climbed += [page for page in rungs[1:] if page not in climbed]
-        yield {"The ladder": [rungs[0], *({_title(site, page): page} for page in climbed)]}
-    shown = {f"{home}README.md", *reports, *rungs}
+    examples = [page for page in pages if page.startswith(f"{home}csrc/")]
+    if examples:
+        in_order = [page for page in linked_files(site.root, examples[0]) if page in examples]
+        in_order += [page for page in examples[1:] if page not in in_order]
+        yield {"Six examples": [examples[0], *({_title(site, page): page} for page in in_order)]}
+    shown = {f"{home}README.md", *reports, *examples}
     for page in pages:
         if page not in shown:
             yield {_title(site, page): page}

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Quantity, Record, Results, numbers
-from benchkit.limits import datasheet
-from benchkit.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from benchkit.report import Figure, ReportSpec, markdown_table
+from benchkit.report.plotting import COLOURS, HATCHES, label_ticks, new_figure
+from benchkit.timing.limits import datasheet
 from jax_baseline.timing.bench import steps_taken
 from whole_step.dissection import dispatch_seconds
 

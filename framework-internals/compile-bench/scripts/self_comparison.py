@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from benchkit import numbers
+from benchkit.command.progress import working
 from benchkit.device import resolve_device
-from benchkit.progress import working
 from compile_bench import Case, Harness
 from compile_bench.measure.steps import self_comparison
 from compile_bench.measure.verdict import BUSY, difference

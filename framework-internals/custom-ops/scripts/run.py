@@ -1,4 +1,4 @@
-"""The main job: measure every road on this machine and write ``reports/``."""
+"""Measures every road on this machine and writes ``reports/<machine>/``; see ``--help``."""
 
 from pathlib import Path
 

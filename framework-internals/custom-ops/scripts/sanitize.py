@@ -1,9 +1,10 @@
-"""Every operator, forward and backward, under NVIDIA's compute-sanitizer: out-of-bounds accesses, races, unset memory.
+"""Runs every operator, forward and backward, under NVIDIA's compute-sanitizer.
 
     ./scripts/python.sh framework-internals/custom-ops/scripts/sanitize.py --tool memcheck
 
-Needs a GPU and the CUDA toolkit's compute-sanitizer; the library is the one that serves `custom_ops`
-(CUSTOM_OPS_LIBRARY names another). Exits with 1 where anything is reported. What is known of racecheck is in NOTES.md.
+It finds out-of-bounds accesses, races and uninitialised memory. It needs a GPU and the CUDA toolkit's
+compute-sanitizer, and uses the same library as `custom_ops` (CUSTOM_OPS_LIBRARY names another). The exit status is 1 if
+anything is reported. NOTES.md explains racecheck's false reports.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import typer
 
 TOOLS = ("memcheck", "initcheck", "racecheck")
 
-# torch frees through its own cache, which would hide an access behind an allocation: each tensor gets its own.
+# torch's caching allocator would hide an access beyond a tensor, so each tensor gets its own allocation.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 WORK = """
@@ -59,7 +60,11 @@ print("calls:", calls)
 """
 
 
-def main(tool: Annotated[list[str] | None, typer.Option(help="Again for another. Default: all three.")] = None) -> None:
+def main(
+    tool: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(TOOLS)}; repeat for several. Default: all three.")
+    ] = None,
+) -> None:
     """Run every operator under compute-sanitizer."""
     tools = tool or list(TOOLS)
     if unknown := [name for name in tools if name not in TOOLS]:

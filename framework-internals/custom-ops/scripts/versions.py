@@ -1,9 +1,9 @@
-"""Try one library under other versions of torch and Python: each in an environment of its own.
+"""Tests one library under other versions of torch and Python, each in a separate environment.
 
     python scripts/versions.py LIBRARY --torch 2.10 --torch 2.15 --python 3.11 --environments FOLDER
 
-Nothing is compiled. An environment is made by `python -m venv` of the Python that is named (python3.12, …, on PATH) and
-`pip install torch==<version>.*`; one that is there is used again.
+Nothing is compiled. The named Python (python3.12, …, on PATH) makes each environment with `python -m venv` and
+`pip install torch==<version>.*`; an existing environment is used again.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _interpreter(environments: Path, python: str, torch: str) -> Path:
 
 
 def check(interpreter: Path, library: Path) -> str | None:
-    """Run the check with an interpreter; what went wrong, or None after its line has been printed."""
+    """Run the check with an interpreter and print its line; returns the error, or None."""
     sources = os.pathsep.join(str(path) for path in (ROOT / "shared/src", ROOT / "framework-internals/custom-ops/src"))
     environment = {**os.environ, "PYTHONPATH": sources, "CUSTOM_OPS_LIBRARY": str(library.resolve())}
     command = [str(interpreter), "-c", CHECK]
@@ -84,17 +84,17 @@ def check(interpreter: Path, library: Path) -> str | None:
 
 
 def main(
-    library: Annotated[Path, typer.Argument(exists=True, help="dist/_C.abi3.so, or one out of a wheel.")],
+    library: Annotated[Path, typer.Argument(exists=True, help="dist/_C.abi3.so, or the library from a wheel.")],
     torch: Annotated[
-        list[str] | None, typer.Option(help="2.10, 2.13, …; again for another. Default: all it is for.")
+        list[str] | None, typer.Option(help="2.10, 2.13, …; repeat for several. Default: 2.10 to 2.15.")
     ] = None,
-    python: Annotated[list[str] | None, typer.Option(help="3.11, 3.12, …; again for another. Default: 3.11.")] = None,
-    environments: Annotated[Path, typer.Option(help="Where the environments are kept.")] = Path("build/versions"),
+    python: Annotated[list[str] | None, typer.Option(help="3.11, 3.12, …; repeat for several. Default: 3.11.")] = None,
+    environments: Annotated[Path, typer.Option(help="Folder of the environments.")] = Path("build/versions"),
     interpreter: Annotated[
-        list[Path] | None, typer.Option(help="Of an environment that has torch; in place of making one.")
+        list[Path] | None, typer.Option(help="Python of an existing environment with torch; makes no new one.")
     ] = None,
 ) -> None:
-    """Try one library under other versions of torch and Python."""
+    """Test one library under other versions of torch and Python."""
     if interpreter:
         found = {str(path): path for path in interpreter}
     else:

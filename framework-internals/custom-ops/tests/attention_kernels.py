@@ -1,7 +1,7 @@
-"""The attention kernels by themselves: built without a torch binding and called through ctypes.
+"""The attention kernels alone: built without a torch binding and called through ctypes.
 
-What tests and tuning need and the operator does not offer: every kernel by name, on a GPU or, compiled by g++ against
-``csrc/flash_attention/emulator.h``, on a CPU that emulates the tensor cores thread by thread.
+The tests need what the operator does not offer: every kernel by name, on a GPU, or on a CPU with
+``csrc/flash_attention/emulator.h``, which emulates the tensor cores thread by thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Machine = Literal["cpu", "emulator", "cuda"]
 
 
 class Algorithm(Enum):
-    """Which kernel: ``flash_attention.h`` says what each serves."""
+    """Selects the kernel; ``flash_attention.h`` says what each supports."""
 
     AUTO = 0
     NAIVE = 1
@@ -75,7 +75,7 @@ class _Backward(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of one machine.
+    """The kernels for one kind of processor.
 
     Attributes:
         library: The loaded shared library.
@@ -96,7 +96,7 @@ class Kernels:
         algorithm: Algorithm = Algorithm.AUTO,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``softmax(scale * q k^T) v`` and the log-sum-exp of each row, in tensors that held NaN before.
+        """Compute ``softmax(scale * q k^T) v`` and the log-sum-exp of each row, in tensors filled with NaN before.
 
         Args:
             q: (batch, heads_q, seq_q, head_size), unit stride in the last dimension.
@@ -132,7 +132,7 @@ class Kernels:
         scale: float | None = None,
         algorithm: Algorithm = Algorithm.AUTO,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gradients of ``forward`` for q, k and v, from its results and the gradients that arrive at them.
+        """Compute the gradients of q, k and v from the results of ``forward`` and their gradients.
 
         Args:
             q: Same as in ``forward``.

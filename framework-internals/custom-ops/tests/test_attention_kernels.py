@@ -109,7 +109,7 @@ needs_cuda_headers = pytest.mark.skipif(find_nvcc() is None, reason="needs CUDA'
     ]
 )
 def tensor_cores(request: pytest.FixtureRequest) -> tuple[Kernels, str]:
-    """The kernels, and the device that their tensors lie on."""
+    """The kernels, and the device of their tensors."""
     if request.param == "cuda":
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("the kernels are built for sm_90a here")
@@ -143,7 +143,7 @@ CASES = [
     Case(NAIVE, FP64, 24, heads=(4, 2), lengths=(20, 33), causal=True),
     Case(NAIVE, FP16, 33, lengths=(20, 33)),
     Case(NAIVE, FP32, 300, heads=(1, 1), lengths=(10, 12), causal=True),
-    # Scales that do not fit the fused multiply-add of the softmax take a path of their own.
+    # Scales that do not suit the fused multiply-add of the softmax use a separate path.
     Case(WGMMA, FP32, 64, heads=(1, 1), lengths=(40, 40), causal=True, scale=-0.3),
     Case(WGMMA, BF16, 64, heads=(1, 1), lengths=(40, 40), causal=True, scale=-1.0),
     Case(MMA, FP32, 64, heads=(1, 1), lengths=(40, 40), causal=True, scale=0.0),

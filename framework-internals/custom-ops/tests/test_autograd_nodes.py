@@ -1,4 +1,4 @@
-"""The derivatives in C++: that they serve, what they refuse, and what happens where they cannot be compiled."""
+"""The derivatives in C++: their use, their errors, and the fallback if they cannot be compiled."""
 
 from __future__ import annotations
 

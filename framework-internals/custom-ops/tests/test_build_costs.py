@@ -1,4 +1,4 @@
-"""What a build costs: measured in a fresh process, whose failure is a reason and not a crash."""
+"""The cost of a build, measured in a fresh process; its failure is reported and does not end the run."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_errors_of_a_fresh_process_are_its_last_line() -> None:
 
 
 def test_what_was_built_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library goes to the user's cache if none is there; the extension is loaded from where it was built."""
+    """The library is copied to the user's cache unless there is one; the extension is loaded from its build folder."""
     cache, library = tmp_path / "cache" / "operators.so", tmp_path / "built.so"
     library.write_bytes(b"new")
     monkeypatch.setattr(operator_library, "_cache_path", lambda architectures: cache)

@@ -1,4 +1,4 @@
-"""The operators as callables of one torch: the short way, and what is left to torch's own."""
+"""The operators as compiled callables: the fast path, and the calls that are left to torch's own."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ ops = torch.ops.custom_ops
 
 @pytest.fixture
 def quick() -> Any:
-    """Makes a callable of an operator, whose second argument takes the place of torch's own callable."""
+    """Makes a callable from an operator; its second argument replaces torch's own callable."""
     if custom_ops.load().autograd != "compiled nodes":
         pytest.skip("nothing is compiled for this torch")
     return autograd_nodes.operator_call(autograd_nodes.build())
 
 
 class Recorder:
-    """Stands for torch's own callable and counts what comes to it."""
+    """Replaces torch's own callable and counts its calls."""
 
     def __init__(self, overload: Any) -> None:
         self.call, self.count = in_cpp(overload), 0
@@ -43,7 +43,7 @@ class Recorder:
 
 @pytest.fixture
 def recorded(quick: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An operator's callable, and what counts the calls that it leaves to torch."""
+    """An operator's callable, and the counter of the calls that it leaves to torch."""
 
     def make(overload: Any) -> tuple[Any, Recorder]:
         recorder = Recorder(overload)

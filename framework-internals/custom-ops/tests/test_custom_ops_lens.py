@@ -64,7 +64,7 @@ def test_small_run_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_failed_measurement_does_not_take_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its reason stands in the report, its traceback on stderr, and what was measured before and after is kept."""
+    """The report gives the reason, stderr has the traceback, and the records before and after are kept."""
 
     def failing() -> Iterator[Record]:
         yield Record("first")
@@ -92,7 +92,7 @@ def test_report_renders_with_nothing_but_the_build() -> None:
 
 
 def rendered_with(value: str, low: float, high: float, **labels: object) -> str:
-    """The committed report with another interval in the place of these records'."""
+    """The committed report with another interval for the selected records."""
     records = []
     for record in COMMITTED.records:
         if value in record.values and all(record.labels.get(key) == label for key, label in labels.items()):
@@ -120,7 +120,7 @@ def test_an_operator_whose_interval_lies_on_both_sides_is_undecided() -> None:
 
 def limits(device: str) -> list:
     """The full-size measurement of the machine's memory takes longer than the rest of this test."""
-    from benchkit.limits import memory_limits
+    from benchkit.timing.limits import memory_limits
 
     return list(memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01))
 
@@ -150,14 +150,14 @@ def test_configuration_is_smaller_when_quick() -> None:
 
 
 def products(device: str) -> list:
-    """As :func:`limits`, of small matrices."""
-    from benchkit.limits import product_limits
+    """Like :func:`limits`, for small matrices."""
+    from benchkit.timing.limits import product_limits
 
     return list(product_limits(device, size=64, seconds=0.01))
 
 
-def test_torch_compile_is_held_against_at_each_size_for_that_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled for any size it is twice as slow as torch's own kernels: no opponent."""
+def test_torch_compile_is_compiled_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for dynamic sizes, it is twice as slow as torch's own kernels, and the comparison would be unfair."""
     asked = []
 
     def compile_anew(function, **options):

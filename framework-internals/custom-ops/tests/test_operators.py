@@ -1,4 +1,4 @@
-"""scale, bias_gelu, conv_bn_relu and flash_attention on a CPU: numbers, derivatives, registration, refusals."""
+"""scale, bias_gelu, conv_bn_relu and flash_attention on a CPU: results, derivatives, registration, errors."""
 
 from __future__ import annotations
 
@@ -493,7 +493,7 @@ def test_forward_mode_is_refused_and_not_dropped(name: str) -> None:
         torch.func.jvp(function, (x,), (x,))
     with refused:
         torch.func.jvp(torch.vmap(function), (x[None],), (x[None],))
-    with forward_ad.dual_level():  # a tangent elsewhere is none of its business
+    with forward_ad.dual_level():  # a tangent of another tensor does not matter
         forward_ad.make_dual(ONE, ONE)
         assert torch.equal(function(x), function(x.clone()))
     with pytest.raises(

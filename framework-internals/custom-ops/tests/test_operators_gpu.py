@@ -1,4 +1,4 @@
-"""What only a GPU can get wrong: streams, devices, graphs, indices beyond 32 bits, and the kernels' numbers."""
+"""Tests that need a GPU: streams, devices, graphs, indices beyond 32 bits, and the kernels' results."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Both builds, the ways to wrap them, and which one serves."""
+"""Both builds of vector_add, the wrappers, and the selection of the library."""
 
 import re
 import subprocess
@@ -103,7 +103,7 @@ def test_the_library_alone_has_operators_module_and_c_function() -> None:
 
 
 def test_the_library_keeps_to_the_abis_that_it_claims() -> None:
-    """No symbol of torch's C++ classes and of Python's own headers beyond the limited API, none exported but ours."""
+    """The library uses no symbols of torch's C++ classes or beyond Python's limited API, and exports only its own."""
     library = custom_ops.load().file
     assert library is not None
     symbols = subprocess.run(

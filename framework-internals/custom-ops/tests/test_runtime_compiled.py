@@ -1,4 +1,4 @@
-"""Run-time compilation: every kernel compiles under NVRTC, and on a GPU gives what the library's gives."""
+"""Run-time compilation: every kernel compiles with NVRTC, and on a GPU gives the same results as the library's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors that a newcomer meets, each made to happen; TRAPS.md explains them by these names."""
+"""Reproduces common errors; TRAPS.md explains them and refers to the tests by name."""
 
 import importlib.util
 import json
@@ -133,7 +133,7 @@ def test_an_import_without_pyinit(tmp_path: Path) -> None:
     assert library is not None
     renamed = tmp_path / "operators.abi3.so"
     shutil.copy2(library, renamed)
-    # In a process of its own: the operators of two copies of a library cannot be registered in one.
+    # In a separate process: the operators of two copies of a library cannot be registered in one.
     code = (
         "import importlib.util, torch\n"
         f"spec = importlib.util.spec_from_file_location('operators', {str(renamed)!r})\n"

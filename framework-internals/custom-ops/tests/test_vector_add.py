@@ -1,4 +1,4 @@
-"""The operators: exact results, gradients, registration, refusals, on every device there is."""
+"""vector_add and axpb: exact results, gradients, registration, errors, on every available device."""
 
 import math
 

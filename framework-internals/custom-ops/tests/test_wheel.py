@@ -1,4 +1,4 @@
-"""The wheel, the library alone, and the script that tries it elsewhere; without nvcc, for the CPU."""
+"""The wheel, the library alone, and the script that tests it under other versions; without nvcc, for the CPU."""
 
 from __future__ import annotations
 

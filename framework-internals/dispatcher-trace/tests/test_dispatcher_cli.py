@@ -221,7 +221,7 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     assert "cannot be imported: OSError: broken" in broken.stderr
     file.write_text("raise SystemExit(0)\n")
     ending = call("run", f"{file}:step")
-    assert 'imported: SystemExit: 0; put what ends it under if __name__ == "__main__":' in ending.stderr
+    assert 'imported: SystemExit: 0; put the call that exits under if __name__ == "__main__":' in ending.stderr
     assert [result.exit_code for result in (missing, raising, broken, ending)] == [2, 2, 2, 2]
 
 

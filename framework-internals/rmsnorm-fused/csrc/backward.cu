@@ -26,7 +26,7 @@ constexpr int kTileThreads = 256;       // wide rows: threads of a block that lo
 constexpr int kTileBlocks = 2;          // of these blocks per multiprocessor: 128 registers per thread, 64 KiB in flight
 constexpr int kTileRows = 4;            // wide rows: rows whose loads are in flight together
 constexpr int kReduceThreads = 256;     // threads of a block of the last kernel
-constexpr int kReduceRows = 32;         // most of them at the same columns: 8 columns are 32 bytes, the smallest fetch of a load
+constexpr int kReduceRows = 32;         // most of them per column; 8 columns are 32 bytes, the smallest fetch
 
 // dy * w, as the row's sum and dx use it.
 template <class T> __device__ __forceinline__ Wide<T> weighted(Wide<T> dy, Wide<T> w, bool llama) {

@@ -24,7 +24,7 @@ namespace rms_norm::bulk {
 constexpr int kMaxStages = 20;
 constexpr int kSums = 4;          // row sums that may be in flight at a time; three would suffice
 constexpr int kAhead = 3;         // units fetched ahead of their use
-constexpr int kDealt = 32;        // fetched units that the slowest block of a cluster has not read: fewer than kMaxStages + kAhead
+constexpr int kDealt = 32;        // fetched units that a block of the cluster has not read: < kMaxStages + kAhead
 constexpr int kVectorBytes = 16;
 
 // How the work is divided into units, besides the compile-time numbers of `BulkShape`. Vectors have kVectorBytes.
@@ -173,7 +173,7 @@ template <class T, class S> __device__ void produce(const Cut& cut, Control<S>& 
 template <class T, class S, bool kWhole> struct Consumer {
   static constexpr int V = kVector<T>;
   // With many warps, a branch around the missing vectors of a row is free; with few, it would separate the loads.
-  static constexpr bool kBranch = S::kWarps * S::kResident > 8 || S::kTile > 3;  // unrolling would need more registers than there are
+  static constexpr bool kBranch = S::kWarps * S::kResident > 8 || S::kTile > 3;  // else too many registers
 
   const Cut& cut;
   Control<S>& control;

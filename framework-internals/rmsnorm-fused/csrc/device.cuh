@@ -109,7 +109,7 @@ template <class A, class Combine> __device__ __forceinline__ A over_row(A value,
     const A part = slots[warp < warps ? warp : 0];
     return std::is_same_v<Combine, Add> && warp >= warps ? A(0) : part;
   };
-  if (warps <= 8) return within_warp(from_warp(lane % 8), 8, combine);  // saves two shuffles, each of which a single row waits for
+  if (warps <= 8) return within_warp(from_warp(lane % 8), 8, combine);  // saves two shuffles of a single row
   return within_warp(from_warp(lane), 32, combine);
 }
 

@@ -16,7 +16,7 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int kAnyBlock = 512;    // threads of a block of forward_kernel, at most: twice the registers
 constexpr int kSmallBlock = 128;  // threads of a block that holds several narrow rows
-constexpr unsigned kFewBlocks = 8;  // blocks of a grid that lets the next kernel start early, which saves 4 % of a single row's time
+constexpr unsigned kFewBlocks = 8;  // blocks of a grid that starts the next kernel early: saves 4 % of a single row
 
 // A block's storage for the sums of a cluster: one word from every block.
 struct Exchange {

@@ -45,7 +45,7 @@ struct Weight {
 
 // y as float8_e4m3fn: y / scale rounded to nearest, ties to even, and clamped to the largest finite value.
 struct Quantised {
-  const float* scale;  // one element; null: one scale per row, its largest |y| / kLargestFloat8 (1 if that is 0, NaN if the row has a NaN)
+  const float* scale;  // one element; null: per row, largest abs(y) / kLargestFloat8 (1 if 0, NaN if there is a NaN)
   float* row_scales;   // rows; output of the scales per row
 };
 

@@ -1,4 +1,4 @@
-"""Measure, and write ``reports/<machine>/``: see ``--help``."""
+"""Measures every implementation on this machine and writes ``reports/<machine>/``; see ``--help``."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ from rmsnorm_fused.backends import Implementation, unavailable
 
 @dataclass(frozen=True)
 class Where:
-    """An implementation and the device it is tried on."""
+    """An implementation and the device of the test."""
 
     backend: Implementation
     device: str
@@ -44,11 +44,11 @@ ALL = [*_params(("pytorch", "cpu"), ("pytorch", "cuda")), *KERNELS]
 
 @pytest.fixture(scope="session", params=ALL)
 def where(request: pytest.FixtureRequest) -> Where:
-    """Every implementation on every device that it is for."""
+    """Every implementation on every device that it supports."""
     return _usable(request.param)
 
 
 @pytest.fixture(scope="session", params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Where:
-    """Those that are operators of this package: all but the PyTorch formula."""
+    """The implementations that are operators of this package: all except the PyTorch formula."""
     return _usable(request.param)

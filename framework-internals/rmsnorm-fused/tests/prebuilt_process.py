@@ -1,4 +1,4 @@
-"""What test_rmsnorm_prebuilt.py runs where there is no compiler: the public functions on the prebuilt library."""
+"""Tests the public functions on the prebuilt library; test_rmsnorm_prebuilt.py runs this without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public function and module: what they refuse, and how they stand in for PyTorch's own."""
+"""The public function and module: their errors, and their use in place of PyTorch's own."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def _release(package: str) -> tuple[int, ...]:
     ],
 )
 def test_triton_under_its_interpreter(selection):
-    # A process of its own: Triton reads the variable when it is imported, and everything else here must not see it.
+    # A separate process: Triton reads the variable when it is imported, and other tests must not see it.
     answer = subprocess.run(
         [
             sys.executable, "-m", "pytest", str(HERE), "-k", selection, "-q", "-p", "no:cacheprovider",

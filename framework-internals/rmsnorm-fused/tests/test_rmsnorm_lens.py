@@ -1,4 +1,4 @@
-"""The main job end to end, on a shape that takes seconds, and the report of what a GPU would add."""
+"""The measurements and the report end to end on a small shape, and the report of a GPU's results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchkit.environment import Gpu, capture
 from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
-from benchkit.statistics import worst
+from benchkit.timing.statistics import worst
 from rmsnorm_fused import lens
 from rmsnorm_fused.bench import candidates, measure, training
 from rmsnorm_fused.bench.accuracy import expected
@@ -58,7 +58,7 @@ def run(tmp_path):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """A run in which the formula stands in for the C++ kernel: what is built, other tests say."""
+    """A run in which the formula replaces the C++ kernel; other tests cover the build."""
     run = Run("cpu", TINY, recorder(tmp_path_factory.mktemp("report"), TINY))
     found, absent = {EAGER: FORMULA, TORCH: candidates.Candidate(candidates._torch_rms_norm)}, {"`cuda`": "no GPU"}
     with pytest.MonkeyPatch.context() as patch:
@@ -372,7 +372,7 @@ def test_shapes_are_compiled_apart_and_called_together(run):
 
 @pytest.fixture
 def libraries(monkeypatch):
-    """Stand-ins for quack and Liger that note how they are called."""
+    """Replacements for quack and Liger that record how they are called."""
     calls = []
 
     def note(name, results):

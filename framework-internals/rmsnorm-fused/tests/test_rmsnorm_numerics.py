@@ -1,4 +1,4 @@
-"""Values and gradients of every implementation against float64, within the bound that accuracy.py derives."""
+"""Values and gradients of every implementation against float64, within the bound of bench/accuracy.py."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def random(seed, shape, dtype, device):
 
 
 def laid_out(kind, seed, shape, dtype, device):
-    """A tensor of that shape whose memory is laid out in one of the ways that models do it."""
+    """A tensor of a given shape, in one of the memory layouts that models use."""
     *lead, n = shape
     if kind == "columns of a wider tensor":
         return random(seed, (*lead, 3 * n + 1), dtype, device)[..., n : 2 * n]
@@ -52,7 +52,7 @@ def laid_out(kind, seed, shape, dtype, device):
 
 @dataclass(frozen=True)
 class Case:
-    """One normalisation and the gradients that come back to it; None is an argument that is left out."""
+    """One normalisation and the incoming gradients; None omits an argument."""
 
     x: torch.Tensor
     dy: torch.Tensor | None
@@ -81,7 +81,7 @@ def made(m, n, dtype, device, *, residual=False, weight_dtype=None, **numbers):
 
 
 def run(backend, case):
-    """The results by their names in accuracy.py."""
+    """The results by their names in bench/accuracy.py."""
     x, residual, weight = (
         None if t is None else t.detach().requires_grad_() for t in (case.x, case.residual, case.weight)
     )
@@ -186,7 +186,7 @@ def test_more_rows_than_one_partial_sum_holds(where):
 @pytest.mark.parametrize("casting", CASTINGS)
 @pytest.mark.parametrize("residual", [True, False])
 def test_triton_row_in_blocks(kernel, monkeypatch, dtype, casting, residual):
-    """The kernels for the widest rows, at a width that the interpreter is quick with."""
+    """The kernels for the widest rows, at a width that is fast under the interpreter."""
     if kernel.backend != "triton":
         pytest.skip("about the kernels in Triton")
     from rmsnorm_fused.impl import triton
@@ -203,7 +203,7 @@ def test_triton_row_in_blocks(kernel, monkeypatch, dtype, casting, residual):
 
 @pytest.mark.parametrize("rows", [2, 4])
 def test_triton_rows_side_by_side(kernel, monkeypatch, rows):
-    """Tiles of several rows, of which the last one is not full, whether their terms of dweight are folded or not."""
+    """Tiles of several rows, with a partial last tile, with and without folding of the terms of dweight."""
     if kernel.backend != "triton":
         pytest.skip("about the kernels in Triton")
     from rmsnorm_fused.impl import triton
@@ -267,7 +267,7 @@ def test_neither_result_is_an_argument(where):
 
 
 def test_a_kept_graph_gives_the_same_again(where):
-    """Backward writes into nothing that it was given: neither what was saved nor the incoming gradients."""
+    """Backward modifies neither the saved tensors nor the incoming gradients."""
     case = made(33, 72, torch.bfloat16, where.device, residual=True)
     x, residual, weight = (t.clone().requires_grad_() for t in (case.x, case.residual, case.weight))
     outputs = rms_norm(x, weight, eps=1e-6, residual=residual, backend=where.backend)
@@ -387,7 +387,7 @@ def test_triton_rows_in_blocks_show_a_nan(kernel, monkeypatch):
 
 @infinity_times_zero
 def test_one_wide_row_shows_a_nan(where):
-    """As few wide rows as the C++ kernel spreads over threads, and the CUDA kernel over blocks."""
+    """So few wide rows that the C++ kernel divides them over threads, and the CUDA kernel over blocks."""
     x = random(1, (1, 70001), torch.bfloat16, where.device)
     x[0, 5] = torch.inf
     y, scales = rms_norm(x, eps=1e-6, out_dtype=FLOAT8, scale="dynamic", backend=where.backend)
@@ -449,7 +449,7 @@ def test_rows_of_all_magnitudes(where, dtype, sizes):
 
 
 def test_a_mean_far_from_zero_costs_nothing(where):
-    """RMSNorm subtracts no mean: a large common offset is no cancellation forward, and one that is allowed backward."""
+    """RMSNorm subtracts no mean: a large offset causes no cancellation forward, and an allowed one backward."""
     for dtype in DTYPES:
         case = made(8, 300, dtype, where.device)
         check(where, replace(case, x=case.x + 300))

@@ -31,7 +31,7 @@ def sample(device, *, dtype=torch.float32, grad=True):
 def operator(kernel, name):
     backends.resolve(
         kernel.backend, torch.device(kernel.device).type
-    )  # whose kernels are registered when they are asked for
+    )  # its kernels are registered at the first request
     return operators.operator(family(kernel), name).default
 
 
@@ -95,7 +95,7 @@ def test_gradient_of_the_weight_alone_and_of_x_alone(where):
 
 
 class Recording(TorchDispatchMode):
-    """Notes the arguments of every backward operator of this package."""
+    """Records the arguments of every backward operator of this package."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ def test_func_grad_of_early_rounding_is_within_the_bound(kernel):
 
 
 def early_rounding(device, weight_dtype):
-    """x, weight and residual, which want gradients, and dy and ds, all but the weight in bfloat16."""
+    """x, weight and residual, which require gradients, and dy and ds; all except the weight in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     x, residual, dy, ds = (torch.randn(15, 48, generator=generator).to(device, torch.bfloat16) for _ in range(4))
     weight = torch.randn(48, generator=generator).to(device, weight_dtype)
@@ -258,7 +258,7 @@ def test_vmap_is_a_loop(kernel, over):
 @pytest.mark.parametrize("with_ds", [True, False])
 @pytest.mark.parametrize("shape", [(5, 24), (24,)])
 def test_vmap_of_backward_rounds_as_a_loop_does(kernel, shape, with_ds, llama):
-    """In bfloat16, beside weights of their own in float32: every rounding too many or too few shows."""
+    """In bfloat16 with float32 weights per element: a missing or additional rounding shows."""
     generator = torch.Generator().manual_seed(0)
     dy, ds, s = (torch.randn(3, *shape, generator=generator).to(kernel.device, torch.bfloat16) for _ in range(3))
     weights = torch.randn(3, 24, generator=generator).to(kernel.device)
@@ -339,7 +339,7 @@ def test_explain_finds_one_graph_and_no_break(where):
 
 
 class Counting:
-    """A torch.compile backend that counts the graphs it is given."""
+    """A torch.compile backend that counts its graphs."""
 
     def __init__(self):
         self.graphs = 0

@@ -1,4 +1,4 @@
-"""The prebuilt library: built, loaded where there is no compiler, refused where it does not fit."""
+"""The prebuilt library: its build, its use without a compiler, and its rejection under other versions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """Names a library to this process, and forgets afterwards what was found with it."""
+    """Selects a library for this process, and clears the caches afterwards."""
 
     def choose(path: Path) -> None:
         monkeypatch.setenv(prebuild.VARIABLE, str(path))
@@ -42,7 +42,7 @@ def chosen(monkeypatch):
 
 
 def without_compiler(library: Path, tmp_path: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs Python where there is neither a C++ compiler nor nvcc."""
+    """Run Python without a C++ compiler and without nvcc."""
     return subprocess.run(
         [sys.executable, *command],
         env={
@@ -65,7 +65,7 @@ def test_it_is_right_without_a_compiler(library, tmp_path, level):
 
 
 def run_numerics(library: Path, tmp_path: Path, selected: str) -> int:
-    """Runs the tests of every back end's numerics on the library; how many there were."""
+    """Run the numerics tests of every back end on the library; returns their number."""
     answer = without_compiler(
         library, tmp_path,
         "-m", "pytest", str(HERE / "test_rmsnorm_numerics.py"), "-k", selected, "-q", "-p", "no:cacheprovider",

@@ -1,4 +1,4 @@
-"""The Triton kernels through their compiler, for processors that are not here, and how they are tiled."""
+"""The Triton kernels through their compiler, for GPUs that this machine may lack, and their tiling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTHS = (1, 512, 4096, 8192, 16384, 20001, 32768, 65536, 262144)
 
 @pytest.fixture(autouse=True)
 def _a_device(monkeypatch):
-    """The properties that the cuts ask for, of an H100 or H200."""
+    """The device properties that the tilings use, of an H100 or H200."""
 
     class Properties:
         multi_processor_count, major, minor = 132, 9, 0

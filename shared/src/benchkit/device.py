@@ -13,13 +13,13 @@ def resolve_device(requested: str) -> Device:
     """Turn a ``--device`` value into the device to use.
 
     Args:
-        requested: ``"auto"`` (CUDA where torch sees a GPU, else the CPU), ``"cpu"`` or ``"cuda"``.
+        requested: ``"auto"`` (CUDA if torch sees a GPU, else the CPU), ``"cpu"`` or ``"cuda"``.
 
     Returns:
         ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        UserError: for another word, or for ``"cuda"`` where torch sees no GPU: an explicit request never falls back.
+        UserError: For any other word, and for ``"cuda"`` if torch sees no GPU: an explicit request never falls back.
     """
     if requested not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device takes auto, cpu or cuda, got {requested!r}")

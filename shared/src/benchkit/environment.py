@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from benchkit.device import Device
 
 _FRAMEWORKS = ("torch", "triton", "jax", "jaxlib", "flax", "optax", "transformers", "numpy", "pybind11", "ninja")
-_PEERS = ("quack-kernels", "liger-kernel")  # whose kernels are measured beside this repository's
+_PEERS = ("quack-kernels", "liger-kernel")  # packages whose kernels are measured too
 
 # Name of a field -> name of the property in `nvidia-smi --query-gpu`.
 _SMI_QUERY = {
@@ -35,17 +35,17 @@ class Gpu:
     """The GPU that was measured.
 
     Attributes:
-        name: as the driver gives it.
-        capability: compute capability, ``"9.0"``.
-        multiprocessors: their number.
-        memory: bytes of device memory.
-        l2_cache: bytes.
-        cuda: the CUDA version that torch was built with.
-        driver: version; None where nvidia-smi is not there to ask. The same holds for the clocks and the power limit.
-        sm_clock_mhz: at the start of the run, mostly idle.
-        sm_clock_max_mhz: the most the card allows.
-        memory_clock_mhz: at the start of the run.
-        power_limit_w: watts.
+        name: Name that the driver reports.
+        capability: Compute capability, such as ``"9.0"``.
+        multiprocessors: Number of multiprocessors.
+        memory: Bytes of device memory.
+        l2_cache: Bytes of the L2 cache.
+        cuda: CUDA version that torch was built with.
+        driver: Version of the driver. This field, the clocks and the power limit are None without nvidia-smi.
+        sm_clock_mhz: Clock at the start of the run, when the GPU is mostly idle.
+        sm_clock_max_mhz: Highest clock that the GPU allows.
+        memory_clock_mhz: Memory clock at the start of the run.
+        power_limit_w: Power limit in watts.
     """
 
     name: str
@@ -67,20 +67,20 @@ class Environment:
 
     Attributes:
         date: UTC, ISO 8601 to the second.
-        command: the command line, paths relative to the repository.
-        commit: of this repository; None where it is not a git checkout and BENCHKIT_COMMIT does not name one.
-        dirty: whether tracked files differed from the commit (reports apart); None where git could not say.
+        command: Command line, with paths relative to the repository.
+        commit: Commit of this repository; None without a git checkout, unless BENCHKIT_COMMIT names the commit.
+        dirty: Whether tracked files other than reports differed from the commit; None if git could not say.
         device: ``"cpu"`` or ``"cuda"``.
-        gpu: None on a CPU.
-        cpu: model name.
-        cores: that this process may use.
-        memory: bytes of main memory.
-        threads: that torch uses for one operator; None where torch is not loaded.
-        cpu_pressure: share of the last ten seconds, in percent, in which some task waited for a core (Linux PSI); None
-            where the kernel does not tell. Far above 0 before a run: the machine was busy with other work.
-        system: operating system, kernel and architecture.
-        python: version.
-        packages: versions of the packages that matter.
+        gpu: The GPU; None on a CPU.
+        cpu: Model name of the CPU.
+        cores: Number of cores that this process may use.
+        memory: Bytes of main memory.
+        threads: Threads that torch uses for one operator; None if torch is not loaded.
+        cpu_pressure: Percent of the last ten seconds in which some task waited for a core (Linux PSI); None if the
+            kernel does not report it. A value far above 0 before a run means that the machine was busy.
+        system: Operating system, kernel and architecture.
+        python: Python version.
+        packages: Versions of the packages that matter.
     """
 
     date: str
@@ -100,17 +100,17 @@ class Environment:
 
     @property
     def machine(self) -> str:
-        """The name of this kind of machine in ``reports/``: ``"cpu"``, or the GPU's name in lower case with dashes."""
+        """Name of the machine's folder in ``reports/``: ``"cpu"``, or the GPU's name in lower case with dashes."""
         return "cpu" if self.gpu is None else re.sub(r"[^a-z0-9]+", "-", self.gpu.name.lower()).strip("-")
 
     @property
     def source(self) -> dict[str, str | bool | None]:
-        """Date, command, commit and whether it was changed: for the data of records that a later call adds to a run."""
+        """Date, command, commit and ``dirty``, for records that a later call adds to a run."""
         return {name: getattr(self, name) for name in ("date", "command", "commit", "dirty")}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Environment:
-        """Rebuild from what :func:`dataclasses.asdict` made."""
+        """Rebuild an environment from the result of :func:`dataclasses.asdict`."""
         gpu = document["gpu"]
         return cls(**{**document, "gpu": None if gpu is None else Gpu(**gpu)})
 
@@ -119,8 +119,8 @@ def commit_label(commit: str | None, dirty: bool | None) -> str:
     """A commit as Markdown.
 
     Args:
-        commit: as in :class:`Environment`.
-        dirty: likewise.
+        commit: See :class:`Environment`.
+        dirty: See :class:`Environment`.
     """
     name = f"`{commit[:12]}`" if commit else "an unknown commit (no git checkout)"
     return name + (", with uncommitted changes" if dirty else "")
@@ -130,8 +130,8 @@ def capture(device: Device, *, root: Path) -> Environment:
     """Describe this machine and this process.
 
     Args:
-        device: that will be measured.
-        root: a folder inside the repository, for the commit and for shortening paths.
+        device: The device to measure.
+        root: A folder inside the repository, for the commit and for shortening paths.
     """
     commit, dirty = _git_state(root)
     torch = sys.modules.get("torch")
@@ -154,7 +154,7 @@ def capture(device: Device, *, root: Path) -> Environment:
 
 
 def cpu_pressure() -> float | None:
-    """Percent of the last ten seconds in which some task waited for a core; None where the kernel does not tell."""
+    """Percent of the last ten seconds in which some task waited for a core; None if the kernel does not report it."""
     try:
         text = Path("/proc/pressure/cpu").read_text()
     except OSError:
@@ -208,7 +208,7 @@ def _nvidia_smi(uuid: str) -> dict[str, str]:
 
 
 def _answer(command: Sequence[str]) -> str | None:
-    """What a program prints; None where it fails or takes longer than half a minute."""
+    """What a program prints; None if it fails or takes longer than half a minute."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -232,14 +232,14 @@ def _git_state(root: Path) -> tuple[str | None, bool | None]:
 
 
 def _command_line(root: Path) -> str:
-    """The command line, with folders of this machine left out: they mean nothing to a reader."""
+    """The command line without folders of this machine, which mean nothing to a reader."""
     top = next((folder for folder in (root, *root.parents) if (folder / "constraints.txt").exists()), root)
 
     def shorten(argument: str) -> str:
         path = Path(argument)
         try:
             is_path = path.is_absolute() or path.exists()
-        except OSError:  # too long for a file's name
+        except OSError:  # the argument is too long for a file name
             is_path = False
         if is_path:
             resolved = path.resolve()

@@ -1,4 +1,4 @@
-"""The one exception that a command line turns into one line, and what the machine refuses in the same words."""
+"""Errors that a user can fix: the exception for them, and remedies for what the operating system refuses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 class UserError(Exception):
-    """Something the user can mend: the message says what was expected, what was received and what to do.
+    """An error that the user can fix. The message says what was expected, what was received and what to do.
 
-    A command line prints it on one line and exits with status 2; a library caller catches it like any other.
+    A command line prints it on one line and exits with status 2. A library caller catches it like any other exception.
     """
 
 
@@ -19,14 +19,14 @@ _REMEDIES = {
     errno.EDQUOT: "make room within your quota, or name a folder on another disk",
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or name a folder on another disk",
     errno.EROFS: "name a folder on a file system that can be written",
-    errno.EACCES: "give yourself the right to it, or name another folder",
-    errno.EPERM: "give yourself the right to it, or name another folder",
+    errno.EACCES: "change its permissions, or name another folder",
+    errno.EPERM: "change its permissions, or name another folder",
     errno.ENOTDIR: "remove the file that stands where a folder should be, or name another folder",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "end something that keeps files open, or raise the system's limit on open files",
-    errno.ENOMEM: "end something that uses memory, or take a machine with more",
-    errno.EAGAIN: "end some processes, or raise the limit on them (ulimit -u)",
-    errno.EIO: "look after the disk: it does not do what it is told",
+    errno.ENFILE: "close programs that keep files open, or raise the system's limit on open files",
+    errno.ENOMEM: "close programs that use memory, or use a machine with more memory",
+    errno.EAGAIN: "end some processes, or raise the limit on processes (ulimit -u)",
+    errno.EIO: "check the disk: reading or writing failed",
 }
 
 
@@ -37,18 +37,18 @@ def first_line(error: BaseException) -> str:
 
 
 def machine_fault(error: OSError) -> UserError | None:
-    """What the machine refused, where, and the remedy, in one line.
+    """Explain an error of the operating system in one line: what it refused, where, and the remedy.
 
     Args:
-        error: that a system call ended with.
+        error: The error of a system call.
 
     Returns:
-        None where the error is not the machine's: a path that a program got wrong deserves its traceback.
+        None if the program is at fault, for example by a wrong path; such an error needs its traceback.
     """
     if error.errno == errno.ENOENT and "temporary directory" in str(error.strerror):  # tempfile's, on a full disk too
         return UserError(f"{error.strerror}: make room in one of them, or name another folder in TMPDIR")
     named = isinstance(error.filename, str | os.PathLike)
-    in_the_way = error.errno == errno.EEXIST and named and Path(error.filename).is_file()  # where mkdir was to make one
+    in_the_way = error.errno == errno.EEXIST and named and Path(error.filename).is_file()  # mkdir found a file
     remedy = _REMEDIES.get(errno.ENOTDIR if in_the_way else error.errno or 0)
     if remedy is None:
         return None

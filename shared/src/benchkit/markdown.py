@@ -1,8 +1,8 @@
-"""Markdown out of values that are not ours: names, paths and sources may hold whatever Markdown or HTML has a use for.
+"""Safe Markdown from names, paths and sources of others, which may contain Markdown or HTML.
 
-:func:`code` and :func:`block` show a text as it is. :func:`inert` is the last step of every page: whatever a value has
-brought, no HTML but a few plain tags is left, and no link but to a page. GitHub does that for itself; a site that is
-built from the same files, and an editor's preview, do not.
+:func:`code` and :func:`block` show a text as it is. :func:`inert` is the last step of every page: it leaves only a few
+plain HTML tags and links to pages. GitHub does the same, but a site that is built from these files and the preview of
+an editor do not.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ _DEFINITION = re.compile(r"^([\s>*+-]*)\[(?=[^\]]*\]:)")
 
 
 def code(text: object) -> str:
-    """A text as it is, within a line: in as many backticks as it takes, line ends as spaces.
+    """Inline code that shows a text as it is, with line ends as spaces and as many backticks as it needs.
 
     Args:
-        text: anything; shown as ``str`` does.
+        text: Any object; ``str(text)`` is shown.
     """
     shown = re.sub(r"\s", " ", str(text))
     fence = "`" * (_longest_run(shown) + 1)
-    # A backtick at an end would be the fence's; of two spaces at the ends a reader takes one each.
+    # A backtick at an end would join the fence. A space at each end would be stripped.
     ends = shown[:1] + shown[-1:]
     pad = " " if "`" in ends or ends in ("", "  ") else ""
     return f"{fence}{pad}{shown}{pad}{fence}"
 
 
 def block(text: str, language: str = "") -> str:
-    """A text as it is, in lines of its own: between fences that are longer than any in it.
+    """A code block that shows a text as it is, with fences longer than any in the text.
 
     Args:
-        text: its lines.
-        language: for the colours.
+        text: The lines.
+        language: Language for syntax highlighting.
     """
     fence = "`" * max(_longest_run(text) + 1, 3)
     return f"{fence}{language}\n{text}\n{fence}"
 
 
 def inert(text: str) -> str:
-    """A page without active content, however it came into its values; code is left as it is.
+    """Remove active content from a page; code stays as it is.
 
-    HTML is shown as text, but for ``<details>``, ``<summary>`` and ``<br>`` without attributes; links that are neither
-    to another page nor to ``http`` are shown as text. Where it is in doubt whether something is code, it is not.
+    HTML becomes text, except ``<details>``, ``<summary>`` and ``<br>`` without attributes. Links become text, except to
+    other pages and to ``http`` or ``https``. What may or may not be code is treated as text.
 
     Args:
         text: Markdown (CommonMark with tables).
@@ -57,7 +57,7 @@ def inert(text: str) -> str:
 
 def _inert_lines(lines: list[str]) -> Iterator[str]:
     fence = ""
-    doubtful = False  # in HTML, or behind a backtick whose fellow was not found: what looks like code may be none
+    doubtful = False  # in HTML or after an unmatched backtick, what looks like code may be text
     for line in lines:
         if fence:
             if re.fullmatch(rf" {{0,3}}{fence[0]}{{{len(fence)},}}[ \t]*", line):
@@ -69,8 +69,8 @@ def _inert_lines(lines: list[str]) -> Iterator[str]:
             yield line
             continue
         doubtful = bool(line.strip()) and (doubtful or bool(_HTML_BLOCK.match(line)))
-        # The cells of a table are told apart before the code in them is. With a backtick alone in one, or a backslash
-        # before a backslash and a bar, readers differ in what the cells and the code are.
+        # Renderers split a table into cells before they look for code. With an unmatched backtick in a cell, or two
+        # backslashes before a bar, they differ in what they take for a cell and for code.
         cells = re.split(r"(?<!\\)\|", line) if line.lstrip().startswith("|") else [line]
         parts = [_inert_part(cell, code_is_known=not doubtful) for cell in cells]
         if not all(whole for _, whole in parts) or (len(cells) > 1 and "\\\\|" in line):
@@ -81,7 +81,7 @@ def _inert_lines(lines: list[str]) -> Iterator[str]:
 
 
 def _inert_part(text: str, *, code_is_known: bool) -> tuple[str, bool]:
-    """The text without active content outside its code, and whether every backtick in it had a fellow."""
+    """The text without active content outside its code, and whether all its backticks match."""
     if "\\`" in text or not code_is_known:
         return _without_html(text), "`" not in text
     shown, position = "", 0

@@ -1,4 +1,4 @@
-"""Numbers as text: the one place where figures get their digits and units."""
+"""Numbers as text: every figure gets its digits and units here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def significant(value: float, digits: int = 3) -> str:
     """``value`` with that many significant digits, never in exponent form: 0.01234 → 0.0123, 1234.5 → 1,234."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else str(value)
-    rounded = float(f"{value:.{digits - 1}e}")  # 0.9996 has its first digit before the point once rounded
+    rounded = float(f"{value:.{digits - 1}e}")  # rounding moves the first digit of 0.9996 before the point
     decimals = digits - 1 - math.floor(math.log10(abs(rounded)))
     return f"{value:,.{max(decimals, 0)}f}"
 
@@ -39,11 +39,11 @@ def count(value: float) -> str:
 
 
 def with_unit(value: float, unit: str) -> str:
-    """A figure in SI base units with a fitting prefix: (1.31e-4, "s") → 131 µs; (4.2e12, "B/s") → 4.20 TB/s.
+    """A figure in base units with a suitable prefix: (1.31e-4, "s") → 131 µs; (4.2e12, "B/s") → 4.20 TB/s.
 
     Args:
-        value: the figure.
-        unit: one that :class:`benchkit.results.Quantity` names; another is put behind the number as it is.
+        value: The figure.
+        unit: A unit that :class:`benchkit.results.Quantity` lists. Any other unit follows the number unchanged.
     """
     if unit == "":
         return count(value) if float(value).is_integer() else significant(value)
@@ -54,7 +54,7 @@ def with_unit(value: float, unit: str) -> str:
 
 
 def quantity(figure: Quantity) -> str:
-    """A quantity with its interval in the same unit: ``131 µs (130–133)``; an exact one without."""
+    """A quantity with its interval in the same unit, ``131 µs (130–133)``; without parentheses if it has none."""
     if figure.low is None or figure.high is None:
         return with_unit(figure.value, figure.unit)
     scale, _ = _scale(abs(figure.value), figure.unit)

@@ -1,7 +1,7 @@
 """One typed, versioned JSON document per run: the only source of every report.
 
-A run writes ``results.partial.json`` after each record and renames it to ``results.json`` when it is complete: a run
-that is interrupted keeps what it measured, and never harms the results of the run before it.
+A run writes ``results.partial.json`` after each record and renames it to ``results.json`` when it is complete. An
+interrupted run therefore keeps its records, and never damages the results of an earlier run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from benchkit.errors import UserError, machine_fault
 
 SCHEMA_VERSION = 2
 
-# Ends the name of a file that is being written beside the one whose place it takes.
+# Suffix of a temporary file, which replaces its target when it is written.
 WRITING = ".writing"
 
 Label = str | int | float | bool
-Json = Any  # what json.dumps takes without a custom encoder
+Json = Any  # anything that json.dumps accepts without a custom encoder
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Quantity:
     """One measured or counted figure.
 
     Attributes:
-        value: the figure, in SI base units: seconds, bytes, bytes per second, operations per second.
+        value: The figure, in base units: seconds, bytes, bytes per second, operations per second.
         unit: ``"s"``, ``"B"``, ``"B/s"``, ``"FLOP/s"``, ``"tokens/s"``, ``"×"`` for a ratio, ``""`` for a count.
-        low: lower end of the interval; None for an exact figure.
-        high: upper end.
-        samples: how many samples it rests on.
-        interval: what ``low`` and ``high`` are: ``"p20-p80"``, ``"bootstrap 95%"``; empty for an exact figure.
+        low: Lower end of the interval; None for an exact figure.
+        high: Upper end of the interval; None for an exact figure.
+        samples: Number of samples.
+        interval: Kind of interval: ``"p20-p80"``, ``"bootstrap 95%"``; empty for an exact figure.
     """
 
     value: float
@@ -49,11 +49,11 @@ class Quantity:
     interval: str = ""
 
     def per(self, amount: float, unit: str) -> Quantity:
-        """Turn a time into a rate: ``amount`` over it, interval ends exchanged (a short time is a high rate).
+        """Turn a time into a rate, ``amount`` / time. The ends of the interval change places.
 
         Args:
-            amount: what is done in the time: bytes, operations, tokens.
-            unit: of the rate.
+            amount: Bytes, operations or tokens processed in the time.
+            unit: Unit of the rate.
         """
         return Quantity(
             amount / self.value,
@@ -70,10 +70,10 @@ class Record:
     """What one measurement found.
 
     Attributes:
-        name: what was measured, the same for all variants of it (``"forward"``).
-        labels: which variant (``{"backend": "triton", "dtype": "bfloat16"}``).
-        values: the figures, by name.
-        data: anything else as plain JSON: a walk, a loss curve, a source text.
+        name: What was measured, such as ``"forward"``; the same for all variants.
+        labels: Which variant, such as ``{"backend": "triton", "dtype": "bfloat16"}``.
+        values: The figures, by name.
+        data: Anything else as plain JSON, such as a loss curve or a source text.
     """
 
     name: str
@@ -87,7 +87,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Absence:
-    """Something a reader would look for that this run could not measure, and why."""
+    """Something that a reader may look for and that this run did not measure.
+
+    Attributes:
+        what: What is missing, as a noun phrase.
+        why: The reason, as a clause.
+    """
 
     what: str
     why: str
@@ -95,7 +100,17 @@ class Absence:
 
 @dataclass(frozen=True)
 class Results:
-    """All that a run found, and where and how it ran."""
+    """Everything that a run measured, and where and how it ran.
+
+    Attributes:
+        lens: Name of the lens.
+        environment: Machine, software and source at the start of the run.
+        configuration: Sizes, dtypes and counts, as plain JSON.
+        records: The measurements, in order.
+        absences: What the run did not measure.
+        complete: Whether the run reached its end.
+        schema_version: Version of the document's format.
+    """
 
     lens: str
     environment: Environment
@@ -106,14 +121,14 @@ class Results:
     schema_version: int = SCHEMA_VERSION
 
     def select(self, name: str, **labels: Label) -> list[Record]:
-        """The records of that name whose labels include these, in the order they were taken."""
+        """The records of that name whose labels include these, in order."""
         return list(self._matching(name, labels))
 
     def one(self, name: str, **labels: Label) -> Record:
-        """The only such record.
+        """The only record of that name whose labels include these.
 
         Raises:
-            LookupError: when there is none, or more than one.
+            LookupError: If there is none, or more than one.
         """
         found = self.select(name, **labels)
         if len(found) != 1:
@@ -130,13 +145,13 @@ class Recorder:
     """Collects the records of one run and keeps the file on disk up to date.
 
     Args:
-        directory: where ``results.json`` is to stand; made with the first write.
-        lens: the name of the lens.
-        environment: captured at the start of the run.
-        configuration: what was asked for: sizes, dtypes, step counts; plain JSON.
+        directory: Folder of ``results.json``; the first write creates it.
+        lens: Name of the lens.
+        environment: The environment at the start of the run.
+        configuration: Sizes, dtypes and step counts, as plain JSON.
 
     Attributes:
-        path: of the file that the records are in.
+        path: The file that contains the records.
     """
 
     def __init__(
@@ -157,21 +172,19 @@ class Recorder:
         configuration: Mapping[str, Json],
         migrate: Callable[[Results], Results] | None = None,
     ) -> Recorder:
-        """One that adds to the ``results.json`` of a complete run, in place, or begins one where there is none.
+        """Make a recorder that adds to the ``results.json`` of a complete run, or creates the file.
 
-        Whatever is added, the file is that of a complete run before and after: a run that is killed loses only what it
-        had not yet added.
+        The file always counts as complete: a run that is killed loses only what it had not added yet.
 
         Args:
-            directory: where ``results.json`` stands.
-            lens: as for the class.
-            environment: of this run; the file keeps that of its first one.
-            configuration: entries that replace those of the file.
-            migrate: As for :func:`load`.
+            directory: Folder of ``results.json``.
+            lens: Name of the lens.
+            environment: The environment of this run; the file keeps the environment of its first run.
+            configuration: Entries that replace those of the file.
+            migrate: See :func:`load`.
 
         Raises:
-            UserError: if the file cannot be read, or was measured by another lens, on another machine or with another
-                torch.
+            UserError: If the file cannot be read, or belongs to another lens, machine or version of torch or triton.
         """
         recorder = cls(directory, lens=lens, environment=environment, configuration=configuration)
         recorder.path = directory / "results.json"
@@ -185,19 +198,18 @@ class Recorder:
 
     @property
     def partial_path(self) -> Path:
-        """Where the records are until the run is complete."""
+        """The file that contains the records until the run is complete."""
         return self.directory / "results.partial.json"
 
     @property
     def kept_path(self) -> Path:
-        """Where the records of an earlier run are that was ended before it was complete."""
+        """The file with the records of an earlier run that did not reach its end."""
         return self.directory / "results.before.partial.json"
 
     def begin(self) -> None:
-        """Write that a run has begun: a folder that cannot be written shows now, not after the first measurement.
+        """Write the file for the first time, so that an unwritable folder is reported before anything is measured.
 
-        What a run before it had measured when it was ended stays beside it, in :attr:`kept_path`, until this one is
-        complete.
+        The records of an earlier run that did not reach its end stay in :attr:`kept_path` until this run is complete.
         """
         if self.path == self.partial_path and _has_records(self.partial_path):
             with reported(self.kept_path):
@@ -213,11 +225,11 @@ class Recorder:
         self._update(records=(*self.results.records, *records))
 
     def absent(self, what: str, why: str) -> None:
-        """Note something that this machine or this run cannot measure."""
+        """Record something that this run does not measure."""
         self._update(absences=(*self.results.absences, Absence(what, why)))
 
     def finish(self) -> Path:
-        """Mark the run complete and put ``results.json`` in its place.
+        """Mark the run complete and rename its file to ``results.json``.
 
         Returns:
             The path of ``results.json``.
@@ -237,10 +249,10 @@ class Recorder:
 
 
 def dump(results: Results) -> str:
-    """The JSON text of ``results``: stable key order, one trailing newline, figures not finite refused.
+    """The JSON text of ``results``, with a stable order of keys and one trailing newline.
 
     Raises:
-        ValueError: naming the record when a figure is NaN or infinite.
+        ValueError: If a figure is NaN or infinite; the message names the record.
     """
     return _document(results, [_record_text(record) for record in results.records])
 
@@ -285,11 +297,11 @@ def load(path: Path, *, migrate: Callable[[Results], Results] | None = None) -> 
 
     Args:
         path: The file.
-        migrate: Turns the records of a document of version 1 into those that the lens writes today. None where the
-            lens has not changed its records since.
+        migrate: Turns the records of a document of version 1 into those that the lens writes today. None if the lens
+            has not changed its records since.
 
     Raises:
-        UserError: when the file cannot be read, is not JSON, is of an unknown schema version or lacks a field.
+        UserError: If the file cannot be read, is not JSON, has an unknown schema version or lacks a field.
     """
     remedy = "run the lens again to make a new one"
     try:
@@ -327,27 +339,27 @@ def load(path: Path, *, migrate: Callable[[Results], Results] | None = None) -> 
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader, or a crash at any moment, sees the old content or the new, never a part.
+    """Write a text file atomically: readers see the old content or the new, even after a crash, and never a part.
 
     Args:
-        path: the file; its folder is made if need be.
-        text: the content, written as UTF-8.
+        path: The file. Missing folders are created.
+        text: The content, written as UTF-8.
 
     Raises:
-        UserError: if the disk is full, the folder is not ours to write, and the like; what was there is there still.
+        UserError: If the file cannot be written, for example because the disk is full; the old content then remains.
     """
     write_bytes_atomically(path, text.encode("utf-8"))
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is not text, as :func:`write_text_atomically` writes one that is.
+    """Write a binary file atomically, see :func:`write_text_atomically`.
 
     Args:
-        path: the file; its folder is made if need be.
-        content: of the file.
+        path: The file. Missing folders are created.
+        content: The content.
 
     Raises:
-        UserError: likewise.
+        UserError: If the file cannot be written; the old content then remains.
     """
     with reported(path):
         _replace(path, content)
@@ -355,13 +367,13 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def reported(path: Path) -> Iterator[None]:
-    """Inside, a file is written in one step: a failure says which file, that it is as it was, and the remedy.
+    """Around the atomic writing of a file: turn an OSError into a UserError that names the file and the remedy.
 
     Args:
-        path: of the file.
+        path: The file.
 
     Raises:
-        UserError: in place of an OSError.
+        UserError: In place of an OSError.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The main job of a lens, and the command line of every ``scripts/run.py``: measure, keep results, write the report."""
+"""The command line of every ``scripts/run.py``: measure, save results, write the report."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from typing import Annotated
 
 import typer
 
-from benchkit import progress
-from benchkit.command import one_line_errors
+from benchkit.command import one_line_errors, progress
 from benchkit.device import Device, resolve_device
 from benchkit.environment import Environment, capture
 from benchkit.errors import UserError, machine_fault
 from benchkit.report import ReportSpec, write
 from benchkit.results import WRITING, Json, Label, Quantity, Record, Recorder, reported
 
-# Of --time-limit, for drawing the figures and writing the report at the end.
+# Seconds of --time-limit that are kept for drawing the figures and writing the report.
 _REPORT_SECONDS = 20.0
 
 
@@ -33,14 +32,14 @@ class Lens:
     """One subproject, as its ``scripts/run.py`` and the index of reports see it.
 
     Attributes:
-        name: the folder's name.
-        root: the folder.
-        configure: sizes, dtypes and counts for (device, quick), as plain JSON; it goes into the results.
-        collect: does the measuring, and hands each record to the run as soon as it is there.
-        report: turns results into a report.
-        sweep: a part that takes far longer than the main job: adds to what a complete run has measured, one piece after
-            the other, until it is done or the seconds that it is given (None: no limit) are over; called again, it goes
-            on with what is missing. None for a lens without.
+        name: Name of the folder.
+        root: The folder.
+        configure: Returns sizes, dtypes and counts for (device, quick) as plain JSON, which is saved in the results.
+        collect: Measures, and adds each record to the run as soon as it exists.
+        report: Turns results into a report.
+        sweep: Measures a part that takes much longer than ``collect``. It adds to the results of a complete run, one
+            piece at a time, until everything is measured or the given seconds are over (None: no limit). The next call
+            continues with what is missing. None for a lens without such a part.
     """
 
     name: str
@@ -57,8 +56,8 @@ class Run:
 
     Attributes:
         device: ``"cpu"`` or ``"cuda"``.
-        configuration: what the lens's ``configure`` returned.
-        recorder: where records go.
+        configuration: What the lens's ``configure`` returned.
+        recorder: Saves the records.
     """
 
     device: Device
@@ -66,11 +65,11 @@ class Run:
     recorder: Recorder
 
     def add(self, record: Record) -> None:
-        """Keep a record; it is on disk when this returns."""
+        """Add a record; it is on disk when this returns."""
         self.recorder.add(record)
 
     def add_all(self, records: Iterable[Record]) -> None:
-        """Keep records that belong together; they are on disk when this returns."""
+        """Add records that belong together; they are on disk when this returns."""
         self.recorder.add_all(records)
 
     def record(
@@ -80,48 +79,46 @@ class Run:
         values: Mapping[str, Quantity] | None = None,
         data: Json = None,
     ) -> None:
-        """Make a record and keep it."""
+        """Make a record and add it."""
         self.add(Record(name, labels or {}, values or {}, data))
 
     def absent(self, what: str, why: str) -> None:
-        """Say what this machine cannot measure, and why: a noun phrase and a clause without full stops."""
+        """Say what this run does not measure (a noun phrase) and why (a clause), both without a full stop."""
         self.recorder.absent(what, why)
 
     def working(self, description: str) -> AbstractContextManager[None]:
-        """A spinner on a terminal while one step runs."""
+        """Show a spinner on a terminal while one step runs."""
         return progress.working(description)
 
 
 def main(lens: Lens) -> None:
-    """Parse the command line of a ``scripts/run.py`` and do what it says; exits the process.
+    """Parse the command line of a ``scripts/run.py``, execute it and exit.
 
-    Exit status: 0 done; 2 for what the user can mend, in one line; 130 interrupted (from the keyboard, or told to end),
-    with what was measured kept.
+    Exit status: 0 for success; 2 for an error that the user can fix, reported in one line; 130 after an interrupt or
+    SIGTERM, with all finished measurements saved.
     """
 
     def command(
-        device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there is a GPU.")] = "auto",
+        device: Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda if there is a GPU.")] = "auto",
         quick: Annotated[
             bool, typer.Option("--quick", help="Fewer and smaller measurements, written to reports/<machine>-quick/.")
         ] = False,
         out: Annotated[Path | None, typer.Option(help="Folder for the report; reports/<machine>/ by default.")] = None,
         render_only: Annotated[
             bool,
-            typer.Option(
-                "--render-only", help="Measure nothing: write report.md anew from each results.json there is."
-            ),
+            typer.Option("--render-only", help="Measure nothing; render report.md again from every results.json."),
         ] = False,
         sweep: Annotated[
             bool,
-            typer.Option("--sweep", help="The long part, for lenses that have one: add what is missing to the report."),
+            typer.Option("--sweep", help="Measure what is missing of the long part, for lenses that have one."),
         ] = False,
         time_limit: Annotated[
-            float | None, typer.Option(min=1.0, help="Seconds after which --sweep ends with what it has.")
+            float | None, typer.Option(min=1.0, help="Seconds after which --sweep stops and writes the report.")
         ] = None,
     ) -> None:
         with one_line_errors(lens.name):
             if time_limit is not None and not sweep:
-                raise UserError("--time-limit is for --sweep, which can be gone on with; add --sweep or leave it out")
+                raise UserError("--time-limit works with --sweep only; add --sweep or remove --time-limit")
             if sweep:
                 print(sweep_and_write(lens, device=device, quick=quick, out=out, time_limit=time_limit), flush=True)
             elif render_only:
@@ -130,37 +127,37 @@ def main(lens: Lens) -> None:
             else:
                 print(measure_and_write(lens, device=device, quick=quick, out=out), flush=True)
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what it has started ends with it, as by Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # child processes end as after Ctrl-C
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command(help=f"Measure, and write the report of {lens.name}.")(command)
     app()
 
 
 def report_directories(root: Path) -> list[Path]:
-    """The folders under ``root/reports`` that hold a complete run."""
+    """The folders under ``root/reports`` that contain a complete run."""
     return sorted(path.parent for path in root.glob("reports/*/results.json"))
 
 
 def sweep_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None, time_limit: float | None) -> Path:
-    """Go on with the long part of a lens, in the folder of a complete run or in an empty one.
+    """Continue the long part of a lens, in the folder of a complete run or in an empty one.
 
     Args:
-        lens: which one.
-        device: as for :func:`measure_and_write`.
-        quick: likewise.
-        out: likewise.
-        time_limit: seconds from now on, those of writing the report included; None for none.
+        lens: The lens.
+        device: See :func:`measure_and_write`.
+        quick: See :func:`measure_and_write`.
+        out: See :func:`measure_and_write`.
+        time_limit: Seconds for everything, including the report; None for no limit.
 
     Returns:
         The path of the report.
 
     Raises:
-        UserError: for a lens without such a part, and for what else the user can mend.
-        typer.Exit: with status 130 when interrupted from the keyboard.
+        UserError: If the lens has no such part, and for other errors that the user can fix.
+        typer.Exit: With status 130 after an interrupt.
     """
     start = time.monotonic()
     if lens.sweep is None:
-        raise UserError(f"{lens.name} has no long part; leave out --sweep")
+        raise UserError(f"{lens.name} has no long part; remove --sweep")
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
     directory = out or _directory(lens, environment, quick)
@@ -185,20 +182,20 @@ def _directory(lens: Lens, environment: Environment, quick: bool) -> Path:
 
 
 def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None) -> Path:
-    """Do the main job of a lens.
+    """Measure everything that a lens is configured for, and write its report.
 
     Args:
-        lens: which one.
+        lens: The lens.
         device: ``auto``, ``cpu`` or ``cuda``.
-        quick: as the lens's ``configure`` understands it.
-        out: where to write; by default ``reports/<machine>/`` in the lens's folder, with ``-quick`` when quick.
+        quick: Passed to the lens's ``configure``: fewer and smaller measurements.
+        out: Folder of the report; by default ``reports/<machine>/`` in the lens's folder, with ``-quick`` if quick.
 
     Returns:
         The path of the report.
 
     Raises:
-        UserError: for what the user can mend.
-        typer.Exit: with status 130 when interrupted from the keyboard.
+        UserError: For errors that the user can fix.
+        typer.Exit: With status 130 after an interrupt.
     """
     resolved = resolve_device(device)
     environment = capture(resolved, root=lens.root)
@@ -214,10 +211,10 @@ def measure_and_write(lens: Lens, *, device: str, quick: bool, out: Path | None)
 
 @contextmanager
 def _keeping(recorder: Recorder) -> Iterator[None]:
-    """Inside, a run measures: ended, or refused something by the machine, it says where what it measured is."""
+    """Around a measurement: after an interrupt or an error of the machine, say where the finished records are."""
     recorder.begin()
     gc.collect()
-    gc.freeze()  # what was imported stays: the collection before every comparison need not walk a framework's objects
+    gc.freeze()  # the collection before every comparison then skips the objects of imported frameworks
     try:
         yield
     except KeyboardInterrupt:
@@ -237,25 +234,25 @@ def _kept(recorder: Recorder) -> str:
 
 @contextmanager
 def only_writer(directory: Path) -> Iterator[None]:
-    """Inside, no other run writes into a folder of reports; made if need be.
+    """Keep other runs from writing into a folder of reports inside the block.
 
     Args:
-        directory: ``reports/<machine>/``.
+        directory: The folder ``reports/<machine>/``, which is created if it does not exist.
 
     Raises:
-        UserError: if another run does, or if the folder cannot be made.
+        UserError: If another run writes there, or the folder cannot be created.
     """
     with reported(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        folder = os.open(directory, os.O_RDONLY)  # the lock is the folder's own: no file is left behind
+        folder = os.open(directory, os.O_RDONLY)  # the folder itself is locked, so that no lock file remains
     try:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
-                f"another run writes {directory}; wait for it, end it, or name another folder: --out"
+                f"another run writes to {directory}; wait for it, end it, or name another folder with --out"
             ) from None
-        for half_written in directory.rglob(f".*{WRITING}"):  # by a run that was killed
+        for half_written in directory.rglob(f".*{WRITING}"):  # left by a run that was killed
             half_written.unlink(missing_ok=True)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Building and loading C++ and CUDA operators, just in time and ahead of time, and reading what a CUDA kernel uses."""
+"""Build and load C++ and CUDA operators, just in time or ahead of time, and read the resources of CUDA kernels."""
 
 from native_build.extension import BuildError, build_root, load_extension
 from native_build.kernel_resources import KernelResources, compile_cuda

@@ -1,9 +1,11 @@
-"""Just-in-time builds of pybind11 extensions that survive what happens to them in real use.
+"""Robust just-in-time builds of pybind11 extensions.
 
-``torch.utils.cpp_extension.load`` does the building. Around it stand: a build folder that changes with anything that
-the result depends on, so that a stale library is never loaded; a lock that the operating system releases when its
-holder dies (torch's own is a plain file: a build that was killed makes every later one wait for ever); and errors that
-begin with the compiler's first complaint.
+``torch.utils.cpp_extension.load`` builds the extension. This module adds three things to it:
+
+- The name of the build folder depends on everything that determines the result, so that no stale library is loaded.
+- The operating system releases the lock when its owner dies. torch's own lock is a plain file, and after a build that
+  was killed every later one waits for ever.
+- Errors begin with the first error of the compiler.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from filelock import FileLock
 from benchkit import UserError
 from native_build.toolchain import SHARED_STANDARD_LIBRARY, cxx_compiler, find_nvcc, missing_cuda, missing_cxx
 
-# torch switches the conversions and operators of CUDA's half types off for its own sources. A kernel in a plain .cu
-# file is CUDA C++ as NVIDIA documents it, and compiles the same with and without torch's builder.
+# torch disables the conversions and operators of CUDA's half types for its own sources. These flags enable them again,
+# so that a plain .cu file compiles in the same way with and without torch's builder.
 _PLAIN_CUDA = tuple(
     f"-U__CUDA_NO_{name}__"
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
@@ -34,7 +36,7 @@ _HEADER_SUFFIXES = {".h", ".hpp", ".hh", ".cuh", ".inc", ".inl", ".ipp"}
 
 
 class BuildError(UserError):
-    """An extension could not be built: a missing tool with its remedy, or the compiler's first error and the log."""
+    """An extension cannot be built. The message names a missing tool and its remedy, or the compiler's first error."""
 
 
 def load_extension(
@@ -46,26 +48,26 @@ def load_extension(
     cuda_cflags: Sequence[str] = (),
     include_dirs: Sequence[Path] = (),
 ) -> ModuleType:
-    """Build a pybind11 extension if need be, and import it.
+    """Build a pybind11 extension if it is not built yet, and import it.
 
     Args:
-        name: of the Python module; what the sources give ``PYBIND11_MODULE`` through ``TORCH_EXTENSION_NAME``.
-        sources: ``.cpp`` and, with ``cuda``, ``.cu`` files.
-        cuda: build and link for CUDA, for the GPU that is current (or for ``TORCH_CUDA_ARCH_LIST``).
-        cflags: for the C++ compiler, besides ``-O3``.
-        cuda_cflags: for nvcc, besides ``-O3``.
-        include_dirs: searched for headers; headers in them and beside the sources count as sources for rebuilding.
+        name: Name of the Python module, which the sources pass to ``PYBIND11_MODULE`` as ``TORCH_EXTENSION_NAME``.
+        sources: ``.cpp`` files and, with ``cuda``, ``.cu`` files.
+        cuda: Whether to build and link for CUDA, for the current GPU or for ``TORCH_CUDA_ARCH_LIST``.
+        cflags: Flags for the C++ compiler in addition to ``-O3``.
+        cuda_cflags: Flags for nvcc in addition to ``-O3``.
+        include_dirs: Folders with headers. A change of a header there or beside the sources causes a rebuild.
 
     Returns:
-        The module; the same object for the same arguments in one process.
+        The module. Within a process, the same arguments return the same object.
 
     Raises:
-        BuildError: when a tool is missing, or a source does not compile.
+        BuildError: If a tool is missing or a source does not compile.
     """
     return _load(name, tuple(sources), cuda, tuple(cflags), tuple(cuda_cflags), tuple(include_dirs))
 
 
-_failures: dict[str, BuildError] = {}  # torch's builder takes a second try in one process for a finished build
+_failures: dict[str, BuildError] = {}  # torch's builder would take a second attempt in the process for a finished build
 
 
 @functools.cache
@@ -88,10 +90,9 @@ def _load(
         raise _failures[str(folder)]
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"), _build_environment(architectures), warnings.catch_warnings():
-        # The builder warns of what it cannot check (no version bounds for this compiler); a compiler that is too old
-        # fails with an error of its own.
+        # The builder warns that it knows no version bounds for this compiler. A compiler that is too old fails anyway.
         warnings.filterwarnings("ignore", module=r"torch\.utils\.cpp_extension")
-        (folder / "lock").unlink(missing_ok=True)  # left by a build that was killed: its holder is gone, we hold ours
+        (folder / "lock").unlink(missing_ok=True)  # torch's lock, left by a build that was killed
         try:
             return cpp_extension.load(
                 name=name,
@@ -113,10 +114,10 @@ def _load(
 
 
 def build_root(cuda: bool) -> Path:
-    """The folder of this Python's and this torch's builds in the user's cache.
+    """The folder in the user's cache for builds with this Python and this torch.
 
     Args:
-        cuda: of builds that need CUDA to be loaded or to run.
+        cuda: Whether the builds need CUDA to be loaded or to run.
     """
     import torch
 
@@ -129,7 +130,7 @@ def build_root(cuda: bool) -> Path:
 
 
 def source_digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: Iterable[str]) -> str:
-    """A name that changes with the sources, the headers around them and below ``include_dirs``, and the flags."""
+    """A hash of the sources, the headers beside them and below ``include_dirs``, and the flags."""
     sources = list(sources)
     folders = sorted({source.parent for source in sources} | set(include_dirs))
     state = hashlib.sha256()
@@ -144,7 +145,7 @@ def source_digest(sources: Iterable[Path], include_dirs: Iterable[Path], flags: 
 
 
 def _architectures() -> str:
-    """The value for TORCH_CUDA_ARCH_LIST: the user's, or the current GPU's own, with its architecture-specific part."""
+    """TORCH_CUDA_ARCH_LIST: the user's value, or the architecture of the current GPU with its specific features."""
     import torch
 
     if given := os.environ.get("TORCH_CUDA_ARCH_LIST"):
@@ -155,11 +156,12 @@ def _architectures() -> str:
 
 @contextmanager
 def _build_environment(architectures: str) -> Iterator[None]:
-    """What the builder reads from the environment, put back afterwards."""
+    """Set the environment variables that the builder reads, and restore them after the block."""
     import ninja
     import torch.utils.cpp_extension as cpp_extension
 
-    changed = {"PATH": f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"}  # a venv need not be activated
+    # ninja is found even if the virtual environment is not activated.
+    changed = {"PATH": f"{ninja.BIN_DIR}{os.pathsep}{os.environ.get('PATH', '')}"}
     if architectures:
         changed["TORCH_CUDA_ARCH_LIST"] = architectures
     before = {key: os.environ.get(key) for key in changed}
@@ -179,6 +181,6 @@ def _build_environment(architectures: str) -> Iterator[None]:
 
 
 def first_complaint(log: str) -> str:
-    """The first line of a build log that reports an error, or else its first line; says so where it is empty."""
+    """The first line of a build log that reports an error, else its first line; a remark if the log is empty."""
     found = re.search(r"^.*(?:\berror\b:|fatal error|undefined reference|: not found).*$", log, re.MULTILINE)
     return (found[0] if found else next(iter(log.strip().splitlines()), "the compiler said nothing")).strip()

@@ -1,4 +1,4 @@
-"""What the compiler says that a CUDA kernel uses: registers, shared memory, spills. Needs nvcc, not a GPU."""
+"""The resources that a CUDA kernel uses: registers, shared memory, spills. This needs nvcc and no GPU."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class KernelResources:
     """Resources of one kernel on one architecture.
 
     Attributes:
-        name: mangled, as in the object file.
-        architecture: ``"sm_90"``.
-        registers: a thread.
-        shared_memory: bytes a block, static.
-        stack_frame: bytes a thread in local memory, which lies in device memory.
-        spill_stores: bytes a thread written because registers ran out; a fast kernel has none.
-        spill_loads: bytes a thread read back.
+        name: Mangled name, as in the object file.
+        architecture: Architecture, such as ``"sm_90"``.
+        registers: Registers per thread.
+        shared_memory: Bytes of static shared memory per block.
+        stack_frame: Bytes per thread in local memory, which is part of device memory.
+        spill_stores: Bytes per thread that are written because registers run out; a fast kernel has none.
+        spill_loads: Bytes per thread that are read back.
     """
 
     name: str
@@ -44,19 +44,19 @@ class KernelResources:
 def compile_cuda(
     source: Path, architecture: str, *, cuda_cflags: Sequence[str] = (), include_dirs: Sequence[Path] = ()
 ) -> list[KernelResources]:
-    """Compile a ``.cu`` file for one architecture and read ptxas's resource report; the object is thrown away.
+    """Compile a ``.cu`` file for one architecture and read ptxas's report of resources; the object is discarded.
 
     Args:
-        source: free of torch headers, or ``include_dirs`` has them.
-        architecture: ``"sm_80"``, ``"sm_90a"``, …
-        cuda_cflags: besides ``-O3 -std=c++17``.
-        include_dirs: searched for headers.
+        source: The file. If it includes torch headers, ``include_dirs`` must contain them.
+        architecture: Architecture, such as ``"sm_80"`` or ``"sm_90a"``.
+        cuda_cflags: Flags in addition to ``-O3 -std=c++17``.
+        include_dirs: Folders with headers.
 
     Returns:
-        One entry a kernel, in the order of the compiler's report.
+        One entry per kernel, in the order of the compiler's report.
 
     Raises:
-        BuildError: when there is no nvcc or the source does not compile.
+        BuildError: If there is no nvcc or the source does not compile.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -76,13 +76,13 @@ def compile_cuda(
 
 
 def parse_resources(report: str) -> list[KernelResources]:
-    """Read what ``ptxas -v`` printed.
+    """Parse the output of ``ptxas -v``.
 
     Args:
-        report: the compiler's output.
+        report: The compiler's output.
 
     Raises:
-        ValueError: when an entry function is not followed by its figures: the format has changed.
+        ValueError: If figures are missing after an entry function, because the format has changed.
     """
     found = []
     entries = list(_ENTRY.finditer(report))

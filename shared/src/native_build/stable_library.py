@@ -1,11 +1,11 @@
 """Operators compiled ahead of time into one shared library on LibTorch's stable ABI, for machines without a compiler.
 
-Such a library calls torch through C functions that keep their meaning from one version to the next, so that one file
-serves every torch from the version that it was built for on, and every Python: it holds no Python module, and
-``torch.ops.load_library`` loads it. CUDA kernels lie in it for several architectures, with the CUDA runtime linked in.
+Such a library calls torch through C functions that stay the same across versions. One file works with every torch from
+the version that it was built for, and with every Python, because it contains no Python module and
+``torch.ops.load_library`` loads it. It contains CUDA kernels for several architectures and the CUDA runtime.
 
-The file says itself what it is good for (:class:`LibraryRecord`), where it can be read without loading it: the dynamic
-linker's own words for a function that an older torch lacks would name neither version.
+The file contains a description of what it works with (:class:`LibraryRecord`), which can be read without loading the
+library. Without it, an older torch would only report a missing function, and name neither version.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _UNDEFINED = re.compile(r"^.*undefined reference to [`'](.+)'.*$", re.MULTILINE)
 
 
 TORCH_VERSIONS = ("2.10", "2.15")
-"""The versions of torch that a library is meant for, the oldest and the newest."""
+"""The oldest and the newest version of torch that libraries are built for."""
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100", "sm_120", "compute_90")
-"""Machine code for A100, H100, B200 and RTX 50 and, but for the H100's, the later GPUs of their generations; for every
-other GPU since the H100 what its driver translates.
+"""Machine code for A100, H100, B200 and RTX 50, which (except the H100's) also runs on later GPUs of their generations,
+and PTX, which the driver translates for every other GPU since the H100.
 """
 
 _X86_LEVELS: dict[str, tuple[str, ...]] = {
@@ -49,28 +49,28 @@ _X86_LEVELS: dict[str, tuple[str, ...]] = {
 
 
 def instruction_levels() -> Mapping[str, tuple[str, ...]]:
-    """Names of the instruction sets that CPU kernels are compiled for on this processor's family, and their flags.
+    """Instruction sets that CPU kernels are compiled for on this processor's family, with their compiler flags.
 
-    A library chooses among them at run time: it may be used on another processor than it was built on.
+    A library chooses among them at run time, because it may run on another processor than the one that built it.
     """
     return _X86_LEVELS if platform.machine() == "x86_64" else {"baseline": ()}
 
 
 class LibraryError(UserError):
-    """A prebuilt library cannot be used here: it is missing, no such library, or made for something else."""
+    """A prebuilt library cannot be used here: it is missing, another kind of file, or built for something else."""
 
 
 @dataclass(frozen=True)
 class LibraryRecord:
-    """What a library is good for.
+    """What a library works with.
 
     Attributes:
-        name: of the library.
-        torch_at_least: the oldest torch whose stable ABI has everything that it calls, ``"2.10"``.
-        torch_at_most: the newest torch that it is meant for, ``"2.15"``.
-        machine: processor family, as :func:`platform.machine` says it.
-        cuda: version of the CUDA toolkit; None for a library of CPU kernels.
-        architectures: of the CUDA kernels: ``"sm_90a"`` is machine code, ``"compute_90"`` what a driver translates.
+        name: Name of the library.
+        torch_at_least: Oldest torch whose stable ABI has everything that the library calls, such as ``"2.10"``.
+        torch_at_most: Newest torch that it is built for, such as ``"2.15"``.
+        machine: Processor family, as :func:`platform.machine` returns it.
+        cuda: Version of the CUDA toolkit; None for a library without CUDA kernels.
+        architectures: Architectures of the CUDA kernels: ``"sm_90a"`` is machine code, ``"compute_90"`` is PTX.
     """
 
     name: str
@@ -81,7 +81,7 @@ class LibraryRecord:
     architectures: tuple[str, ...] = ()
 
     def refusal(self, torch_version: str) -> str | None:
-        """Why this library cannot be loaded under a version of torch on this machine; None where it can.
+        """Why this library cannot be loaded with a version of torch on this machine; None if it can.
 
         Args:
             torch_version: ``torch.__version__``.
@@ -93,10 +93,10 @@ class LibraryRecord:
         return None
 
     def cuda_refusal(self, capability: tuple[int, int]) -> str | None:
-        """Why its CUDA kernels cannot run on a GPU; None where they can.
+        """Why its CUDA kernels cannot run on a GPU; None if they can.
 
         Args:
-            capability: compute capability of the GPU, (9, 0).
+            capability: Compute capability of the GPU, such as (9, 0).
         """
         if self.cuda is None:
             return "it was built without CUDA"
@@ -110,8 +110,8 @@ class Unit:
     """One compilation of a source file.
 
     Attributes:
-        source: a ``.cpp`` or ``.cu`` file; the same file may be in several units.
-        flags: for this compilation alone.
+        source: A ``.cpp`` or ``.cu`` file; several units may compile the same file.
+        flags: Flags for this compilation only.
     """
 
     source: Path
@@ -130,27 +130,26 @@ def build_library(
     exports: Sequence[str] = (),
     libraries: Sequence[str] = (),
 ) -> LibraryRecord:
-    """Compile and link a library; ``output`` is replaced in one step, when everything has worked.
+    """Compile and link a library; ``output`` is replaced atomically when everything has succeeded.
 
     Args:
-        name: for the record and for error messages.
-        units: what to compile, as many at a time as there are processors: the longest first.
-        output: path of the library.
-        torch_versions: the oldest and the newest torch that it is for, ``("2.10", "2.15")``. The headers of the torch
-            that is installed here then offer the sources no more than the stable ABI of the oldest.
-        architectures: of the CUDA kernels, ``"sm_90a"`` and ``"compute_90"`` alike; empty for a library without CUDA,
-            which needs no nvcc.
-        cflags: for the C++ compiler, besides ``-O3 -std=c++17``.
-        cuda_cflags: for nvcc, besides ``-O3 -std=c++17``.
-        exports: symbols that others may look up in it, ``"PyInit__C"``; all else but the record is hidden.
-        libraries: of torch's to link with besides those of its C++ functions, ``"torch_python"``.
+        name: Name for the record and for error messages.
+        units: Units to compile, as many at a time as there are processors. The longest should come first.
+        output: Path of the library.
+        torch_versions: Oldest and newest torch, such as ``("2.10", "2.15")``. The headers of the installed torch then
+            offer only the stable ABI of the oldest.
+        architectures: Architectures of the CUDA kernels, such as ``"sm_90a"`` and ``"compute_90"``; empty for a library
+            without CUDA, which needs no nvcc.
+        cflags: Flags for the C++ compiler in addition to ``-O3 -std=c++17``.
+        cuda_cflags: Flags for nvcc in addition to ``-O3 -std=c++17``.
+        exports: Symbols to export, such as ``"PyInit__C"``; all others except the record are hidden.
+        libraries: Further libraries of torch to link with, such as ``"torch_python"``.
 
     Returns:
-        What was written into it.
+        The record that the library contains.
 
     Raises:
-        BuildError: when a tool is missing, or the folder cannot be made or written, or a source does not compile, or a
-            symbol is missing.
+        BuildError: If a tool or a symbol is missing, the folder cannot be written, or a source does not compile.
     """
     nvcc = find_nvcc() if architectures else None
     if (reason := missing_cxx()) is not None:
@@ -182,7 +181,7 @@ def build_library(
 
 
 def _prepare(folder: Path) -> None:
-    """Refuse a folder that cannot hold the library before anything is compiled for it."""
+    """Raise an error for a folder that cannot be written, before anything is compiled."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -194,19 +193,19 @@ def _prepare(folder: Path) -> None:
 def build_library_once(
     name: str, units: Sequence[Unit], *, include_dirs: Sequence[Path] = (), **arguments: Any
 ) -> Path:
-    """The library of these sources from the user's cache, built there if it is not.
+    """Build a library in the user's cache, unless it is there already.
 
     Args:
-        name: of the library.
-        units: as for :func:`build_library`.
-        include_dirs: folders whose headers the sources include, besides the sources' own folders.
-        arguments: the others of :func:`build_library`.
+        name: Name of the library.
+        units: See :func:`build_library`.
+        include_dirs: Folders whose headers the sources include, in addition to the folders of the sources.
+        arguments: The other arguments of :func:`build_library`.
 
     Returns:
-        Its path, which changes with anything that the library depends on.
+        Path of the library, which depends on everything that determines the library.
 
     Raises:
-        BuildError: as :func:`build_library`.
+        BuildError: See :func:`build_library`.
     """
     output = cached_library(name, units, include_dirs=include_dirs, **arguments)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -217,7 +216,7 @@ def build_library_once(
 
 
 def cached_library(name: str, units: Sequence[Unit], *, include_dirs: Sequence[Path] = (), **arguments: Any) -> Path:
-    """Where :func:`build_library_once` puts a library, whether it is there or not; the arguments are the same."""
+    """Path of the library that :func:`build_library_once` builds for these arguments, whether it exists or not."""
     flags = [flag for unit in units for flag in (*unit.flags, "/")]
     given = [f"{key}={value}" for key, value in sorted(arguments.items())]
     digest = source_digest([unit.source for unit in units], include_dirs, [*flags, *given, cxx_compiler()])
@@ -225,38 +224,40 @@ def cached_library(name: str, units: Sequence[Unit], *, include_dirs: Sequence[P
 
 
 def read_record(library: Path) -> LibraryRecord:
-    """What a library is good for, read from the file without loading it.
+    """Read the record of a library without loading the library.
 
     Raises:
-        LibraryError: when there is no such file, or it is none of :func:`build_library`'s.
+        LibraryError: If the file does not exist, or :func:`build_library` has not built it.
     """
     if not library.is_file():
         raise LibraryError(f"there is no library {library}")
     found = re.search(re.escape(_MARK.encode()) + rb"(\{[^\0]*\})\0", library.read_bytes())
     if found is None:
-        raise LibraryError(f"{library} is not a library that native_build has made")
+        raise LibraryError(f"{library} is not a library that native_build has made; name one from build_library")
     fields = json.loads(found[1])
     return LibraryRecord(**{**fields, "architectures": tuple(fields["architectures"])})
 
 
 def load_library(library: Path) -> LibraryRecord:
-    """Load a library's operators into this process, having looked whether it is for this torch.
+    """Check that a library works with this torch, and load its operators into this process.
 
     Returns:
-        What it is good for.
+        The record of the library.
 
     Raises:
-        LibraryError: when it is for another version of torch or another processor, no such library, or needs another
-            that is not here.
+        LibraryError: If the library is for another torch or processor, was not built by :func:`build_library`, or needs
+            a library that is missing here.
     """
     import torch
 
     record = read_record(library)
     if (reason := record.refusal(torch.__version__)) is not None:
-        raise LibraryError(f"cannot load {library}: {reason}; build it again here, or install what it is for")
+        raise LibraryError(f"cannot load {library}: {reason}; build it again here, or install a matching torch")
     try:
         torch.ops.load_library(str(library))
-    except OSError as error:  # the dynamic linker's: a C or C++ library here is older than where this one was linked
+    except (
+        OSError
+    ) as error:  # from the dynamic linker, if a C or C++ library here is older than on the building machine
         raise LibraryError(f"cannot load {library}: {error}") from error
     return record
 
@@ -273,12 +274,12 @@ def _runs(architecture: str, capability: tuple[int, int]) -> bool:
     own = int(digits[:-1]), int(digits[-1])
     if specific == "a":
         return own == capability
-    # Machine code runs on later GPUs of its generation; what the driver translates, on every later GPU.
+    # Machine code runs on later GPUs of its generation, and PTX on every later GPU.
     return own <= capability and ((kind == "compute" and not specific) or own[0] == capability[0])
 
 
 def _record_source(record: LibraryRecord) -> str:
-    text = json.dumps(_MARK + json.dumps(asdict(record)))  # as JSON writes a string of ASCII, so does C
+    text = json.dumps(_MARK + json.dumps(asdict(record)))  # an ASCII string has the same literal in JSON and in C
     return (
         f'extern "C" __attribute__((used, visibility("default"))) const char {_SYMBOL}[];\n'
         f"const char {_SYMBOL}[] = {text};\n"
@@ -286,7 +287,7 @@ def _record_source(record: LibraryRecord) -> str:
 
 
 def _without_places(name: str, units: Sequence[Unit]) -> list[str]:
-    """Flags under which errors do not name folders of this machine: the same sources make the same bytes anywhere."""
+    """Flags that remove folders of this machine from the library, so that equal sources give equal bytes anywhere."""
     import torch
 
     sources = os.path.commonpath([unit.source.resolve().parent for unit in units])
@@ -337,11 +338,11 @@ def _link(
             cxx_compiler(), "-shared", "-s", "-o", str(made), *objects, SHARED_STANDARD_LIBRARY,
             f"-Wl,--version-script={exports}", "-Wl,--no-undefined", "-Wl,--warn-unresolved-symbols",
             *(f"-L{path}" for path in library_paths()),
-            # libtorch.so brings torch's CUDA library along where there is one, for the one weak symbol that is in it.
+            # libtorch.so pulls in torch's CUDA library, if there is one, for the only weak symbol in it.
             "-Wl,--no-as-needed", "-ltorch", "-Wl,--as-needed", *(f"-l{library}" for library in libraries),
             "-ltorch_cpu", "-lc10", *runtime,
         ])  # fmt: skip
-        # Python's own functions are in the program that imports the library, and nowhere to be linked with.
+        # Python's own functions are in the program that imports the library, and need not be linked.
         missing = [found for found in _UNDEFINED.finditer(log) if not found[1].startswith(("Py", "_Py"))]
         if missing:
             raise BuildError(f"cannot build {name}: {missing[0][0].strip()}")
@@ -362,12 +363,12 @@ def _cuda_version(nvcc: Path) -> str:
     answer = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"release (\d+\.\d+)", answer)
     if found is None:
-        raise BuildError(f"{nvcc} --version names no release: {answer.strip().splitlines()[-1]}")
+        raise BuildError(f"{nvcc} --version prints no release: {answer.strip().splitlines()[-1]}")
     return found[1]
 
 
 def _cuda_libraries(nvcc: Path) -> Path:
-    # nvcc may be a script that calls the real one; what that one would do says where its toolkit lies.
+    # nvcc may be a script that calls the real one, whose dry run prints the folder of its toolkit.
     plan = subprocess.run(
         [str(nvcc), "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True, check=False
     )

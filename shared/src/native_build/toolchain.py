@@ -1,4 +1,4 @@
-"""Which compilers are here, and what to do about one that is missing."""
+"""Find compilers, and say what to do if one is missing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-# Named before the compiler's own: a toolchain that brings libstdc++ only as an archive would put a second copy into the
-# extension, and the first number that an error message formats through torch's streams would crash.
+# This linker flag comes before the compiler's own libraries. A toolchain that has libstdc++ only as a static library
+# would put a second copy into the extension, which crashes when torch formats a number in an error message.
 SHARED_STANDARD_LIBRARY = "-l:libstdc++.so.6"
 
 
@@ -17,7 +17,7 @@ def cxx_compiler() -> str:
 
 
 def find_nvcc() -> Path | None:
-    """The path of nvcc: in ``CUDA_HOME``, on ``PATH`` or in ``/usr/local/cuda``; None where there is none."""
+    """The path of nvcc: in ``CUDA_HOME``, on ``PATH`` or in ``/usr/local/cuda``; None if there is none."""
     if home := os.environ.get("CUDA_HOME"):
         candidate = Path(home) / "bin" / "nvcc"
         return candidate if candidate.exists() else None
@@ -28,24 +28,24 @@ def find_nvcc() -> Path | None:
 
 
 def missing_cxx() -> str | None:
-    """Why C++ operators cannot be built here, with the remedy; None where they can."""
+    """Why C++ operators cannot be built here, with the remedy; None if they can."""
     if shutil.which(cxx_compiler()) is None:
         return f"no C++ compiler {cxx_compiler()!r} on PATH (install one: apt-get install g++, or set CXX)"
     return None
 
 
 def missing_inductor(device_type: str) -> str | None:
-    """Why Inductor cannot compile here, with the remedy; None where it can.
+    """Why Inductor cannot compile here, with the remedy; None if it can.
 
     Args:
-        device_type: what it compiles for: ``"cpu"`` needs a C++ compiler, ``"cuda"`` has Triton.
+        device_type: ``"cpu"``, which needs a C++ compiler, or ``"cuda"``, which uses Triton.
     """
     reason = missing_cxx() if device_type == "cpu" else None
     return None if reason is None else f"Inductor compiles for a CPU with a C++ compiler: {reason}"
 
 
 def missing_gpu() -> str | None:
-    """Why nothing can run on a CUDA GPU here, with the remedy; None where it can."""
+    """Why nothing can run on a CUDA GPU here, with the remedy; None if it can."""
     import torch
 
     if torch.version.cuda is None:
@@ -56,7 +56,7 @@ def missing_gpu() -> str | None:
 
 
 def missing_cuda() -> str | None:
-    """Why CUDA C++ operators cannot be built and run here, with the remedy; None where they can."""
+    """Why CUDA C++ operators cannot be built and run here, with the remedy; None if they can."""
     import torch
 
     if (reason := missing_cxx() or missing_gpu()) is not None:

@@ -1,8 +1,8 @@
-"""Checkpoints that survive a kill, resume bit for bit, and are refused when they are damaged or of another run.
+"""Checkpoints that are written atomically, resume bit for bit, and are checked for damage and for the right run.
 
-A checkpoint is one file, a ``torch.save`` archive of tensors and plain values (loadable with ``weights_only=True``),
-written beside its final name and moved there when it is safely on the disk: at any moment the final name holds a whole
-one.
+A checkpoint is one file: a ``torch.save`` archive of tensors and plain values that loads with ``weights_only=True``. It
+is written under a temporary name and renamed when it is on the disk, so that its final name always refers to a complete
+checkpoint.
 """
 
 from __future__ import annotations
@@ -23,45 +23,45 @@ from torch_baseline.config import GPTConfig, TrainConfig
 
 FORMAT = 1
 
-# What a resumed run may do differently: where it reads and writes and how often it looks, and how the work is spread
-# (which changes rounding, not mathematics). Everything else decides what the next steps compute.
+# Settings that a resumed run may change: files, how often it validates and saves, and how the work is distributed
+# (which changes rounding only). All other settings determine what the next steps compute.
 MAY_CHANGE = frozenset(
     {"data", "out", "eval_interval", "eval_batches", "checkpoint_interval", "patience", "parallel", "compile"}
 )
 
 
 class SavedRun(Protocol):
-    """What a checkpoint, of whatever framework, says of its run; see :class:`Checkpoint`."""
+    """What a checkpoint of any framework says about its run; see :class:`Checkpoint`."""
 
     @property
     def model_config(self) -> dict[str, Any]:
-        """Fields of the shape."""
+        """Fields of the model's shape."""
 
     @property
     def train_config(self) -> dict[str, Any]:
-        """Fields of the settings."""
+        """Fields of the training settings."""
 
     @property
     def data_sha256(self) -> str:
-        """Of the corpus."""
+        """SHA-256 of the corpus."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that the rest of a run depends on.
+    """Everything that the rest of a run depends on.
 
     Attributes:
-        step: optimizer steps done; the next batch is that of this step.
-        model: weights by parameter name.
+        step: Number of finished optimizer steps, which is also the index of the next batch.
+        model: Weights by parameter name.
         optimizer: AdamW's state by parameter name.
-        ema: averaged weights by parameter name; empty without a moving average.
-        scaler: state of the gradient scaler; empty unless float16.
-        rng: states of torch's generators: ``cpu``, and ``cuda``, a list by device.
-        best_loss: lowest validation loss so far, nats per byte.
-        stale: validations since then.
-        model_config: fields of :class:`GPTConfig`.
-        train_config: fields of :class:`TrainConfig` as plain values.
-        data_sha256: of the corpus.
+        ema: Averaged weights by parameter name; empty without a moving average.
+        scaler: State of the gradient scaler; empty unless the dtype is float16.
+        rng: States of torch's generators: ``cpu``, and a list ``cuda`` by device.
+        best_loss: Lowest validation loss so far, nats per byte.
+        stale: Number of validations since the lowest one.
+        model_config: Fields of :class:`GPTConfig`.
+        train_config: Fields of :class:`TrainConfig` as plain values.
+        data_sha256: SHA-256 of the corpus.
     """
 
     step: int
@@ -78,10 +78,10 @@ class Checkpoint:
 
 
 def save(path: Path, checkpoint: Checkpoint) -> None:
-    """Write a checkpoint so that ``path`` holds the old one or the new one, whole, whenever the process dies.
+    """Write a checkpoint atomically: ``path`` is the old or the new checkpoint, whenever the process ends.
 
     Raises:
-        UserError: if the folder cannot be written or the disk is full; ``path`` is then as it was.
+        UserError: If the folder cannot be written or the disk is full; ``path`` then stays as it is.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -92,33 +92,35 @@ def save(path: Path, checkpoint: Checkpoint) -> None:
         partial.replace(path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
-            os.fsync(folder)  # the new name itself must reach the disk, too
+            os.fsync(folder)  # the new name must reach the disk too
         finally:
             os.close(folder)
     except (OSError, RuntimeError) as error:  # torch's archive writer turns a failed write into a RuntimeError
         partial.unlink(missing_ok=True)
         raise UserError(
-            f"cannot write the checkpoint {path} ({first_line(error)}); what it held before is kept"
+            f"cannot write the checkpoint {path} ({first_line(error)}); the one before is unchanged"
         ) from error
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a checkpoint back, on the CPU, without running any code that the file might hold.
+    """Read a checkpoint on the CPU, without executing code that the file may contain.
 
     Raises:
-        UserError: if there is none, it is damaged, or it is of another format.
+        UserError: If the file does not exist, is damaged or has another format.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load itself does not compare the checksums of tensors
+            damaged = archive.testzip()  # torch.load does not verify the checksums of tensors
         if damaged is not None:
-            raise UserError(f"the checkpoint {path} is damaged (checksum of {damaged}); use another, or start anew")
+            raise UserError(
+                f"the checkpoint {path} is damaged (checksum of {damaged}); use another, or start a new run"
+            )
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f"there is no checkpoint {path}; name a folder of train --out, or a file in it") from error
     except (OSError, zipfile.BadZipFile, EOFError, RuntimeError, pickle.UnpicklingError) as error:
         raise UserError(
-            f"the checkpoint {path} cannot be read ({first_line(error)}); use another, or start anew"
+            f"the checkpoint {path} cannot be read ({first_line(error)}); use another, or start a new run"
         ) from error
     expected = {"format", *Checkpoint.__dataclass_fields__}
     if not isinstance(content, dict) or content.keys() != expected or content["format"] != FORMAT:
@@ -128,10 +130,10 @@ def load(path: Path) -> Checkpoint:
 
 
 def require_same_run(checkpoint: SavedRun, model_config: GPTConfig, config: TrainConfig, data_sha256: str) -> None:
-    """Check that going on from a checkpoint continues the same run.
+    """Check that a checkpoint belongs to the run that is about to resume from it.
 
     Raises:
-        UserError: naming the first setting that differs, or the data.
+        UserError: If a setting or the data differ; the message names the first difference.
     """
     now = {"model": asdict(model_config), "training": config.as_plain()}
     saved = {"model": checkpoint.model_config, "training": checkpoint.train_config}
@@ -151,5 +153,5 @@ def require_same_run(checkpoint: SavedRun, model_config: GPTConfig, config: Trai
 
 
 def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
-    # Not dataclasses.asdict: that would copy every tensor once more.
+    # dataclasses.asdict would copy every tensor.
     return {name: getattr(checkpoint, name) for name in Checkpoint.__dataclass_fields__}

@@ -28,12 +28,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# Lines of step logs in a run, whatever its length.
+# Number of step lines that a run prints, whatever its length.
 _LOG_LINES = 20
 
 
 def main() -> None:
-    """Run the command line; what the user can mend is one line on standard error and exit status 2."""
+    """Run the command line. An error that the user can fix is one line on standard error and exit status 2."""
     try:
         with one_line_errors("torch_baseline"):
             app()
@@ -46,21 +46,21 @@ def main() -> None:
 def train_command(
     preset: Annotated[str, typer.Option(help="tiny (CPU) or gpt2-124m (GPU)")] = "tiny",
     steps: Annotated[int | None, typer.Option(help="optimizer steps")] = None,
-    data: Annotated[Path | None, typer.Option(help="text to train on [default: the one CPython carries]")] = None,
+    data: Annotated[Path | None, typer.Option(help="text to train on [default: documentation in CPython]")] = None,
     out: Annotated[Path | None, typer.Option(help="folder for checkpoints and metrics [default: none]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --out")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the last checkpoint in --out")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float64, float32, bfloat16 or float16")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="sequences a step, over all processes")] = None,
-    accumulation: Annotated[int | None, typer.Option(help="micro-batches a step")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="sequences per step, over all processes")] = None,
+    accumulation: Annotated[int | None, typer.Option(help="micro-batches per step")] = None,
     lr: Annotated[float | None, typer.Option(help="highest learning rate")] = None,
-    seed: Annotated[int | None, typer.Option(help="of weights and batches")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of weights and batches")] = None,
     patience: Annotated[int | None, typer.Option(help="validations without improvement before stopping")] = None,
     parallel: Annotated[str | None, typer.Option(help="ddp or fsdp, under torchrun")] = None,
     compile: Annotated[bool | None, typer.Option(help="pass the model through torch.compile")] = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="refuse varying algorithms")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="use deterministic algorithms")] = False,
 ) -> None:
-    """Train; prints the loss as it falls, and validation beside the unigram entropy of the text."""
+    """Train, and print the loss, and the validation loss beside the unigram entropy of the text."""
     given: dict[str, Any] = {
         "steps": steps,
         "data": data,
@@ -82,7 +82,7 @@ def train_command(
         )
     except ValueError as error:
         raise UserError(str(error)) from error
-    # Under torchrun every process reports the same; one prints it.
+    # Under torchrun every process reports the same, and one prints it.
     log = RunLog(Console(highlight=False, quiet=os.environ.get("RANK", "0") != "0"), config.steps)
     log.summary(train(model_config, config, device=resolve_device(device), resume=resume, report=log))
 
@@ -90,14 +90,14 @@ def train_command(
 @app.command()
 def sample(
     run: Annotated[Path, typer.Argument(help="folder of a training run, or a checkpoint")],
-    prompt: Annotated[str, typer.Option(help="text to go on from")] = "The ",
-    count: Annotated[int, typer.Option("--bytes", min=1, help="bytes to write")] = 300,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest byte")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="of the draws")] = 0,
+    prompt: Annotated[str, typer.Option(help="beginning of the text")] = "The ",
+    count: Annotated[int, typer.Option("--bytes", min=1, help="number of bytes to generate")] = 300,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely byte")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="seed of the sampling")] = 0,
 ) -> None:
-    """Write with the best model of a run."""
+    """Generate text with the best model of a run."""
     if not prompt:
-        raise UserError("--prompt must hold at least one byte")
+        raise UserError("--prompt must have at least one byte, got an empty text")
     model = model_from_checkpoint(checkpoints.load(run / BEST if run.is_dir() else run))
     written = bytes(sample_bytes(model, prompt.encode(), count, temperature=temperature, seed=seed))
     print(prompt + written.decode(errors="replace"))
@@ -107,8 +107,8 @@ class RunLog:
     """Prints a run's events as aligned lines.
 
     Args:
-        console: to print on.
-        steps: of the whole run, to choose which steps are printed.
+        console: Where to print.
+        steps: Number of steps of the whole run; it determines which steps are printed.
     """
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -128,7 +128,7 @@ class RunLog:
             self._validation(event)
 
     def summary(self, summary: Summary) -> None:
-        """Print what came of the run."""
+        """Print the outcome of the run."""
         speed = ""
         if summary.tokens_per_second is not None:
             speed = f"; {numbers.count(summary.tokens_per_second)} tokens/s"
@@ -148,7 +148,7 @@ class RunLog:
         self._line(f"text    {escape(event.corpus)}, SHA-256 {event.sha256[:16]}…")
         if event.note:
             self._line(f"note    {escape(event.note)}")
-        resumed = f", going on after step {event.step}" if event.step else ""
+        resumed = f", continuing after step {event.step}" if event.step else ""
         self._line(f"model   {numbers.count(event.parameters)} parameters on {event.device}{resumed}")
 
     def _step(self, event: StepLog) -> None:

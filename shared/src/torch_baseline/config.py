@@ -1,4 +1,4 @@
-"""What is trained (:class:`GPTConfig`) and how (:class:`TrainConfig`)."""
+"""The shape of the model (:class:`GPTConfig`) and the settings of its training (:class:`TrainConfig`)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class GPTConfig:
     """Shape of a GPT.
 
     Attributes:
-        vocab_size: number of tokens; bytes need 256, a larger vocabulary leaves the rest unused.
-        n_layer: transformer blocks.
-        n_head: attention heads; divides ``n_embd`` into heads of an even size (rotary positions turn pairs).
-        n_embd: model width.
-        block_size: the most positions of a sequence.
-        norm_eps: added to the mean square in RMSNorm.
-        rope_base: base of the rotary frequencies, base^(-2i/D).
-        tie_embeddings: use the embedding table for the logits as well.
-        low_precision_residual: keep the residual stream in the dtype that matrices are multiplied in. Under bfloat16
-            that halves the memory traffic between the products and rounds the stream at every addition; norms are
-            computed in float32 either way.
+        vocab_size: Number of tokens. Bytes need 256; further tokens of a larger vocabulary are unused.
+        n_layer: Number of transformer blocks.
+        n_head: Number of attention heads. ``n_embd / n_head`` must be even, because rotary positions rotate pairs.
+        n_embd: Width of the model.
+        block_size: Largest number of positions in a sequence.
+        norm_eps: Value added to the mean square in RMSNorm.
+        rope_base: Base of the rotary frequencies, base^(-2i/D).
+        tie_embeddings: Whether the embedding table also computes the logits.
+        low_precision_residual: Whether the residual stream has the dtype of the matrix products. With bfloat16 this
+            halves the memory traffic between the products and rounds the stream at every addition. Norms are computed
+            in float32 in both cases.
     """
 
     vocab_size: int = 256
@@ -67,11 +67,11 @@ class GPTConfig:
         """Return a named shape.
 
         Args:
-            name: ``"tiny"`` learns in seconds on two CPU cores; ``"gpt2-124m"`` is the shape of the smallest GPT-2
+            name: ``"tiny"`` learns in seconds on two CPU cores. ``"gpt2-124m"`` is the shape of the smallest GPT-2
                 (vocabulary padded to a multiple of 128), for a GPU.
 
         Raises:
-            ValueError: for another name.
+            ValueError: For any other name.
         """
         if name == "tiny":
             return cls()
@@ -82,33 +82,33 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How a model is trained.
+    """Settings of a training run.
 
     Attributes:
-        steps: optimizer steps.
-        batch_size: sequences per step, over all micro-batches and processes.
-        accumulation: micro-batches a step is split into: less memory, the same mathematics.
-        lr: highest learning rate, reached after the warm-up.
-        min_lr: learning rate at the end of the cosine.
-        warmup: steps of linear warm-up.
+        steps: Number of optimizer steps.
+        batch_size: Sequences per step, over all micro-batches and processes.
+        accumulation: Micro-batches per step; more of them need less memory and compute the same.
+        lr: Highest learning rate, reached after the warm-up.
+        min_lr: Learning rate at the end of the cosine.
+        warmup: Steps of linear warm-up.
         beta1: AdamW's decay of the gradient average.
         beta2: AdamW's decay of the squared-gradient average.
         adam_eps: AdamW's epsilon.
-        weight_decay: applied to matrices (two dimensions or more) alone.
-        clip: largest gradient norm; 0 leaves gradients as they are.
-        dtype: ``float64`` and ``float32`` compute in what they name; ``bfloat16`` and ``float16`` autocast over float32
+        weight_decay: Weight decay of matrices (two dimensions or more); other parameters have none.
+        clip: Largest gradient norm; 0 disables clipping.
+        dtype: ``float64`` and ``float32`` compute in that dtype. ``bfloat16`` and ``float16`` use autocast over float32
             weights, ``float16`` with a gradient scaler.
-        seed: of the initial weights, the batches and torch's generators.
-        ema_decay: of the moving average of the weights; 0 keeps none.
-        eval_interval: steps between validations; 0 validates after the last step only.
-        eval_batches: the most validation batches, of ``batch_size`` sequences each.
-        checkpoint_interval: steps between checkpoints; 0 saves after the last step only.
-        patience: validations without improvement after which training stops; 0 never stops early.
-        deterministic: refuse algorithms whose result varies from run to run.
-        compile: pass the model through torch.compile.
-        parallel: ``none``, ``ddp`` or ``fsdp``, the latter two under torchrun.
-        data: a file to train on, or None for the text that every CPython carries.
-        out: folder for checkpoints, metrics and metadata, or None to write nothing.
+        seed: Seed of the initial weights, the batches and torch's generators.
+        ema_decay: Decay of the moving average of the weights; 0 disables it.
+        eval_interval: Steps between validations; 0 validates after the last step only.
+        eval_batches: Largest number of validation batches, each of ``batch_size`` sequences.
+        checkpoint_interval: Steps between checkpoints; 0 saves after the last step only.
+        patience: Number of validations without improvement after which training stops; 0 never stops early.
+        deterministic: Whether torch refuses algorithms whose result varies from run to run.
+        compile: Whether the model is passed through torch.compile.
+        parallel: ``none``, ``ddp`` or ``fsdp``; the latter two need torchrun.
+        data: File to train on; None for the text in ``pydoc_data.topics``, which is part of every CPython.
+        out: Folder for checkpoints, metrics and metadata; None to write nothing.
     """
 
     steps: int = 200
@@ -147,8 +147,8 @@ class TrainConfig:
             raise ValueError(f"min_lr must not exceed lr, got min_lr={self.min_lr} and lr={self.lr}")
         if self.batch_size % self.accumulation:
             raise ValueError(
-                f"batch_size must be a multiple of accumulation, got {self.batch_size} sequences "
-                f"in {self.accumulation} parts"
+                f"batch_size must be a multiple of accumulation, got batch_size={self.batch_size} "
+                f"and accumulation={self.accumulation}"
             )
         if self.dtype not in get_args(Precision):
             raise ValueError(f"dtype must be one of {', '.join(get_args(Precision))}, got {self.dtype!r}")
@@ -156,15 +156,15 @@ class TrainConfig:
             raise ValueError(f"parallel must be none, ddp or fsdp, got {self.parallel!r}")
         if self.parallel == "fsdp" and self.dtype == "float16":
             raise ValueError(
-                "float16 with FSDP is not offered (its gradient scaler is not sharded); use bfloat16, or ddp"
+                "float16 does not work with FSDP (the gradient scaler is not sharded); use bfloat16, or ddp"
             )
 
     @classmethod
     def preset(cls, name: str) -> TrainConfig:
-        """Return the training settings that go with a model preset of that name.
+        """Return the training settings for the model preset of that name.
 
         Raises:
-            ValueError: for an unknown name.
+            ValueError: For an unknown name.
         """
         if name == "tiny":
             return cls(ema_decay=0.95)

@@ -1,6 +1,6 @@
-"""Bytes to learn from, and the order they are learned in.
+"""The training text as bytes, and the order of its batches.
 
-Everything here is NumPy, so that a loop in another framework sees the same bytes in the same order.
+Everything is NumPy, so that a training loop in another framework sees the same bytes in the same order.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Tokens = NDArray[np.int64]
 
 TRAIN_FRACTION = 0.9
 
-# First 16 hexadecimal digits of the SHA-256 of the built-in text, by CPython version: the documentation that
-# pydoc_data carries is regenerated for every patch release.
+# First 16 hexadecimal digits of the SHA-256 of the built-in text, by CPython version. Every patch release has its own
+# version of the documentation in pydoc_data.
 PINNED_TEXT = {
     "3.11.2": "fb4334883057993f",
     "3.11.7": "71f2ff5d99bdc1f9",
@@ -33,15 +33,15 @@ PINNED_TEXT = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text as bytes, split into what is trained on and what is held out.
+    """A text as bytes, split into a training part and a validation part.
 
     Attributes:
-        name: where it comes from, for logs and metadata.
-        train: the first 90 % of the bytes.
-        validation: the rest.
-        sha256: of the whole, hexadecimal.
-        note: one line if the built-in text is not one whose hash is written down in :data:`PINNED_TEXT`, so that
-            results from it are comparable with few others; empty otherwise.
+        name: Where the text comes from, for logs and metadata.
+        train: The first 90 % of the bytes.
+        validation: The other bytes.
+        sha256: SHA-256 of the whole text, hexadecimal.
+        note: One line if :data:`PINNED_TEXT` does not list the built-in text, whose results then compare with few
+            others; empty otherwise.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Corpus:
 
 
 def load_corpus(path: Path | None = None) -> Corpus:
-    """Read a file, or the English reference text that every CPython carries (``pydoc_data.topics``).
+    """Read a file, or the English documentation that is part of every CPython (``pydoc_data.topics``).
 
     Args:
-        path: any file, read as bytes; None for the built-in text, topics joined in sorted order.
+        path: Any file, read as bytes; None for the built-in text, whose topics are joined in sorted order.
 
     Returns:
-        The corpus. A built-in text that is not known is accepted, and its ``note`` says so.
+        The corpus. An unknown built-in text is accepted, and ``note`` says so.
 
     Raises:
-        UserError: if the file cannot be read or is empty.
+        UserError: If the file cannot be read or is empty.
     """
     if path is None:
         version = platform.python_version()
@@ -79,10 +79,10 @@ def load_corpus(path: Path | None = None) -> Corpus:
 
 
 def require_length(corpus: Corpus, block_size: int) -> None:
-    """Check that both parts of a corpus hold a sequence and its target.
+    """Check that both parts of a corpus are long enough for a sequence and its target.
 
     Raises:
-        UserError: if not, with the size that would do.
+        UserError: If one is too short; the message says which size is enough.
     """
     shortest = min(len(corpus.train), len(corpus.validation))
     if shortest < block_size + 1:
@@ -90,50 +90,51 @@ def require_length(corpus: Corpus, block_size: int) -> None:
         needed = int((block_size + 2) / (1 - TRAIN_FRACTION)) + 1
         raise UserError(
             f"{corpus.name} is too short: {total} bytes, but sequences of {block_size} need at least {needed} "
-            f"(a tenth is held out); use a longer text or a smaller block size"
+            f"(a tenth is for validation); use a longer text or a smaller block size"
         )
 
 
 def batch(data: Bytes, seed: int, step: int, batch_size: int, block_size: int) -> tuple[Tokens, Tokens]:
-    """Draw the batch of one step: a pure function of its arguments.
+    """Draw the batch of one step, as a pure function of the arguments.
 
-    The counter-based generator Philox starts at (seed, step), so any step's batch can be had without the ones before.
+    The counter-based generator Philox starts at (seed, step), so the batch of a step does not depend on earlier ones.
 
     Args:
-        data: bytes, at least ``block_size + 1`` of them.
-        seed: of the run.
-        step: counted from 0.
-        batch_size: sequences.
-        block_size: tokens of a sequence.
+        data: At least ``block_size + 1`` bytes.
+        seed: Seed of the run.
+        step: The step, counted from 0.
+        batch_size: Number of sequences.
+        block_size: Tokens per sequence.
 
     Returns:
-        Inputs and targets, both (batch_size, block_size); the targets are the inputs moved on by one byte.
+        Inputs and targets, both (batch_size, block_size). The targets are the inputs shifted by one byte.
 
     Raises:
-        ValueError: if the data is too short.
+        ValueError: If the data is too short.
     """
     if len(data) < block_size + 1:
         raise ValueError(f"a sequence of {block_size} and its target need {block_size + 1} bytes, got {len(data)}")
-    # Drawing advances the lowest of the counter's four 64-bit words: the step in the second keeps steps apart.
+    # Drawing advances the lowest of the counter's four 64-bit words. The step is in the second word, so that the
+    # numbers of different steps never overlap.
     generator = np.random.Generator(np.random.Philox(key=seed, counter=step << 64))
     starts = generator.integers(0, len(data) - block_size, size=batch_size)
     return _windows(data, starts, block_size)
 
 
 def validation_batches(data: Bytes, batch_size: int, block_size: int, limit: int) -> Iterator[tuple[Tokens, Tokens]]:
-    """Cut data into consecutive sequences without overlap, the same every time.
+    """Cut data into consecutive sequences without overlap, always in the same way.
 
-    Every batch is full (a compiled model would recompile for a smaller last one): sequences that do not fill a batch
-    are left out. Data too short for one batch gives one, of evenly spaced sequences that overlap.
+    Every batch is full, because a compiled model would recompile for a smaller last one. Sequences that do not fill a
+    batch are dropped. Data too short for one batch give one batch of evenly spaced sequences that overlap.
 
     Args:
-        data: bytes, at least ``block_size + 1`` of them.
-        batch_size: sequences of a batch.
-        block_size: tokens of a sequence.
-        limit: the most batches.
+        data: At least ``block_size + 1`` bytes.
+        batch_size: Sequences per batch.
+        block_size: Tokens per sequence.
+        limit: Largest number of batches.
 
     Yields:
-        Inputs and targets as from :func:`batch`.
+        Inputs and targets, see :func:`batch`.
     """
     starts = np.arange(0, len(data) - block_size, block_size)
     if len(starts) < batch_size:
@@ -145,7 +146,7 @@ def validation_batches(data: Bytes, batch_size: int, block_size: int, limit: int
 def unigram_entropy_bits(data: Bytes) -> float:
     """Return the entropy of the byte frequencies, Σ −p log₂ p, in bits per byte.
 
-    No predictor that ignores context does better on this data; a model that is below has learned something about order.
+    No predictor that ignores context has a lower loss on this data. A model with a lower loss has learned from context.
     """
     counts = np.bincount(data, minlength=256)
     p = counts[counts > 0] / len(data)
@@ -161,9 +162,9 @@ def _builtin_text() -> bytes:
 def _pin_note(version: str, digest: str) -> str:
     expected = PINNED_TEXT.get(version)
     if expected is None:
-        return f"the text of Python {version} has no hash written down; it is {digest[:16]}…"
+        return f"the hash of the text of Python {version} is not listed; it is {digest[:16]}…"
     if not digest.startswith(expected):
-        return f"the text of Python {version} is known as {expected}…, this one is {digest[:16]}…"
+        return f"the text of Python {version} should have the hash {expected}…, this one has {digest[:16]}…"
     return ""
 
 

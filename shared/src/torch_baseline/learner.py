@@ -1,4 +1,4 @@
-"""Everything that changes as a model learns, and how it becomes a checkpoint and back."""
+"""The state of a training run, saved to and restored from checkpoints."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Learner(Validated):
     """The state of a run.
 
     Attributes:
-        model: not wrapped (its parameters may be sharded).
-        optimizer: of its parameters.
-        scaler: of float16 gradients.
-        ema: average of the weights, or None.
-        step: optimizer steps done.
-        best_loss: lowest validation loss so far, nats per byte.
-        stale: validations since then.
+        model: The model without DDP's wrapper; its parameters may be sharded.
+        optimizer: The optimizer of its parameters.
+        scaler: The scaler of float16 gradients.
+        ema: The moving average of the weights, or None.
+        step: Number of finished optimizer steps.
+        best_loss: Lowest validation loss so far, nats per byte.
+        stale: Number of validations since the lowest one.
     """
 
     model: GPT
@@ -41,7 +41,10 @@ class Learner(Validated):
     stale: int = 0
 
     def checkpoint(self, config: TrainConfig, data_sha256: str) -> Checkpoint:
-        """Return the state, whole and on the CPU, for any number of processes to go on from; all must call it."""
+        """Return the unsharded state on the CPU, from which any number of processes can resume.
+
+        All processes must call it.
+        """
         return Checkpoint(
             step=self.step,
             model={name: _on_cpu(parameter.detach()) for name, parameter in self._named()},
@@ -60,7 +63,7 @@ class Learner(Validated):
         )
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take over a checkpoint's state, sharded as the model is."""
+        """Take over a checkpoint's state, sharded in the same way as the model."""
         with torch.no_grad():
             for name, parameter in self._named():
                 parameter.copy_(spread_like(checkpoint.model[name], parameter))
@@ -76,8 +79,8 @@ class Learner(Validated):
         return list(self.model.named_parameters())
 
     def _restore_optimizer(self, saved: Mapping[str, Mapping[str, Tensor]]) -> None:
-        # Through load_state_dict, which knows where a fused or a plain AdamW wants its step counters; it goes by the
-        # place of a parameter in the groups, a checkpoint by its name.
+        # load_state_dict puts the step counters where a fused or a plain AdamW expects them. It identifies parameters
+        # by their position in the groups, a checkpoint by their names.
         names = {parameter: name for name, parameter in self._named()}
         ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         state = {

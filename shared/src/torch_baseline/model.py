@@ -1,4 +1,4 @@
-"""A GPT whose norm, activation and attention can be replaced by an operator of one's own.
+"""A GPT whose norm, activation and attention can be replaced by other operators.
 
 Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), an MLP with a biased
 tanh-GELU, causal attention and, by default, a tied embedding.
@@ -29,11 +29,12 @@ Weights = dict[str, NDArray[np.float32]]
 
 INIT_STD = 0.02
 
-# A row of logits is summed in pieces that divide it, of up to so many: a compiler holds one in registers between its
-# maximum and its sum, and reads it once. Pieces of fewer would be more to put together than a row is to read twice.
+# A row of logits is summed in pieces of equal size, of at most _PIECE logits. A compiler keeps a piece in registers
+# between its maximum and its sum, and so reads it once. Combining pieces below _SMALLEST_PIECE costs more than reading
+# the row twice.
 _PIECE, _SMALLEST_PIECE = 128, 32
 
-# The kernels behind scaled_dot_product_attention by the names people call them.
+# The kernels of scaled_dot_product_attention, by their common names.
 ATTENTION_KERNELS: Mapping[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -53,18 +54,18 @@ def bias_gelu(x_BTF: Tensor, bias_F: Tensor) -> Tensor:
 
 
 def causal_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Return softmax(q kᵀ / √D, masked above the diagonal) v, by torch's own choice of kernel."""
+    """Return softmax(q kᵀ / √D, masked above the diagonal) v; torch chooses the kernel."""
     return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
 
 
 def causal_attention_by(kernel: str) -> Attention:
-    """Return :func:`causal_attention` held to one of torch's kernels, which refuses what it cannot do.
+    """Return :func:`causal_attention` restricted to one of torch's kernels, which raises for unsupported inputs.
 
     Args:
-        kernel: a key of :data:`ATTENTION_KERNELS`.
+        kernel: A key of :data:`ATTENTION_KERNELS`.
 
     Raises:
-        ValueError: for another name.
+        ValueError: For any other name.
     """
     if kernel not in ATTENTION_KERNELS:
         raise ValueError(f"the kernel must be one of {', '.join(ATTENTION_KERNELS)}, got {kernel!r}")
@@ -81,17 +82,17 @@ class GPT(nn.Module):
     """A decoder-only transformer.
 
     Args:
-        config: the shape.
-        seed: of the initial weights, see :func:`init_numpy`.
-        norm: makes a norm from (width, eps); its one parameter must be ``weight`` of shape (width,).
-        activation: called as ``activation(x_BTF, bias_F)`` on the product of the first MLP matrix, so that bias and
+        config: Shape of the model.
+        seed: Seed of the initial weights, see :func:`init_numpy`.
+        norm: Makes a norm from (width, eps). Its only parameter must be ``weight`` of shape (width,).
+        activation: Called as ``activation(x_BTF, bias_F)`` on the product of the first MLP matrix, so that bias and
             nonlinearity can be one kernel. ``bias_F`` has the dtype of the weights, ``x_BTF`` that of the computation.
-        attention: called as ``attention(q_BHTD, k_BHTD, v_BHTD)``, causal, scaled by 1/√D, on rotated queries and keys;
-            they are views of (B, T, H, D) memory.
+        attention: Called as ``attention(q_BHTD, k_BHTD, v_BHTD)`` with rotated queries and keys, which are views of
+            (B, T, H, D) memory. It must be causal and scale by 1/√D.
     """
 
-    # For a model turned to float64, which is then float64 throughout, and for every other. A compiled step repeats a
-    # conversion in each kernel that reads a table: enough for it to take gradients of queries and keys in two kernels.
+    # One pair of tables for float64 models and one for all others. With a single pair, each kernel of a compiled step
+    # would repeat the conversion, and Inductor would compute the gradients of queries and keys in two kernels.
     cos_TD: Tensor
     sin_TD: Tensor
     cos32_TD: Tensor
@@ -120,22 +121,22 @@ class GPT(nn.Module):
         self.load_numpy(init_numpy(config, seed))
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Return the logits, or, given targets, the mean cross-entropy.
+        """Return the logits, or the mean cross-entropy if targets are given.
 
         Args:
-            tokens_BT: int64 or int32, T at most ``block_size``.
-            targets_BT: int64, the token that follows each position.
+            tokens_BT: Tokens, int64 or int32; T is at most ``block_size``.
+            targets_BT: The token that follows each position, int64.
 
         Returns:
-            Logits (B, T, V) in the dtype of the computation; with targets a scalar in nats per token, computed in
-            float32 at least.
+            Logits (B, T, V) in the dtype of the computation. With targets, a scalar in nats per token, computed in
+            float32 or float64.
 
         Raises:
-            ValueError: for a sequence longer than ``block_size``.
+            ValueError: If a sequence is longer than ``block_size``.
         """
         length = tokens_BT.shape[1]
         if length > self.config.block_size:
-            raise ValueError(f"a sequence holds at most block_size={self.config.block_size} tokens, got {length}")
+            raise ValueError(f"a sequence has at most block_size={self.config.block_size} tokens, got {length}")
         x_BTC = self.embedding(tokens_BT)
         wide = _wide(x_BTC)
         exact = wide == torch.float64
@@ -152,17 +153,17 @@ class GPT(nn.Module):
         return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
     def load_numpy(self, weights: Mapping[str, NDArray]) -> None:
-        """Copy weights in, by the names of :func:`parameter_shapes`, keeping dtype and device of the parameters.
+        """Copy weights by the names of :func:`parameter_shapes`; parameters keep their dtype and device.
 
         Raises:
-            ValueError: if a name is missing, unknown, or of another shape.
+            ValueError: If a name is missing or unknown, or a shape differs.
         """
         parameters = dict(self.named_parameters())
         if parameters.keys() != weights.keys():
             missing, unknown = sorted(parameters.keys() - weights.keys()), sorted(weights.keys() - parameters.keys())
             raise ValueError(
                 f"the weights do not fit the model: missing {missing}, unknown {unknown} "
-                "(a replaced norm must keep its one parameter `weight`)"
+                "(a replaced norm must have exactly one parameter, `weight`)"
             )
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -187,7 +188,7 @@ class Block(nn.Module):
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
         """Return the residual stream after this block."""
-        # The tables have the dtype that norms compute in, whatever the residual stream is kept in.
+        # The tables have the dtype that norms compute in, which may differ from that of the residual stream.
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC.to(cos_TD.dtype)), cos_TD, sin_TD)
         return x_BTC + self.mlp(self.mlp_norm(x_BTC.to(cos_TD.dtype)))
 
@@ -203,7 +204,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        """Return what the heads gathered, mixed by the output matrix."""
+        """Return the attention's contribution to the residual stream."""
         q_BTHD, k_BTHD, v_BTHD = self.qkv(x_BTC).unflatten(-1, (3, self.n_head, -1)).unbind(2)
         q_BTHD, k_BTHD = (rotate(x_BTHD, cos_TD[:, None], sin_TD[:, None]) for x_BTHD in (q_BTHD, k_BTHD))
         y_BHTD = self.attend(q_BTHD.transpose(1, 2), k_BTHD.transpose(1, 2), v_BTHD.transpose(1, 2))
@@ -211,7 +212,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down · activation(up · x, bias), the bias belonging to the activation so that one kernel can do both."""
+    """down · activation(up · x, bias); the activation adds the bias, so that one kernel can do both."""
 
     def __init__(self, config: GPTConfig, activation: Activation) -> None:
         super().__init__()
@@ -226,19 +227,19 @@ class MLP(nn.Module):
 
 
 def cross_entropy(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-    """Return the mean of log Σ exp(logits) − logits[target] over all rows, in float32 at least.
+    """Return the mean of log Σ exp(logits) − logits[target] over all rows, in float32 or float64.
 
-    In eager mode ``torch.nn.functional.cross_entropy``, whose kernels nothing written in operators comes near.
-    Compiled, the logits stay in the dtype they were computed in and are read once for the normaliser and once for the
-    gradient, softmax(logits) − onehot(target), which leaves in their dtype: 2.9 ms for 32 768 rows of 50 304 on an
-    H200, where torch.compile makes 4.1 of torch's own.
+    In eager mode this is ``torch.nn.functional.cross_entropy``, whose kernels are far faster than separate operators.
+    When compiled, the logits keep the dtype of their computation and are read twice: once for the normaliser and once
+    for the gradient, softmax(logits) − onehot(target), which has their dtype. That takes 2.9 ms for 32 768 rows of
+    50 304 logits on an H200; torch.compile of torch's own cross-entropy takes 4.1 ms.
 
     Args:
-        logits_NV: any floating dtype.
-        targets_N: int64 or int32, below V.
+        logits_NV: Logits of any floating dtype.
+        targets_N: Targets below V, int64 or int32.
 
     Returns:
-        A scalar, nats.
+        A scalar in nats.
     """
     if torch.compiler.is_compiling():
         return _CrossEntropy.apply(logits_NV, targets_N)  # type: ignore[no-untyped-call]
@@ -277,21 +278,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that a product with ``x`` is taken in here: autocast's, if it is on."""
+    """The dtype of a matrix product with ``x``: autocast's dtype if autocast is on, else that of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def rotate(x_BTHD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + D/2}) by position times frequency (Su et al. 2021, in the half-split layout).
+    """Rotate the pairs (x_i, x_{i + D/2}) by position times frequency (Su et al. 2021, in the half-split layout).
 
     Args:
-        x_BTHD: queries or keys, (…, T, H, D), any floating dtype.
-        cos_T1D: (T, 1, D/2), from :func:`rotary_tables`, in the dtype to compute in.
-        sin_T1D: likewise.
+        x_BTHD: Queries or keys (…, T, H, D) of any floating dtype.
+        cos_T1D: Cosines (T, 1, D/2) from :func:`rotary_tables`, in the dtype of the computation.
+        sin_T1D: Sines of the same shape and dtype.
 
     Returns:
-        Same shape and dtype as ``x_BTHD``.
+        A tensor of the shape and dtype of ``x_BTHD``.
     """
     first, second = x_BTHD.to(cos_T1D.dtype).chunk(2, -1)
     turned = first * cos_T1D - second * sin_T1D, second * cos_T1D + first * sin_T1D
@@ -326,17 +327,17 @@ def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
 
 
 def init_numpy(config: GPTConfig, seed: int) -> Weights:
-    """Draw initial weights without a framework, so that every one can start from the same numbers.
+    """Draw initial weights with NumPy, so that every framework can start from the same numbers.
 
-    As GPT-2 (Radford et al. 2019): matrices from N(0, 0.02²); those that write into the residual stream (two a block)
-    divided by √(2·n_layer), so that the stream's variance does not grow with depth; norms 1, biases 0.
+    As in GPT-2 (Radford et al. 2019), matrices come from N(0, 0.02²). The two matrices per block that write to the
+    residual stream are divided by √(2·n_layer), so that its variance does not grow with depth. Norms are 1, biases 0.
 
     Args:
-        config: the shape.
-        seed: of NumPy's PCG64.
+        config: Shape of the model.
+        seed: Seed of NumPy's PCG64.
 
     Returns:
-        float32 arrays by parameter name, shaped as :func:`parameter_shapes` says.
+        float32 arrays by parameter name, with the shapes of :func:`parameter_shapes`.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     residual_std = INIT_STD / math.sqrt(2 * config.n_layer)
@@ -360,9 +361,10 @@ def parameter_count(config: GPTConfig) -> int:
 def flops_per_token(config: GPTConfig) -> int:
     """Return the floating-point operations that one trained token needs: 6·N + 12·L·H·Q·T.
 
-    Chowdhery et al. 2022 (PaLM), appendix B: two operations a parameter forward and four backward, and the two products
-    of attention likewise, without a discount for the causal mask and without recomputation. N leaves out an embedding
-    table that is only looked up; a tied one is counted, since it makes the logits.
+    The formula is from Chowdhery et al. 2022 (PaLM), appendix B: two operations per parameter in the forward pass and
+    four in the backward pass, and the same for the two matrix products of attention. The causal mask gives no discount,
+    and recomputation does not count. N excludes an embedding table that is only looked up. It includes a tied one,
+    which computes the logits.
 
     Returns:
         FLOP per token, forward and backward, at sequences of ``block_size``.

@@ -14,11 +14,11 @@ from torch_baseline.parallel import spread_like, whole
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov and Hutter 2019) that decays matrices and leaves gains and biases alone.
+    """Return AdamW (Loshchilov and Hutter 2019) with weight decay for matrices and none for gains and biases.
 
     Args:
-        model: on the device and in the dtype that it will be trained in.
-        config: learning rate, betas, epsilon and weight decay.
+        model: The model, on its final device and in its final dtype.
+        config: Learning rate, betas, epsilon and weight decay.
     """
     parameters = list(model.parameters())
     groups = [
@@ -41,8 +41,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     step ``warmup`` to 1 at the last step.
 
     Args:
-        step: counted from 0.
-        config: lr, min_lr, warmup and steps.
+        step: The step, counted from 0.
+        config: ``lr``, ``min_lr``, ``warmup`` and ``steps`` are used.
     """
     if step < config.warmup:
         return config.lr * (step + 1) / (config.warmup + 1)
@@ -51,17 +51,17 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give all parameter groups the same learning rate."""
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 class EMA:
-    """Exponential moving average of a model's weights, e ← decay · e + (1 − decay) · p, from the initial weights on.
+    """Exponential moving average of a model's weights, e ← decay · e + (1 − decay) · p, starting at the first weights.
 
     Args:
-        model: whose weights are followed; its names are the average's.
-        decay: in [0, 1).
+        model: The model; the averages have the names of its parameters.
+        decay: Decay in [0, 1).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -70,13 +70,13 @@ class EMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Move the average towards the model's present weights."""
+        """Update the average with the model's current weights."""
         for name, parameter in model.named_parameters():
             self.average[name].mul_(self.decay).add_(parameter, alpha=1 - self.decay)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Give the model the averaged weights for a while; its own come back bit for bit."""
+        """Use the averaged weights inside the block; afterwards the model has its own weights, bit for bit."""
         own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         _copy_into(model, self.average)
         try:
@@ -85,11 +85,11 @@ class EMA:
             _copy_into(model, own)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the averages, whole and on the CPU; all processes must call it when the weights are sharded."""
+        """Return the unsharded averages on the CPU; all processes must call it if the weights are sharded."""
         return {name: whole(average).to("cpu", copy=True) for name, average in self.average.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over averages that :meth:`state_dict` returned."""
+        """Load averages from :meth:`state_dict`."""
         for name, own in self.average.items():
             own.copy_(spread_like(state[name], own))
 

@@ -1,4 +1,4 @@
-"""Several processes train one model, started by torchrun: DDP (a whole model each) or FSDP2 (a share of it each)."""
+"""Training in several processes under torchrun: DDP (each has the whole model) or FSDP2 (each has a shard)."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Kind = Literal["none", "ddp", "fsdp"]
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
+    """The processes of a run, seen from one of them.
 
     Attributes:
-        kind: how the model is spread.
-        rank: this process, from 0.
-        size: number of processes.
-        device: of this process.
+        kind: How the model is distributed.
+        rank: Rank of this process, from 0.
+        size: Number of processes.
+        device: Device of this process.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class World:
         return self.rank == 0
 
     def wrap(self, model: GPT) -> nn.Module:
-        """Return what to call for a training step; parameters keep their names in ``model`` itself."""
+        """Return the module to call in a training step; parameters keep their names in ``model`` itself."""
         if self.kind == "ddp":
             return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == "cuda" else None)
         if self.kind == "fsdp":
@@ -73,15 +73,14 @@ class World:
 
 @contextmanager
 def join_world(config: TrainConfig, device: str) -> Iterator[World]:
-    """Join the processes that torchrun started, and leave them again.
+    """Join the process group that torchrun prepared, and leave it at the end of the block.
 
     Args:
-        config: its ``parallel``, and the batch that is to be divided.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU a process).
+        config: ``parallel``, ``batch_size`` and ``accumulation`` are used.
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (NCCL, one GPU per process).
 
     Raises:
-        UserError: if ``parallel`` and the way this process was started do not go together, or the batch does not
-            divide.
+        UserError: If ``parallel`` does not fit the way this process was started, or the batch is not divisible.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if config.parallel == "none":
@@ -108,14 +107,14 @@ def join_world(config: TrainConfig, device: str) -> Iterator[World]:
     finally:
         dist.destroy_process_group()
         if own.type == "cpu":
-            # A thread of gloo lets go of a collective's tensors some time after the collective is done. Where that
-            # falls into Python's shutdown it aborts a process that has done all its work (pytorch/pytorch#179291), and
-            # torch's caches of layouts keep the group, which would wait for its threads, alive. So they get a moment.
+            # A gloo thread releases the tensors of a collective some time after it has finished. If that happens during
+            # Python's shutdown, the process aborts (pytorch/pytorch#179291). The group would wait for its threads, but
+            # torch's caches of layouts keep it alive. So the threads get a moment to finish.
             time.sleep(0.1)
 
 
 def synchronise_gradients(model: nn.Module, on: bool) -> None:
-    """Say, before a forward pass, whether its backward exchanges gradients: only a step's last micro-batch has to."""
+    """Set whether the next backward pass exchanges gradients, which only a step's last micro-batch has to."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = on
     elif _is_fsdp(model):
@@ -123,18 +122,18 @@ def synchronise_gradients(model: nn.Module, on: bool) -> None:
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Let go of what FSDP gathered for a forward pass that no backward pass followed: parameters are shares again."""
+    """Free what FSDP gathered for a forward pass without a backward pass, so that parameters are shards again."""
     if _is_fsdp(model):
         model.reshard()
 
 
 def whole(value: Tensor) -> Tensor:
-    """Return all of a tensor that may be spread over processes; all of them must call it."""
+    """Return the full tensor of one that may be sharded; all processes must call it."""
     return value.full_tensor() if _is_spread(value) else value
 
 
 def spread_like(value: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor on the device of another and, if that is spread over processes, spread as it is."""
+    """Return a full tensor on the device of ``like``, and sharded like it if ``like`` is sharded."""
     value = value.to(like.device)
     if not _is_spread(like):
         return value
@@ -143,8 +142,8 @@ def spread_like(value: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(value, like.device_mesh, like.placements)
 
 
-# Sharded tensors and modules live in packages that take seconds to import (they bring sympy), so that a single process
-# does not ask for them.
+# The packages of sharded tensors and modules take seconds to import (they import sympy), and a single process does not
+# need them.
 
 
 def _is_spread(value: Tensor) -> TypeGuard[DTensor]:

@@ -1,4 +1,4 @@
-"""What a run says about itself: events as they happen, and the files that keep them."""
+"""The events of a training run, and the files that record them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ METRICS, METADATA = "metrics.jsonl", "run.json"
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from.
+    """The start of a run.
 
     Attributes:
-        corpus: name of the text.
-        note: what is unusual about it; often empty.
-        sha256: of the text.
-        unigram_bits: entropy of the held-out bytes' frequencies, bits per byte: the best that a model reaches which
-            knows how frequent each byte is and nothing about order.
-        parameters: trained scalars.
-        device: of the model.
-        step: steps already done, more than 0 on resuming.
+        corpus: Name of the text.
+        note: What is unusual about the text; often empty.
+        sha256: SHA-256 of the text.
+        unigram_bits: Entropy of the byte frequencies of the validation data, bits per byte. No model that ignores
+            context has a lower loss.
+        parameters: Number of trained scalars.
+        device: Device of the model.
+        step: Number of finished steps; above 0 if the run was resumed.
     """
 
     corpus: str
@@ -40,18 +40,18 @@ class Start:
 
 
 class Validated:
-    """What a run remembers of its validations; a dataclass that inherits this declares both fields.
+    """Keeps track of the best validation; a dataclass that inherits from it declares both fields.
 
     Attributes:
-        best_loss: lowest validation loss so far, nats per byte.
-        stale: validations since then.
+        best_loss: Lowest validation loss so far, nats per byte.
+        stale: Number of validations since the lowest one.
     """
 
     best_loss: float
     stale: int
 
     def note_validation(self, loss: float) -> bool:
-        """Take in a validation loss; return whether it is the lowest so far, which no loss that is not finite is."""
+        """Record a validation loss and return whether it is finite and the lowest so far."""
         best = math.isfinite(loss) and loss < self.best_loss
         if best:
             self.best_loss = loss
@@ -64,13 +64,13 @@ class StepLog:
     """One optimizer step.
 
     Attributes:
-        step: steps done, this one included.
-        loss: mean cross-entropy of its batch before the update, nats per byte.
-        lr: its learning rate.
-        gradient_norm: before clipping; not finite where the float16 scaler skipped the update.
-        seconds: from one step's gradients to the next one's.
-        tokens_per_second: of this step, over all processes.
-        mfu: model FLOPs over the datasheet's peak; None where no peak is known.
+        step: Number of finished steps, including this one.
+        loss: Mean cross-entropy of its batch before the update, nats per byte.
+        lr: Learning rate.
+        gradient_norm: Gradient norm before clipping; not finite if the float16 scaler skipped the update.
+        seconds: Seconds from the gradients of the step before to those of this one.
+        tokens_per_second: Tokens per second of this step, over all processes.
+        mfu: Model FLOPs utilization, the share of the datasheet's peak; None for an unknown peak.
     """
 
     step: int
@@ -87,10 +87,10 @@ class ValidationLog:
     """One validation.
 
     Attributes:
-        step: steps done.
-        bits: bits per held-out byte with the weights as they are.
-        ema_bits: with the averaged weights; None without an average.
-        best: no earlier validation was lower.
+        step: Number of finished steps.
+        bits: Bits per validation byte, with the current weights.
+        ema_bits: Bits per validation byte with the averaged weights; None without an average.
+        best: Whether no earlier validation was lower.
     """
 
     step: int
@@ -101,18 +101,18 @@ class ValidationLog:
 
 @dataclass(frozen=True)
 class Summary:
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
-        steps: done, resumed ones included.
-        stopped_early: whether patience ran out.
-        bits: bits per held-out byte after the last step.
-        ema_bits: with the averaged weights; None without an average.
-        best_bits: the lowest ``bits`` of any validation.
-        unigram_bits: see :class:`Start`.
-        tokens_per_second: over all steps of this process but the first few (``throughput.WARMUP_STEPS``); validation
-            and saving are left out. None if there were no others.
-        mfu: the same as a share of the datasheet's peak; None where no peak is known.
+        steps: Number of finished steps, including those before the run was resumed.
+        stopped_early: Whether patience ran out.
+        bits: Bits per validation byte after the last step.
+        ema_bits: Bits per validation byte with the averaged weights; None without an average.
+        best_bits: Lowest ``bits`` of all validations.
+        unigram_bits: See :class:`Start`.
+        tokens_per_second: Tokens per second over the steps of this process after the first
+            ``throughput.WARMUP_STEPS``, without validation and saving. None if there are no such steps.
+        mfu: Model FLOPs utilization over the same steps; None for an unknown peak.
     """
 
     steps: int
@@ -130,13 +130,13 @@ Report = Callable[[Event], None]
 
 
 class RunFiles:
-    """``metrics.jsonl``, an event a line, and ``run.json``, what the run was; nothing at all without a folder.
+    """Writes ``metrics.jsonl``, one event per line, and ``run.json``, the metadata of the run.
 
     Args:
-        folder: made if it is not there; None to write nothing.
+        folder: The folder, which is created if it does not exist; None to write nothing.
 
     Raises:
-        UserError: if the folder cannot be made.
+        UserError: If the folder cannot be created.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -145,7 +145,7 @@ class RunFiles:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise UserError(f"cannot make the output folder {folder}: {error.strerror}") from error
+                raise UserError(f"cannot create the output folder {folder}: {error.strerror}") from error
 
     def append(self, event: StepLog | ValidationLog) -> None:
         """Add one line to the metrics."""
@@ -155,13 +155,13 @@ class RunFiles:
                 file.write(line + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop what a killed run logged after its last checkpoint: it is about to happen again."""
+        """Drop the events of a killed run after its last checkpoint, because these steps are repeated."""
         if self.folder is None or not (self.folder / METRICS).exists():
             return
         kept = []
         for line in (self.folder / METRICS).read_text().splitlines(keepends=True):
             if not line.endswith("\n"):
-                break  # the kill came in the middle of a line
+                break  # the process was killed while it wrote this line
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         write_text_atomically(self.folder / METRICS, "".join(kept))

@@ -1,4 +1,4 @@
-"""Writing with a trained model, byte by byte."""
+"""Generating text with a trained model, byte by byte."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def model_from_checkpoint(checkpoint: Checkpoint, *, averaged: bool = True) -> G
     """Return the model of a checkpoint, on the CPU in float32.
 
     Args:
-        checkpoint: from :func:`torch_baseline.checkpoint.load`.
-        averaged: take the moving average of the weights where there is one.
+        checkpoint: A checkpoint from :func:`torch_baseline.checkpoint.load`.
+        averaged: Whether to use the moving average of the weights, if there is one.
     """
     model = GPT(GPTConfig(**checkpoint.model_config))
     weights = checkpoint.ema if averaged and checkpoint.ema else checkpoint.model
@@ -31,20 +31,20 @@ def sample_bytes(model: GPT, prompt: bytes, count: int, *, temperature: float, s
     """Continue a text.
 
     Args:
-        model: trained on bytes.
-        prompt: at least one byte; the last ``block_size`` bytes are what the model sees.
-        count: bytes to write.
-        temperature: that logits are divided by; 0 takes the likeliest byte.
-        seed: of the draws.
+        model: A model that was trained on bytes.
+        prompt: At least one byte; the model sees the last ``block_size`` bytes.
+        count: Number of bytes to generate.
+        temperature: Divisor of the logits; 0 takes the most likely byte.
+        seed: Seed of the sampling.
 
     Yields:
         One byte at a time.
 
     Raises:
-        ValueError: for an empty prompt or a negative temperature.
+        ValueError: If the prompt is empty or the temperature negative.
     """
     if not prompt:
-        raise ValueError("the prompt must hold at least one byte")
+        raise ValueError("the prompt must have at least one byte, got none")
     if temperature < 0:
         raise ValueError(f"temperature must not be negative, got {temperature}")
     device = next(model.parameters()).device
@@ -52,7 +52,7 @@ def sample_bytes(model: GPT, prompt: bytes, count: int, *, temperature: float, s
     text = list(prompt)
     for _ in range(count):
         window_BT = torch.tensor([text[-model.config.block_size :]], device=device)
-        # A vocabulary padded beyond the bytes has logits for tokens that no text holds.
+        # A padded vocabulary also has logits for tokens that are no bytes.
         logits_V = model(window_BT)[0, -1, :BYTES].float().cpu()
         if temperature == 0:
             token = int(logits_V.argmax())

@@ -1,4 +1,4 @@
-"""Tokens per second and the share of the machine's peak that they are."""
+"""Tokens per second and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 
 import torch
 
-from benchkit.limits import datasheet
+from benchkit.timing.limits import datasheet
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 from torch_baseline.model import flops_per_token
 from torch_baseline.parallel import World
 
-# The first steps of a process compile, allocate and fill caches: they are left out of the total.
+# The first steps of a process compile, allocate and fill caches. The total excludes them.
 WARMUP_STEPS = 5
 
 
@@ -19,9 +19,9 @@ class Throughput:
     """A clock for training steps.
 
     Args:
-        model_config: says what a token costs.
-        config: says how many tokens a step has.
-        world: says on how many devices of which kind.
+        model_config: Determines the FLOPs per token.
+        config: Determines the tokens per step.
+        world: Determines the number and kind of devices.
     """
 
     def __init__(self, model_config: GPTConfig, config: TrainConfig, world: World) -> None:
@@ -34,13 +34,13 @@ class Throughput:
         self.start()
 
     def start(self) -> None:
-        """Start the clock again after something that is not training."""
+        """Restart the clock after work that is not training."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         self._mark = time.perf_counter()
 
     def lap(self) -> float:
-        """Note a step and return its seconds."""
+        """Record a step and return its seconds."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         self._steps += 1
@@ -58,12 +58,12 @@ class Throughput:
         return counted * self._tokens_per_step / self._counted_seconds if counted > 0 else None
 
     def mfu(self, rate: float | None) -> float | None:
-        """Return the model FLOPs at ``rate`` tokens per second over the peak; None where either is not known."""
+        """Return model FLOPs at ``rate`` tokens per second as a share of the peak; None if either is unknown."""
         return None if rate is None or self._peak is None else rate * self._flops_per_token / self._peak
 
 
 def peak_flops(device: torch.device, dtype: Precision, devices: int = 1) -> float | None:
-    """Return the datasheet's dense peak of all devices together, FLOP/s; None for a CPU or an unknown GPU."""
+    """Return the dense peak of all devices from the datasheet, FLOP/s; None for a CPU or an unknown GPU."""
     if device.type != "cuda":
         return None
     sheet = datasheet(torch.cuda.get_device_name(device))

@@ -1,7 +1,7 @@
 """The training loop, readable top to bottom: step, log, validate, save.
 
-:func:`make_train_step` is one whole optimizer step, the same one that other packages time and compare; :func:`train` is
-the loop around it. Nothing is printed here: what happens is handed to ``report`` as it happens.
+:func:`make_train_step` makes one optimizer step, which other packages time and compare too. :func:`train` is the loop
+around it. Nothing is printed here; ``report`` receives the events as they happen.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ LAST, BEST = "last.pt", "best.pt"
 
 BITS_PER_NAT = 1 / math.log(2)
 
-# Below this the float16 scaler has halved its factor (65536 at first) so often that the gradients are at fault.
+# The float16 scaler starts at 65536 and halves its factor at each overflow. Below this factor, the gradients are at
+# fault.
 _LEAST_SCALE = 1.0
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient became infinite or not a number; the message says in which step, and which weights remain."""
+    """A loss or gradient is infinite or NaN. The message names the step and says which weights remain."""
 
 
 class TrainStep:
-    """One optimizer step: forward, backward, clipping, update. Made by :func:`make_train_step`.
+    """One optimizer step: forward, backward, clipping, update. :func:`make_train_step` makes it.
 
     Attributes:
-        gradient_norm: of the latest step, before clipping; a scalar on the model's device.
-        scaler: of float16 gradients; does nothing in other dtypes.
+        gradient_norm: Gradient norm of the latest step before clipping; a scalar on the model's device.
+        scaler: Scaler of float16 gradients; it does nothing in other dtypes.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class TrainStep:
         self.gradient_norm = torch.zeros(())
 
     def __call__(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        """Take one step at the optimizer's present learning rate.
+        """Take one step with the optimizer's current learning rate.
 
         Args:
-            x_BT: this process's inputs, int64; B a multiple of the configuration's ``accumulation``.
-            y_BT: the targets.
+            x_BT: Inputs of this process, int64; B is a multiple of the configuration's ``accumulation``.
+            y_BT: Targets of the same shape.
 
         Returns:
-            The mean loss before the update, nats per token: a detached scalar, not yet waited for.
+            The mean loss before the update in nats per token, as a detached scalar. The call does not wait for it.
         """
         self.optimizer.zero_grad(set_to_none=True)
         loss = self._accumulate(x_BT, y_BT)
@@ -96,7 +97,7 @@ class TrainStep:
         return loss
 
     def _accumulate(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        """Run forward and backward over the micro-batches; gradients become those of the mean over all of them."""
+        """Run forward and backward over the micro-batches, so that gradients are those of the mean over all of them."""
         parts = self.config.accumulation
         losses = []
         for index, (x, y) in enumerate(zip(x_BT.chunk(parts), y_BT.chunk(parts), strict=True)):
@@ -115,16 +116,15 @@ def make_train_step(
     *,
     before_update: Callable[[TrainStep, Tensor], None] | None = None,
 ) -> TrainStep:
-    """Make the step that the loop runs, to be run, timed or compared by itself.
+    """Make the step of the training loop, which can also be run, timed or compared by itself.
 
-    Nothing in it waits for the device, and the learning rate is whatever the optimizer holds
-    (:func:`torch_baseline.optim.set_learning_rate`).
+    The step does not wait for the device. :func:`torch_baseline.optim.set_learning_rate` sets its learning rate.
 
     Args:
-        model: called as ``model(x_BT, y_BT)``, returns the mean loss; compiled or wrapped as one likes.
-        optimizer: of the model's parameters.
+        model: Returns the mean loss for ``model(x_BT, y_BT)``; it may be compiled or wrapped.
+        optimizer: Optimizer of the model's parameters.
         config: ``dtype``, ``accumulation`` and ``clip`` are used.
-        before_update: called with the step and the loss when gradients are there, unclipped, and the weights still old.
+        before_update: Called with the step and the loss after the backward pass, before clipping and the update.
 
     Returns:
         A callable ``step(x_BT, y_BT) -> loss``.
@@ -144,21 +144,21 @@ def train(
     """Train a model.
 
     Args:
-        model_config: its shape.
-        config: how; ``config.out`` receives ``last.pt``, ``best.pt``, ``metrics.jsonl`` and ``run.json``.
+        model_config: Shape of the model.
+        config: Settings; ``last.pt``, ``best.pt``, ``metrics.jsonl`` and ``run.json`` are written to ``config.out``.
         device: ``"cpu"`` or ``"cuda"``.
-        resume: go on from ``last.pt`` in ``config.out``; the run is then bit for bit the one that was not interrupted.
-        parts: replacements, passed to :class:`GPT`: ``norm``, ``activation``, ``attention``.
-        report: called in every process with what happens, as it happens.
+        resume: Whether to continue from ``last.pt`` in ``config.out``. The result is bit for bit that of a run without
+            interruption.
+        parts: Replacements that are passed to :class:`GPT`: ``norm``, ``activation``, ``attention``.
+        report: Called in every process with each event.
 
     Returns:
         The outcome.
 
     Raises:
-        UserError: for data that cannot be used, an output folder that holds another run, or a checkpoint that does not
-            fit.
-        NonFiniteError: naming the step and the parameter or gradient.
-        ValueError: for a vocabulary that does not hold the bytes.
+        UserError: If the data cannot be used, the output folder contains another run, or the checkpoint does not fit.
+        NonFiniteError: If a loss or gradient is not finite; the message names the step and the parameter or gradient.
+        ValueError: If the vocabulary is smaller than 256.
     """
     if model_config.vocab_size < 256:
         raise ValueError(f"bytes need a vocab_size of at least 256, got {model_config.vocab_size}")
@@ -166,7 +166,7 @@ def train(
     require_length(corpus, model_config.block_size)
 
     with join_world(config, device) as world, deterministic_algorithms(config.deterministic):
-        # The model, what trains it, and where it stands.
+        # The model, its optimizer, and the state of the run.
         torch.manual_seed(config.seed)
         model = GPT(model_config, seed=config.seed, **(parts or {})).to(world.device)
         if config.dtype == "float64":
@@ -180,7 +180,7 @@ def train(
         train_step = make_train_step(wrapped, optimizer, config, before_update=check)
         learner = Learner(model, optimizer, train_step.scaler, ema)
 
-        # What was done before, and what is left behind.
+        # Resume if asked to, and prepare the files.
         _start_or_resume(learner, config, corpus.sha256, resume=resume)
         last, best = (None, None) if config.out is None else (config.out / LAST, config.out / BEST)
         files = RunFiles(config.out if world.is_main else None)
@@ -202,7 +202,7 @@ def train(
         validation = None
         stop = False
         while not stop:
-            # Step: the batch and the learning rate are pure functions of the step, so neither has to be saved.
+            # Step. The batch and the learning rate are pure functions of the step, so neither has to be saved.
             lr = learning_rate(learner.step, config)
             set_learning_rate(optimizer, lr)
             tokens = batch(corpus.train, config.seed, learner.step, config.batch_size, model_config.block_size)
@@ -220,7 +220,7 @@ def train(
             files.append(log)
             report(log)
 
-            # Validate, and keep the best.
+            # Validate, and save the best.
             stop = learner.step == config.steps
             if stop or _due(learner.step, config.eval_interval):
                 validation = _validation_log(wrapped, learner, corpus.validation, config, world)
@@ -253,13 +253,13 @@ def train(
 
 
 class FiniteCheck:
-    """Stops a run at the first loss or gradient norm that is not a finite number, before the weights are touched.
+    """Stops a run at the first loss or gradient norm that is not finite, before the weights change.
 
-    It reads both, and so waits for the device once a step; the loop logs what it read.
+    It reads both values, and therefore waits for the device once per step. The loop logs these values.
 
     Args:
-        model: whose parameters and gradients are searched; not wrapped.
-        world: averages the loss over its processes, so that all of them stop together.
+        model: The model without wrapper; its parameters and gradients are searched.
+        world: The processes, over which the loss is averaged so that all of them stop together.
     """
 
     def __init__(self, model: GPT, world: World) -> None:
@@ -273,7 +273,7 @@ class FiniteCheck:
         """Read a step's loss and gradient norm.
 
         Raises:
-            NonFiniteError: if one is not finite; a float16 gradient that only overflowed is left to the scaler.
+            NonFiniteError: If one is not finite. The scaler handles float16 gradients that only overflowed.
         """
         values = torch.stack((self.world.mean(loss).double(), train_step.gradient_norm.double()))
         self.loss, self.gradient_norm = values.tolist()
@@ -289,10 +289,10 @@ class FiniteCheck:
 
 
 def first_non_finite(model: nn.Module) -> str:
-    """Name where a number that is not finite shows first, in words.
+    """Say in words where the first number that is not finite is.
 
-    Parameters are searched in the order of the forward pass, then gradients against it: the backward pass carries such
-    a number on to everything it visits later.
+    Parameters are searched in the order of the forward pass and gradients in the opposite order, because the backward
+    pass propagates such a number to everything that it computes later.
     """
     named = list(model.named_parameters())
     for name, parameter in named:
@@ -306,22 +306,22 @@ def first_non_finite(model: nn.Module) -> str:
 
 @torch.no_grad()
 def validate(model: nn.Module, data: Bytes, config: TrainConfig, block_size: int, world: World) -> float:
-    """Return the mean loss on held-out data, nats per byte, leaving no trace in the state of the training.
+    """Return the mean loss on the validation data in nats per byte, without changing the state of the training.
 
-    Batches are divided among processes and micro-batches as in training: the same memory, the same compiled shapes.
+    Batches are divided among processes and micro-batches as in training, for the same memory and compiled shapes.
 
     Args:
-        model: called as in training.
-        data: held-out bytes.
+        model: The model, called as in training.
+        data: The validation bytes.
         config: ``batch_size``, ``accumulation``, ``eval_batches`` and ``dtype`` are used.
-        block_size: tokens of a sequence.
-        world: the processes that share the work.
+        block_size: Tokens per sequence.
+        world: The processes that share the work.
     """
     training = model.training
     model.eval()
     try:
         losses = []
-        # A replaced part may draw random numbers even here: training must not notice.
+        # A replaced part may draw random numbers here, which must not change those of the training.
         with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
             for tokens in validation_batches(data, config.batch_size, block_size, config.eval_batches):
                 x_BT, y_BT = (world.shard(part) for part in _to_device(tokens, world.device))
@@ -335,18 +335,18 @@ def validate(model: nn.Module, data: Bytes, config: TrainConfig, block_size: int
 
 
 def autocast(dtype: Precision, device_type: str) -> torch.autocast:
-    """Return the context that a forward pass computes in: low precision where ``dtype`` asks for it."""
+    """Return the autocast context of a forward pass, which is disabled for float32 and float64."""
     low = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     return torch.autocast(device_type, dtype=low, enabled=low is not None)
 
 
 @contextmanager
 def deterministic_algorithms(on: bool) -> Iterator[None]:
-    """Let torch refuse, for a while, algorithms whose result varies from run to run; ``on=False`` changes nothing."""
+    """Make torch refuse algorithms whose result varies from run to run inside the block; ``on=False`` does nothing."""
     if not on:
         yield
         return
-    # cuBLAS reads it when it starts: two fixed workspaces instead of a choice by load.
+    # cuBLAS reads this when it starts and then uses fixed workspaces.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -389,16 +389,16 @@ def _out_of_patience(learner: Learner, config: TrainConfig) -> bool:
 
 def _to_device(tokens: tuple[Tokens, Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
     x_BT, y_BT = (torch.from_numpy(part) for part in tokens)
-    if device.type == "cuda":  # pinned memory: the copy then runs beside the launches that follow
+    if device.type == "cuda":  # a copy from pinned memory is asynchronous
         x_BT, y_BT = x_BT.pin_memory(), y_BT.pin_memory()
     return x_BT.to(device, non_blocking=True), y_BT.to(device, non_blocking=True)
 
 
 def _start_or_resume(learner: Learner, config: TrainConfig, data_sha256: str, *, resume: bool) -> None:
-    """Restore the last checkpoint, or make sure that a new run overwrites none."""
+    """Restore the last checkpoint, or make sure that a new run does not overwrite one."""
     if not resume:
         if config.out is not None and (config.out / LAST).exists():
-            raise UserError(f"{config.out} holds a run already; go on with it (--resume), or name another folder")
+            raise UserError(f"{config.out} already contains a run; continue it with --resume, or name another folder")
         return
     if config.out is None:
         raise UserError("--resume needs the folder of the run: --out DIR")
@@ -410,7 +410,7 @@ def _start_or_resume(learner: Learner, config: TrainConfig, data_sha256: str, *,
 
 
 def _save(path: Path, learner: Learner, config: TrainConfig, data_sha256: str, world: World) -> None:
-    saved = learner.checkpoint(config, data_sha256)  # every process gathers, one writes
+    saved = learner.checkpoint(config, data_sha256)  # all processes gather, and one writes
     if world.is_main:
         checkpoints.save(path, saved)
 

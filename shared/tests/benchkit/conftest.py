@@ -30,7 +30,7 @@ LENS = """
 import os, signal, sys, time
 from pathlib import Path
 from benchkit import Quantity, numbers
-from benchkit.plotting import new_figure
+from benchkit.report.plotting import new_figure
 from benchkit.report import Figure, ReportSpec
 from benchkit.run import Lens, main
 

@@ -70,7 +70,7 @@ def test_a_folder_without_the_right_to_write_is_one_line(lens, run):
         failed = run(lens, "--device", "cpu", INTERRUPT_AT="1")
     finally:
         lens.chmod(0o700)
-    assert "cannot be written: Permission denied; give yourself the right to it" in one_line(failed)
+    assert "cannot be written: Permission denied; change its permissions" in one_line(failed)
 
 
 def limited(size: int) -> tuple[str, ...]:
@@ -182,8 +182,8 @@ def test_a_run_that_is_killed_at_any_moment_leaves_a_document_that_can_be_read_a
     [
         (errno.ENOSPC, "'/somewhere': No space left on device; make room there"),
         (errno.EROFS, "'/somewhere': Read-only file system; name a folder on"),
-        (errno.EACCES, "'/somewhere': Permission denied; give yourself the right"),
-        (errno.ENOMEM, "'/somewhere': Cannot allocate memory; end something"),
+        (errno.EACCES, "'/somewhere': Permission denied; change its permissions"),
+        (errno.ENOMEM, "'/somewhere': Cannot allocate memory; close programs"),
     ],
 )
 def test_what_the_machine_refuses_is_named_with_place_and_remedy(number, says):

@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 
-from benchkit.profiling import quiet_profiler
+from benchkit.timing.profiling import quiet_profiler
 
 PROGRAM = """
 import torch
-from benchkit.profiling import quiet_profiler
+from benchkit.timing.profiling import quiet_profiler
 for _ in range(2):
     with quiet_profiler(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         torch.ones(2) + 1

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from benchkit import UserError, plotting, report
+from benchkit import UserError, report
 from benchkit.device import resolve_device
 from benchkit.environment import Gpu, capture
-from benchkit.limits import datasheet, fraction_of_limit, memory_limits, product_limits
+from benchkit.report import plotting
 from benchkit.results import Recorder, load
 from benchkit.run import report_directories
+from benchkit.timing.limits import datasheet, fraction_of_limit, memory_limits, product_limits
 
 HERE = Path(__file__).parent
 
@@ -97,8 +98,8 @@ def test_a_sweep_stands_by_itself_where_no_run_was(lens, run, tmp_path):
 
 def test_a_sweep_that_cannot_be_is_one_line(lens, run, tmp_path):
     for arguments, more, line in (
-        (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; leave out --sweep"),
-        (("--time-limit", "5"), {}, "a-lens: --time-limit is for --sweep, which can be gone on with; add --sweep or"),
+        (("--sweep",), {"NO_SWEEP": "1"}, "a-lens: a-lens has no long part; remove --sweep"),
+        (("--time-limit", "5"), {}, "a-lens: --time-limit works with --sweep only; add --sweep or"),
     ):
         done = run(lens, *arguments, "--out", str(tmp_path / "out"), **more)
         assert (done.returncode, done.stdout) == (2, "")
@@ -230,7 +231,14 @@ def test_figures_have_no_date_and_are_equal_for_equal_data(tmp_path):
 
 @pytest.mark.parametrize(
     "module",
-    ["benchkit", "benchkit.run", "benchkit.report", "benchkit.limits", "benchkit.plotting", "benchkit.progress"],
+    [
+        "benchkit",
+        "benchkit.run",
+        "benchkit.report",
+        "benchkit.timing.limits",
+        "benchkit.report.plotting",
+        "benchkit.command.progress",
+    ],
 )
 def test_rendering_a_report_loads_neither_torch_nor_jax(module):
     program = f"import sys, {module}; sys.exit(bool({{'torch', 'jax', 'triton'}} & set(sys.modules)))"
@@ -256,7 +264,7 @@ def test_limits_of_a_gpu_stay_under_its_datasheet():
 def test_two_reads_two_writes_computes_what_it_says():
     import torch
 
-    from benchkit.stream_kernels import add_and_subtract
+    from benchkit.timing.stream_kernels import add_and_subtract
 
     x, y = (torch.randn(100_003, device="cuda") for _ in range(2))
     total, difference = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))

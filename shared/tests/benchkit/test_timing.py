@@ -7,8 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from benchkit import compare, measure, timing
-from benchkit.statistics import bootstrap_median_interval, fewest_samples
+from benchkit import compare, measure
+from benchkit.timing import clocks, comparison
+from benchkit.timing.statistics import bootstrap_median_interval, fewest_samples
 
 
 def burn(seconds: float):
@@ -29,8 +30,8 @@ class FakeClock:
         self.now = 0.0
         self.noise = noise
         self.random = np.random.default_rng(seed)
-        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(timing.gc, "collect", lambda: 0)  # real time, hundreds of times
+        monkeypatch.setattr(clocks.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(comparison.gc, "collect", lambda: 0)  # real time, hundreds of times
 
     def workload(self, seconds: float):
         def run() -> None:

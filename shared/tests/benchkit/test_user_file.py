@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchkit import UserError, user_file
+from benchkit import UserError
+from benchkit.command import user_file
 
 
 @pytest.fixture
@@ -76,7 +77,7 @@ def test_a_lone_file_imports_what_lies_beside_it(tmp_path: Path):
         (
             "ends.py",
             "raise SystemExit(3)",
-            r"ends\.py cannot be imported: SystemExit: 3; put what ends it under if __n",
+            r"ends\.py cannot be imported: SystemExit: 3; put the call that exits under if __n",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def test_the_module_runs_on_a_file(tmp_path):
         (["train", "--resume"], "--resume needs the folder of the run"),
         (["sample", "no/such/run"], "there is no checkpoint no/such/run"),
         (["sample", "no/such/run", "--prompt", ""], "at least one byte"),
-        (["train", "--out", "/proc/nowhere"], "cannot make the output folder /proc/nowhere"),
+        (["train", "--out", "/proc/nowhere"], "cannot create the output folder /proc/nowhere"),
     ],
 )
 def test_bad_input_is_one_line(monkeypatch, capsys, arguments, message):

@@ -21,7 +21,7 @@ def test_a_shape_that_cannot_be_is_refused_with_the_numbers(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_size": 10, "accumulation": 4}, "multiple of accumulation, got 10 sequences in 4"),
+        ({"batch_size": 10, "accumulation": 4}, "multiple of accumulation, got batch_size=10 and accumulation=4"),
         ({"beta2": 1.0}, r"beta2 must be in \[0, 1\)"),
         ({"lr": 1e-4, "min_lr": 1e-3}, "min_lr must not exceed lr"),
         ({"dtype": "int8"}, "dtype must be one of float64"),

@@ -219,7 +219,7 @@ def test_replaced_parts_are_what_runs(small):
 
 
 def test_a_norm_without_its_weight_is_refused(small):
-    with pytest.raises(ValueError, match="a replaced norm must keep its one parameter `weight`"):
+    with pytest.raises(ValueError, match="a replaced norm must have exactly one parameter, `weight`"):
         GPT(small, norm=lambda width, eps: nn.LayerNorm(width, eps))
 
 

@@ -295,7 +295,7 @@ def test_what_a_run_leaves_behind(small, tmp_path):
     assert described["environment"]["packages"]["torch"] in (whole, whole.partition("+")[0])
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["event"] == "StepLog"] == [1, 2, 3, 4, 5, 6]
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already contains a run"):
         train(small, dataclasses.replace(SHORT, out=out))
 
 

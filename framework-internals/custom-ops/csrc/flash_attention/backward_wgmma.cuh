@@ -252,7 +252,7 @@ struct BackwardConsumer {
     if constexpr (!kKeys) load_row_statistics();
     barrier_wait(memory.rows_full(), 0);
 
-    // The last product of the tile before: it has run under the scores of the next one.
+    // The last product of the previous tile, which ran while the scores of the next one were computed.
     auto settle = [&] {
       if constexpr (kParts == 2) {
         wgmma_keep(part);

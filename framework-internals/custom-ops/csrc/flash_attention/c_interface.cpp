@@ -1,4 +1,4 @@
-// The launchers under C names, for callers that bind no C++: ctypes in the tests and benchmarks.
+// The launchers under C names, for callers without C++ bindings, such as ctypes in the tests.
 
 #include "flash_attention.h"
 

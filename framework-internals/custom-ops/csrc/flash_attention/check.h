@@ -1,4 +1,4 @@
-// What no machine can compute.
+// Checks for problems that no kernel supports.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace custom_ops::flash_attention {
 
-// What is wrong with the problem, or null.
+// Why the problem is invalid, or null.
 inline const char* check(const Problem& problem) {
   for (const int64_t size : {problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q, problem.seq_kv}) {
     if (size < 0) return "flash_attention: a size is negative";

@@ -1,7 +1,7 @@
-// Attention on the CPU: blocks of 64 rows against tiles of 64, so that scores stay in the first-level cache, with inner
-// loops over neighbouring elements that the compiler vectorises. It is the GPU kernels' algorithm without their tricks:
-// online softmax forward; backward, the probabilities are computed again from the log-sum-exp, once for the queries'
-// gradients and once for the keys', and no two tasks write to one place.
+// Attention on the CPU: blocks of 64 rows and tiles of 64, so that the scores stay in the first-level cache. The compiler
+// vectorises the inner loops over neighbouring elements. The algorithm is that of the GPU kernels: online softmax in the
+// forward pass; in the backward pass, the probabilities are recomputed from the log-sum-exp, once for the gradients of the
+// queries and once for those of the keys. No two tasks write to the same place.
 
 #include <algorithm>
 #include <cmath>
@@ -28,8 +28,7 @@ CUSTOM_OPS_INLINE T* row_of(const Tensor& tensor, int64_t batch, int64_t head, i
          row * tensor.seq_stride;
 }
 
-// Rows of one head in the arithmetic's type: as they are, and for the right side of scores with rows and columns
-// exchanged.
+// Rows of one head in the type of the arithmetic: unchanged, or transposed for the right side of the scores.
 template <typename Wide>
 struct Rows {
   int64_t count = 0;
@@ -67,8 +66,8 @@ CUSTOM_OPS_INLINE void multiply_rows(Wide* scores, const Rows<Wide>& left, const
   }
 }
 
-// sums (rows x head_size) = sums * correction + weights values. A tile's product is summed from zero: long rows lose
-// less.
+// sums (rows x head_size) = sums * correction + weights values. A tile's product is summed from zero, so that long rows
+// lose fewer bits.
 template <typename Wide>
 CUSTOM_OPS_INLINE void add_weighted(std::vector<Wide>& sums, const Wide* weights, int64_t rows, const Rows<Wide>& values,
                                const Wide* correction, int64_t head_size, std::vector<Wide>& product) {
@@ -143,7 +142,7 @@ CUSTOM_OPS_INLINE void forward_block(const Forward& args, int64_t task) {
   }
 }
 
-// log-sum-exp and delta (the sum of out times its gradient, minus the gradient of lse) of some queries.
+// The log-sum-exp and delta (the sum of out times its gradient, minus the gradient of lse) of a range of queries.
 template <typename T, typename Wide>
 CUSTOM_OPS_INLINE void load_statistics(const Backward& args, int64_t batch, int64_t head, int64_t first, int64_t count,
                                   Wide* lse, Wide* delta) {
@@ -167,7 +166,7 @@ CUSTOM_OPS_INLINE void write_rows(const Tensor& to, const Place& at, int64_t cou
   }
 }
 
-// One block of rows of dQ (kKeys: of dK and dV) against all tiles of the other side.
+// One block of rows of dQ (kKeys: of dK and dV), over all tiles of the other side.
 template <typename T, bool kKeys>
 CUSTOM_OPS_INLINE void backward_block(const Backward& args, int64_t task) {
   using Wide = typename WideOf<T>::type;

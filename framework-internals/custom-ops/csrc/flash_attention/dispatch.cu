@@ -1,4 +1,4 @@
-// Which kernel serves a problem; the launches that every tensor-core kernel of fp32 begins with.
+// Selects the kernel for a problem; and the launches at the start of every tensor-core kernel for fp32.
 
 #include <algorithm>
 
@@ -15,10 +15,10 @@ bool aligned(const Tensor& tensor) {
          reinterpret_cast<uintptr_t>(tensor.data) % 16 == 0;
 }
 
-// The stride of a dimension of size one may be anything: here it becomes one that every kernel takes.
+// The stride of a dimension of size one may be anything; this replaces it by one that every kernel supports.
 template <typename... Tensors>
 void settle_strides(int64_t batch, int64_t heads, int64_t seq, Tensors&... tensors) {
-  constexpr int64_t kTaken = 8;  // 16 bytes of a 16-bit type, the least that a tensor map takes
+  constexpr int64_t kTaken = 8;  // 16 bytes of a 16-bit type, the smallest stride of a tensor map
   const auto settle = [](int64_t size, int64_t& stride) { stride = size == 1 ? kTaken : stride; };
   (settle(batch, tensors.batch_stride), ...);
   (settle(heads, tensors.head_stride), ...);
@@ -77,7 +77,7 @@ const char* refuse_wgmma(const Problem& problem, const Tensor* const* tensors, i
     return "flash_attention: the wgmma kernels of float32 and of the backward take head sizes up to 128";
   }
   if (is_split(problem)) return nullptr;
-  for (int i = 0; i < count; ++i) {  // a tensor map has no stride of zero
+  for (int i = 0; i < count; ++i) {  // a tensor map does not allow a stride of zero
     if (tensors[i]->seq_stride == 0 || tensors[i]->head_stride == 0 || tensors[i]->batch_stride == 0) {
       return "flash_attention: the wgmma kernels of 16-bit types do not take expanded tensors";
     }

@@ -1,8 +1,8 @@
-// Stands in for primitives.cuh and CUDA's built-in names, so that g++ compiles the kernels unchanged and a CPU runs
-// them: every thread is a fiber of its own, and what a warp or a warpgroup does together is done when its last thread
-// arrives. The tensor cores' operands are found as the hardware finds them, through descriptors and swizzled shared
-// memory, the copies write what TMA writes, and sums are truncated as the hardware truncates them. A kernel that would
-// hang, reads past shared memory or copies from an unaligned address is reported.
+// Replaces primitives.cuh and CUDA's built-in names, so that g++ compiles the kernels unchanged and a CPU runs them. Every
+// thread is a fiber; a collective operation of a warp or warpgroup happens when its last thread arrives. The tensor cores'
+// operands are read through descriptors and swizzled shared memory, as the hardware does. Copies write what TMA writes, and
+// sums are truncated like the hardware's. The emulator reports kernels that would hang, read past shared memory or copy from
+// an unaligned address.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -48,7 +48,7 @@ struct Fiber {
   std::vector<char> stack;
   bool done;
 };
-struct Meeting {  // threads that wait for one another
+struct Meeting {  // threads that wait for each other
   int arrived = 0;
   int generation = 0;
 };
@@ -61,7 +61,7 @@ inline std::vector<unsigned char> memory;
 inline size_t shared_bytes;
 inline std::map<int, Meeting> meetings;
 inline std::function<void()> body;
-inline long progress;  // anything that may let another thread go on
+inline long progress;  // counts events that may let another thread continue
 
 [[noreturn]] inline void fail(const char* what) {
   std::printf("emulator: %s (thread %d of block %u, %u, %u)\n", what, current, block_index.x, block_index.y,
@@ -69,7 +69,7 @@ inline long progress;  // anything that may let another thread go on
   std::exit(2);
 }
 
-// A matrix descriptor holds 18 bits of a shared address: shared memory begins at a multiple of 2^18.
+// A matrix descriptor stores 18 bits of a shared address, so shared memory starts at a multiple of 2^18.
 constexpr uintptr_t kWindow = uintptr_t{1} << 18;
 
 inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
@@ -81,7 +81,7 @@ inline void check_shared(uint64_t address, int bytes) {
   if (address < start || address + bytes > start + shared_bytes) fail("an access outside of shared memory");
 }
 
-// Waits until `count` threads are here; the last runs `together` before any goes on.
+// Waits until `count` threads have arrived; the last one runs `together` before any continues.
 template <typename Together>
 void meet(int id, int count, Together together) {
   Meeting& meeting = meetings[id];
@@ -115,7 +115,7 @@ inline void entry() {
 }
 
 inline void run_block() {
-  memory.assign(2 * kWindow, 0xAB);  // kernels must not find zeros there
+  memory.assign(2 * kWindow, 0xAB);  // kernels must not rely on zeros
   meetings.clear();
   for (Fiber& fiber : fibers) {
     fiber.stack.resize(192 << 10);
@@ -139,7 +139,7 @@ inline void run_block() {
   }
 }
 
-// The launch: the block indices in order, one block after the other.
+// The launch: runs the blocks one after another, in the order of their indices.
 inline void launch(Dim blocks, int block_threads, size_t block_shared_bytes, std::function<void()> kernel) {
   constexpr size_t kMostShared = 227 << 10;  // a block's on sm_90; 99 KiB on sm_120
   shared_bytes = block_shared_bytes;
@@ -173,9 +173,8 @@ float half_of(uint32_t word, int which) {
   return element<T>(static_cast<uint16_t>(word >> (16 * which)));
 }
 
-// The tensor cores truncate a sum towards zero to the 24 bits of its accumulator (measured on an H200: 1 + 0.94 ulp
-// gives 1, 1 - 0.25 ulp the number below 1). They cut the addends as well, two bits further down, which is left out
-// here.
+// The tensor cores truncate a sum towards zero to the 24 bits of its accumulator (measured on an H200: 1 + 0.94 ulp gives 1,
+// and 1 - 0.25 ulp gives the number below 1). They also truncate the addends, two bits further down; this is not emulated.
 inline float truncated(double sum) {
   const float nearest = static_cast<float>(sum);
   return std::abs(nearest) > std::abs(sum) ? std::nextafterf(nearest, 0.f) : nearest;
@@ -192,7 +191,7 @@ namespace custom_ops::flash_attention {
 
 using SharedAddress = uint64_t;
 
-struct TensorMap {  // what a CUtensorMap says, in the open
+struct TensorMap {  // the fields of a CUtensorMap
   const char* base;
   int64_t sizes[4];
   int64_t strides[4];  // bytes
@@ -212,7 +211,7 @@ T shuffle_xor(T value, int mask) {
   return other;
 }
 
-// cp.async: a copy lands when a wait covers it, as late as the hardware may let it.
+// cp.async: a copy completes when a wait covers it, as late as the hardware allows.
 struct PendingCopy {
   SharedAddress to;
   const void* from;
@@ -289,7 +288,7 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   });
 }
 
-// mbarrier: the phase in bit 0, arrivals expected and to come, bytes to come.
+// mbarrier: the phase in bit 0, the expected and pending arrivals, the pending bytes.
 struct Mbarrier {
   int16_t phase, expected, pending, unused;
 };
@@ -320,7 +319,7 @@ inline void barrier_wait(SharedAddress barrier, uint32_t parity) {
   while (mbarriers()[barrier].first.phase == static_cast<int>(parity)) emulator::yield();
 }
 
-// The 128-byte swizzle: bits 4 ... 6 of an address are exchanged with bits 7 ... 9 added to them without carry.
+// The 128-byte swizzle: bits 4 ... 6 of an address are replaced by their exclusive or with bits 7 ... 9.
 inline uint64_t swizzled(uint64_t offset) { return offset ^ (offset >> 3 & 0x70); }
 
 inline void tensor_copy(SharedAddress to, const TensorMap& map, SharedAddress barrier, int column, int row, int head,
@@ -375,7 +374,7 @@ void wgmma_wait() {}
 template <typename T, int kCount>
 void wgmma_keep(T (&)[kCount]) {}
 
-// An element of a matrix that a descriptor describes: `mn` along the dimension that stays, `k` along the summed one.
+// An element of a matrix behind a descriptor: `mn` is its index in the kept dimension, `k` in the summed one.
 template <typename T, bool kTransposed>
 float matrix_element(uint64_t descriptor, int mn, int k) {
   if (descriptor >> 62 != 1) emulator::fail("a matrix descriptor without the 128-byte swizzle");
@@ -432,7 +431,7 @@ const char* launch(void (*kernel)(Args), dim3 blocks, int block_threads, int sha
   emulator::launch({blocks.x, blocks.y, blocks.z}, block_threads, shared_bytes, [&] { kernel(args); });
   return nullptr;
 }
-inline Device device() { return {3, 90}; }  // few multiprocessors: persistent blocks take several tiles
+inline Device device() { return {3, 90}; }  // few multiprocessors, so that persistent blocks process several tiles
 
 inline const char* make_tensor_map(TensorMap& map, const void* base, const int64_t (&sizes)[4],
                                    const int64_t (&strides)[4], int box_rows) {

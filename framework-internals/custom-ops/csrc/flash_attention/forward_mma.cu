@@ -1,4 +1,4 @@
-// Launches of the mma.sync forward, one kernel for each type and head width.
+// Launches the mma.sync forward, one kernel per type and head width.
 
 #include "forward_mma.cuh"
 
@@ -49,7 +49,7 @@ const char* launch_width(const Forward& args, void* stream) {
 
 }  // namespace
 
-// A block of an sm_86, sm_89 or sm_120 has 99 KiB of shared memory at most; every shape keeps below that.
+// A block on sm_86, sm_89 or sm_120 has at most 99 KiB of shared memory; every shape needs less.
 const char* forward_mma(const Forward& args, void* stream) {
   switch (args.problem.dtype) {
     case ScalarType::kFloat16: return launch_width<__half>(args, stream);

@@ -1,8 +1,7 @@
-// Forward with mma.sync and cp.async, for any GPU from sm_80 on: four warps a block, 16 query rows each.
+// Forward with mma.sync and cp.async, for any GPU from sm_80 on: four warps per block, with 16 query rows each.
 //
-// Q stays in shared memory, tiles of K arrive one ahead of their use, a tile of V while its scores are computed. kParts
-// = 2 is fp32 as two fp16 parts, as forward_wgmma.cuh says; P V of a tile is summed from zero and then added to the
-// output.
+// Q stays in shared memory. Tiles of K are loaded one step ahead, and a tile of V while its scores are computed. kParts = 2
+// is fp32 as two fp16 parts, see forward_wgmma.cuh; P V of a tile is summed from zero and then added to the output.
 #pragma once
 
 #include "tiles.cuh"
@@ -14,8 +13,8 @@ struct MmaForward {
   void* out;  // T, or float where kParts is 2
   int64_t out_batch_stride, out_head_stride, out_seq_stride;
   float* lse;
-  const int* exponent[3];        // kParts = 2: of q, k and v, as split.cuh writes them
-  int head_size, out_head_size;  // of the operands, which may be filled up already, and of the output
+  const int* exponent[3];        // kParts = 2: exponents of q, k and v, as split.cuh writes them
+  int head_size, out_head_size;  // of the operands, which may be padded, and of the output
   float scale;                   // times log2(e)
   bool causal;
 };
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
   const int blocks = (args.q.seq + Shape::kBlockM - 1) / Shape::kBlockM;
   const int batch = blockIdx.x / blocks / args.q.heads, head = blockIdx.x / blocks % args.q.heads;
   const int head_kv = head / (args.q.heads / args.k.heads);
-  // The longest causal rows first: what starts last should be short.
+  // The longest causal rows first: the blocks that start last should be short.
   const int row = (args.causal ? blocks - 1 - blockIdx.x % blocks : blockIdx.x % blocks) * Shape::kBlockM;
   const int keys = args.causal ? min(args.k.seq, row + Shape::kBlockM) : args.k.seq;
   const int tiles = (keys + kBlockN - 1) / kBlockN;
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(Shape::kThreads) forward_mma(const MmaForward 
     copy_tile<T, kParts, kBlockN, kD, Shape::kThreads>(v, args.v, batch, head_kv, tile * kBlockN, args.head_size);
     copy_commit();
     copy_wait<1>();
-    __syncthreads();  // K has arrived, all threads' parts of it
+    __syncthreads();  // K has arrived, including the parts of all threads
     float score[kBlockN / 8][4];
     multiply_rows<T, kParts, Shape::kBlockM, kBlockN, kD>(score, q, warp_row, k + tile % kKStages * Shape::kTileBytes);
     if constexpr (kKStages == 1) __syncthreads();

@@ -1,6 +1,7 @@
-"""Rung 2: TORCH_LIBRARY, a module written by hand, one wheel for every Python (`pip wheel --no-build-isolation .`).
+"""Example 2: TORCH_LIBRARY, a hand-written module, one wheel for every Python (`pip wheel --no-build-isolation .`).
 
-The wheel's name says abi3, any Python from 3.11 on; it does not say that its contents fit one version of torch only.
+The wheel's name says abi3, for any Python from 3.11 on. It does not say that the wheel works with one version of torch
+only.
 """
 
 import torch

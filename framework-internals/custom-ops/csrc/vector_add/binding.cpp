@@ -1,6 +1,6 @@
-// The one file that knows both torch and the kernels: checks, allocation, device, stream, threads, and the module.
+// The only file that uses both torch and the kernels: checks, allocation, device, stream, threads, and the module.
 //
-// torch/extension.h would do for all of its includes, and more than doubles the time of the whole build.
+// torch/extension.h would replace all of these includes, but more than doubles the time of the build.
 
 #include "kernels.h"
 
@@ -20,12 +20,12 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 constexpr bool kWithCuda = true;
-// The stream that torch has made current, not the default one: on it the inputs may still be being written.
+// torch's current stream, not the default one: pending work on the current stream may still write the inputs.
 static void* current_stream() { return c10::cuda::getCurrentCUDAStream().stream(); }
 static void check_launch(int status) { C10_CUDA_CHECK(static_cast<cudaError_t>(status)); }
 #else
 constexpr bool kWithCuda = false;
-// Never called, since a CUDA tensor is refused first: with them the code below is the same for both builds.
+// Never called, because CUDA tensors raise an error first; they keep the code below the same for both builds.
 static void* current_stream() { return nullptr; }
 static void check_launch(int) {}
 int custom_ops::add_cuda(const Operands&, void*) { return -1; }
@@ -37,14 +37,14 @@ namespace {
 using custom_ops::Dtype;
 using custom_ops::Operands;
 
-// Elements that are worth a thread of their own: what PyTorch's element-wise operators use.
+// The number of elements that justifies another thread; PyTorch's elementwise operators use the same.
 constexpr int64_t kGrain = 32768;
 
 std::string dtype_name(const at::Tensor& tensor) {
   return std::string("torch.").append(c10::getDtypeNames(tensor.scalar_type()).first);
 }
 
-// The wording is that of the fake kernels in custom_ops/checks.py: a test holds them together.
+// The messages are the same as in custom_ops/operators/checks.py; a test compares the two.
 void check(const char* op, const char* first, const at::Tensor& x, const at::Tensor& b) {
   TORCH_CHECK_VALUE(b.device() == x.device(), op, ": argument 'b': expected device ", x.device(), " like '", first,
                     "', got ", b.device(), " (move it there with .to())");
@@ -76,9 +76,9 @@ at::Tensor apply(const char* op, const char* first, const at::Tensor& x_any, con
                               "': expected a tensor on a device that this build has kernels for (",
                               kWithCuda ? "cpu, cuda" : "cpu", "), got ", x_any.device(),
                               " (custom_ops.build_info() says why)");
-  // Before anything is allocated or launched: the tensors' device need not be the current one.
+  // Set before any allocation or launch, because the tensors' device may not be the current one.
   const c10::DeviceGuard guard(x_any.device());
-  // The kernels walk raw memory: a transposed or sliced operand read that way gives wrong sums without an error.
+  // The kernels read memory in order; a transposed or sliced operand would give wrong sums without an error.
   const at::Tensor x = x_any.contiguous();
   const at::Tensor b = b_any.contiguous();
   at::Tensor out = at::empty_like(x, at::MemoryFormat::Contiguous);
@@ -112,8 +112,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "vector_add and axpb for CPU and CUDA tensors: no dispatcher, no autograd.";
   module.attr("torch_version") = TORCH_VERSION;
   module.attr("with_cuda") = kWithCuda;
-  // torch's wrapper turns its C++ errors into ValueError, TypeError, …, without the C++ stack that pybind11 would leave
-  // in the message, and releases the interpreter lock while the kernel runs.
+  // torch's wrapper turns its C++ errors into ValueError, TypeError, …, without the C++ stack that pybind11 adds to the
+  // message, and releases the GIL while the kernel runs.
   module.def("vector_add", torch::wrap_pybind_function_no_gil(vector_add), py::arg("a"), py::arg("b"),
              "a + b, of equal shape, dtype and device.");
   module.def("axpb", torch::wrap_pybind_function_no_gil(axpb), py::arg("x"), py::arg("b"), py::arg("alpha"),

@@ -1,5 +1,5 @@
-// CPU kernels: one loop a dtype, left to the compiler's vectoriser, in one version for any CPU and one for AVX2, chosen at
-// run time, all in this one file: the rung's builds know nothing of levels (common/cpu.h).
+// CPU kernels: one loop per dtype, vectorised by the compiler, in one version for any CPU and one for AVX2, selected at run
+// time. Both are in this file, because the builds of this example do not compile files per level (common/cpu.h).
 
 #include "kernels.h"
 
@@ -46,7 +46,7 @@ CUSTOM_OPS_INLINE void loop_of_dtype(const Operands& operands, Op op, int64_t be
 }
 
 #ifdef CUSTOM_OPS_AVX2
-// GCC 12 converts float16 one element at a time where AVX512-FP16 is not asked for: five times slower than this.
+// GCC 12 converts float16 one element at a time unless AVX512-FP16 is enabled, which is five times slower than this.
 template <typename Op>
 CUSTOM_OPS_AVX2 void half_loop_avx2(const Operands& operands, Op op, int64_t begin, int64_t end) {
   constexpr int64_t kLanes = 8;

@@ -1,4 +1,4 @@
-// CUDA kernels; no torch header, so nvcc takes a second or two. The kernel itself is common/elementwise.cuh.
+// CUDA kernels, without torch headers, so nvcc takes a second or two. The kernel itself is in common/elementwise.cuh.
 
 #include "kernels.h"
 

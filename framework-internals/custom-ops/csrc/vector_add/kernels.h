@@ -1,5 +1,5 @@
-// What the binding knows of the kernels: plain functions on raw pointers. A file that includes torch's headers takes
-// many seconds to compile; with this boundary only binding.cpp does, and the kernels compile in one or two.
+// The interface of the kernels for the binding: plain functions on raw pointers. A file that includes torch's headers takes
+// many seconds to compile. With this boundary, only binding.cpp includes them, and the kernels compile in a second or two.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace custom_ops {
 
-// Two inputs and one output of `count` elements each, contiguous, aligned to one element, the output apart from both.
+// Two inputs and one output of `count` elements each, contiguous and aligned to one element; the output overlaps neither.
 struct Operands {
   Dtype dtype;
   const void* x;
@@ -17,10 +17,10 @@ struct Operands {
   int64_t count;
 };
 
-// out = x + b, rounded once to the dtype. `begin` and `end` choose elements, so that a caller can share them out.
+// out = x + b, rounded once to the dtype. `begin` and `end` select elements, so that a caller can use several threads.
 void add_cpu(const Operands& operands, int64_t begin, int64_t end);
 
-// out = alpha * x + b in one fused multiply-add: float32 for the 16-bit dtypes, which are then rounded once more.
+// out = alpha * x + b in one fused multiply-add; the 16-bit dtypes use float32, and are then rounded once more.
 void axpb_cpu(const Operands& operands, double alpha, int64_t begin, int64_t end);
 
 // The same on the current device; `stream` is a cudaStream_t. They return the launch's cudaError_t.

@@ -1,7 +1,7 @@
-"""Road B: the same sources, built ahead of time into a wheel (`pip wheel --no-build-isolation .`).
+"""Example 1, ahead of time: the same sources, built into a wheel (`pip wheel --no-build-isolation .`).
 
-On its own on purpose: this is all that a package of one extension needs. Build isolation is off because the extension
-must be compiled against the very torch that it will run with, not against a fresh download of another.
+This file is complete on purpose: a package with one extension needs nothing else. Build isolation is off because the
+extension must be compiled against the installed torch, with which it will run, and not against another download.
 """
 
 import torch
@@ -9,11 +9,11 @@ from setuptools import setup
 from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
 with_cuda = torch.version.cuda is not None and CUDA_HOME is not None
-# -fopenmp is for the compiler only: without a runtime of its own at link time, the extension runs on torch's threads.
-# -g0 answers the -g of Python's own flags: the file is a third of the size without symbols for a debugger.
+# -fopenmp is for the compiler only: without linking an OpenMP runtime, the extension uses torch's threads.
+# -g0 overrides the -g of Python's own flags: without debug symbols, the file is a third of the size.
 cxx_flags = ["-O3", "-g0", "-fopenmp"]
-# Named before the compiler's own: a toolchain that brings libstdc++ only as an archive would put a second copy into the
-# wheel, and the first error message with a number in it would crash (torch's streams, this copy's locale).
+# Linked before the compiler's own: a toolchain that has libstdc++ only as an archive would put a second copy into the
+# wheel, and the first error message with a number would crash (torch's streams with the copy's locale).
 link_flags = ["-l:libstdc++.so.6"]
 
 if with_cuda:

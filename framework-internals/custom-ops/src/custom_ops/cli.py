@@ -17,9 +17,9 @@ from rich.table import Table
 
 from benchkit import Record, UserError, numbers
 from benchkit.command import one_line_errors
+from benchkit.command.progress import working
 from benchkit.device import resolve_device
-from benchkit.limits import memory_limits
-from benchkit.progress import working
+from benchkit.timing.limits import memory_limits
 from custom_ops.bench import build_costs, speed
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.builds import autograd_nodes, operator_library, skeleton

@@ -14,9 +14,9 @@ import torch
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.errors import first_line
-from benchkit.limits import memory_limits, product_limits
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
+from benchkit.timing.limits import memory_limits, product_limits
 from custom_ops.bench import attention, build_costs, measure, speed, training
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.builds.loading import load

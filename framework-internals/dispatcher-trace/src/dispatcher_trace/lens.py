@@ -11,18 +11,10 @@ import torch
 
 from benchkit import Quantity, measure
 from benchkit.device import Device
-from benchkit.report import ReportSpec
 from benchkit.run import Lens, Run
-from dispatcher_trace.capture import dispatcher
 from dispatcher_trace.capture.shims import installed
-from dispatcher_trace.report import agreement, checks, figures, hop_cost, native_steps, sections, traces
-from dispatcher_trace.report.cases import STEPPED
-from dispatcher_trace.report.catalogue import CATALOGUE
-from dispatcher_trace.report.migrate import migrate
+from dispatcher_trace.report import agreement, checks, hop_cost, native_steps, sections, traces
 from native_build.toolchain import missing_cxx
-
-# Each takes under a second: a loop over elements, a library's matrix product, a reduction.
-_STEPPED_QUICKLY = (("a + b", "f32"), ("a @ b", "f32"), ("torch.softmax(a, -1)", "f32"))
 
 
 def build_lens(root: Path) -> Lens:
@@ -31,8 +23,7 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: The package's folder.
     """
-    spec = ReportSpec("dispatcher_trace", sections.context, figures.figures, sections.headline, migrate)
-    return Lens("dispatcher-trace", root, configure, functools.partial(collect, root=root), spec)
+    return Lens("dispatcher-trace", root, configure, functools.partial(collect, root=root), sections.SPEC)
 
 
 def configure(device: Device, quick: bool) -> dict[str, Any]:
@@ -47,7 +38,7 @@ def configure(device: Device, quick: bool) -> dict[str, Any]:
         "seconds": 0.5 if quick else 3.0,
         "rounds": 5 if quick else 15,
         "catalogue_step": 6 if quick else 1,
-        "stepped": [case for case in STEPPED if not quick or case in _STEPPED_QUICKLY],
+        "stepped": native_steps.stepped_cases(quick=quick),
     }
 
 
@@ -67,28 +58,21 @@ def collect(run: Run, root: Path) -> None:
     with run.working("Time a hop"):
         operands = [torch.ones(hop_cost.SIZE, device=run.device) for _ in range(2)]
         stock = measure(lambda: torch.add(*operands), seconds=run.configuration["seconds"] / 3, clock="wall-clock")
-        for description, seconds in hop_cost.hop_costs(run.configuration["rounds"]).items():
-            run.record("hop_cost", {"what": description}, {"seconds": seconds})
+        hop_cost.record_hop_costs(run)
     with run.working("What torch itself refuses of the catalogue"):
-        entries = CATALOGUE[:: run.configuration["catalogue_step"]]
-        refused = agreement.refused(run.device, entries)
-    tables = dispatcher.dumps()
-    start = time.perf_counter()
-    with run.working("Installing the shims"), installed("all") as shims:
-        seconds_to_install = time.perf_counter() - start
-        run.record(
-            "installation",
-            values={"seconds": Quantity(seconds_to_install, "s"), "shims": Quantity(shims.count, "")},
-        )
-        for subject, make in subjects.items():
-            with run.working(str(subject)):
-                traces.run_traced(run, shims, subject, make, untraced[subject])
-        with run.working("The catalogue under every mode"):
-            agreement.record_agreement(run, shims, entries, refused)
-        with run.working("Overhead of the shims"):
-            hop_cost.record_overhead(run, shims, operands, stock.quantity())
-    with run.working("Whether the tables are restored"):
-        checks.record_restored(run, tables)
+        refused = agreement.refused(run.device, agreement.entries(run))
+    with checks.restored_tables(run):
+        start = time.perf_counter()
+        with run.working("Installing the shims"), installed("all") as shims:
+            seconds = Quantity(time.perf_counter() - start, "s")
+            run.record("installation", values={"seconds": seconds, "shims": Quantity(shims.count, "")})
+            for subject, make in subjects.items():
+                with run.working(str(subject)):
+                    traces.run_traced(run, shims, subject, make, untraced[subject])
+            with run.working("The catalogue under every mode"):
+                agreement.record_agreement(run, shims, refused)
+            with run.working("Overhead of the shims"):
+                hop_cost.record_overhead(run, shims, operands, stock.quantity())
     with checks.show_dispatch_trace() as printed:  # torch starts in another process while this one single-steps
         with run.working("Below the backend key"):
             native_steps.record_native_steps(run)

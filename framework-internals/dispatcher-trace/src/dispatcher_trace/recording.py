@@ -50,7 +50,7 @@ def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -
                 recorded.calls, first_hops, recorded.unshimmed = calls_of(recorder, shims.tables)
     finally:
         if profiled is not None:  # its events exist only after its block has ended
-            recorded.match = profile.tie(profiled.events, first_hops, recorded.calls)
+            recorded.match = profile.attach_kernels(profiled.events, first_hops, recorded.calls)
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from rich.table import Table
 from benchkit import UserError, compare, numbers
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
-from benchkit.statistics import worst
 from benchkit.timing import rotating_inputs
+from benchkit.timing.statistics import worst
 from native_build import ARCHITECTURES, read_record
 from rmsnorm_fused import rms_norm
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable

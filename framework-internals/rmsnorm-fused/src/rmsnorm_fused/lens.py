@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchkit import Record, progress
+from benchkit import Record
+from benchkit.command import progress
 from benchkit.device import Device
-from benchkit.limits import memory_limits, product_limits
 from benchkit.run import Lens, Run
+from benchkit.timing.limits import memory_limits, product_limits
 from rmsnorm_fused.bench.candidates import Candidate, compiled_quantisers, usable
 from rmsnorm_fused.bench.measure import Case, Pass, measure_calls, measure_case, measure_determinism, measure_quantised
 from rmsnorm_fused.bench.training import measure_training

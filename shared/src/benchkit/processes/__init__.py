@@ -1,4 +1,4 @@
-"""Child processes: fresh ones for every job, persistent ones for objects, and timing that has the machine to itself.
+"""Child processes: a fresh one for every job, a persistent one for an object, and exclusive timing.
 
 - :class:`Runner` runs each :class:`Job` in a fresh process that a fork server starts, under a time limit.
 - :class:`RemoteObject` keeps one object in a process and calls its methods.

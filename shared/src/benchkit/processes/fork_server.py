@@ -5,12 +5,12 @@ processes. A process that is forked before anything was computed or compiled is 
 
 The fork server of :mod:`multiprocessing` does not fit, in Python 3.11 to 3.14, for four reasons:
 
-- A process has one, with one list of preloaded modules and the environment of the moment in which it starts. Here one
-  is needed for each list of modules and each environment that torch, OpenMP or XLA read when they are imported.
-- Its children inherit the pipe that keeps the server alive, and only watch their owner if the job does so. After a
-  SIGKILL of the owner, a child that is stopped or hangs in compiled code would stay behind.
+- A process has only one, with one list of preloaded modules and its own environment. Here each list of modules needs a
+  server, and so does each environment, because torch, OpenMP and XLA read variables when they are imported.
+- Its children inherit the pipe that keeps the server alive, and nothing ends them together with their owner. After a
+  SIGKILL of the owner, a child that is stopped or hangs in compiled code would remain.
 - Its children import the ``__main__`` module of the owner, which may be a user's script.
-- It skips preloaded modules that raise ImportError without a message, and knows no process groups.
+- It ignores the ImportError of a preloaded module, and does not use process groups.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _START = "import sys; from benchkit.processes.server import serve; serve(int(sys
 
 # Seconds for the imports of a server. They do not count against the time limit of a job.
 _IMPORT_LIMIT = 300.0
-# Seconds between two looks at how much longer a process may run that was stopped.
+# Shortest wait for an answer, when the limit is over and the process was stopped meanwhile.
 _POLL_SECONDS = 0.01
-# Seconds from the end of a process until its server says so.
+# Longest time between the end of a process and the server's message about it.
 _EXIT_SECONDS = 10.0
 
-# Prefixes of the variables that interpreter, torch, OpenMP and XLA read when they start: a server serves jobs that
-# agree in these.
+# Prefixes of the variables that the interpreter, torch, OpenMP and XLA read when they start. Jobs share a server if
+# these variables are equal.
 _READ_AT_START = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "PYTORCH_", "CUDA_", "LD_", "JAX_", "XLA_")
 
 
@@ -94,7 +94,7 @@ class Child:
         """
         request = _pickled(function)
         begin = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # the process has ended, as the next lines find
+        with contextlib.suppress(ConnectionError):  # the process has ended, as the next lines find
             self._connection.send_bytes(request)
         if not self._responds(begin, limit, stopped_seconds):
             kill_group(self.pid)
@@ -122,7 +122,7 @@ class Child:
 
     def _answer(self) -> Answer | None:
         """The answer that has come; None if the process has ended without one."""
-        with contextlib.suppress(EOFError, ConnectionResetError):
+        with contextlib.suppress(EOFError, ConnectionError):
             if self._connection.poll():
                 return cast(Answer, self._connection.recv())
         if self._status is None and not self._control.poll(_EXIT_SECONDS):
@@ -134,7 +134,7 @@ class Child:
         if self._status is None:
             try:
                 self._status = int(self._control.recv())
-            except (EOFError, ConnectionResetError):  # the server was killed together with the process
+            except (EOFError, ConnectionError):  # the server was killed together with the process
                 self._status = -signal.SIGKILL
         return self._status
 
@@ -178,7 +178,7 @@ class ForkServer:
                     self._group = self._fork(theirs, log)
                 if self._stopped:  # stop() came before the group was known
                     kill_group(self._group)
-                with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(ConnectionError):  # the process has ended, as the first call finds
                     ours.send(settings)
                 child = Child(self._group, ours, self._control, log)
                 try:
@@ -196,7 +196,7 @@ class ForkServer:
 
     def _fork(self, connection: Connection, log: IO[bytes]) -> int:
         with (
-            contextlib.suppress(BrokenPipeError),  # the server has ended, as the next lines find
+            contextlib.suppress(ConnectionError),  # the server has ended, as the next lines find
             socket.fromfd(self._control.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as control,
         ):
             socket.send_fds(control, [b"f"], [connection.fileno(), log.fileno()])
@@ -205,7 +205,7 @@ class ForkServer:
             raise ChildCrashed(f"importing {', '.join(self._preload)} was ended after {_IMPORT_LIMIT:g} s")
         try:
             return int(self._control.recv())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             status, printed = self._process.wait(), _text(self._log)
             message = f"the fork server ended with status {status}: {last_line(printed)}"
             raise ChildCrashed(message, printed) from None
@@ -221,7 +221,7 @@ class ForkServer:
         return self._group
 
     def stop(self) -> None:
-        """Kill the child and the server, from any thread; who waits for the child gets :class:`ChildCrashed`."""
+        """Kill the child and the server, from any thread; a pending call raises :class:`ChildCrashed`."""
         self._stopped = True
         if self._group:
             kill_group(self._group)
@@ -236,14 +236,14 @@ class ForkServer:
         self._log.close()
 
 
-# The servers of this process that serve nobody at the moment, by preloaded modules and environment.
+# The servers of this process that are not in use, by preloaded modules and environment.
 _idle: dict[tuple[object, ...], list[ForkServer]] = defaultdict(list)
 _choosing = threading.Lock()
 
 
 @contextmanager
 def fork_server(preload: Sequence[str], environment: Mapping[str, str]) -> Iterator[ForkServer]:
-    """A server that nobody else uses inside the block; it is kept for the next caller who wants the same.
+    """A server for exclusive use inside the block. Afterwards it is kept for the next caller with the same arguments.
 
     Args:
         preload: See :class:`ForkServer`.
@@ -269,7 +269,7 @@ def _close_all() -> None:
 
 
 def child_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with other variables, and with its import path, however it came by that."""
+    """This process's environment with other variables, and with its import path in ``PYTHONPATH``."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
 
 
@@ -280,7 +280,7 @@ def child_settings(environment: dict[str, str]) -> ChildSettings:
 
 
 def _text(log: IO[bytes]) -> str:
-    """The contents of a log; reading leaves the position, which the writing process shares, where it is."""
+    """The contents of a log. Reading does not move the file position, which the writing process shares."""
     return os.pread(log.fileno(), os.fstat(log.fileno()).st_size, 0).decode(errors="replace")
 
 

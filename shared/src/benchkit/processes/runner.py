@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Job(Generic[Result]):
-    """A function call that a fresh process does.
+    """A function call for a fresh process.
 
     Attributes:
         call: A function, or ``functools.partial`` of one, at the top level of a module. It is pickled by its qualified
@@ -48,7 +48,7 @@ class Runner:
         limit: Seconds after which a job's process and everything that it started are killed.
 
     Attributes:
-        deadline: Time of ``time.monotonic()`` at which running jobs are ended and no other is started; None for none.
+        deadline: Time of ``time.monotonic()`` after which no job runs or starts; None for no deadline.
         stopped_seconds: Says for how long a process was stopped, which its limit does not count; see
             :meth:`benchkit.processes.ExclusiveTiming.stopped_seconds`.
 
@@ -100,7 +100,7 @@ class Runner:
             raise
 
     def stop(self) -> None:
-        """End every process that runs and start no other: who waits for one gets :class:`ChildCancelled`."""
+        """Kill every running process and start no other; pending calls raise :class:`ChildCancelled`."""
         self.stopped = True
         for server in list(self._servers):
             server.stop()

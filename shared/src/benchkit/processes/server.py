@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class ChildSettings:
-    """What a child takes over before it does anything.
+    """What a child adopts before it answers requests.
 
     Attributes:
         environment: All of its environment variables.
@@ -74,7 +74,7 @@ def serve(control_handle: int, preload: Sequence[str]) -> None:
         control_handle: File descriptor of the control connection.
         preload: Modules to import. None of them may start Python threads or initialize a GPU driver.
     """
-    warnings.simplefilter("ignore")  # the jobs record PyTorch's warnings; a server has nobody to show them to
+    warnings.simplefilter("ignore")  # jobs record the warnings of PyTorch themselves
     for module in preload:
         importlib.import_module(module)
     with socket.socket(fileno=control_handle) as control, Connection(os.dup(control_handle)) as answers:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchkit.progress import working
+from benchkit.command.progress import working
 from benchkit.results import write_text_atomically
 from compile_bench.catalogue.cause import Cause
 from compile_bench.catalogue.examine import Outcome, examine

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import numbers
+from benchkit.command.progress import working
 from benchkit.processes import deferred_module
-from benchkit.progress import working
 from compile_bench.cli.options import (
     OVER_BUDGET,
     DeviceName,

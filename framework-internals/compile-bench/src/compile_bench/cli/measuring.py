@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from benchkit import UserError
+from benchkit.command.progress import working
 from benchkit.processes import ChildFailure
-from benchkit.progress import working
 from compile_bench.cli.describe import describe_bench, describe_shapes, describe_zoo, zoo_table
 from compile_bench.cli.options import (
     NOT_MEASURED,

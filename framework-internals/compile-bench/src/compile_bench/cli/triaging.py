@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchkit import UserError, numbers
-from benchkit.progress import working
+from benchkit.command.progress import working
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from compile_bench.cli.options import DeviceName, Dynamic, Limit, TargetName, case_of, leave, place, recompiled

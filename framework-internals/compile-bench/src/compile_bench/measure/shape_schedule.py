@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from benchkit import Quantity, UserError
-from benchkit.statistics import quantile
+from benchkit.timing.statistics import quantile
 from compile_bench.capture.collector import Collector, import_compiler, mark_dynamic, prepare_toolchain
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.measure.shapes import MADE_SCHEDULES, PADDED, Passes, ShapeAnswer, Strategy

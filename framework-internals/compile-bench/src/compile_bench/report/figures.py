@@ -12,8 +12,8 @@ from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from benchkit import numbers
-from benchkit.plotting import COLOURS, HATCHES, MARKERS, new_figure
 from benchkit.report import Figure
+from benchkit.report.plotting import COLOURS, HATCHES, MARKERS, new_figure
 from benchkit.results import Quantity, Results
 from compile_bench.measure.records import ShapesRecord
 from compile_bench.report.autotuning import Autotuned, autotuned, signed_seconds

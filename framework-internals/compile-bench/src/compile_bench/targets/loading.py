@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchkit import UserError, user_file
+from benchkit import UserError
+from benchkit.command import user_file
 from benchkit.device import Device
 from compile_bench.targets.target import FunctionModel, Target, describe_error
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchkit.profiling import quiet_profiler
+from benchkit.timing.profiling import quiet_profiler
 
 
 @dataclass(frozen=True)

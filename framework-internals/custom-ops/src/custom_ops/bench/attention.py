@@ -17,8 +17,8 @@ import custom_ops
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.results import Label
-from benchkit.statistics import worst
 from benchkit.timing import capturable_stream
+from benchkit.timing.statistics import worst
 from custom_ops.bench.cases import OURS
 from custom_ops.bench.speed import name_of, peaks
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 import native_build
-from benchkit.progress import working
+from benchkit.command.progress import working
 from custom_ops.builds import autograd_nodes, operator_library, runtime_compiled
 from custom_ops.builds.torch_internals import OpOverload, any_requires_grad, has_tangent, in_cpp
 from custom_ops.operators import bias_gelu, calls, conv_bn_relu, elementwise, flash_attention

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchkit import Record, Results
-from benchkit.plotting import COLOURS, HATCHES, MARKERS, draw_limit, label_ticks, new_figure, new_panels
+from benchkit.report.plotting import COLOURS, HATCHES, MARKERS, draw_limit, label_ticks, new_figure, new_panels
 from custom_ops.report.attention import best_of_torch, ceilings, own
 
 

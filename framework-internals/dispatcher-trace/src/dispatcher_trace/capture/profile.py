@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchkit.profiling import quiet_profiler
+from benchkit.timing.profiling import quiet_profiler
 from dispatcher_trace.capture import dispatcher
 from dispatcher_trace.capture.recorder import RawHop
 from dispatcher_trace.capture.types import Call, Kernel
@@ -72,7 +72,7 @@ def profiled() -> Iterator[Profile]:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     profile = Profile()
     with warnings.catch_warnings(), quiet_profiler():
-        # Whatever the profiler remarks on its own set-up is not the traced code's.
+        # Warnings about the profiler's own set-up do not concern the traced code.
         warnings.filterwarnings("ignore", module=r"torch\.(profiler|autograd\.profiler)")
         profiler = torch.profiler.profile(activities=activities)
         profiler.start()
@@ -88,7 +88,7 @@ def profiled() -> Iterator[Profile]:
             profile.events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
-def tie(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequence[Call]) -> Match:
+def attach_kernels(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequence[Call]) -> Match:
     """Put each device kernel under the call that launched it.
 
     Args:
@@ -104,7 +104,7 @@ def tie(events: Sequence[dict[str, Any]], raws: Sequence[RawHop], calls: Sequenc
         ours = [raw for raw in raws if raw.native_thread == thread]
         theirs = [event for event in operators if event["tid"] == thread]
         names = [raw.operator.partition(".")[0] for raw in ours]
-        pairs = [(ours[i], theirs[j]) for i, j in _common(names, [event["name"] for event in theirs])]
+        pairs = [(ours[i], theirs[j]) for i, j in _matching_positions(names, [event["name"] for event in theirs])]
         tied += pairs
         for raw, event in pairs:
             call_of_event[event["args"]["External id"]] = by_number[raw.number]
@@ -182,7 +182,7 @@ def _device_seconds(events: Sequence[dict[str, Any]]) -> dict[int | None, float]
     return times
 
 
-def pair(calls: Sequence[Call], names: Sequence[str]) -> dict[int, Call]:
+def match_calls(calls: Sequence[Call], names: Sequence[str]) -> dict[int, Call]:
     """Match the operators of a profile with the calls of a trace.
 
     Args:
@@ -194,7 +194,7 @@ def pair(calls: Sequence[Call], names: Sequence[str]) -> dict[int, Call]:
     """
     threads = dict.fromkeys(call.hops[0].thread for call in calls)
     ordered = [call for thread in threads for call in calls if call.hops[0].thread == thread]
-    pairs = _common([call.operator.partition(".")[0] for call in ordered], names)
+    pairs = _matching_positions([call.operator.partition(".")[0] for call in ordered], names)
     return {theirs: ordered[ours] for ours, theirs in pairs}
 
 
@@ -212,7 +212,7 @@ def _operator_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(outside, key=lambda event: event["ts"])
 
 
-def _common(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
+def _matching_positions(a: Sequence[str], b: Sequence[str]) -> list[tuple[int, int]]:
     """Pairs of positions where the two sequences are equal, in order."""
     matcher = difflib.SequenceMatcher(None, a, b, autojunk=False)
     return [(block.a + at, block.b + at) for block in matcher.get_matching_blocks() for at in range(block.size)]

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from benchkit import UserError, user_file
+from benchkit import UserError
+from benchkit.command import user_file
 from dispatcher_trace.capture.dispatcher import near_names
 
 

@@ -2,31 +2,25 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from benchkit import UserError
 from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
-from benchkit.errors import first_line
 from benchkit.results import write_text_atomically
-from dispatcher_trace.capture import profile
-from dispatcher_trace.capture.dispatcher import table_of
-from dispatcher_trace.capture.scope import Scope, watched_keys
 from dispatcher_trace.capture.types import Call
 from dispatcher_trace.cli.callables import expression, importable_beside, load_function
 from dispatcher_trace.cli.conditions import Conditions
+from dispatcher_trace.cli.output import Format, as_text
 from dispatcher_trace.cli.tensors import parse_dtype, parse_tensors
-from dispatcher_trace.explain import operator_cost
-from dispatcher_trace.recording import trace
+from dispatcher_trace.cli.tracing import record_call
 from dispatcher_trace.render import compare, text
-from dispatcher_trace.trace import Trace
 
 app = typer.Typer(
     add_completion=False,
@@ -34,15 +28,6 @@ app = typer.Typer(
     no_args_is_help=True,
     help="What happens between an operator call and its kernel, hop by hop.",
 )
-
-
-class _Format(StrEnum):
-    markdown = "markdown"
-    tree = "tree"
-    findings = "findings"
-    json = "json"
-    html = "html"
-    perfetto = "perfetto"
 
 
 class _Scope(StrEnum):
@@ -80,7 +65,7 @@ _ScopeOption = Annotated[
     _Scope, typer.Option(help="Keys to watch. core installs faster and does not see functorch and modes.")
 ]
 _FormatOption = Annotated[
-    _Format, typer.Option("--format", help="markdown has the tree, one sentence for each hop, and the findings.")
+    Format, typer.Option("--format", help="markdown has the tree, one sentence for each hop, and the findings.")
 ]
 _Out = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
 
@@ -115,11 +100,11 @@ def _add_trace_command(
         native: _Native = False,
         costs: _Cost = False,
         scope: _ScopeOption = _Scope.all,
-        form: _FormatOption = _Format.markdown,
+        form: _FormatOption = Format.markdown,
         out: _Out = None,
     ) -> None:
         def job() -> str:
-            if costs and form in (_Format.json, _Format.html, _Format.perfetto):
+            if costs and form in (Format.json, Format.html, Format.perfetto):
                 raise UserError(f"--cost prints a table: use --format markdown, tree or findings, not {form.value}")
             resolved = resolve_device(device)
             specs = parse_tensors(tensor or [], resolved)
@@ -130,8 +115,10 @@ def _add_trace_command(
             # Standard output is for the trace, which may be JSON; what the user's code prints goes to standard error.
             with context(target), redirect_stdout(sys.stderr):
                 function = load(target, list(tensors))
-                recorded, cost_table = _record(function, tensors, conditions, scope.value, native=native, costs=costs)
-            return _text(recorded, form, target) + cost_table
+                recorded, cost_table = record_call(
+                    function, tensors, conditions, scope.value, native=native, costs=costs
+                )
+            return as_text(recorded, form, target) + cost_table
 
         _run(job, out)
 
@@ -162,10 +149,9 @@ def op(
 
     def job() -> str:
         try:
-            table = table_of(operator)
+            return text.dispatch_table(operator, every=every)
         except ValueError as error:
             raise UserError(str(error)) from error
-        return text.dispatch_table(operator, table, None if every else watched_keys("all"))
 
     _run(job, None)
 
@@ -196,67 +182,6 @@ def _load(path: Path) -> list[Call]:
         raise UserError(f"{path}: not JSON ({error}): expected what --format json writes") from error
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def _record(
-    function: Callable[..., Any],
-    tensors: Mapping[str, torch.Tensor],
-    conditions: Conditions,
-    scope: Scope,
-    *,
-    native: bool,
-    costs: bool,
-) -> tuple[Trace, str]:
-    """The trace, and the table of operator costs as text."""
-    on_gpu = conditions.device == "cuda"
-    with _user_errors("the traced code"):
-        call = conditions.prepare(function, tensors)
-        with trace(scope=scope, kernels=on_gpu, native=native) as recorded:
-            call()
-            if on_gpu:
-                torch.cuda.synchronize()
-    if not costs:
-        return recorded, ""
-    # After the trace: gradients, caches and optimizer state of an earlier run would change its operators.
-    with (
-        _user_errors("the second, untraced run for --cost (leave --cost out if the code runs only once)"),
-        profile.profiled() as profiled,
-    ):
-        call()
-    return recorded, f"\n{operator_cost.table(operator_cost.operator_costs(profiled, recorded.all_calls))}\n"
-
-
-@contextmanager
-def _user_errors(what: str) -> Iterator[None]:
-    """Turn what the user's code raises inside the block into one line that names the run."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{what} raised {first_line(error)}") from error
-
-
-def _text(recorded: Trace, form: _Format, title: str) -> str:
-    if not recorded.calls and form in (_Format.tree, _Format.findings):
-        return "".join(f"{note}\n" for note in recorded.notes)
-    match form:
-        case _Format.json:
-            return _json(recorded.to_json())
-        case _Format.perfetto:
-            return _json(recorded.to_perfetto())
-        case _Format.html:
-            return recorded.to_html(title)
-        case _Format.tree:
-            return text.tree(recorded.calls) + "\n"
-        case _Format.findings:
-            return "".join(f"{finding}\n" for finding in recorded.findings) or "no findings\n"
-        case _Format.markdown:
-            return recorded.to_markdown()
-
-
-def _json(document: dict[str, Any]) -> str:
-    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def _run(job: Callable[[], str], out: Path | None) -> None:

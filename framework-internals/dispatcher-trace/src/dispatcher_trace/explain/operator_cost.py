@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchkit import numbers
-from dispatcher_trace.capture.profile import Profile, operator_spans, pair
+from dispatcher_trace.capture.profile import Profile, match_calls, operator_spans
 from dispatcher_trace.capture.types import Call
 
 THRESHOLD = 0.05
@@ -47,7 +47,7 @@ def operator_costs(profiled: Profile, calls: Sequence[Call]) -> list[OperatorCos
         calls: All calls of a trace of the same code, for shapes and source lines.
     """
     spans = operator_spans(profiled.events)
-    call_of_span = pair(calls, [span.name for span in spans])
+    call_of_span = match_calls(calls, [span.name for span in spans])
     total = sum(span.seconds for span in spans) or 1.0
     operators: dict[str, dict[_Place, list[float]]] = {}
     for index, span in enumerate(spans):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from benchkit import numbers
 from benchkit.markdown import block, code, inert
-from dispatcher_trace.capture.dispatcher import Table
+from dispatcher_trace.capture.dispatcher import table_of
+from dispatcher_trace.capture.scope import watched_keys
 from dispatcher_trace.capture.types import EVIDENCE, Call, Hop, Kernel, NativeFrame, NativeStep
 from dispatcher_trace.explain.findings import findings
 from dispatcher_trace.explain.native_functions import native_function
@@ -107,15 +108,19 @@ def frame_text(frame: NativeFrame) -> str:
     return f"{frame.function} [{frame.file or frame.library}]"
 
 
-def dispatch_table(operator: str, table: Table, only: Collection[str] | None = None) -> str:
+def dispatch_table(operator: str, *, every: bool = False) -> str:
     """An operator's dispatch table as aligned text, highest priority first.
 
     Args:
         operator: Name of the operator.
-        table: Its dispatch table.
-        only: Keys to show; None for all.
+        every: Whether to show all keys; by default those that a trace can watch on this machine.
+
+    Raises:
+        ValueError: If there is no such operator; the message has near names.
     """
-    shown = [key for key in reversed(list(table)) if only is None or key in only]
+    table = table_of(operator)
+    watched = watched_keys("all")
+    shown = [key for key in reversed(list(table)) if every or key in watched]
     rows = []
     for key in shown:
         cell = table[key]

@@ -31,16 +31,12 @@ class Disagreement:
     """A call that visited other keys than its table predicts.
 
     Attributes:
-        mode: One of :data:`MODES`.
-        entry: Name of the entry of the catalogue.
         operator: Operator that was called.
         visited: Keys that the call visited.
         predicted: Keys that were predicted.
         cause: Reason in words; empty if no known cause fits.
     """
 
-    mode: str
-    entry: str
     operator: str
     visited: tuple[str, ...]
     predicted: tuple[str, ...]
@@ -64,6 +60,11 @@ class Agreement:
     calls: int
     disagreements: tuple[Disagreement, ...]
     error: str = ""
+
+
+def entries(run: Run) -> tuple[Entry, ...]:
+    """The entries of the catalogue that a run traces."""
+    return CATALOGUE[:: run.configuration["catalogue_step"]]
 
 
 def refused(device: str, catalogue: tuple[Entry, ...] = CATALOGUE) -> dict[tuple[str, str], str]:
@@ -106,23 +107,22 @@ def measure(
                 calls = trace.all_calls
                 wrong = [call for call in calls if not call.agrees]
                 disagreements = tuple(
-                    Disagreement(mode, entry.name, call.operator, call.path, call.predicted, cause_of(call))
-                    for call in wrong
+                    Disagreement(call.operator, call.path, call.predicted, cause_of(call)) for call in wrong
                 )
                 yield Agreement(mode, entry.name, len(calls), disagreements, error)
 
 
-def record_agreement(run: Run, shims: Shims, entries: tuple[Entry, ...], refusals: dict[tuple[str, str], str]) -> None:
+def record_agreement(run: Run, shims: Shims, refusals: dict[tuple[str, str], str]) -> None:
     """Record for each mode how often the prediction holds, and each kind of disagreement with its cause.
 
     Args:
         run: Where the records go.
         shims: Installed with scope ``all``.
-        entries: Entries of the catalogue.
         refusals: What :func:`refused` found.
     """
-    measured = list(measure(shims, run.device, refusals, entries))
-    run.record("catalogue", data=[[entry.name, entry.family] for entry in entries])
+    traced = entries(run)
+    measured = list(measure(shims, run.device, refusals, traced))
+    run.record("catalogue", data=[[entry.name, entry.family] for entry in traced])
     for mode in MODES:
         items = [item for item in measured if item.mode == mode]
         wrong = [found for item in items for found in item.disagreements]

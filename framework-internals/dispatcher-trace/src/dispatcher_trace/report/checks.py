@@ -17,13 +17,15 @@ from dispatcher_trace.capture.shims import installed
 from dispatcher_trace.recording import record
 
 
-def record_restored(run: Run, before: dict[str, str]) -> None:
-    """Record whether all tables are equal to those before, now and after an installation whose traced code raises.
+@contextmanager
+def restored_tables(run: Run) -> Iterator[None]:
+    """Record whether the block leaves all tables as they were, and whether a trace whose code raises does so too.
 
     Args:
         run: Where the record goes.
-        before: The dumps of all tables before the first installation.
     """
+    before = dispatcher.dumps()
+    yield
     after = dispatcher.dumps()
     try:
         with installed("core") as shims, record(shims, kernels=False):

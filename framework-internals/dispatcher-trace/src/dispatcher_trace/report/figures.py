@@ -8,8 +8,8 @@ from typing import Any
 
 from matplotlib.figure import Figure as MatplotlibFigure
 
-from benchkit.plotting import COLOURS, new_figure
 from benchkit.report import Figure
+from benchkit.report.plotting import COLOURS, new_figure
 from benchkit.results import Record, Results
 
 # Prefixes of keys in the dispatcher's order of priority. Other keys come below, in order of arrival.

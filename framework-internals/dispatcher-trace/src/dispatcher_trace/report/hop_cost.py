@@ -12,7 +12,7 @@ import torch
 
 from benchkit import Quantity, compare
 from benchkit.run import Run
-from benchkit.statistics import bootstrap_median_interval, quantile
+from benchkit.timing.statistics import bootstrap_median_interval, quantile
 from dispatcher_trace.capture import key_sets
 from dispatcher_trace.capture.recorder import Recorder
 from dispatcher_trace.capture.shims import Shims
@@ -58,6 +58,12 @@ def hop_costs(rounds: int = 15) -> dict[str, Quantity]:
         low, high = bootstrap_median_interval(differences)
         costs[description] = Quantity(quantile(differences, 0.5), "s", low, high, rounds, "bootstrap 95%")
     return costs
+
+
+def record_hop_costs(run: Run) -> None:
+    """Record the time of single hops."""
+    for description, seconds in hop_costs(run.configuration["rounds"]).items():
+        run.record("hop_cost", {"what": description}, {"seconds": seconds})
 
 
 def theil_sen(points: Mapping[int, float]) -> float:

@@ -10,11 +10,18 @@ from dispatcher_trace.capture import native_step
 from dispatcher_trace.capture.shims import installed
 from dispatcher_trace.capture.user_stack import calls_user_code
 from dispatcher_trace.recording import record
-from dispatcher_trace.report.cases import Case
+from dispatcher_trace.report.cases import STEPPED, Case
 
 calls_user_code(__file__)
 
+# Cases that take under a second each: a loop over elements, a library's matrix product, a reduction.
+_QUICK = (("a + b", "f32"), ("a @ b", "f32"), ("torch.softmax(a, -1)", "f32"))
 _SIZE = 32  # rows and columns: large enough to reach every routine, small enough that no loop takes long
+
+
+def stepped_cases(*, quick: bool) -> list[tuple[str, str]]:
+    """The cases to single-step, as expression and dtype."""
+    return [case for case in STEPPED if not quick or case in _QUICK]
 
 
 def record_native_steps(run: Run) -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 from benchkit import numbers
 from benchkit.environment import commit_label
-from benchkit.report import markdown_table
+from benchkit.report import ReportSpec, markdown_table
 from benchkit.results import Record, Results
 from dispatcher_trace.report.cases import EVERY_MODE, MODES, PAGE, PERFETTO, SHOWN
+from dispatcher_trace.report.figures import figures
+from dispatcher_trace.report.migrate import migrate
 
 
 def path(record: Record) -> str:
@@ -449,3 +451,6 @@ def threads(results: Results) -> dict[str, int]:
         for thread, hops in trace.data["threads"].items():
             counted[thread] = counted.get(thread, 0) + hops
     return counted
+
+
+SPEC = ReportSpec("dispatcher_trace", context, figures, headline, migrate)

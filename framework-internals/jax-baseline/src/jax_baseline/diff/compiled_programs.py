@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchkit import UserError, user_file
+from benchkit import UserError
+from benchkit.command import user_file
 from benchkit.device import Device
 from benchkit.processes import ChildFailure, RemoteObject
 from jax_baseline.diff.programs import Program

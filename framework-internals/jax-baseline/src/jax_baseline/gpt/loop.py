@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from benchkit import UserError, environment, limits
+from benchkit import UserError, environment
 from benchkit.device import Device
+from benchkit.timing import limits
 from jax_baseline.gpt.checkpoints import BEST, LAST, Checkpoints, RunProgress
 from jax_baseline.gpt.interchange import train_config
 from jax_baseline.gpt.model import ATTENTIONS, Params, loss, unstack_blocks

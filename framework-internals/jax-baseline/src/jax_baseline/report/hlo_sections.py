@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Quantity, Results, numbers
-from benchkit.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from benchkit.report import Figure
+from benchkit.report.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from jax_baseline.diff.records import CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import CompiledRegion, Region
 from jax_baseline.hlo import RegionCount

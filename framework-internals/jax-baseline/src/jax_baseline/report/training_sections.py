@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from benchkit import Quantity, Record, Results, numbers
 from benchkit.environment import commit_label
-from benchkit.plotting import COLOURS, HATCHES, MARKERS, label_ticks, new_figure
 from benchkit.report import Figure, markdown_table
+from benchkit.report.plotting import COLOURS, HATCHES, MARKERS, label_ticks, new_figure
 
 _QUANTITIES = ("loss", "gradient norm", "gradients", "weights", "optimizer state")
 # Which mistakes count as caught: a comparison is wanted in seconds.

@@ -15,11 +15,11 @@ import torch
 from benchkit import Comparison, Quantity, Record, compare
 from benchkit.device import Device
 from benchkit.errors import first_line
-from benchkit.limits import fraction_of_limit
 from benchkit.results import Label
 from benchkit.run import Run
-from benchkit.statistics import worst
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
+from benchkit.timing.limits import fraction_of_limit
+from benchkit.timing.statistics import worst
 from rmsnorm_fused.bench.accuracy import Expected, Part, expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.bench.candidates import (
     COPY,
@@ -363,7 +363,7 @@ def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> C
         return _plain_copy(device, sets) if which == "forward" else (lambda x, dy: x + dy)
     if device == "cpu":
         return None
-    from benchkit.stream_kernels import add_and_subtract
+    from benchkit.timing.stream_kernels import add_and_subtract
 
     return lambda x, residual, *_: add_and_subtract(x, residual, torch.empty_like(x), torch.empty_like(x))
 

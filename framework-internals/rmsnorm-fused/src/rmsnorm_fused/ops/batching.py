@@ -21,31 +21,42 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
         library: The torch library that defines the operators.
         operator: Returns the family's operator of a given name, such as ``"forward"``.
     """
+    rules = _Rules(operator)
+    for name in ("forward", "forward_add", "backward", "quantize"):
+        torch.library.register_vmap(operator(name).default, getattr(rules, name), lib=library)
 
-    def forward(info: Any, dims: tuple[Dim, ...], x: Any, weight: Any, *options: Any) -> Any:
+
+class _Rules:
+    """The batching rule of each operator: (info, mapped dimensions, *arguments) -> (results, mapped dimensions)."""
+
+    def __init__(self, operator: Callable[[str], Any]) -> None:
+        self._operator = operator
+
+    def forward(self, info: Any, dims: tuple[Dim, ...], x: Any, weight: Any, *options: Any) -> Any:
         x = _first(x, dims[0], info.batch_size)
         if dims[1] is None:
-            return operator("forward")(x, weight, *options), (0, 0)
+            return self._operator("forward")(x, weight, *options), (0, 0)
         return _by_formula(x, _broadcastable(x, weight, dims[1]), Options(*options)), (0, 0)
 
-    def forward_add(info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, *options: Any) -> Any:
+    def forward_add(self, info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, *options: Any) -> Any:
         x, residual = _first(x, dims[0], info.batch_size), _first(residual, dims[1], info.batch_size)
         if dims[2] is None:
-            return operator("forward_add")(x, residual, weight, *options), (0, 0, 0)
+            return self._operator("forward_add")(x, residual, weight, *options), (0, 0, 0)
         s = x + residual
         y, rstd = _by_formula(s, _broadcastable(s, weight, dims[2]), Options(*options))
         return (y, s, rstd), (0, 0, 0)
 
-    def backward(info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any) -> Any:
+    def backward(
+        self, info: Any, dims: tuple[Dim, ...], dy: Any, ds: Any, s: Any, weight: Any, rstd: Any, *rest: Any
+    ) -> Any:
         weight_offset, llama, needs_dweight, deterministic = rest
         dy, s, rstd = (_first(t, dim, info.batch_size) for t, dim in ((dy, dims[0]), (s, dims[2]), (rstd, dims[4])))
         ds = None if ds is None else _first(ds, dims[1], info.batch_size)
+        backward = self._operator("backward")
         if dims[3] is None:
-            dx = operator("backward")(dy, ds, s, weight, rstd, weight_offset, llama, False, deterministic)[0]
+            dx = backward(dy, ds, s, weight, rstd, weight_offset, llama, False, deterministic)[0]
         else:
-            dx = _dx_with_mapped_weight(
-                operator("backward"), dy, ds, s, _broadcastable(s, weight, dims[3]), rstd, *rest
-            )
+            dx = _dx_with_mapped_weight(backward, dy, ds, s, _broadcastable(s, weight, dims[3]), rstd, *rest)
         if not needs_dweight:
             return (dx, s.new_empty(0)), (0, None)
         wide = rstd.dtype
@@ -54,23 +65,17 @@ def register(library: torch.library.Library, operator: Callable[[str], Any]) -> 
         dweight = terms.flatten(1, -2).sum(1) if terms.dim() > 2 else terms
         return (dx, dweight.to(weight.dtype)), (0, 0)
 
-    def quantize(info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any) -> Any:
+    def quantize(
+        self, info: Any, dims: tuple[Dim, ...], x: Any, residual: Any, weight: Any, scale: Any, *rest: Any
+    ) -> Any:
         if dims[2] is not None or dims[3] is not None:
             raise NotImplementedError(
                 "rms_norm(out_dtype=...) under vmap: expected one weight and one scale for the whole batch"
             )
         x = _first(x, dims[0], info.batch_size)
         residual = None if residual is None else _first(residual, dims[1], info.batch_size)
-        y, s, row_scales = operator("quantize")(x, residual, weight, scale, *rest)
+        y, s, row_scales = self._operator("quantize")(x, residual, weight, scale, *rest)
         return (y, s, row_scales), (0, None if residual is None else 0, None if scale is not None else 0)
-
-    for name, rule in (
-        ("forward", forward),
-        ("forward_add", forward_add),
-        ("backward", backward),
-        ("quantize", quantize),
-    ):
-        torch.library.register_vmap(operator(name).default, rule, lib=library)
 
 
 def _first(x: torch.Tensor, dim: Dim, size: int) -> torch.Tensor:

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Record, Results, numbers
-from benchkit.plotting import COLOURS, HATCHES, LIMIT_COLOUR, MARKERS, draw_limit, label_ticks, new_figure
 from benchkit.report import Figure
+from benchkit.report.plotting import COLOURS, HATCHES, LIMIT_COLOUR, MARKERS, draw_limit, label_ticks, new_figure
 from rmsnorm_fused.bench.candidates import (
     ABOUT,
     AUTOTUNED,

@@ -1,7 +1,7 @@
 """Markdown and figures as a pure function of the results.
 
-A lens gives a template, the values for it, its figures and its one-line finding; the order of a report, the machine
-table and the list of what is missing are the same for all.
+A lens provides a template, the template's variables, its figures and its finding in one line. The order of a report,
+the table of the machine and the list of what is missing are the same for all lenses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import markdown, numbers
 from benchkit.environment import commit_label
-from benchkit.plotting import save
+from benchkit.report.plotting import save
 from benchkit.results import Results, load, write_text_atomically
 
 
@@ -26,9 +26,9 @@ class Figure:
     """One figure of a report.
 
     Attributes:
-        name: the file's name without ending.
-        caption: what to see in it; also the alternative text.
-        draw: makes it, from the results alone.
+        name: Name of the file without suffix.
+        caption: What the figure shows; also its alternative text.
+        draw: Draws the figure from the results alone.
     """
 
     name: str
@@ -41,11 +41,11 @@ class ReportSpec:
     """How a lens turns its results into a report.
 
     Attributes:
-        package: the import package whose ``templates/report.md.j2`` extends ``report_base.md.j2``.
-        context: the template's variables, computed from the results.
-        figures: the figures; the template places each with ``{{ figure("name") }}``.
-        finding: what the run found, in one sentence computed from the results; it opens the report and stands in the
-            index of reports.
+        package: Name of the import package whose ``templates/report.md.j2`` extends ``report_base.md.j2``.
+        context: Computes the template's variables from the results.
+        figures: Makes the figures; the template places each with ``{{ figure("name") }}``.
+        finding: Computes one sentence from the results that says what the run found. The report begins with it, and the
+            index of reports contains it.
         migrate: Turns the records of an older document into today's, see :func:`benchkit.results.load`.
     """
 
@@ -60,13 +60,14 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, l
     """A Markdown table.
 
     Args:
-        header: column titles.
-        rows: cells; whatever they hold is shown as text, with ``|`` escaped.
-        left: how many columns from the left are text, aligned left; the others are numbers, aligned right.
+        header: Titles of the columns.
+        rows: Rows of cells, which are shown as text with ``|`` escaped.
+        left: Number of columns on the left that hold text and are aligned left. The others hold numbers and are aligned
+            right.
     """
 
     def line(cells: Iterable[object]) -> str:
-        # A backslash before the bar would take the bar's own.
+        # A backslash before the bar would escape the bar's own backslash.
         escaped = (re.sub(r"(\\*)\|", r"\1\1\\|", " ".join(re.split(r"[\r\n]", str(cell)))) for cell in cells)
         return f"| {' | '.join(escaped)} |"
 
@@ -78,8 +79,8 @@ def render(results: Results, spec: ReportSpec) -> str:
     """The text of ``report.md``.
 
     Args:
-        results: of one complete or interrupted run.
-        spec: of the lens that made them.
+        results: Results of a complete or interrupted run.
+        spec: Report of the lens that made them.
     """
     figures = {figure.name: figure for figure in spec.figures(results)}
 
@@ -93,7 +94,7 @@ def render(results: Results, spec: ReportSpec) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=False,
-        autoescape=False,  # noqa: S701 # Markdown, not HTML: `inert` is its escaping
+        autoescape=False,  # noqa: S701 # this is Markdown, which `inert` makes safe
     )
     text = environment.get_template("report.md.j2").render(
         results=results,
@@ -114,14 +115,14 @@ def write(directory: Path, spec: ReportSpec) -> Path:
     """Render ``results.json`` in ``directory`` into ``report.md`` and ``figures/``.
 
     Args:
-        directory: ``reports/<machine>/``.
-        spec: of the lens.
+        directory: The folder ``reports/<machine>/``.
+        spec: Report of the lens.
 
     Returns:
         The path of the report.
 
     Raises:
-        UserError: when the results cannot be read; nothing is written then.
+        UserError: If the results cannot be read; nothing is written then.
     """
     results = load(directory / "results.json", migrate=spec.migrate)
     text = render(results, spec)
@@ -133,10 +134,10 @@ def write(directory: Path, spec: ReportSpec) -> Path:
 
 
 def _tidy(text: str) -> str:
-    """Leave one blank line between blocks, whatever the template's conditions left; fenced code stays as it is."""
+    """Leave one blank line between blocks where the template's conditions leave more; fenced code stays as it is."""
     parts = re.split(r"(^(`{3,}).*?^\2$)", text, flags=re.MULTILINE | re.DOTALL)
     parts[::3] = [re.sub(r"\n{3,}", "\n\n", part) for part in parts[::3]]
-    del parts[2::3]  # the fences alone
+    del parts[2::3]  # the fences, which the pattern captures separately
     return "".join(parts).strip("\n") + "\n"
 
 

@@ -1,8 +1,8 @@
-"""The ceilings of a machine: what it reaches when nothing but bytes or products is asked of it, and its datasheet.
+"""Limits of a machine: measured memory bandwidth and matrix-product rates, and the vendor's datasheet.
 
-A memory-bound kernel cannot run faster than its least bytes over the copy rate of the same mix of reads and writes; a
-product cannot beat the rate of the best library product of the same dtype. Both are measured in the run that they are
-compared with.
+The time of a memory-bound kernel is at least its bytes divided by the copy bandwidth for the same mix of reads and
+writes. The limit of a matrix product is the rate of the best library product of the same dtype. Both are measured in
+the run that they are compared with.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from benchkit.results import Quantity, Record
-from benchkit.timing import Inputs, measure, rotating_inputs
+from benchkit.timing.clocks import Inputs
+from benchkit.timing.comparison import measure, rotating_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +28,9 @@ class Datasheet:
     """The vendor's dense peak rates for one GPU.
 
     Attributes:
-        bandwidth: device memory, bytes per second.
-        flops: operations per second by torch dtype name; ``"tf32"`` is float32 on the tensor cores.
-        source: the document.
+        bandwidth: Bandwidth of the device memory, bytes per second.
+        flops: Operations per second by torch dtype name; ``"tf32"`` is float32 on the tensor cores.
+        source: Title of the datasheet.
     """
 
     bandwidth: float
@@ -37,8 +38,8 @@ class Datasheet:
     source: str
 
 
-# By the whole name that the driver gives: an H200 NVL, a GH200 and a part of a GPU (MIG) have other rates. Dense rates:
-# half of those stated "with sparsity".
+# The keys are the complete names that the driver reports: an H200 NVL, a GH200 and a MIG slice have other rates. The
+# rates are dense, which is half of those stated "with sparsity".
 _DATASHEETS = {
     "NVIDIA H200": Datasheet(
         4.8e12,
@@ -59,7 +60,7 @@ _DATASHEETS = {
 
 
 def datasheet(gpu_name: str) -> Datasheet | None:
-    """The datasheet of a GPU by the name that the driver gives; None where this module does not know it."""
+    """The datasheet of a GPU by the name that the driver reports; None for an unknown GPU."""
     return _DATASHEETS.get(gpu_name)
 
 
@@ -67,29 +68,31 @@ def fraction_of_limit(bytes_moved: float, seconds: float, bytes_per_second: floa
     """The share of a measured bandwidth that a kernel reached: (bytes_moved / seconds) / bytes_per_second.
 
     Args:
-        bytes_moved: the least that the operation must read and write.
-        seconds: the kernel's time.
-        bytes_per_second: the limit of the same mix of reads and writes, from :func:`memory_limits`.
+        bytes_moved: Bytes that the operation must at least read and write.
+        seconds: Time of the kernel.
+        bytes_per_second: The limit for the same mix of reads and writes, from :func:`memory_limits`.
     """
     return bytes_moved / seconds / bytes_per_second
 
 
 def memory_limits(device: Device, *, bytes_per_tensor: int | None = None, seconds: float = 0.5) -> Iterator[Record]:
-    """Measure copy-like rates: records ``memory limit`` with the label ``traffic`` and the value ``bandwidth`` (B/s).
+    """Measure copy-like bandwidths.
+
+    The records are called ``memory limit``, with the label ``traffic`` and the value ``bandwidth`` (B/s).
 
     Args:
-        device: to measure.
-        bytes_per_tensor: of each operand; by default far more than the last-level cache holds.
-        seconds: of sampling for each kind of traffic.
+        device: The device to measure.
+        bytes_per_tensor: Size of each operand; by default much larger than the last-level cache.
+        seconds: How long to sample each kind of traffic.
 
     Yields:
-        1 read 1 write (``copy_``), 2 reads 1 write (``add``) and, on a GPU, 2 reads 2 writes (a Triton kernel; PyTorch
-        has no operator with that traffic).
+        One record for 1 read 1 write (``copy_``), one for 2 reads 1 write (``add``) and, on a GPU, one for 2 reads
+        2 writes (a Triton kernel, because PyTorch has no operator with that traffic).
     """
     import torch
 
-    # Not much larger on a GPU: as a node of a CUDA graph, a copy of 1 GiB ran at two thirds of the rate of 256 MiB
-    # (H200, driver 580, 2026-11-20; launched without a graph it did not).
+    # Larger tensors are no better on a GPU: in a CUDA graph, a copy of 1 GiB ran at two thirds of the rate of 256 MiB
+    # (H200, driver 580, 2026-11-20). Without a graph both ran at the same rate.
     size = bytes_per_tensor or (256 << 20 if device == "cuda" else 64 << 20)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     count = size // dtype.itemsize
@@ -102,7 +105,7 @@ def memory_limits(device: Device, *, bytes_per_tensor: int | None = None, second
         ("2 reads 1 write", 3, lambda x, y, out: torch.add(x, y, out=out)),
     ]
     if device == "cuda":
-        from benchkit.stream_kernels import add_and_subtract
+        from benchkit.timing.stream_kernels import add_and_subtract
 
         kinds.append(("2 reads 2 writes", 4, add_and_subtract))
     for traffic, operands, function in kinds:
@@ -116,16 +119,17 @@ def memory_limits(device: Device, *, bytes_per_tensor: int | None = None, second
 
 
 def product_limits(device: Device, *, size: int | None = None, seconds: float = 0.5) -> Iterator[Record]:
-    """Measure square matrix products: records ``product limit``, label ``dtype``, value ``rate`` (FLOP/s).
+    """Measure square matrix products of random operands; zeros switch fewer transistors and run faster than real data.
+
+    The records are called ``product limit``, with the label ``dtype`` and the value ``rate`` (FLOP/s).
 
     Args:
-        device: to measure.
-        size: of the square operands; 8192 on a GPU and 1024 on a CPU by default.
-        seconds: of sampling for each dtype.
+        device: The device to measure.
+        size: Rows and columns of the operands; by default 8192 on a GPU and 1024 on a CPU.
+        seconds: How long to sample each dtype.
 
     Yields:
-        float32 and bfloat16 everywhere; float16 and tf32 too on a GPU. Operands are random: zeros switch fewer
-        transistors and run faster than real data.
+        One record each for float32 and bfloat16, and on a GPU for float16 and tf32.
     """
     import torch
 

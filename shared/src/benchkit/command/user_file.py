@@ -1,4 +1,4 @@
-"""A Python file that a command line names, as a module: alone, or as the part of its package that it is."""
+"""Import a Python file that a command line names: as a module of its package, or by itself if it is in no package."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ from benchkit.errors import UserError, first_line
 
 @contextmanager
 def importable(path: Path) -> Iterator[None]:
-    """Inside, what lies beside a file can be imported, as when the file is run, and the package that it is a part of.
+    """Make the modules beside a file and the package of the file importable inside the block.
 
     Args:
-        path: of the file.
+        path: Path of the file.
     """
     before, after = str(path.resolve().parent), ""
     if (package := package_of(path)) is not None:
-        before, after = str(package[0]), before  # last: a package may have a logging.py of its own
+        before, after = str(package[0]), before  # at the end, because a package may contain a logging.py
     sys.path.insert(0, before)
     if after:
         sys.path.append(after)
     try:
         yield
     finally:
-        with suppress(ValueError):  # code inside may have changed the list: what was put in is removed, not the first
+        with suppress(ValueError):  # the block may have changed the list
             sys.path.remove(before)
         if after in sys.path:
             del sys.path[len(sys.path) - 1 - sys.path[::-1].index(after)]
 
 
 def load_file(path: Path, prefix: str) -> ModuleType:
-    """The file as a module, which stays in ``sys.modules``: dataclasses, pickle and torch.compile look it up by name.
+    """Import a file as a module.
+
+    The module stays in ``sys.modules``, where dataclasses, pickle and torch.compile look it up by name.
 
     Args:
-        path: of the file.
-        prefix: of the module's name, before the file's: under that alone a ``json.py`` would hide Python's. A file of a
-            package has its name there, by which alone it can say ``from .layers import …``.
+        path: Path of the file.
+        prefix: Text before the file's name in the name of the module, so that a ``json.py`` does not hide Python's. A
+            file of a package keeps its full name, because relative imports need it.
 
     Raises:
-        UserError: for what is no Python file, an error while it is imported, or a package whose name is taken.
+        UserError: If the file is no Python file, its import fails, or another package of the same name is imported.
     """
     if not path.is_file():
         raise UserError(f"there is no file {str(path)!r}; expected a Python file")
@@ -56,7 +58,7 @@ def load_file(path: Path, prefix: str) -> ModuleType:
             package = package_of(path)
             module = _alone(path, f"{prefix}{path.stem}") if package is None else importlib.import_module(package[1])
     except (Exception, SystemExit) as error:
-        guard = '; put what ends it under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
+        guard = '; put the call that exits under if __name__ == "__main__":' if isinstance(error, SystemExit) else ""
         raise UserError(f"{path} cannot be imported: {first_line(error)}{guard}") from error
     found = getattr(module, "__file__", None)
     if found is None or not Path(found).samefile(path):
@@ -68,11 +70,11 @@ def load_file(path: Path, prefix: str) -> ModuleType:
 
 
 def find(module: ModuleType, name: str) -> Any:
-    """What a module has under a name, ``step`` or ``Model.step``; None where it has nothing there.
+    """Look up a name in a module, such as ``step`` or ``Model.step``; None if it does not exist.
 
     Args:
-        module: to look into.
-        name: with dots between an object and its attribute.
+        module: The module.
+        name: Names of an object and its attributes, separated by dots.
     """
     found: Any = module
     for part in name.split("."):
@@ -81,12 +83,12 @@ def find(module: ModuleType, name: str) -> Any:
 
 
 def package_of(path: Path) -> tuple[Path, str] | None:
-    """The folder that a file's package lies in, and the file's name as a module; None for one that is in no package.
+    """The folder that contains a file's package, and the file's full module name; None if it is in no package.
 
-    Only as a part of its package can it import its neighbours by ``from .layers import …``.
+    A file needs its full module name for relative imports such as ``from .layers import …``.
 
     Args:
-        path: of the file.
+        path: Path of the file.
     """
     folder, parts = path.resolve().parent, [path.stem]
     while (folder / "__init__.py").is_file() and folder.name.isidentifier():

@@ -1,4 +1,4 @@
-"""Progress on steps that take a while; silent where nobody watches."""
+"""Progress bars and spinners on a terminal; without a terminal nothing is printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def _progress() -> Progress:
-    # On standard error: standard output stays clean for what a command prints to be read or piped.
+    # On standard error, because standard output may be piped.
     console = Console(stderr=True)
     return Progress(
         SpinnerColumn(),
@@ -31,9 +31,9 @@ def track(items: Iterable[T], description: str, *, total: int | None = None) -> 
     """Iterate with a progress bar on a terminal.
 
     Args:
-        items: what to go through.
-        description: of the work.
-        total: number of items where ``items`` has no length.
+        items: The items.
+        description: Text beside the bar.
+        total: Number of items, if ``items`` has no length.
     """
     with _progress() as progress:
         yield from progress.track(items, total=total, description=description)
@@ -41,7 +41,7 @@ def track(items: Iterable[T], description: str, *, total: int | None = None) -> 
 
 @contextmanager
 def working(description: str) -> Iterator[None]:
-    """Show a spinner and the elapsed time while one long step runs, on a terminal."""
+    """Show a spinner and the elapsed time while the block runs, on a terminal."""
     with _progress() as progress:
         progress.add_task(description, total=None)
         yield

@@ -1,4 +1,4 @@
-"""One style for every figure: labelled axes with units, readable in greyscale and for the colour-blind."""
+"""One style for every figure: labelled axes with units, readable in greyscale and by colour-blind readers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchkit.results import write_bytes_atomically
 
-# Okabe & Ito's palette for colour-blind readers (2008), ordered so that neighbours differ in lightness; a marker and a
-# hatch go with each so that no figure depends on colour.
+# The palette of Okabe and Ito (2008) for colour-blind readers, ordered so that neighbours differ in lightness. Each
+# colour has a marker and a hatch, so that no figure depends on colour.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#999999")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "+++", "ooo", "---")
@@ -40,11 +40,11 @@ _STYLE = {
 
 
 def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
-    """An empty figure in the house style, without global state.
+    """An empty figure in this style, without global state.
 
     Args:
-        width: inches.
-        height: inches.
+        width: Width in inches.
+        height: Height in inches.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -54,14 +54,14 @@ def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
 def new_panels(
     rows: int, columns: int, *, width: float, height: float, sharey: Literal["all", "col"]
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure of several panels over one horizontal axis, in the house style.
+    """An empty figure of several panels that share their horizontal axes.
 
     Args:
-        rows: of panels.
-        columns: of panels.
-        width: inches.
-        height: inches.
-        sharey: whether all panels have one vertical axis, or those of a column.
+        rows: Number of rows.
+        columns: Number of columns.
+        width: Width in inches.
+        height: Height in inches.
+        sharey: Whether all panels share a vertical axis, or only those of a column.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -70,14 +70,14 @@ def new_panels(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write ``figure`` in the format that the ending of ``path`` names, without a date inside.
+    """Write a figure in the format that the suffix of ``path`` names, without a date inside.
 
     Args:
-        figure: the figure.
-        path: ``….svg`` for a page, ``….png`` where a viewer needs pixels; its folder is made if need be.
+        figure: The figure.
+        path: ``….svg`` for a page, ``….png`` for viewers that need pixels. Missing folders are created.
 
     Raises:
-        UserError: if it cannot be written; what was there is there still.
+        UserError: If the file cannot be written; an existing file then stays as it is.
     """
     drawn = io.BytesIO()
     with matplotlib.rc_context(_STYLE):
@@ -91,11 +91,11 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:
-    """Ticks as numbers with thousands separated: 10,000 and not 10000 or 10⁴.
+    """Label ticks with plain numbers and thousands separators: 10,000 and not 10000 or 10⁴.
 
     Args:
-        axis: of a figure.
-        within_decades: on a logarithmic axis, what to label in each decade: 1, 2 and 5, or 1 alone.
+        axis: An axis of a figure.
+        within_decades: On a logarithmic axis, the multiples to label in each decade, such as 1, 2 and 5.
     """
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
     if within_decades:
@@ -104,7 +104,7 @@ def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:
 
 
 def draw_limit(axes: Axes, value: float, label: str = "") -> None:
-    """A dashed horizontal line at a ceiling, with its name above the line's right end."""
+    """Draw a dashed horizontal line at a limit, with a label above its right end."""
     axes.axhline(value, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2)
     axes.annotate(
         label,

@@ -1,4 +1,4 @@
-"""How every command line of this repository ends on an error that the user can mend."""
+"""How every command line of this repository reports an error that the user can fix."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Inside, what the user can mend ends the process with one line and status 2; what the machine refuses, too.
+    """Turn errors that the user can fix, and those of the operating system, into one line and exit status 2.
 
     Args:
-        program: opens the line.
+        program: Name at the start of the line.
 
     Raises:
         SystemExit: with status 2.
@@ -34,10 +34,10 @@ def one_line_errors(program: str) -> Iterator[None]:
         line = str(fault)
     else:
         return
-    # A name that is shown must not steer the terminal.
+    # Control characters in a name must not reach the terminal.
     print(f"{program}: {_CONTROL.sub(lambda found: repr(found[0])[1:-1], line)}", file=sys.stderr)
     try:
         sys.stdout.flush()
-    except OSError:  # it is standard output that cannot be written: Python would try once more when it exits
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 # until then
+    except OSError:  # standard output itself cannot be written, and Python would try once more when it exits
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 # open until then
     raise SystemExit(2)

@@ -1,4 +1,4 @@
-"""What everyone who uses torch's profiler needs around it."""
+"""torch's profiler without its log output."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep Kineto, torch's profiler, from printing lines to standard error, unless the user has chosen a log level."""
-    told = os.environ.get(_LOG_LEVEL)
+    """Stop Kineto, torch's profiler, from printing to standard error, unless the user has chosen a log level."""
+    before = os.environ.get(_LOG_LEVEL)
     os.environ.setdefault(_LOG_LEVEL, "99")
     try:
         yield
     finally:
-        if told is None:
+        if before is None:
             del os.environ[_LOG_LEVEL]

@@ -9,22 +9,22 @@ import numpy as np
 
 
 def fewest_samples(confidence: float) -> int:
-    """How many samples an interval of the median needs at least to hold it with this confidence.
+    """Smallest number of samples from which an interval can contain the median with this confidence.
 
-    All n lie on one side of the median with probability 2 · 2⁻ⁿ: even from the least to the largest, an interval holds
-    it with 1 − 2¹⁻ⁿ at most. That is 6 for 95 %.
+    All n samples lie on one side of the median with probability 2 · 2⁻ⁿ, so an interval from the smallest to the
+    largest sample contains it with probability 1 − 2¹⁻ⁿ. For 95 % that takes 6 samples.
 
     Args:
-        confidence: above 0, below 1.
+        confidence: Between 0 and 1, exclusive.
     """
     return math.ceil(1 - math.log2(1 - confidence))
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest of some errors, and NaN where one is, which max() would drop after a number.
+    """The largest error, or NaN if there is one; ``max()`` would ignore a NaN that comes after a number.
 
     Args:
-        errors: at least one, of any unit.
+        errors: At least one error, in any unit.
     """
     return max(errors, key=lambda error: (math.isnan(error), error))
 
@@ -40,17 +40,17 @@ def bootstrap_median_interval(
     """Percentile bootstrap interval of the median (Efron, 1979).
 
     Args:
-        samples: the observations, any unit; at least one. Of fewer than :func:`fewest_samples` the interval holds the
-            median more rarely than it says.
-        confidence: the share of the resampled medians that the interval holds.
-        resamples: how many samples of the same size are drawn with replacement.
-        seed: of the drawing; equal seeds give equal intervals.
+        samples: At least one observation, in any unit. With fewer than :func:`fewest_samples`, the interval contains
+            the median less often than ``confidence`` says.
+        confidence: Share of the resampled medians that the interval contains.
+        resamples: Number of samples of the same size that are drawn with replacement.
+        seed: Seed of the drawing; equal seeds give equal intervals.
 
     Returns:
         The lower and the upper end, in the unit of ``samples``.
 
     Raises:
-        ValueError: for no samples.
+        ValueError: If there are no samples.
     """
     observed = np.asarray(samples, dtype=np.float64)
     if observed.size == 0:

@@ -1,0 +1,50 @@
+"""A recorded trace in the formats of ``--format``."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from typing import Any
+
+from dispatcher_trace.render.text import tree
+from dispatcher_trace.trace import Trace
+
+
+class Format(StrEnum):
+    """The formats."""
+
+    markdown = "markdown"
+    tree = "tree"
+    findings = "findings"
+    json = "json"
+    html = "html"
+    perfetto = "perfetto"
+
+
+def as_text(recorded: Trace, form: Format, title: str) -> str:
+    """The trace in one format.
+
+    Args:
+        recorded: The trace.
+        form: The format.
+        title: Heading of the HTML page.
+    """
+    if not recorded.calls and form in (Format.tree, Format.findings):
+        return "".join(f"{note}\n" for note in recorded.notes)
+    match form:
+        case Format.json:
+            return _json(recorded.to_json())
+        case Format.perfetto:
+            return _json(recorded.to_perfetto())
+        case Format.html:
+            return recorded.to_html(title)
+        case Format.tree:
+            return tree(recorded.calls) + "\n"
+        case Format.findings:
+            return "".join(f"{finding}\n" for finding in recorded.findings) or "no findings\n"
+        case Format.markdown:
+            return recorded.to_markdown()
+
+
+def _json(document: dict[str, Any]) -> str:
+    return json.dumps(document, indent=1, ensure_ascii=False) + "\n"

@@ -1,0 +1,246 @@
+"""Time one function, or several against one another, on a CPU or a GPU.
+
+There are three clocks:
+
+``cuda-graph``
+    Captures the calls once into a CUDA graph and replays it between two CUDA events. The figure contains the kernels
+    and not their launches.
+``cuda-events``
+    Records the same events around plain calls. The figure contains launches that the GPU waits for.
+``wall-clock``
+    Reads ``time.perf_counter`` around the calls and whatever ``block`` waits for.
+
+One sample is the time of several calls divided by their number, so that it is much longer than the clock's resolution.
+Several functions are measured round by round, in a new random order each round. Slow drift of the machine then affects
+all of them alike, and no function always runs after the same other one (with a rotation, each would find the caches as
+the same neighbour leaves them). A ratio is computed within each round; the result is the median of these ratios.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from benchkit.results import Quantity
+from benchkit.timing.clocks import Clock, Inputs, make_sampler
+from benchkit.timing.statistics import bootstrap_median_interval, fewest_samples, quantile
+
+if TYPE_CHECKING:
+    from benchkit.device import Device
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one function's time per call.
+
+    Attributes:
+        samples: Seconds per call, one per round, in the order of the rounds.
+        calls_per_sample: Number of calls that one sample averages.
+        method: The clock in use.
+        first_call: Seconds of the first call (compilation, allocation, caches), which is not among the samples.
+        note: Why ``method`` is not the clock that ``auto`` tries first; empty otherwise.
+    """
+
+    samples: tuple[float, ...]
+    calls_per_sample: int
+    method: str
+    first_call: float
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        """Median seconds per call."""
+        return quantile(self.samples, 0.5)
+
+    @property
+    def p20(self) -> float:
+        """20th percentile, seconds per call."""
+        return quantile(self.samples, 0.2)
+
+    @property
+    def p80(self) -> float:
+        """80th percentile, seconds per call."""
+        return quantile(self.samples, 0.8)
+
+    def quantity(self) -> Quantity:
+        """The median, p20 and p80 as a :class:`benchkit.Quantity`."""
+        return Quantity(self.median, "s", self.p20, self.p80, len(self.samples), "p20-p80")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Timings of several functions whose samples were taken round by round, so that ratios can be paired.
+
+    Attributes:
+        timings: One timing per function, by name.
+    """
+
+    timings: Mapping[str, Timing]
+
+    def __getitem__(self, name: str) -> Timing:
+        return self.timings[name]
+
+    def speedup(self, name: str, *, over: str, confidence: float = 0.95) -> Quantity:
+        """How many times faster ``name`` is than ``over``: the median of the rounds' ratios, with a bootstrap interval.
+
+        Args:
+            name: The function in question.
+            over: The reference.
+            confidence: Confidence of the interval.
+
+        Returns:
+            time(over) / time(name), without unit. An interval that contains 1 shows no difference. With too few rounds
+            for the confidence (fewer than 6 for 95 %), the interval is the range of the ratios and named ``range``.
+        """
+        ratios = [reference / own for own, reference in zip(self[name].samples, self[over].samples, strict=True)]
+        middle = quantile(ratios, 0.5)
+        if len(ratios) < fewest_samples(confidence):
+            return Quantity(middle, "×", min(ratios), max(ratios), len(ratios), "range")
+        low, high = bootstrap_median_interval(ratios, confidence=confidence)
+        return Quantity(middle, "×", low, high, len(ratios), f"bootstrap {confidence:.0%}")
+
+
+def measure(function: Callable[..., object], **options: Any) -> Timing:
+    """Time one function, with the options of :func:`compare`."""
+    return compare({"": function}, **options)[""]
+
+
+def compare(
+    functions: Mapping[str, Callable[..., object]],
+    *,
+    device: Device = "cpu",
+    inputs: Inputs | Mapping[str, Inputs] = ((),),
+    clock: Clock = "auto",
+    block: Callable[[Any], object] | None = None,
+    warmup_calls: int = 2,
+    seconds: float = 1.0,
+    rounds: int | None = None,
+) -> Comparison:
+    """Time several functions round by round, interleaved.
+
+    Args:
+        functions: The functions, by name.
+        device: Where the functions do their work.
+        inputs: Sets of positional arguments that successive calls rotate through: one sequence for all functions, or
+            one per name. :func:`rotating_inputs` makes sets that keep a GPU's L2 cache cold.
+        clock: ``auto`` is the wall clock on a CPU. On a GPU it is a CUDA graph, or CUDA events for a function that
+            cannot be captured; the timing's ``note`` then says why.
+        block: Called with each result to wait for it, such as ``jax.block_until_ready``. It requires the wall clock.
+        warmup_calls: Number of calls after the first one that are not sampled.
+        seconds: How long to sample, over all functions; at least 8 and at most 500 rounds.
+        rounds: Number of rounds, instead of ``seconds``.
+
+    Returns:
+        One timing per name, with samples aligned by round.
+
+    Raises:
+        ValueError: If there are no functions or no rounds, or if a GPU clock is combined with a CPU or with ``block``.
+    """
+    if not functions:
+        raise ValueError("compare() needs at least one function")
+    if rounds is not None and rounds < 1:
+        raise ValueError(f"rounds must be at least 1, got {rounds}")
+    clock = _checked_clock(clock, device, waits=block is not None)
+    samplers = {
+        name: make_sampler(
+            function,
+            inputs[name] if isinstance(inputs, Mapping) else inputs,
+            device=device,
+            clock=clock,
+            block=block,
+            warmup_calls=warmup_calls,
+        )
+        for name, function in functions.items()
+    }
+    with _garbage_collector_paused():
+        round_seconds = sum(sampler.sample() * sampler.calls for sampler in samplers.values())
+        if rounds is None:
+            rounds = min(max(math.ceil(seconds / max(round_seconds, 1e-9)), 8), 500)
+        samples: dict[str, list[float]] = {name: [] for name in functions}
+        order = list(functions)
+        shuffle = random.Random(0).shuffle
+        for _ in range(rounds):
+            shuffle(order)
+            for name in order:
+                samples[name].append(samplers[name].sample())
+    return Comparison(
+        {
+            name: Timing(tuple(samples[name]), sampler.calls, sampler.method, sampler.first_call, sampler.note)
+            for name, sampler in samplers.items()
+        }
+    )
+
+
+def _checked_clock(clock: Clock, device: Device, *, waits: bool) -> Clock:
+    """The clock to use, which is the wall clock if a ``block`` function waits for results."""
+    if clock not in ("auto", "wall-clock"):
+        if device == "cpu":
+            raise ValueError(f"clock {clock!r} needs device='cuda'; on a CPU use 'wall-clock'")
+        if waits:  # a GPU's clocks wait by themselves, and only for torch's stream
+            raise ValueError(f"block is for the wall clock, got clock={clock!r}; leave one of them out")
+    return "wall-clock" if waits else clock
+
+
+@contextmanager
+def capturable_stream(device: Device) -> Iterator[None]:
+    """Switch to a CUDA stream that :func:`compare` can capture, so that a backward pass can be timed alone.
+
+    Autograd runs a backward pass on the stream of its forward pass, and the default stream cannot be captured. Run the
+    forward pass and call :func:`compare` inside this context.
+
+    Args:
+        device: On a CPU the context does nothing.
+    """
+    if device == "cpu":
+        yield
+        return
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def rotating_inputs(
+    make: Callable[[], tuple[Any, ...]], *, device: Device, at_most: int = 16, cold_factor: float = 4.0
+) -> list[tuple[Any, ...]]:
+    """Make enough sets of inputs that a rotation through them finds nothing in the GPU's L2 cache.
+
+    Args:
+        make: Makes one set; the bytes of its tensors are counted.
+        device: On a CPU one set is enough, because the caller chooses the size of the working set.
+        at_most: Largest number of sets.
+        cold_factor: Size of all sets together, as a multiple of the L2 cache.
+
+    Returns:
+        Between 1 and ``at_most`` sets; at least 2 on a GPU.
+    """
+    sets = [make()]
+    if device == "cpu":
+        return sets
+    import torch
+
+    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    one = sum(leaf.numel() * leaf.element_size() for leaf in sets[0] if isinstance(leaf, torch.Tensor))
+    count = min(max(math.ceil(cold_factor * cache / max(one, 1)), 2), at_most)
+    return sets + [make() for _ in range(count - 1)]
+
+
+@contextmanager
+def _garbage_collector_paused() -> Iterator[None]:
+    """Pause garbage collection: a collection during one function's sample would count against that function alone."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
