@@ -29,13 +29,14 @@ from compile_bench.fixes.source import Edit
 from compile_bench.fixes.trial import trials
 from compile_bench.fixes.types import Trial
 from compile_bench.fixes.verify import reference, refusal
-from compile_bench.measure.survey import lost_graphs, survey, triage
+from compile_bench.measure.survey import survey, triage
 from compile_bench.measure.survey_types import place_of
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage import break_cost as pricing
 from compile_bench.triage import findings as triage_findings
 from compile_bench.triage.break_cost import GapProfiler, recompile_limits, why_not_measured
+from compile_bench.triage.cuda_graphs import reasons_without_cuda_graphs
 from compile_bench.triage.run import run_triage
 from compile_bench.triage.serialize import triage_report_records
 from compile_bench.triage.types import Finding, TriageReport
@@ -703,6 +704,40 @@ def test_what_stays_hidden_is_neither_counted_as_fixed_nor_proved(folder, capsys
     assert fix_results.combined.accepted
 
 
+REVEALING = """\
+import torch
+
+
+class Revealing(torch.nn.Module):
+    def forward(self, x):
+        for index in range(2):
+            try:
+                print(end="")
+                x = x * [2.0][index]
+            except IndexError:
+                x = x + 1
+        print(end="")
+        return x * x.norm().item()
+
+
+def target():
+    return Revealing(), (torch.ones(3),)
+"""
+
+
+def test_breaks_that_a_fix_brings_to_light_are_fixed_too(folder, capsys):
+    """Without the try the model raises, so that only the fix of line 8 shows lines 12 and 13."""
+    (folder / "triage_model.py").write_text(REVEALING)
+    case = Case(f"{folder / 'triage_model.py'}:target", "cpu", train=False)
+    found = survey(case, seeds=(0,))
+    assert [each.line for each in found.breaks] == [8]
+    assert found.untraced == {(str(folder / "triage_model.py"), "forward")}
+    results = Fixer(InThisProcess(folder), case, [found], folder).fix([place_of(found.breaks[0])])
+    assert [each.line for each in results.revealed] == [12, 13]
+    assert {line: each.accepted for (_, line), each in results.fixes.items()} == {8: True, 12: True, 13: True}
+    assert (results.combined.before.breaks, results.combined.after.breaks) == (3, 0)
+
+
 TWICE = """\
 import torch
 
@@ -1123,7 +1158,7 @@ def test_a_lost_cuda_graph_is_found(folder):
         "import torch\n\n\nclass Moved(torch.nn.Module):\n    def forward(self, x):\n"
         "        return x + x.cpu().sin().to(x.device)\n\n\ndef target():\n    return Moved(), (torch.ones(4),)\n"
     )
-    found = lost_graphs(Case(f"{folder / 'triage_model.py'}:target", "cuda", train=False))
+    found = reasons_without_cuda_graphs(Case(f"{folder / 'triage_model.py'}:target", "cuda", train=False))
     assert {each.kind for each in found} == {"CUDA graph lost"}
     assert (Path(found[0].frame.file).name, found[0].frame.line) == ("triage_model.py", 6)
 

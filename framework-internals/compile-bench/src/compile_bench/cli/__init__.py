@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from compile_bench.cli.cataloguing import catalogue
 from compile_bench.cli.checking import check, lock
 from compile_bench.cli.measuring import run, shapes, zoo
-from compile_bench.cli.triaging import catalogue, triage
+from compile_bench.cli.triaging import triage
 
 app = typer.Typer(
     add_completion=False,

@@ -1,18 +1,16 @@
-"""The commands ``triage`` and ``catalogue``. What imports torch is imported when a command runs."""
+"""The command ``triage``. What imports torch is imported when the command runs."""
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from benchkit import UserError, numbers
+from benchkit import numbers
 from benchkit.command.progress import working
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
@@ -25,7 +23,6 @@ from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.capture.trace import Recompile
-    from compile_bench.catalogue import Cause
 
 Kinds = Annotated[
     bool | None, typer.Option("--train/--infer", help="Only a training step, or only a forward pass; by default both.")
@@ -208,53 +205,3 @@ def describe_triage(found: Triage) -> str:
     if trace.recompiles:
         lines += ["", *_recompilations(trace.recompiles)]
     return "\n".join(lines)
-
-
-def catalogue(
-    name: Annotated[str | None, typer.Argument(help="A cause; without it all are listed.")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run it on this torch: does it happen, and does the fix remove it?")
-    ] = False,
-    record: Annotated[
-        Path | None, typer.Option(help="Run and write the outcomes of this torch to a JSON file.")
-    ] = None,
-    render: Annotated[
-        Path | None, typer.Option(help="Write the reference page, CATALOGUE.md and .html, to a folder.")
-    ] = None,
-) -> None:
-    """List the causes of breaks, recompilations and silent eager execution; show one; run them."""
-
-    def show() -> int:
-        from compile_bench.catalogue import CAUSES
-        from compile_bench.catalogue.page import describe, listing, write_page
-
-        if name is not None and name not in CAUSES:
-            near = [known for known in CAUSES if name in known or known in name] or get_close_matches(name, CAUSES)
-            like = f"; like it: {', '.join(near)}" if near else ""
-            raise UserError(f"no cause {name!r} in the catalogue{like}; compile-bench catalogue lists them all")
-        if render is not None:
-            write_page(render)
-            return 0
-        chosen = list(CAUSES.values()) if name is None else [CAUSES[name]]
-        if record is not None or check:
-            return _run(chosen, record)
-        print(listing() if name is None else describe(CAUSES[name]))
-        return 0
-
-    leave(show)
-
-
-def _run(chosen: Sequence[Cause], record: Path | None) -> int:
-    from compile_bench.catalogue.versions import examine_all, write_outcomes
-
-    with working("running the catalogue"):
-        outcomes = examine_all(chosen)
-    if record is not None:
-        write_outcomes(record, outcomes)
-    wrong = {each: outcome for each, outcome in outcomes.items() if not outcome.as_stated}
-    for each, outcome in wrong.items():
-        print(
-            f"{each}: {outcome.error or 'not as stated'}; seen: {'; '.join(outcome.seen) or 'nothing'}", file=sys.stderr
-        )
-    print(f"{len(outcomes) - len(wrong)} of {plural(len(outcomes), 'cause')} as stated on this torch")
-    return 1 if wrong else 0

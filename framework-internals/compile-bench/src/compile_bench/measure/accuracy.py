@@ -1,19 +1,20 @@
-"""Are the compiled outputs and gradients as right as the eager ones? Both are held against float64.
+"""Are compiled outputs and gradients as accurate as eager ones? Both are compared with float64.
 
 The compiled error of a tensor, ‖x − x₆₄‖₂ / ‖x₆₄‖₂, may be at most::
 
     3 · (eager error of the same tensor) + u(dtype) + √(n / 2) · u(float32)
 
-The first term is for two computations that only order their operations differently. u(dtype) is one rounding in the
-dtype that was computed in: eager may be exact by luck. The last is for sums over the batch. Added in order, n terms of
-random sign have a relative error of about √(n / 2) · u (the probabilistic analysis of Higham and Mary, 2019); eager
-adds them pairwise, Inductor's C++ loops in order, so the gradients of biases and norm weights come out several times
-less accurate without anything being wrong. n is bounded by the elements of the largest argument.
+The first term is for two computations that differ only in the order of their operations. The second, u(dtype), is one
+rounding in the dtype of the computation: eager may be exact by chance. The third is for sums over the batch. A sum of n
+terms of random sign that is added in order has a relative error of about √(n / 2) · u (the probabilistic analysis of
+Higham and Mary, 2019). Eager adds pairwise and Inductor's C++ loops add in order, so the gradients of biases and norm
+weights are several times less accurate although nothing is wrong. n is at most the number of elements of the largest
+argument.
 
-The gradient of ReLU, max pooling or a top-k choice jumps where its input changes sign or order. Among a million inputs
-one may lie so close to the jump that two right computations fall on different sides, and its term is in one gradient
-and not in the other. So gradients outside the bound, with outputs within, are looked at again with all weights moved by
-about a percent: a wrong computation stays wrong there, and another input is close to the jump, or none.
+The gradient of ReLU, max pooling or a top-k choice jumps where its input changes sign or order. One of a million inputs
+may lie so close to the jump that two right computations are on different sides of it: its term is then in one gradient
+and not in the other. So if gradients are outside the bound and outputs within, all weights are moved by about a percent
+and everything is compared again. A wrong computation stays wrong; a jump is then close to another input, or to none.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from compile_bench.measure.measurements import Accuracy, ErrorPair
 from compile_bench.targets.randomness import changes_with_the_seed
 from compile_bench.targets.target import Target, tensors_in
 
-# The norm of n independent roundings scatters by a share of 1/√(2n): 3 is far outside for any tensor that matters.
+# The norm of n independent roundings varies by a share of 1/√(2n), so a factor of 3 is never chance for a large tensor.
 FACTOR = 3.0
 
-# A ReLU network in float32 had a term on the other side of a jump in two of five batches: seven in a row are 1 in 600.
+# A ReLU network in float32 had a term across a jump in two of five batches; seven in a row have a chance of 1 in 600.
 ATTEMPTS = 7
 MOVED = 0.01
 
@@ -49,10 +50,10 @@ def compare_with_eager(
     """Run the same forward (and backward) pass eagerly, compiled and in float64, and compare.
 
     Args:
-        target: with the weights that all three get.
+        target: Its weights are used for all three.
         compiled: ``torch.compile`` of ``compiled_model``.
-        compiled_model: the module behind it; its weights are set to the target's.
-        train: compare gradients too.
+        compiled_model: The compiled module; its weights are set to the target's.
+        train: Whether to compare gradients too.
     """
     reason = _incomparable(target, train=train)
     if reason:
@@ -84,7 +85,7 @@ def _incomparable(target: Target, *, train: bool) -> str:
 
 
 def _moved(target: Target, attempt: int) -> Target:
-    """The target as it is at the first attempt, later with every weight moved by about a percent."""
+    """The target itself at the first attempt; later a copy with every weight moved by about a percent."""
     if attempt == 1:
         return target
     model = target.copied()
@@ -123,7 +124,7 @@ def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Mo
 
 
 class _Incomparable(Exception):
-    """Nothing to hold compiled results against; the message says why."""
+    """There is nothing to compare compiled results with; the message says why."""
 
 
 def _exact(target: Target, *, train: bool) -> Values:
@@ -133,12 +134,12 @@ def _exact(target: Target, *, train: bool) -> Values:
         return _values(wide, wide.model, wide.model, train=train)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # a dtype written into the model, or an operator without a float64 kernel
+    except RuntimeError as error:  # the model sets a dtype, or an operator has no float64 kernel
         raise _Incomparable(f"the model does not run in float64: {first_line(error)}") from error
 
 
 def _wrong(ours: Values, exact: Values) -> str:
-    """What is not an error of rounding; empty where there is nothing."""
+    """What is wrong other than rounding; empty if nothing is."""
     if missing := [name for name in exact if name not in ours]:
         return f"the compiled step gives no gradient of {_named(missing)}"
     if more := [name for name in ours if name not in exact]:
@@ -172,7 +173,7 @@ def flat(output: Any) -> Tensor:
     """All floating-point and complex tensors of an output as one vector of float64.
 
     Raises:
-        UserError: if there are none.
+        UserError: If there are none.
     """
     tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() or tensor.is_complex()]
     if not tensors:
@@ -184,7 +185,7 @@ def flat(output: Any) -> Tensor:
 
 
 def vector(tensor: Tensor) -> Tensor:
-    """The elements of a tensor in float64: those that a sparse one leaves out too, of a complex one both parts."""
+    """All elements of a tensor in float64. A sparse tensor is made dense; a complex one has two elements for each."""
     elements = tensor.detach()
     if elements.layout != torch.strided:
         elements = elements.to_dense()
@@ -194,7 +195,7 @@ def vector(tensor: Tensor) -> Tensor:
 
 
 def error_pair(name: str, eager: Tensor, compiled: Tensor, exact: Tensor, allowance: float) -> ErrorPair:
-    """Both errors of a tensor against float64, and the bound of the compiled one's."""
+    """The eager and the compiled error of a tensor against float64, and the bound of the compiled one."""
     size = torch.linalg.vector_norm(exact).item() or 1.0
 
     def error(values: Tensor) -> float:
@@ -219,13 +220,13 @@ def widened(target: Target) -> Target:
 
 
 def rounding_allowance(target: Target) -> float:
-    """What the bound adds to the eager error: one rounding, and a sum over the batch in order."""
+    """What the bound adds to the eager error: one rounding, and the error of a sum over the batch in order."""
     dtype = target.autocast or next(
         (p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32
     )
     arguments = pytree.tree_leaves((target.args, dict(target.kwargs)))
     terms = max((leaf.numel() for leaf in arguments if isinstance(leaf, Tensor)), default=1)
-    # Sums are accumulated in float32 where the dtype is narrower, and in the dtype where it is wider.
+    # Sums are accumulated in float32, or in the dtype if that is wider.
     accumulator = torch.promote_types(dtype, torch.float32)
     return torch.finfo(dtype).eps / 2 + math.sqrt(terms / 2) * torch.finfo(accumulator).eps / 2
 
@@ -235,7 +236,7 @@ def draws_random_numbers(target: Target, *, train: bool) -> bool:
     model = target.copied().train(train)
 
     def output() -> Tensor:
-        with torch.set_grad_enabled(train):  # a function may do a backward pass of its own
+        with torch.set_grad_enabled(train):  # the model may do its own backward pass
             return flat(target.forward(model, target.args))
 
     return changes_with_the_seed(output)

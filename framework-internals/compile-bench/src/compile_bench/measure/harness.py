@@ -157,6 +157,7 @@ class Harness(Runner):
             cold.no_cudagraphs,
             cold.artifact_bytes,
             tuned,
+            cold.trace,
         )
 
     def triage(self, case: Case) -> Triage:
@@ -239,7 +240,7 @@ class Harness(Runner):
         *arguments: Options.args,
         **options: Options.kwargs,
     ) -> Result:
-        """Like :meth:`ask`, in a process that has imported torch alone: figures contain the compiler's import."""
+        """Like :meth:`ask`, in a process that has imported only torch: figures contain the compiler's import."""
         return self._in_child(partial(function, case, *arguments, **options), preload=_TORCH)
 
     def ask_all(self, calls: Sequence[Callable[[], Result]]) -> list[Result | ChildFailure | UserError]:

@@ -101,9 +101,9 @@ def largest_rise(changes: Iterable[int]) -> int:
     A training step first releases the gradients of the step before, so the rise counts from the lowest point.
     """
     lowest = rise = 0
-    for held in accumulate(changes):
-        lowest = min(lowest, held)
-        rise = max(rise, held - lowest)
+    for level in accumulate(changes):
+        lowest = min(lowest, level)
+        rise = max(rise, level - lowest)
     return rise
 
 

@@ -1,4 +1,4 @@
-"""Going through a schedule of shapes, in a process of its own."""
+"""What a measuring process does to compare strategies for changing shapes."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _DYNAMIC: dict[Strategy, bool | None] = {"static": False, "buckets": False, "pad
 
 
 def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> ShapeAnswer:
-    """Go through a schedule with one strategy.
+    """Make passes through a schedule with one strategy.
 
     Args:
-        case: what is called.
-        strategy: how.
-        schedule: one of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
-        seconds: how long to sample passes after the first.
+        case: What is called.
+        strategy: The strategy.
+        schedule: One of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
+        seconds: How long to sample passes after the first.
 
     Raises:
-        UserError: if there is no schedule, its shapes do not change, or a call fails without compiling.
+        UserError: If there is no schedule, its shapes do not change, or a call fails without compiling.
     """
     target = load_case(case)
     calls = make_calls(target, schedule) if schedule else list(target.calls())
@@ -94,16 +94,16 @@ def _go_through(steps: Sequence[Step], case: Case) -> None:
 
 
 def make_calls(target: Target, schedule: str) -> list[Target]:
-    """Calls of other shapes, cut out of the target's own arguments.
+    """Calls with other shapes, cut out of the target's own arguments.
 
     Args:
-        target: its first tensor says what is batch (dimension 0) and sequence (dimension 1); every tensor of the same
-            size there is cut with it.
-        schedule: ``last-batch`` (full, full, a little over half), ``batch-1`` (full, one), ``growing-sequence`` (four
-            quarters).
+        target: In its first tensor, dimension 0 is the batch and dimension 1 the sequence. Every tensor with the same
+            size in that dimension is cut too.
+        schedule: ``last-batch`` (full, full, a little over half), ``batch-1`` (full, one), or ``growing-sequence``
+            (four quarters).
 
     Raises:
-        UserError: for another name, or arguments that have no such dimension.
+        UserError: If the name is unknown, or the first tensor has no such dimension.
     """
     if schedule not in MADE_SCHEDULES:
         raise UserError(f"--schedule takes {', '.join(MADE_SCHEDULES)}, got {schedule!r}")
@@ -132,7 +132,7 @@ def varying_sizes(calls: Sequence[Target]) -> Sizes:
     """The dimensions whose size changes over the calls.
 
     Raises:
-        UserError: if none does, or the calls differ in more than sizes.
+        UserError: If no size changes, or the calls differ in more than sizes.
     """
     leaves = [_tensors(call) for call in calls]
     if len({tuple(leaf.ndim for leaf in each) for each in leaves}) > 1:
@@ -170,7 +170,7 @@ def _padded(call: Target, strategy: Strategy, sizes: Sizes) -> Target:
     def pad(leaf: Tensor) -> Tensor:
         index = next(numbered)
         widths: list[int] = []
-        for dimension in reversed(range(leaf.ndim)):  # as F.pad counts: from the last
+        for dimension in reversed(range(leaf.ndim)):  # F.pad starts with the last dimension
             size = leaf.shape[dimension]
             largest = max(sizes.get((index, dimension), [size]))
             wanted = min(1 << (size - 1).bit_length(), largest) if strategy == "buckets" else largest

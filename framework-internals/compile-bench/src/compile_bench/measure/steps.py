@@ -1,4 +1,4 @@
-"""The measuring jobs, each done in a process of its own: first steps, steady state, memory, accuracy."""
+"""What measuring processes do: first steps, steady state, memory, accuracy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from compile_bench.targets.loading import load_target
 from compile_bench.targets.regional import compile_case
 from compile_bench.targets.target import Step, Target, describe_error
 
-# The allocator's pool of everything but captured graphs, which have each their own.
+# The allocator's pool of everything except captured graphs, each of which has its own pool.
 _COMMON_POOL = (0, 0)
 
 
@@ -43,7 +43,7 @@ def load_case(case: Case) -> Target:
 
 
 def toolchain(case: Case) -> float:
-    """Seconds that a first process spends on finding out about compiler and machine."""
+    """Seconds that the first process takes to examine compiler and machine."""
     import_compiler()
     return prepare_toolchain(case.device)
 
@@ -52,11 +52,11 @@ def eager(case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
     """First steps without compiling.
 
     Args:
-        case: of what.
+        case: The model and the kind of step.
         timing_folder: See :func:`compiled`.
 
     Raises:
-        UserError: if they fail, in one line: nothing about compiling can be said then.
+        UserError: If they fail: then nothing can be said about compiling.
     """
     target = load_case(case)
     step = target.step(target.copied(), train=case.train)
@@ -76,17 +76,17 @@ def compiled(
     artifact_out: Path | None = None,
     timing_folder: Path | None = None,
 ) -> Compiled:
-    """First compiled steps and, where ``steady_seconds`` is not 0, everything about later ones.
+    """First compiled steps and, unless ``steady_seconds`` is 0, everything about later ones.
 
     Args:
-        case: what.
-        steady_seconds: how long to sample steady steps.
-        artifact_in: cache artifacts to load before the first step.
-        artifact_out: where to keep those of this process, once the first steps are over.
+        case: The model, the kind of step and the mode.
+        steady_seconds: How long to sample steady steps.
+        artifact_in: Cache artifacts to load before the first step.
+        artifact_out: File for this process's cache artifacts, written after the first steps.
         timing_folder: Folder of the :class:`benchkit.processes.ExclusiveTiming` of processes that compile side by side.
     """
     target = load_case(case)
-    held_before = _allocated(case)
+    bytes_before = _allocated(case)
     own = target.copied()
     with Stopwatch(timing_folder) as importing:
         import_compiler()
@@ -95,42 +95,48 @@ def compiled(
     artifact_seconds = _load_artifacts(artifact_in)
     module = compile_case(own, case)
     step = _marked(target.step(module, train=case.train), case)
-    gpu = partial(
-        one_at_a_time, timing_folder, "gpu"
-    )  # which of two kernels is faster shows only where nothing else runs
+    gpu = partial(one_at_a_time, timing_folder, "gpu")  # candidates of autotuning are timed by one process at a time
     with Collector() as collector, CudaGraphSkips() as skips, autotuning_within(gpu):
         seconds = _first_steps(step, case, timing_folder)
     trace = collector.trace(pauses=pauses(timing_folder))
-    first = FirstSteps(seconds, importing.seconds, preparing.seconds, trace, artifact_seconds)
+    first = FirstSteps(
+        seconds,
+        importing.seconds,
+        preparing.seconds,
+        artifact_seconds,
+        dict(trace.phases),
+        dict(trace.cache_events),
+    )
     artifact_bytes = _save_artifacts(artifact_out)
     if steady_seconds <= 0:
-        return Compiled(first, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
-    compiled_peak = _peak(step, case, held_before)
+        return Compiled(first, trace, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
+    compiled_peak = _peak(step, case, bytes_before)
     captured = _captured(case)
-    held_before = _allocated(case)
+    bytes_before = _allocated(case)
     eager_step = target.step(target.copied(), train=case.train)
     for _ in range(FIRST_STEPS):
         eager_step()
-    memory = Memory(_peak(eager_step, case, held_before), compiled_peak + captured, captured)
+    memory = Memory(_peak(eager_step, case, bytes_before), compiled_peak + captured, captured)
     with autotuning_within(gpu):
         untuned_step = _untuned(target, case)
     with exclusive(timing_folder):
         steady = sample(eager_step, step, case, steady_seconds, untuned=untuned_step)
         recorded = record_steps(eager_step, case.device), record_steps(step, case.device)
     profiles = read_profile(recorded[0], case.device), read_profile(recorded[1], case.device)
-    del eager_step, untuned_step  # their weights and gradients: the float64 copies need the memory
-    _give_back(case)
+    del eager_step, untuned_step  # the float64 copies need the memory of their weights and gradients
+    _release_memory(case)
     with gpu():
         accuracy = _accuracy(target, module, own, case)
-        _give_back(case)
-    return Compiled(first, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
+        _release_memory(case)
+    return Compiled(first, trace, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
 
 
 def _untuned(target: Target, case: Case) -> Step | None:
-    """The step of a mode that autotunes, compiled without and warmed up.
+    """The step of a mode that autotunes, compiled without autotuning and warmed up.
 
-    Between two processes a step drifts by more than autotuning changes it, so both have to be in one. None for nested
-    regions too, which mark the class of the blocks: that cannot be done twice; and where a third model has no room.
+    A step differs between two processes by more than autotuning changes it, so both steps have to be in one process.
+    None for a mode that does not autotune, for nested regions, which mark the class of the blocks and so cannot be
+    compiled twice, and where a third model does not fit in the memory.
     """
     plain = case.untuned
     if plain is None or case.scope == "nested":
@@ -169,7 +175,7 @@ def wants_cudagraphs(case: Case) -> bool:
 
 
 def _marked(step: Step, case: Case) -> Step:
-    """With CUDA graphs, tell torch that the outputs of the step before are no longer needed."""
+    """The step; with CUDA graphs it first tells torch that the outputs of the step before are no longer needed."""
     if case.device == "cpu" or not wants_cudagraphs(case):
         return step
 
@@ -185,23 +191,23 @@ def _first_steps(step: Step, case: Case, timing_folder: Path | None) -> tuple[fl
     for _ in range(FIRST_STEPS):
         with Stopwatch(timing_folder) as watch:
             step()
-            _wait(case)
+            _synchronize(case)
         seconds.append(watch.seconds)
     return tuple(seconds)
 
 
 def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: Step | None = None) -> Steady:
-    """Steady steps in turns: eager, compiled, and eager once more as the control.
+    """Sample steady steps in alternation: eager, compiled, and eager once more as the control.
 
     Args:
-        eager: the one.
-        compiled: the other; warmed up, as the first.
-        case: its device is used.
-        seconds: how long, over all three.
-        untuned: the compiled step without autotuning, sampled too; for a third more time.
+        eager: The eager step, warmed up.
+        compiled: The compiled step, warmed up.
+        case: The case; its device and its untuned mode are used.
+        seconds: How long to sample all three.
+        untuned: The compiled step without autotuning; sampling it takes a third more time.
     """
-    # On a GPU the events stand around steps that are queued as a training loop queues them: where the CPU cannot keep
-    # up, the wait for it is in the figure. A replayed graph would hide what eager pays for its launches.
+    # On a GPU the events enclose steps that are queued as a training loop queues them, so the figure contains the time
+    # that the GPU waits for the CPU. A replayed graph would hide the cost of eager's launches.
     clock: Clock = "cuda-events" if case.device == "cuda" else "wall-clock"
     steps = {"eager": eager, "compiled": compiled, "control": eager}
     if untuned is not None:
@@ -223,12 +229,12 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: 
 
 
 def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
-    """Sample a step against a copy of itself, again and again: there is no difference to be found.
+    """Sample a step against a copy of itself several times: any difference that shows is an error of the method.
 
     Args:
-        case: of what; nothing is compiled.
-        runs: how often.
-        seconds: how long each time.
+        case: The model and the kind of step; nothing is compiled.
+        runs: Number of comparisons.
+        seconds: How long to sample each.
     """
     target = load_case(case)
     one, other = (target.step(target.copied(), train=case.train) for _ in range(2))
@@ -241,20 +247,20 @@ def _accuracy(target: Target, compiled: Callable[..., Any], model: nn.Module, ca
     return compare_with_eager(target, compiled, model, train=case.train)
 
 
-def _peak(step: Step, case: Case, held_before: int) -> int:
+def _peak(step: Step, case: Case, bytes_before: int) -> int:
     if case.device == "cpu":
         return peak_rise(step)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - held_before
+    return torch.cuda.max_memory_allocated() - bytes_before
 
 
 def _captured(case: Case) -> int:
-    """Bytes of captured graphs that the allocator counts as free and gives to nobody: what lives inside a replay.
+    """Bytes that captured graphs keep for their replays, which the allocator counts as free but does not give out.
 
-    They come on top of its peak, whatever a step does: a replay changes nothing in the allocator's books.
+    They are added to the allocator's peak: a replay does not change the allocator's counts.
     """
     if case.device == "cpu":
         return 0
@@ -266,12 +272,12 @@ def _allocated(case: Case) -> int:
     return torch.cuda.memory_allocated() if case.device == "cuda" else 0
 
 
-def _give_back(case: Case) -> None:
-    """Memory that torch's allocator keeps for later: other processes measure on this GPU too."""
+def _release_memory(case: Case) -> None:
+    """Return the memory that torch's allocator keeps: other processes measure on this GPU too."""
     if case.device == "cuda":
         torch.cuda.empty_cache()
 
 
-def _wait(case: Case) -> None:
+def _synchronize(case: Case) -> None:
     if case.device == "cuda":
         torch.cuda.synchronize()

@@ -7,20 +7,15 @@ import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import cast
 
-import torch
-from torch import nn
-
-from compile_bench.capture.collector import CudaGraphSkips, user_code_filter
+from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.parsing import merge_breaks
-from compile_bench.capture.silent_eager import SilentEager, lost_cuda_graphs
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.skipped_frames import Hidden, breaks_behind_skipped_frames
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey_types import Survey, place_of
-from compile_bench.measure.tracing import STEADY_CALLS, own_model, trace_target
+from compile_bench.measure.tracing import STEADY_CALLS, trace_target
 from compile_bench.targets.case import Case
 
 SEEDS = (0, 1, 2)
@@ -66,18 +61,6 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         frozenset(place_of(each) for _, each in hidden.breaks),
         hidden.untraced,
     )
-
-
-def lost_graphs(case: Case) -> list[SilentEager]:
-    """Why Inductor does not use CUDA graphs for a case that asks for them, each reason with the model's line."""
-    target = load_case(case)
-    compiled = cast(nn.Module, torch.compile(own_model(target, case), mode="reduce-overhead", dynamic=case.dynamic))
-    step = target.step(compiled, train=case.train)
-    with CudaGraphSkips() as skips:
-        for _ in range(STEADY_CALLS):
-            torch.compiler.cudagraph_mark_step_begin()
-            step()
-    return lost_cuda_graphs(skips.reasons, skips.messages, user_code_filter())
 
 
 def _seeds_of(each: Break, breaks: Sequence[tuple[int, Break]]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from benchkit import UserError
 from compile_bench.capture.collector import Collector, user_code_filter
 from compile_bench.capture.eager_frames import EagerWatch
 from compile_bench.capture.failing_operator import FailingOperatorBackend
-from compile_bench.capture.frames import Frame, plain_function
+from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import broken_in_error, with_failing_lines
 from compile_bench.capture.silent_eager import SilentEager, silent_functions
 from compile_bench.capture.trace import Break, CompileTrace
@@ -44,6 +44,15 @@ class TracingPass:
     breaks: list[tuple[int, Break]] = field(default_factory=list)
     eager: dict[Frame, SilentEager] = field(default_factory=dict)
     failures: dict[str, None] = field(default_factory=dict)
+
+    def add_failure(self, error: Exception, seed: int, user_code: UserCodeFilter) -> None:
+        """Add an error, and its place as a break."""
+        self.failures[error_line(error)] = None
+        place = broken_in_error(str(error), type(error).__name__, user_code, raised_at(error))
+        if place is not None:
+            # Dynamo reports the same error at the library's line, without the user's line.
+            self.breaks = [each for each in self.breaks if each[1].place != place.library or not place.library]
+            self.breaks.append((seed, place))
 
 
 def trace_target(target: Target, case: Case, seeds: Sequence[int]) -> TracingPass:
@@ -81,12 +90,7 @@ def trace_target(target: Target, case: Case, seeds: Sequence[int]) -> TracingPas
                 found.eager.setdefault(silent.frame, silent)
             continue
         _raise_if_eager_fails(target, case)
-        found.failures[error_line(error)] = None
-        place = broken_in_error(str(error), type(error).__name__, user_code, raised_at(error))
-        if place is not None:
-            # Dynamo reports the same error at the library's line, without the user's line.
-            found.breaks = [each for each in found.breaks if each[1].place != place.library or not place.library]
-            found.breaks.append((seed, place))
+        found.add_failure(error, seed, user_code)
     return found
 
 

@@ -22,7 +22,7 @@ from compile_bench.report.queries import (
     MeasuredCase,
     Model,
     NamedStart,
-    alone,
+    compiled_alone,
     measured_cases,
     mode_index,
     models,
@@ -62,7 +62,7 @@ def figures(results: Results) -> Sequence[Figure]:
 
 def _figures(results: Results) -> Iterator[tuple[str, str, Callable[[], MatplotlibFigure]]]:
     cases = measured_cases(results)
-    if main := alone(cases):
+    if main := compiled_alone(cases):
         yield "first_step", _FIRST_STEPS, partial(draw_first_steps, named_starts(main))
         yield "break_even", _BREAK_EVEN, partial(draw_break_even, main)
     if cases:

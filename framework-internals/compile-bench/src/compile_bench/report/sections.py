@@ -18,7 +18,7 @@ from compile_bench.report.migrate import migrate
 from compile_bench.report.queries import (
     CACHES,
     MeasuredCase,
-    alone,
+    compiled_alone,
     headline,
     measured_cases,
     named_starts,
@@ -59,21 +59,21 @@ def finding(results: Results) -> str:
 def context(results: Results) -> dict[str, Any]:
     """The template's variables."""
     cases = measured_cases(results)
-    main_job, compiled_alone = unswept(cases), alone(cases)
+    main_job, undisturbed = unswept(cases), compiled_alone(cases)
     on_gpu = results.environment.gpu is not None
     toolchain = Toolchain.select(results)
     return {
         "answers": _answers(headline(cases)) if cases else [],
         "case_names": list(dict.fromkeys(title(case, mode=False) for case in main_job)),
-        "verdict_table": verdict_table(compiled_alone),
-        "plan": plan_table(compiled_alone),
+        "verdict_table": verdict_table(undisturbed),
+        "plan": plan_table(undisturbed),
         "sweep": sweep_section(results, cases),
         "slower_table": slower_table(results, cases),
         "attention_table": attention_table(results, cases),
         "autotuning": autotuning_section(results, cases),
         "scopes": scope_table(cases),
-        "first_table": first_steps_table(named_starts(compiled_alone)),
-        "steady_table": steady_table(compiled_alone),
+        "first_table": first_steps_table(named_starts(undisturbed)),
+        "steady_table": steady_table(undisturbed),
         "step_table": profile_table(main_job, on_gpu=on_gpu),
         "cudagraphs": cudagraph_reasons(cases),
         "compilation_table": compilation_table(main_job),

@@ -21,10 +21,11 @@ from compile_bench.triage.types import BreakCosts, Finding, TriageReport
 
 if TYPE_CHECKING:
     from compile_bench.measure import survey as survey_jobs
-    from compile_bench.triage import break_cost
+    from compile_bench.triage import break_cost, cuda_graphs
 else:
     survey_jobs = deferred_module("compile_bench.measure.survey")
     break_cost = deferred_module("compile_bench.triage.break_cost")
+    cuda_graphs = deferred_module("compile_bench.triage.cuda_graphs")
 
 Result = TypeVar("Result")
 
@@ -58,7 +59,7 @@ def run_triage(
     traced = [survey for survey in surveys if not survey.failures] or surveys
     main = traced[0].case
     if case.device == "cuda":
-        lost = _attempted(lambda: harness.ask(survey_jobs.lost_graphs, main), "CUDA graphs", absent)
+        lost = _attempted(lambda: harness.ask(cuda_graphs.reasons_without_cuda_graphs, main), "CUDA graphs", absent)
         findings += [finding_of_silent(each, surveys[0]) for each in lost or ()]
     costs = _attempted(lambda: harness.ask(break_cost.cost, main), "break costs", absent) if cost else None
     if costs is not None:
