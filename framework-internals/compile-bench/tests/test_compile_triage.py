@@ -29,8 +29,8 @@ from compile_bench.fixes.source import Edit
 from compile_bench.fixes.trial import trials
 from compile_bench.fixes.types import Trial
 from compile_bench.fixes.verify import reference, refusal
-from compile_bench.measure.survey import survey, triage
-from compile_bench.measure.survey_types import place_of
+from compile_bench.measure.survey.run import survey, triage
+from compile_bench.measure.survey.types import place_of
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage import break_cost as pricing
@@ -1187,7 +1187,7 @@ def test_a_target_that_is_no_use_gets_one_line(folder, function, status, message
 ZOO_CHANGED = """
 import importlib.util
 from pathlib import Path
-import compile_bench.measure.survey
+import compile_bench.measure.survey.run
 from compile_bench.capture.collector import user_code_filter
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid

@@ -11,7 +11,7 @@ from benchkit.results import Results, load
 from compile_bench.capture.trace import CompileTrace, Recompile
 from compile_bench.catalogue import CAUSES
 from compile_bench.fixes.types import Figures, Fix
-from compile_bench.measure.survey_types import Survey
+from compile_bench.measure.survey.types import Survey
 from compile_bench.report.migrate import migrate
 from compile_bench.report.sections import REPORT
 from compile_bench.targets.case import Case

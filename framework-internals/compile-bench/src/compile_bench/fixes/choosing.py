@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from compile_bench.fixes.types import Trial
-from compile_bench.measure.survey_types import Place
+from compile_bench.measure.survey.types import Place
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from compile_bench.fixes.rewrites import CHANGED_SETTINGS
 from compile_bench.fixes.source import line_before
 from compile_bench.fixes.types import Proposal, Trial
 from compile_bench.fixes.verify import reference, refusal
-from compile_bench.measure.survey import survey
-from compile_bench.measure.survey_types import Place, Survey, place_of
+from compile_bench.measure.survey.run import survey
+from compile_bench.measure.survey.types import Place, Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import Overlay, forget_user_modules, overlaid
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from benchkit.results import Quantity
 from compile_bench.capture.trace import Break
-from compile_bench.measure.survey_types import Place
+from compile_bench.measure.survey.types import Place
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from compile_bench.measure.accuracy import (
     widened,
 )
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.tracing import own_model
+from compile_bench.measure.survey.tracing import own_model
 from compile_bench.targets.case import Case
 from compile_bench.targets.randomness import seed_everything
 from compile_bench.targets.target import Target, tensors_in

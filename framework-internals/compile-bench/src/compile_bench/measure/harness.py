@@ -22,11 +22,12 @@ from compile_bench.targets.case import Case
 from native_build import missing_inductor
 
 if TYPE_CHECKING:
-    from compile_bench.measure import shape_schedule, steps, survey
+    from compile_bench.measure import shape_schedule, steps
+    from compile_bench.measure.survey import run as survey
 else:
     shape_schedule = deferred_module("compile_bench.measure.shape_schedule")
     steps = deferred_module("compile_bench.measure.steps")
-    survey = deferred_module("compile_bench.measure.survey")
+    survey = deferred_module("compile_bench.measure.survey.run")
 
 DEFAULT_LIMIT = 600.0
 

@@ -22,7 +22,7 @@ from compile_bench.capture.reasons import RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break, CompileTrace
 from compile_bench.fixes.types import Figures
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.tracing import own_model
+from compile_bench.measure.survey.tracing import own_model
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, overlaid
 from compile_bench.targets.randomness import seed_everything

@@ -10,7 +10,7 @@ from torch import nn
 from compile_bench.capture.collector import CudaGraphSkips, user_code_filter
 from compile_bench.capture.silent_eager import SilentEager, lost_cuda_graphs
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.tracing import STEADY_CALLS, own_model
+from compile_bench.measure.survey.tracing import STEADY_CALLS, own_model
 from compile_bench.targets.case import Case
 
 

@@ -13,7 +13,7 @@ from compile_bench.capture.silent_eager import SilentEager
 from compile_bench.capture.trace import Break
 from compile_bench.catalogue import CAUSES, Cause, match, match_limit
 from compile_bench.fixes.source import Source, head_end
-from compile_bench.measure.survey_types import Kind, Survey
+from compile_bench.measure.survey.types import Kind, Survey
 from compile_bench.triage.types import Finding
 
 # Hints of PyTorch that are no advice: a model that fails eagerly is no target, a user does not write Dynamo's rules

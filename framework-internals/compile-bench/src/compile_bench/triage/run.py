@@ -14,16 +14,16 @@ from compile_bench.capture.trace import Break, Recompile
 from compile_bench.fixes.fixer import Fixer, FixResults, patch_root
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.survey_types import Survey
+from compile_bench.measure.survey.types import Survey
 from compile_bench.targets.case import Case
 from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of
 from compile_bench.triage.types import BreakCosts, Finding, TriageReport
 
 if TYPE_CHECKING:
-    from compile_bench.measure import survey as survey_jobs
+    from compile_bench.measure.survey import run as survey_jobs
     from compile_bench.triage import break_cost, cuda_graphs
 else:
-    survey_jobs = deferred_module("compile_bench.measure.survey")
+    survey_jobs = deferred_module("compile_bench.measure.survey.run")
     break_cost = deferred_module("compile_bench.triage.break_cost")
     cuda_graphs = deferred_module("compile_bench.triage.cuda_graphs")
 

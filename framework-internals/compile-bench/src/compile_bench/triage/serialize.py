@@ -10,7 +10,7 @@ from benchkit.typed_records import TypedRecord
 from compile_bench.capture.trace import Recompile
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.serialize import neutral, shorten
-from compile_bench.measure.survey_types import Kind
+from compile_bench.measure.survey.types import Kind
 from compile_bench.triage.types import BreakCost, Finding, TriageReport
 
 

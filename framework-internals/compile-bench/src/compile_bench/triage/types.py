@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchkit.results import Quantity
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.fixes.types import Figures, Fix
-from compile_bench.measure.survey_types import Kind, Place, Survey
+from compile_bench.measure.survey.types import Kind, Place, Survey
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.measurements import Triage
-from compile_bench.measure.skipped_frames import Hidden, breaks_behind_skipped_frames
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.survey_types import Survey, place_of
-from compile_bench.measure.tracing import STEADY_CALLS, trace_target
+from compile_bench.measure.survey.skipped_frames import Hidden, breaks_behind_skipped_frames
+from compile_bench.measure.survey.tracing import STEADY_CALLS, trace_target
+from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.case import Case
 
 SEEDS = (0, 1, 2)
@@ -33,7 +33,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
     Args:
         case: What to trace.
         seeds: Seeds to trace with; the breaks of all are merged.
-        behind: Whether to look behind skipped frames too (:mod:`compile_bench.measure.skipped_frames`), with the
+        behind: Whether to look behind skipped frames too (:mod:`compile_bench.measure.survey.skipped_frames`), with the
             first seed.
     """
     logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # its warnings of breaks are in the trace
