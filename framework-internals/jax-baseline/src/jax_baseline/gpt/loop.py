@@ -307,23 +307,6 @@ def _non_finite_parameter(params: Params, model: GPTConfig) -> str:
     return next((f"parameter {name} is not finite" for name, weight in weights if not np.isfinite(weight).all()), "")
 
 
-def validate(
-    params: Params, data: Bytes, model: GPTConfig, config: TrainConfig, *, execution: Execution = Execution()
-) -> float:
-    """Return the mean loss on held-out data, in nats per byte.
-
-    Args:
-        params: Weights, on the devices of one mesh.
-        data: Held-out bytes.
-        model: Shape of the model.
-        config: Settings; ``batch_size``, ``accumulation``, ``eval_batches`` and ``dtype`` are used.
-        execution: Attention and mesh.
-    """
-    platform = next(iter(params.norm.devices())).platform
-    mesh = make_mesh(execution.data, execution.fsdp, jax.devices(platform))
-    return _mean_loss(_make_evaluate(model, config, execution), params, data, model, config, mesh)
-
-
 Evaluate = Callable[[Params, jax.Array, jax.Array], jax.Array]
 
 
