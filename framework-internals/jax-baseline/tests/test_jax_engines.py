@@ -15,6 +15,7 @@ from jax_baseline.cli import app
 from jax_baseline.timing import bench
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines
 from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
+from jax_baseline.timing.records import EngineRecord
 
 
 class FakeEngine:
@@ -135,7 +136,7 @@ def test_a_missing_figure_is_named_in_the_report(monkeypatch):
     )
     monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
     kept = []
-    monkeypatch.setattr(Run, "record", lambda self, name, labels=None, values=None, data=None: kept.append(name))
+    monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record.name))
     run = Run("cpu", lens.configure("cpu", quick=False), Notes())
     run.configuration["bench"]["engines"] = {"one": asdict(EngineSpec("jax"))}
     lens.timing.record_engines(run)
@@ -166,16 +167,16 @@ def test_the_mfu_of_several_devices_uses_the_peak_of_all_of_them(a_peak, monkeyp
     """Two devices do twice the tokens of one in the same time: each is used as well."""
     found = MeasuredEngine(Preparation(1.0, 5.0, {}), Timing((0.5,), 1, "wall-clock", 0.5), Quantity(1.0, "×"), None)
     monkeypatch.setattr(bench, "measure_engines", lambda engines, *rest, **settings: dict.fromkeys(engines, found))
-    kept = {}
-    monkeypatch.setattr(Run, "record", lambda self, name, labels=None, values=None, data=None: kept.update({
-        labels["engine"]: values} if name == "engine" else {}))  # fmt: skip
+    kept = []
+    monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record))
     run = Run("cpu", lens.configure("cpu", quick=False), Notes())
     run.configuration["bench"]["engines"] = {
         name: asdict(EngineSpec("jax", data=data)) for name, data in (("one", 1), ("two", 2))
     }
     lens.timing.record_engines(run)
-    assert kept["two"]["rate"].value == 2 * kept["one"]["rate"].value
-    assert kept["two"]["MFU"].value == pytest.approx(kept["one"]["MFU"].value)
+    one, two = (EngineRecord.of(record).figures for record in kept if record.name == "engine")
+    assert two.rate.value == 2 * one.rate.value
+    assert two.mfu.value == pytest.approx(one.mfu.value)
 
 
 def test_the_mfu_of_a_sweep_uses_the_peak_of_all_devices(a_peak, monkeypatch):
@@ -267,7 +268,7 @@ def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeyp
     monkeypatch.setattr(lens.parity, "_run_mistakes", lambda configuration: [] if begun.wait(10) else ["alone"])
     kept = []
     run = Run("cpu", lens.configure("cpu", quick=True), Notes())
-    monkeypatch.setattr(Run, "record", lambda self, name, *rest: kept.append(name))
+    monkeypatch.setattr(Run, "add", lambda self, record: kept.append(record.name))
     parts = dict(lens.parity.sections(run))
     assert not begun.is_set()
     parts["Planted mistakes"](run)

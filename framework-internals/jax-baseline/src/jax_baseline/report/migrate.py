@@ -79,11 +79,8 @@ def migrate(results: Results) -> Results:
     Raises:
         KeyError: If a record has a figure that version 1 did not have.
     """
-    return replace(results, records=tuple(_RECORDS.get(record.name, _unchanged)(record) for record in results.records))
-
-
-def _unchanged(record: Record) -> Record:
-    return record
+    records = (_RECORDS[record.name](record) if record.name in _RECORDS else record for record in results.records)
+    return replace(results, records=tuple(records))
 
 
 def _renamed(record: Record, names: Mapping[str, str]) -> dict[str, Quantity]:
