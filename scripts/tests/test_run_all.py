@@ -112,7 +112,7 @@ def house(tmp_path, monkeypatch):
     return tmp_path
 
 
-def mend(house: Path, name: str) -> None:
+def repair(house: Path, name: str) -> None:
     script = house / run_all.JOBS[name]
     script.write_text(script.read_text().replace("sys.exit(3)", "sys.exit(0)"))
 
@@ -130,7 +130,7 @@ def run_them(**options) -> int:
 def test_started_again_it_does_what_is_missing_and_then_begins_anew(house, capsys):
     assert run_them() == 1
     capsys.readouterr()
-    mend(house, "compile-bench")
+    repair(house, "compile-bench")
     assert run_them() == 0
     printed = capsys.readouterr().out
     assert "1/6 dispatcher-trace was finished by the previous run" in printed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,7 +57,7 @@ class Site:
         root: The root of the repository.
         pages: Markdown files that are shown as they are.
         sources: Other files that are shown on a page each: ``LICENSE`` on ``LICENSE.md``.
-        files: Files that are copied: figures, the trace viewer.
+        files: Files that are copied: figures, the trace viewer, the searchable catalogue.
         api: Generated pages: their path and the text that mkdocstrings fills in.
     """
 
@@ -65,6 +66,19 @@ class Site:
     sources: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     api: dict[str, str] = field(default_factory=dict)
+
+
+def write_catalogue(root: Path) -> None:
+    """Write the pages of compile-bench's catalogue, which git does not hold.
+
+    Its programs import torch. Without torch the site has the catalogue's index alone.
+    """
+    if importlib.util.find_spec("torch") is None:
+        print("site: torch is not installed, so the catalogue's pages are left out")
+        return
+    from compile_bench.catalogue.page import write_page
+
+    write_page(root / HOUSE / "compile-bench" / "catalogue")
 
 
 def collect(root: Path) -> Site:
@@ -77,6 +91,7 @@ def collect(root: Path) -> Site:
     patterns = (*_PAGES, *(f"{HOUSE}/{lens}/{pattern}" for lens in LENSES for pattern in _LENS_PAGES))
     site.pages = [path for path in _matching(root, patterns) if "-quick/" not in path]
     site.sources = _matching(root, _SOURCES)
+    site.files = _matching(root, [f"{HOUSE}/*/catalogue/*.html"])
     for page in site.pages:
         for target in linked_files(root, page):
             if target.endswith(".md") or target in site.sources or target in site.files:

@@ -14,6 +14,7 @@ from benchkit.results import Json
 from benchkit.run import Lens, Run
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines, mfu_per_token
 from jax_baseline.timing.engines import EngineSpec, bench_config
+from jax_baseline.timing.records import EngineFigures
 from torch_baseline.config import GPTConfig, TrainConfig
 from whole_step.dissection import make_dissected_engine
 from whole_step.report import REPORT
@@ -109,7 +110,7 @@ def _record_variants(
     tokens, mfu = training.batch_size * model.block_size, mfu_per_token(model, training, run.device, devices=1)
     comparison = Comparison({name: engine.timing for name, engine in measured.items()})
     for name, engine in measured.items():
-        values = engine.figures(tokens, asked["steps"], mfu)
+        values = _values(engine.figures(tokens, asked["steps"], mfu))
         if name in last:
             values["last loss"] = Quantity(last[name], "nats")
         if (over := asked["variants"][name]["over"]) in measured:
@@ -121,6 +122,24 @@ def _record_variants(
                 f"The {asked_for} of {asked['variants'][name]['title']}",
                 f"asking for it failed: {why.rstrip('.:')}",
             )
+
+
+def _values(figures: EngineFigures) -> dict[str, Quantity]:
+    optional = {
+        "peak memory": figures.peak_memory,
+        "temporaries": figures.temporaries,
+        "XLA FLOPs": figures.xla_flops,
+        "MFU": figures.mfu,
+    }
+    return {
+        "rate": figures.rate,
+        "step": figures.step,
+        "first step": figures.first_step,
+        "loss": figures.loss,
+        "speedup": figures.speedup,
+        **{f"{stage} time": seconds for stage, seconds in figures.compile_stages.items()},
+        **{name: figure for name, figure in optional.items() if figure is not None},
+    }
 
 
 def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> None:

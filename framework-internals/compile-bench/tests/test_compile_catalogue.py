@@ -145,7 +145,7 @@ def test_a_function_past_the_limit_has_the_cause_of_the_line_whose_guard_failed(
     assert match_limit("x = x * self.scale").name == "recompile-limit-reached"
 
 
-# The source line decides between causes with the same guard. Only an option of torch.compile tells those of ALIKE apart.
+# The source line decides between causes with the same guard. Only an option tells the ones in ALIKE apart.
 GUARDED_BY = {"growing-sequence": "return torch.cat([cache, x]).sum(0)", "counter": "self.calls += 1"}
 ALIKE = {"static-shapes": "last-batch"}
 

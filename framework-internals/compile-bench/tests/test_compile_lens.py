@@ -1,7 +1,6 @@
 """The main job: work that fails or is too late does not stop the rest."""
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from benchkit.report import render
 from benchkit.results import Record, Recorder
 from benchkit.run import Run
 from compile_bench import Bench, Case, ChildFailure, Harness
-from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import _MainJob, collect, configure
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile
 from compile_bench.measure.records import CaseRecord
@@ -117,7 +115,7 @@ def bench(case):
     return Bench(
         case,
         FIRST,
-        replace(FIRST, trace=CompileTrace()),
+        FIRST,
         None,
         steady,
         Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1),

@@ -15,7 +15,6 @@ from benchkit.report import render
 from benchkit.results import Recorder, Results, load
 from benchkit.run import Run, sweep_and_write
 from compile_bench import Bench, Case, ChildFailure, Harness
-from compile_bench.capture.trace import CompileTrace
 from compile_bench.lens import build_lens, configure
 from compile_bench.measure import steps
 from compile_bench.measure.measurements import Accuracy, ErrorPair, FirstSteps, Memory, Steady, StepProfile, Untuned
@@ -87,7 +86,7 @@ def measured(self, case, *, eager, tuned=False, **options):
     return Bench(
         case,
         eager,
-        FirstSteps((3.0 + autotuning, 0.1, 0.1), trace=CompileTrace(phases={"Inductor": 2.0})),
+        FirstSteps((3.0 + autotuning, 0.1, 0.1), phases={"Inductor": 2.0}),
         None,
         Steady(Quantity(0.01, "s", 0.0099, 0.0101, 9, "p20-p80"), spread, speedup, "wall-clock", None, even, other),
         Accuracy(ErrorPair("output", 1e-7, 1e-7, 4e-7), None, 1),
@@ -356,7 +355,7 @@ def test_a_sweep_is_not_put_into_the_results_of_another_machine(tmp_path, made_u
 
 @pytest.mark.slow
 def test_two_real_cells_side_by_side(tmp_path, monkeypatch):
-    """Through the command's own road: two processes compile, each samples while the other stands still."""
+    """Through the command's own road: two processes compile, each measures while the other is stopped."""
     lens = build_lens(ROOT / "framework-internals" / "compile-bench")
     (tmp_path / "targets.py").write_text(TARGETS)
     wanted = {

@@ -7,13 +7,12 @@ import pytest
 
 from benchkit import Quantity
 from benchkit.timing import Comparison, Timing
-from compile_bench.capture.trace import CompileTrace
 from compile_bench.measure.measurements import Accuracy, Bench, ErrorPair, FirstSteps, Steady
 from compile_bench.measure.verdict import break_even, difference, judge, plan
 from compile_bench.targets.case import Case
 
 EAGER = FirstSteps((0.2, 0.1, 0.1))
-COMPILED = FirstSteps((9.0, 0.1, 0.1), import_seconds=1.0, toolchain_seconds=0.2, trace=CompileTrace())
+COMPILED = FirstSteps((9.0, 0.1, 0.1), import_seconds=1.0, toolchain_seconds=0.2)
 
 
 def steady(low, speedup, high, pressure=0.0, control=None):
@@ -101,7 +100,7 @@ def test_a_step_against_itself_is_no_difference_in_95_percent_of_runs():
 
 
 def full(sampled):
-    warm = FirstSteps((1.0, 0.1, 0.1), trace=CompileTrace())
+    warm = FirstSteps((1.0, 0.1, 0.1))
     return replace(bench(sampled), warm=warm, mega=replace(warm, artifact_seconds=1.0))
 
 

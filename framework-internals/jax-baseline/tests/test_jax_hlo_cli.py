@@ -141,7 +141,7 @@ def test_diff_prints_both_programs(monkeypatch, loss, status, verdict):
     ],
 )
 def test_how_far_apart_results_may_be_depends_on_what_rounds(dtype, source, apart, same):
-    from jax_baseline.cli.hlo import _agreement
+    from jax_baseline.cli.diff import _agreement
     from jax_baseline.diff.programs import KernelLaunch, Program, Tensor
 
     def program(compiler, value):
@@ -163,10 +163,8 @@ def test_a_program_that_fails_is_not_taken_for_another_function(monkeypatch):
     monkeypatch.setattr("jax_baseline.diff.compiled_programs.compile_both", dies)
     result = invoke("diff", "--device", "cpu")
     assert isinstance(result.exception, UserError)  # one line and status 2
-    assert (
-        str(result.exception) == "compiling or running one of the programs failed: "
-        "JaxProgram.program raised XlaRuntimeError: INTERNAL: no kernel"
-    )
+    why = "JaxProgram.program raised XlaRuntimeError: INTERNAL: no kernel"
+    assert str(result.exception) == f"compiling or running one of the programs failed: {why}"
 
 
 def test_without_the_extra_one_line_says_what_to_install(monkeypatch):

@@ -3,7 +3,6 @@
 import json
 import sys
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -278,9 +277,9 @@ def test_inputs_of_any_layout_are_taken(user_file):
 
 @pytest.mark.parametrize(("program", "name"), [("JaxProgram", "jax_fn"), ("TorchProgram", "torch_fn")])
 def test_gradients_need_an_argument_that_can_have_one(user_file, program, name):
-    spec = asdict(FunctionSpec(f"{user_file}:{name}", f"{user_file}:whole_numbers", True, "cpu", 0))
+    spec = FunctionSpec(f"{user_file}:{name}", f"{user_file}:whole_numbers", True, "cpu", 0)
     with pytest.raises(UserError, match="--gradients needs a float32 or float16 argument, got int64"):
-        getattr(compiled_programs, program)("function", spec).program()
+        getattr(compiled_programs, program)(spec).program()
 
 
 def test_why_values_could_not_be_read_is_a_sentence():
@@ -309,8 +308,8 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
 
     monkeypatch.setattr("jax_baseline.diff.inductor_program.compile_program", run_thrice)
     monkeypatch.setattr("torch.compile", lambda function: function)
-    spec = asdict(FunctionSpec(f"{odd_file}:overwriting", f"{odd_file}:shared_inputs", False, "cpu", 0))
-    compiled_programs.TorchProgram("function", spec).program()
+    spec = FunctionSpec(f"{odd_file}:overwriting", f"{odd_file}:shared_inputs", False, "cpu", 0)
+    compiled_programs.TorchProgram(spec).program()
     for result in found:
         np.testing.assert_array_equal(result, np.full((3, 4), 2.0))
     shared = sys.modules["_jax_baseline_user_odd"].SHARED
@@ -323,9 +322,9 @@ def test_every_run_has_arguments_of_its_own(odd_file, monkeypatch):
 )
 def test_a_function_that_fails_is_blamed(user_file, program, name, remedy):
     """Each framework's function given to the other: what it raises is one line that names it."""
-    spec = asdict(FunctionSpec(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0))
+    spec = FunctionSpec(f"{user_file}:{name}", f"{user_file}:inputs", False, "cpu", 0)
     with pytest.raises(UserError, match=rf"{name} raised \w+: .*{remedy}"):
-        getattr(compiled_programs, program)("function", spec).program()
+        getattr(compiled_programs, program)(spec).program()
 
 
 @pytest.mark.parametrize(
@@ -336,9 +335,9 @@ def test_a_function_that_fails_is_blamed(user_file, program, name, remedy):
     ],
 )
 def test_a_function_without_results_to_compare_is_told(odd_file, name, message):
-    spec = asdict(FunctionSpec(f"{odd_file}:{name}", f"{odd_file}:inputs", False, "cpu", 0))
+    spec = FunctionSpec(f"{odd_file}:{name}", f"{odd_file}:inputs", False, "cpu", 0)
     with pytest.raises(UserError, match=message):
-        compiled_programs.TorchProgram("function", spec).program()
+        compiled_programs.TorchProgram(spec).program()
 
 
 @pytest.mark.slow
@@ -347,17 +346,19 @@ def test_results_are_flat_as_those_of_jax(odd_file):
     nested, unused = (
         [
             getattr(compiled_programs, program)(
-                "function", asdict(FunctionSpec(f"{odd_file}:{name}", f"{odd_file}:inputs", gradients, "cpu", 0))
-            ).program()["values"]
+                FunctionSpec(f"{odd_file}:{name}", f"{odd_file}:inputs", gradients, "cpu", 0)
+            )
+            .program()
+            .values
             for program, name in (("JaxProgram", f"jax_{name}"), ("TorchProgram", name))
         ]
         for name, gradients in (("nested", False), ("unused", True))
     )
     for xla, inductor in (nested, unused):
-        assert [value["shape"] for value in xla] == [value["shape"] for value in inductor]
-        np.testing.assert_allclose(*([value["sketch"] for value in values] for values in (xla, inductor)), atol=1e-4)
+        assert [value.shape for value in xla] == [value.shape for value in inductor]
+        np.testing.assert_allclose(*([value.sketch for value in values] for values in (xla, inductor)), atol=1e-4)
     assert len(nested[0]) == 3
-    assert set(unused[1][2]["sketch"]) == {0.0}
+    assert set(unused[1][2].sketch) == {0.0}
 
 
 def test_a_file_that_fails_is_named(tmp_path):

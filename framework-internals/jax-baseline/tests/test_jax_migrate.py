@@ -1,12 +1,16 @@
 """Records of version 1 become today's records, and no figure changes."""
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
 from benchkit import Quantity, Record, Results
 from jax_baseline.diff.records import DiffRecord, StepRecord, TargetRecord
+from jax_baseline.parity.records import ConvergedRecord, ConvergenceRecord, MeshRecord, MistakeRecord, ParityRecord
 from jax_baseline.report.migrate import migrate
+from jax_baseline.timing.engines import EngineSpec
+from jax_baseline.timing.records import EngineRecord, ModelRecord, ScalingRecord, Source
 
 SIZE = {"preset": "tiny", "batch_size": 16, "dtype": "float32", "layers": 2, "attention": "xla"}
 SUMMARY = {
@@ -71,7 +75,7 @@ COMPILER_FIGURES = ("kernels", "bytes", "compile time", "only", "again", "placed
 def migrated(record):
     results = Results("jax-baseline", environment=SimpleNamespace(), configuration={}, records=(record,))
     (found,) = migrate(results).records
-    assert found.labels == record.labels
+    assert found.labels.items() <= record.labels.items()
     assert list(found.values.values()) == list(record.values.values())
     return found
 
@@ -130,3 +134,67 @@ def test_a_comparison():
 def test_an_unknown_figure_is_refused():
     with pytest.raises(KeyError, match="speed"):
         migrated(Record("hlo step", SIZE, numbered(["speed"]), {**SUMMARY, "longest": []}))
+
+
+def test_parity():
+    quantities = ("loss", "gradient norm", "gradients", "weights", "optimizer state")
+    names = [*(f"{quantity}, {of}" for quantity in quantities for of in ("jax", "control", "ratio")), "times control"]
+    losses = {"torch": [3.0, 2.0], "jax": [3.0, 2.5], "controls": [[3.0, 2.25]], "bounds": [0.5, 1.0]}
+    record = Record(
+        "parity", {"dtype": "float32", "steps": 2, "batch_size": 4}, numbered(names), {**losses, "divergence": None}
+    )
+    parity = ParityRecord.of(migrated(record))
+    assert parity.deviations["gradient norm"].control == record["gradient norm, control"]
+    assert parity.times_control == record["times control"]
+    assert (parity.controls, parity.divergence) == (((3.0, 2.25),), None)
+
+
+def test_a_planted_mistake_a_mesh_and_full_training_runs():
+    mistake = Record("mutation", {"mistake": "no bias"}, numbered(["times"]), {"step": 2, "where": "loss"})
+    assert MistakeRecord.of(migrated(mistake)) == MistakeRecord("no bias", mistake["times"], 2, "loss")
+    data = {"collectives": {"all-reduce": 9}, "losses": [1.5], "controls": [[1.25]]}
+    mesh = Record("mesh", {"data": 2, "fsdp": 1}, numbered(["state", "difference"]), data)
+    assert MeshRecord.of(migrated(mesh)).collectives == {"all-reduce": 9}
+    run = Record("converged", {"seed": 1}, numbered(["torch", "jax"]))
+    assert ConvergedRecord.of(migrated(run)).jax == run["jax"]
+    runs = Record("convergence", {}, numbered(["difference", "seed noise", "unigram"]), {"alike": True})
+    assert ConvergenceRecord.of(migrated(runs)).seed_noise == runs["seed noise"]
+
+
+def test_an_engine_and_its_model():
+    names = [
+        "rate",
+        "step",
+        "first step",
+        "loss",
+        "speedup",
+        "trace time",
+        "lower time",
+        "compile time",
+        "peak memory",
+        "temporaries",
+        "XLA FLOPs",
+        "MFU",
+    ]
+    spec = EngineSpec("jax", attention="cudnn", donate=False)
+    record = Record("engine", {"engine": "cudnn", **asdict(spec)}, numbered(names))
+    results = Results("jax-baseline", environment=SimpleNamespace(), configuration={}, records=(record,))
+    (engine,) = EngineRecord.select(migrate(results), framework="jax")
+    assert (engine.engine, engine.spec) == ("cudnn", spec)
+    assert engine.figures.compile_stages == {stage: record[f"{stage} time"] for stage in ("trace", "lower", "compile")}
+    assert (engine.figures.first_step, engine.figures.mfu) == (record["first step"], record["MFU"])
+    model = Record("model", {}, numbered(["FLOPs"]), {"model": {"n_layer": 2}, "training": {"lr": 1e-3}})
+    assert ModelRecord.of(migrated(model)) == ModelRecord(model["FLOPs"], {"n_layer": 2}, {"lr": 1e-3})
+
+
+def test_several_gpus():
+    source = {"date": "2026-11-22T18:34:43Z", "command": "run.py --sweep", "commit": "ac3405b", "dirty": None}
+    names = ("rate", "step", "peak memory", "efficiency", "step of one")
+    labels = {"data": 2, "fsdp": 1}
+    record = Record("scaling", labels, numbered(names), {**source, "collectives": {"all-reduce": 9}})
+    mesh = ScalingRecord.of(migrated(record))
+    assert (mesh.source, mesh.failed) == (Source(**source), "")
+    assert mesh.figures is not None
+    assert (mesh.figures.step_of_one, mesh.figures.peak_memory) == (record["step of one"], record["peak memory"])
+    failed = ScalingRecord.of(migrated(Record("scaling", labels, {}, {**source, "failed": "why"})))
+    assert (failed.figures, failed.failed) == (None, "why")

@@ -2,7 +2,6 @@
 
 import struct
 import textwrap
-from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -12,7 +11,6 @@ import pytest
 from benchkit.processes import RemoteObject
 from jax_baseline.diff import compiled_programs
 from jax_baseline.diff.compiled_programs import FunctionSpec
-from jax_baseline.diff.programs import Program
 from jax_baseline.hlo.profile import kernel_events, kernel_seconds
 from jax_baseline.hlo.xplane import ProfileEvent, read_instructions
 
@@ -143,9 +141,8 @@ def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, program, name):
     """In a process of its own, as everywhere: NVIDIA's profiling library serves one framework in a process."""
     spec = FunctionSpec(f"{product_file}:{name}", f"{product_file}:inputs", False, "cuda", repeats=3)
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    arguments = {"kind": "function", "spec": asdict(spec)}
-    with RemoteObject(getattr(compiled_programs, program), arguments, environment=environment, limit=90) as worker:
-        launches = Program.from_plain(worker.call("program")).launches
+    with RemoteObject(getattr(compiled_programs, program), {"spec": spec}, environment=environment, limit=90) as worker:
+        launches = worker.call("program").launches
     product = next(launch for launch in launches if launch.category == "matmul")
     assert product.label == ("product",)
     assert product.seconds is not None

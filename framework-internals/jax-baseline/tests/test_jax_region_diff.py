@@ -1,6 +1,7 @@
 """The comparison of two programs: labels, values where labels are missing, and the explanation."""
 
 import json
+import pickle
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -232,9 +233,9 @@ def test_the_explanation_is_made_of_the_numbers():
     assert "```text\n%scores = …\n```" in text
 
 
-def test_programs_survive_json():
+def test_programs_pass_from_process_to_process():
     for program in programs():
-        assert Program.from_plain(json.loads(json.dumps(program.as_plain()))) == program
+        assert pickle.loads(pickle.dumps(program)) == program  # noqa: S301 - its own bytes
 
 
 LABELS = {"preset": "tiny", "layers": 1, "batch_size": 2, "dtype": "float32", "attention": "xla", "repeats": 3}

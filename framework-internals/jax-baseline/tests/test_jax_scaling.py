@@ -12,6 +12,7 @@ from benchkit.results import Recorder
 from benchkit.run import Run
 from jax_baseline.lens import build_lens, configure
 from jax_baseline.timing import scaling
+from jax_baseline.timing.records import ScalingRecord, Source
 
 ROOT = Path(__file__).resolve().parents[1]
 TWO_DEVICES = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
@@ -38,12 +39,14 @@ def test_meshes_are_two_devices_and_all() -> None:
 def test_the_step_on_two_devices_beside_one_and_a_mesh_that_fails(tmp_path: Path) -> None:
     run = run_in(tmp_path)
     scaling.measure(run, ROOT, [(1, 2), (3, 1)], None, options=TWO_DEVICES)
-    shared, failed = run.recorder.results.select("scaling")
+    shared, failed = ScalingRecord.select(run.recorder.results)
+    assert shared.figures
     tokens = 2 * run.configuration["sweep"]["batch_size"] * 128
-    assert shared["rate"].value * shared["step"].value == pytest.approx(tokens, rel=1e-9)
-    assert shared["efficiency"].value == pytest.approx(shared["step of one"].value / shared["step"].value, rel=0.5)
-    assert shared.data["collectives"]["all-gather"] > 0
-    assert "needs 3 devices, there are 2" in failed.data["failed"]
+    step = shared.figures.step.value
+    assert shared.figures.rate.value * step == pytest.approx(tokens, rel=1e-9)
+    assert shared.figures.efficiency.value == pytest.approx(shared.figures.step_of_one.value / step, rel=0.5)
+    assert shared.collectives["all-gather"] > 0
+    assert "needs 3 devices, there are 2" in failed.failed
     text = write(tmp_path, build_lens(ROOT).report).read_text()
     assert "\n## Several GPUs\n" in text
     assert "\n| 1 × 2 | " in text
@@ -54,7 +57,7 @@ def test_what_is_measured_or_too_late_is_not_begun(tmp_path: Path, monkeypatch: 
     run = run_in(tmp_path)
     begun = []
     monkeypatch.setattr("jax_baseline.timing.bench.measure_engines", lambda engines, *_, **__: begun.append(engines))
-    run.record("scaling", {"data": 2, "fsdp": 1}, data={"failed": "why"})
+    run.add(ScalingRecord(2, 1, Source("", "", None, None), failed="why").record())
     scaling.measure(run, ROOT, [(2, 1)], None)
     scaling.measure(run, ROOT, [(1, 2)], -1.0)
     assert not begun

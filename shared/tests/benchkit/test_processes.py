@@ -338,8 +338,8 @@ def test_time_that_a_process_was_stopped_is_not_counted(jobs, server, tmp_path):
         asked.append(group == server.group)
         return time.monotonic() - since  # all the time
 
-    threading.Timer(0.6, (tmp_path / "go").touch).start()
     with server.child(settings()) as child:
+        threading.Timer(0.6, (tmp_path / "go").touch).start()
         child.call(partial(jobs.wait_for, str(tmp_path / "go")), "job", 0.2, stopped_seconds)
     assert asked
     assert all(asked)

@@ -110,7 +110,7 @@ def _make_ready(implementation: str, device_type: str) -> None:
 
 @functools.cache
 def _load_native(device_type: str) -> QuickCall | None:
-    """Register the C++ or CUDA C++ kernels: the extension where it can be compiled, otherwise the prebuilt library.
+    """Register the C++ or CUDA C++ kernels: the extension if it can be compiled, else the prebuilt library.
 
     Returns:
         The extension's own entry point; None with the prebuilt library, which has none.

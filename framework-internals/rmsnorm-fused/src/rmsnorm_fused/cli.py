@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 _NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there is a GPU.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda if there is a GPU.")]
 ShapeOption = Annotated[str, typer.Option(help="Shape of x, as ROWSxCOLUMNS.")]
 DtypeOption = Annotated[str, typer.Option(help=f"Dtype of x and the weight: {', '.join(_NAMES)}.")]
 

@@ -158,6 +158,7 @@ class Harness(Runner):
             cold.no_cudagraphs,
             cold.artifact_bytes,
             tuned,
+            cold.trace,
         )
 
     def triage(self, case: Case) -> Triage:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from benchkit.results import Quantity
@@ -19,20 +20,27 @@ class FirstSteps:
         steps: Seconds of each of the first :data:`FIRST_STEPS` steps.
         import_seconds: Import of Dynamo and Inductor; 0 for eager.
         toolchain_seconds: Inductor's check of compiler and machine, once a process; 0 for eager.
-        trace: What was compiled; None for eager.
         artifact_seconds: Loading the artifacts of ``torch.compiler.save_cache_artifacts``; 0 without.
+        phases: Seconds of the steps by phase of the compilation, see :data:`compile_bench.capture.phases.PHASES`.
+        cache_events: How often each of PyTorch's caches was hit, missed or bypassed.
     """
 
     steps: tuple[float, ...]
     import_seconds: float = 0.0
     toolchain_seconds: float = 0.0
-    trace: CompileTrace | None = None
     artifact_seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    cache_events: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
         """Seconds from an imported torch to the end of the first steps."""
         return sum(self.steps) + self.import_seconds + self.toolchain_seconds + self.artifact_seconds
+
+    @property
+    def rest(self) -> float:
+        """Seconds of the steps in no phase: running them, and whatever PyTorch does not time."""
+        return max(sum(self.steps) - sum(self.phases.values()), 0.0)
 
 
 @dataclass(frozen=True)
@@ -203,9 +211,10 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What :func:`compile_bench.measure.steps.compiled` returns; everything but the first steps needs steady steps."""
+    """What :func:`compile_bench.measure.steps.compiled` returns; what is None by default needs steady steps."""
 
     first: FirstSteps
+    trace: CompileTrace
     steady: Steady | None = None
     accuracy: Accuracy | None = None
     memory: Memory | None = None
@@ -234,6 +243,7 @@ class Bench:
         no_cudagraphs: Why CUDA graphs were left out in a mode that asks for them, in PyTorch's words.
         artifact_bytes: Size of the cache artifacts; 0 if not asked for.
         tuned: Whether the process of ``cold`` found the kernels that autotuning chose in another mode.
+        trace: What the process of ``cold`` compiled.
     """
 
     case: Case
@@ -249,12 +259,7 @@ class Bench:
     no_cudagraphs: tuple[str, ...] = ()
     artifact_bytes: int = 0
     tuned: bool = False
-
-    @property
-    def trace(self) -> CompileTrace:
-        """What the cold process compiled."""
-        assert self.cold.trace is not None
-        return self.cold.trace
+    trace: CompileTrace = field(default_factory=CompileTrace)
 
 
 @dataclass(frozen=True)

@@ -7,46 +7,15 @@ interval. Whatever follows from these is computed by the report: totals, verdict
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchkit.typed_records import TypedRecord
 from compile_bench.capture.trace import Break, Recompile
-from compile_bench.measure.measurements import Accuracy, Memory, Steady, StepProfile
+from compile_bench.measure.measurements import Accuracy, FirstSteps, Memory, Steady, StepProfile
 from compile_bench.measure.shapes import Passes
 from compile_bench.targets.case import Mode, Scope
 
 CaseKey = tuple[str, str, str, str]
-
-
-@dataclass(frozen=True)
-class Start:
-    """The first steps of a fresh process, in seconds.
-
-    Attributes:
-        steps: Seconds of each of the first steps.
-        import_seconds: Import of Dynamo and Inductor; 0 for eager.
-        toolchain_seconds: Inductor's check of compiler and machine, once a process; 0 for eager.
-        artifact_seconds: Loading of cache artifacts; 0 without.
-        phases: Seconds of the steps by phase of the compilation, see :data:`compile_bench.capture.phases.PHASES`.
-        cache_events: How often each of PyTorch's caches was hit, missed or bypassed.
-    """
-
-    steps: tuple[float, ...]
-    import_seconds: float = 0.0
-    toolchain_seconds: float = 0.0
-    artifact_seconds: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=dict)
-    cache_events: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def total(self) -> float:
-        """Seconds from an imported torch to the end of the first steps."""
-        return sum(self.steps) + self.import_seconds + self.toolchain_seconds + self.artifact_seconds
-
-    @property
-    def rest(self) -> float:
-        """Seconds of the steps in no phase: running them, and whatever PyTorch does not time."""
-        return max(sum(self.steps) - sum(self.phases.values()), 0.0)
 
 
 @dataclass(frozen=True)
@@ -61,7 +30,7 @@ class EagerStart(TypedRecord, name="eager start", labels=("target", "kind")):
 
     target: str
     kind: str
-    start: Start
+    start: FirstSteps
 
     @property
     def model(self) -> tuple[str, str]:
@@ -124,12 +93,12 @@ class CaseRecord(TypedRecord, name="case", labels=("target", "kind", "mode", "sc
     kind: str
     mode: Mode
     scope: Scope
-    cold: Start
+    cold: FirstSteps
     steady: Steady
     compilation: Compilation
     accuracy: Accuracy
-    warm: Start | None = None
-    artifact: Start | None = None
+    warm: FirstSteps | None = None
+    artifact: FirstSteps | None = None
     memory: Memory | None = None
     eager_profile: StepProfile | None = None
     compiled_profile: StepProfile | None = None

@@ -12,8 +12,8 @@ from benchkit import numbers
 from benchkit.results import Record
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
-from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord, Start
-from compile_bench.measure.shapes import ShapeStudy
+from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
+from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.targets.case import Case
 
 _PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")
@@ -37,12 +37,12 @@ def case_record(
         case.kind,
         case.mode,
         case.scope,
-        cold=_start(bench.cold),
+        cold=bench.cold,
         steady=bench.steady,
         compilation=_compilation(bench.trace, root),
         accuracy=bench.accuracy,
-        warm=None if bench.warm is None else _start(bench.warm),
-        artifact=None if bench.mega is None else _start(bench.mega),
+        warm=bench.warm,
+        artifact=bench.mega,
         memory=bench.memory,
         eager_profile=bench.eager_profile,
         compiled_profile=bench.compiled_profile,
@@ -57,7 +57,7 @@ def case_record(
 
 def eager_record(case: Case, first: FirstSteps) -> Record:
     """The record of the first eager steps, which all modes of a case share."""
-    return EagerStart(case.target, case.kind, _start(first)).record()
+    return EagerStart(case.target, case.kind, first).record()
 
 
 def triage_record(triage: Triage, root: Path) -> Record:
@@ -75,24 +75,12 @@ def shape_record(study: ShapeStudy, passes: Sequence[int], root: Path) -> Record
         root: See :func:`case_record`.
     """
     case = study.case
-    strategies = {
+    strategies: dict[str, Passes] = {
         each.strategy: replace(each, recompiles=_neutral_files(each.recompiles, root)) for each in study.passes
     }
     return ShapesRecord(
         case.target, case.kind, case.mode, study.schedule, study.varying, tuple(passes), strategies
     ).record()
-
-
-def _start(first: FirstSteps) -> Start:
-    trace = first.trace or CompileTrace()
-    return Start(
-        first.steps,
-        first.import_seconds,
-        first.toolchain_seconds,
-        first.artifact_seconds,
-        dict(trace.phases),
-        dict(trace.cache_events),
-    )
 
 
 def _compilation(trace: CompileTrace, root: Path) -> Compilation:

@@ -99,10 +99,17 @@ def compiled(
     with Collector() as collector, CudaGraphSkips() as skips, autotuning_within(gpu):
         seconds = _first_steps(step, case, timing_folder)
     trace = collector.trace(pauses=pauses(timing_folder))
-    first = FirstSteps(seconds, importing.seconds, preparing.seconds, trace, artifact_seconds)
+    first = FirstSteps(
+        seconds,
+        importing.seconds,
+        preparing.seconds,
+        artifact_seconds,
+        dict(trace.phases),
+        dict(trace.cache_events),
+    )
     artifact_bytes = _save_artifacts(artifact_out)
     if steady_seconds <= 0:
-        return Compiled(first, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
+        return Compiled(first, trace, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
     compiled_peak = _peak(step, case, bytes_before)
     captured = _captured(case)
     bytes_before = _allocated(case)
@@ -121,7 +128,7 @@ def compiled(
     with gpu():
         accuracy = _accuracy(target, module, own, case)
         _release_memory(case)
-    return Compiled(first, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
+    return Compiled(first, trace, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
 
 
 def _untuned(target: Target, case: Case) -> Step | None:

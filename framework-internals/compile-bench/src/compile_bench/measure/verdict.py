@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from benchkit.results import Quantity
-from compile_bench.measure.measurements import Accuracy, Steady
+from compile_bench.measure.measurements import Accuracy, FirstSteps, Steady
 from compile_bench.targets.case import FIRST_STEPS, Case
 
 Advice = Literal["compile", "don't", "inconclusive"]
@@ -30,14 +30,6 @@ PLAN_RESTARTS = (0, 10)
 BUSY = 25.0
 
 
-class Starts(Protocol):
-    """The first steps of a fresh process."""
-
-    @property
-    def total(self) -> float:
-        """Seconds of the first steps, imports included."""
-
-
 class Measured(Protocol):
     """A measured case: :class:`~compile_bench.measure.measurements.Bench`, or what a report reads from its records."""
 
@@ -46,19 +38,19 @@ class Measured(Protocol):
         """What was measured."""
 
     @property
-    def eager(self) -> Starts:
+    def eager(self) -> FirstSteps:
         """First steps without compiling."""
 
     @property
-    def cold(self) -> Starts:
+    def cold(self) -> FirstSteps:
         """First steps with empty caches."""
 
     @property
-    def warm(self) -> Starts | None:
+    def warm(self) -> FirstSteps | None:
         """First steps with the caches of an earlier process; None if not measured."""
 
     @property
-    def mega(self) -> Starts | None:
+    def mega(self) -> FirstSteps | None:
         """First steps with loaded cache artifacts; None if not measured."""
 
     @property
@@ -134,7 +126,7 @@ def judge(bench: Measured) -> Verdict:
     """The verdict on one case."""
     advice, why = _advice(bench)
 
-    def after(first: Starts | None) -> BreakEven | None:
+    def after(first: FirstSteps | None) -> BreakEven | None:
         return None if first is None else break_even(first, bench.eager, bench.steady)
 
     return Verdict(
@@ -181,12 +173,12 @@ def _advice(bench: Measured) -> tuple[Advice, str]:
     return "inconclusive", "the interval of the speed-up is within what eager shows against itself"
 
 
-def cost(compiled: Starts, eager: Starts) -> float:
+def cost(compiled: FirstSteps, eager: FirstSteps) -> float:
     """Seconds that the first steps take longer with compiling than without."""
     return compiled.total - eager.total
 
 
-def break_even(compiled: Starts, eager: Starts, steady: Steady) -> BreakEven:
+def break_even(compiled: FirstSteps, eager: FirstSteps, steady: Steady) -> BreakEven:
     """Solve N for: first steps + (N − 3) · compiled = eager first steps + (N − 3) · eager.
 
     The gain of a step is eager · (1 − 1 / speed-up), at the median and at both ends of the speed-up's interval.

@@ -17,6 +17,7 @@ from compile_bench.capture.trace import Break, Recompile
 from compile_bench.measure.measurements import (
     Accuracy,
     ErrorPair,
+    FirstSteps,
     KernelTime,
     Memory,
     Steady,
@@ -31,7 +32,6 @@ from compile_bench.measure.records import (
     EagerStart,
     FailedCell,
     ShapesRecord,
-    Start,
     SweepCall,
     Toolchain,
 )
@@ -124,8 +124,8 @@ def _case(parts: _Parts) -> CaseRecord:
     )
 
 
-def _start(record: Record) -> Start:
-    return Start(
+def _start(record: Record) -> FirstSteps:
+    return FirstSteps(
         tuple(record[f"step {index}"].value for index in range(1, FIRST_STEPS + 1)),
         record["import"].value,
         record["toolchain"].value,
@@ -139,15 +139,24 @@ def _steady(record: Record) -> Steady:
     untuned = None
     if "untuned" in record.values:
         untuned = Untuned(record.data["untuned mode"], record["untuned"], record["speedup over untuned"])
-    figures = (record[name] for name in ("eager", "compiled", "speedup"))
-    return Steady(*figures, record.data["method"], record.data["pressure"], record.values.get("control"), untuned)
+    return Steady(
+        record["eager"],
+        record["compiled"],
+        record["speedup"],
+        record.data["method"],
+        record.data["pressure"],
+        record.values.get("control"),
+        untuned,
+    )
 
 
 def _compilation(record: Record) -> Compilation:
-    counts = (int(record[name].value) for name in ("graphs", "operations", "guards", "kernels"))
     check = record.values.get("guard check")
     return Compilation(
-        *counts,
+        int(record["graphs"].value),
+        int(record["operations"].value),
+        int(record["guards"].value),
+        int(record["kernels"].value),
         record["handler"].value,
         None if check is None else check.value,
         tuple(_break(entry) for entry in record.data["breaks"]),
@@ -211,7 +220,7 @@ def _profile(record: Record, program: str) -> StepProfile:
 
 
 def _shapes(record: Record) -> ShapesRecord:
-    strategies = {}
+    strategies: dict[str, Passes] = {}
     for entry in record.data["strategies"]:
         name = cast(Strategy, entry["strategy"])
         first = record.values.get(f"{name} first")

@@ -9,14 +9,13 @@ from typing import TypeVar
 from benchkit.device import Device
 from benchkit.results import Results
 from compile_bench.capture.phases import PHASES
-from compile_bench.measure.measurements import Accuracy, Steady
+from compile_bench.measure.measurements import Accuracy, FirstSteps, Steady
 from compile_bench.measure.records import (
     CaseRecord,
     Compilation,
     EagerStart,
     FailedCell,
     ShapesRecord,
-    Start,
     SweepCall,
 )
 from compile_bench.measure.verdict import Verdict, judge
@@ -45,7 +44,7 @@ class MeasuredCase:
     """
 
     record: CaseRecord
-    eager: Start
+    eager: FirstSteps
     device: Device
 
     @property
@@ -55,17 +54,17 @@ class MeasuredCase:
         return Case(record.target, self.device, record.kind == "training", record.mode, None, record.scope)
 
     @property
-    def cold(self) -> Start:
+    def cold(self) -> FirstSteps:
         """First steps with empty caches, or with what autotuning left in them."""
         return self.record.cold
 
     @property
-    def warm(self) -> Start | None:
+    def warm(self) -> FirstSteps | None:
         """First steps with warm caches."""
         return self.record.warm
 
     @property
-    def mega(self) -> Start | None:
+    def mega(self) -> FirstSteps | None:
         """First steps with cache artifacts."""
         return self.record.artifact
 
@@ -110,7 +109,7 @@ class MeasuredCase:
         return self.record.processes == 1 and not self.swept and not self.record.tuned
 
     @property
-    def starts(self) -> list[tuple[str, Start]]:
+    def starts(self) -> list[tuple[str, FirstSteps]]:
         """The first compiled steps, each with the state of the caches in words."""
         names = {**CACHES, "cold": TUNED} if self.record.tuned else CACHES
         found = ((name, getattr(self, field)) for field, name in names.items())
@@ -175,7 +174,7 @@ def mode_index(mode: str) -> int:
     return [*MODES, mode].index(mode)
 
 
-def start_parts(start: Start) -> dict[str, float]:
+def start_parts(start: FirstSteps) -> dict[str, float]:
     """Seconds of the parts of the first steps, in the order they happen; 0 for a part that did not."""
     return {
         "import of the compiler": start.import_seconds,
@@ -198,7 +197,7 @@ class NamedStart:
 
     title: str
     caches: str
-    start: Start
+    start: FirstSteps
 
 
 def named_starts(cases: Iterable[MeasuredCase]) -> list[NamedStart]:

@@ -29,7 +29,7 @@ ALONE = "ᶜ"
 def sweep_section(results: Results, cases: Sequence[MeasuredCase]) -> dict[str, Any]:
     """Speed-up by model and mode, and what a sweep has left out; empty for fewer than three models and no sweep."""
     failed = FailedCell.select(results)
-    outcomes = [*cases, *failed]
+    outcomes: list[MeasuredCase | FailedCell] = [*cases, *failed]
     rows = models(results, outcomes)
     calls = SweepCall.select(results)
     if len(rows) < 3 and not calls:

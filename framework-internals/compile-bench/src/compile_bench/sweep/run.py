@@ -168,7 +168,7 @@ class _EagerSteps:
     def __init__(self, harness: Harness, results: Results) -> None:
         self._harness = harness
         self._found: dict[tuple[str, str], FirstSteps | ChildFailure | UserError] = {
-            each.model: FirstSteps(each.start.steps) for each in EagerStart.select(results)
+            each.model: each.start for each in EagerStart.select(results)
         }
         self._locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 

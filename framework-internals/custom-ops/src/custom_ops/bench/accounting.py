@@ -99,16 +99,6 @@ def bias_gelu_backward_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
     return elementwise(x, inputs=2) + kernel(reads=(x,), writes=(bias,))
 
 
-def scale_shift_relu_traffic(y: Tensor) -> Traffic:
-    """Reads and writes the result of the convolution once, in place; the numbers per channel are not counted."""
-    return elementwise(y, inputs=1)
-
-
-def batch_norm_relu_traffic(y: Tensor) -> Traffic:
-    """Batch-norm and ReLU as two operators, which each read and write everything."""
-    return elementwise(y, inputs=1) + elementwise(y, inputs=1)
-
-
 # On a CPU the profiler sees operators, not kernels. Of those in this package's examples, these pass over the data.
 _CPU_KERNELS = {
     "aten::add", "aten::mul", "aten::clone", "aten::gelu", "aten::gelu_backward", "aten::sum", "aten::relu",

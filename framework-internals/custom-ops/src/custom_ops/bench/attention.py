@@ -1,4 +1,4 @@
-"""Attention beside ``scaled_dot_product_attention``: speed, error against float64, memory, kernel beside kernel."""
+"""Attention compared with ``scaled_dot_product_attention``: speed, error against float64, memory, each kernel."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def layouts(device: Device, side: int, dtype: torch.dtype, *, seconds: float) ->
     """
 
     def operands(layout: str) -> tuple[Tensor, Tensor]:
-        first, second = _random(2, side * side + 1, dtype, device)
+        first, second = (torch.randn(side * side + 1, device=device).to(dtype) for _ in range(2))
         if layout == "from the second element on":  # contiguous, but not aligned to a vector
             return first[1:].view(side, side), second[1:].view(side, side)
         square = first[:-1].view(side, side)
@@ -279,7 +279,3 @@ def largest_error(result: Tensor, x: Tensor, b: Tensor, alpha: float) -> float:
     exact, got = exact[finite], wide[0][finite]
     binade = np.frexp(np.maximum(np.abs(exact), information.smallest_normal))[1] - 1
     return float(np.max(np.abs(got - exact) / np.ldexp(np.longdouble(information.eps), binade)))
-
-
-def _random(operands: int, count: int, dtype: torch.dtype, device: Device) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(count, device=device).to(dtype) for _ in range(operands))

@@ -168,15 +168,11 @@ def accesses(
     """
     operator = torch.ops.custom_ops_kernels.bias_gelu.access
     case = benchmark_cases()["bias_gelu"]
-    forms = {name: partial(_with_access, operator, number) for name, number in ACCESSES.items()}
+    forms = {name: lambda x, bias, access=number: operator(x, bias, access) for name, number in ACCESSES.items()}
     for dtype in dtypes:
         timed = _timed(case, forms, device, count, dtype, columns=columns, seconds=seconds, over="one element")
         for name, _, values in timed:
             yield Record("access", {"access": name, "dtype": name_of(dtype), "count": count}, values)
-
-
-def _with_access(operator: Any, access: int, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return operator(x, bias, access)
 
 
 def plans(
@@ -197,7 +193,10 @@ def plans(
     operator = torch.ops.custom_ops_kernels.bias_gelu_backward.plan
     case = benchmark_cases()["bias_gelu_backward"]
     choices = [(across, blocks) for across in (64, 128, 256) for blocks in (2, 4, 5, 8, 16)]
-    forms = {f"{across} {blocks}": partial(_with_plan, operator, across, blocks) for across, blocks in choices}
+    forms = {
+        f"{across} {blocks}": lambda *operands, plan=(across, blocks, 16): operator(*operands, *plan)
+        for across, blocks in choices
+    }
     for dtype in dtypes:
         inputs = rotating_inputs(partial(case.operands, count, columns, dtype, device), device=device)
         comparison = compare(forms, device=device, inputs=inputs, seconds=seconds)
@@ -208,10 +207,6 @@ def plans(
                 "across": across, "blocks": blocks, "dtype": name_of(dtype), "count": count
             }  # fmt: skip
             yield Record("plan", labels, {"time": time, "rate": time.per(moved, "B/s")})
-
-
-def _with_plan(operator: Any, across: int, blocks: int, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return operator(*operands, across, blocks, 16)
 
 
 def peak_memory(device: Device, count: int, dtype: torch.dtype, *, columns: int) -> Iterator[Record]:

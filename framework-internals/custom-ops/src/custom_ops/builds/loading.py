@@ -89,7 +89,7 @@ def load() -> BuildInfo:
     The first call of a function calls this. The import calls it if nothing has to be compiled.
 
     Raises:
-        native_build.BuildError: If no build can serve here, or compiling fails.
+        native_build.BuildError: If no build is possible here, or compiling fails.
         native_build.LibraryError: If the named or installed library is not for this machine.
     """
     with _lock:
@@ -222,7 +222,7 @@ def _choose() -> tuple[Road | None, dict[str, str]]:
         _check_fits(_library_of("wheel"))
         return "wheel", missing
     missing["the wheel"] = (
-        f"there is no {operator_library.FILE_NAME} beside the package (custom-ops build, then pip install)"
+        f"there is no {operator_library.FILE_NAME} in the package's folder (custom-ops build, then pip install)"
     )
     if (reason := _cannot_compile()) is None:
         return "compiled here", missing

@@ -43,7 +43,7 @@ def units(*, cuda: bool) -> list[Unit]:
     found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
     for name in ("bias_gelu", "conv_bn_relu", "scale"):
         for level, instructions in instruction_levels().items():
-            # No code here reads the floating-point status flags; GCC vectorises comparisons only if told so.
+            # No code here reads the floating-point status flags; without this flag GCC does not vectorise comparisons.
             options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
             found.append(Unit(CSRC / name / "cpu.cpp", options))
     found.append(Unit(CSRC / "scale" / "module.cpp", headers))

@@ -47,7 +47,9 @@ def context(results: Results) -> dict[str, Any]:
         "attention_kernel_rows": [_kernel_row(record) for record in results.select("attention kernel")],
         "attention_kernel_length": next((r.labels["length"] for r in results.select("attention kernel")), None),
         "attention_memory_rows": [_memory_row(record) for record in results.select("attention memory")],
-        "attention_tokens": max((_tokens(record) for record in results.select("attention")), default=0),
+        "attention_tokens": max(
+            (_length(record) * int(record.labels["batch"]) for record in results.select("attention")), default=0
+        ),
         "same_error": SAME_ERROR,
     }
 
@@ -91,10 +93,6 @@ def ceilings(results: Results, dtype: str) -> dict[str, float]:
 
 def _length(record: Record) -> int:
     return int(record.labels["length"])
-
-
-def _tokens(record: Record) -> int:
-    return _length(record) * int(record.labels["batch"])
 
 
 def _range(values: Iterable[float]) -> str:

@@ -12,7 +12,7 @@ from custom_ops.roads.module import NAME, SOURCES, VectorAddModule
 def missing() -> str | None:
     """Say why the module cannot be compiled here, with the remedy; None if it can, at least for the CPU."""
     if not SOURCES.is_dir():
-        return f"the sources are not beside the package, in {SOURCES} (install it from a checkout: pip install -e)"
+        return f"the sources are not in {SOURCES} (install the package editable from its checkout)"
     return native_build.missing_cxx()
 
 

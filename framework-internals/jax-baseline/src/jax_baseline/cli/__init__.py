@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchkit.command import one_line_errors
-from jax_baseline.cli import bench, hlo, training
+from jax_baseline.cli import bench, diff, hlo, training
 
 app = typer.Typer(
     help="The baseline's training loop in JAX, compared step by step.",
@@ -13,7 +13,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (*training.COMMANDS, bench.bench, *hlo.COMMANDS):
+for command in (*training.COMMANDS, bench.bench, *hlo.COMMANDS, diff.diff):
     app.command()(command)
 
 

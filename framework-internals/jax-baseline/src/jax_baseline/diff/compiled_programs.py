@@ -6,10 +6,10 @@ The function is the loss of the baseline, or a pair of functions of the user.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ class ModelSpec:
     """The loss of the baseline and its gradients.
 
     Attributes:
-        model: Fields of :class:`GPTConfig`.
+        model: Shape of the model.
         batch_size: Number of sequences.
         dtype: Dtype of the matrix products.
         attention: Attention of the JAX model.
@@ -44,7 +44,7 @@ class ModelSpec:
         seed: Seed of weights and tokens.
     """
 
-    model: Mapping[str, Any]
+    model: GPTConfig
     batch_size: int
     dtype: Precision
     attention: str
@@ -75,20 +75,21 @@ class FunctionSpec:
 class JaxProgram:
     """Object in the worker process that compiles with XLA."""
 
-    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
-        self._importable = _importable_neighbours(kind, spec)
-        made = _jax_model(spec) if kind == "model" else _jax_function(spec)
+    def __init__(self, spec: ModelSpec | FunctionSpec) -> None:
+        self._importable = _importable_neighbours(spec)
+        made = _jax_model(spec) if isinstance(spec, ModelSpec) else _jax_function(spec)
         self._function, self._arguments, self._gradients = made
-        self._repeats = spec["repeats"]
-        self._sketched = kind == "function"  # the layouts of the model's gradients differ between the frameworks
+        self._repeats = spec.repeats
+        # A sketch depends on the layout, and the layouts of the model's gradients differ between the frameworks.
+        self._sketched = isinstance(spec, FunctionSpec)
         self._compiled: Any = None
 
-    def program(self) -> dict[str, Any]:
-        """Compile and run the function, and return the fields of a :class:`Program`."""
+    def program(self) -> Program:
+        """Compile and run the function."""
         from jax_baseline.diff.xla_program import CompiledFunction
 
         self._compiled = CompiledFunction(self._function, self._arguments, gradients=self._gradients)
-        return self._compiled.program(repeats=self._repeats, sketched=self._sketched).as_plain()
+        return self._compiled.program(repeats=self._repeats, sketched=self._sketched)
 
     def values(self) -> dict[str, tuple[float, ...] | None]:
         """Return the moments of the tensors that the kernels write, by name."""
@@ -98,16 +99,15 @@ class JaxProgram:
 class TorchProgram:
     """Object in the worker process that compiles with Inductor."""
 
-    def __init__(self, kind: str, spec: Mapping[str, Any]) -> None:
+    def __init__(self, spec: ModelSpec | FunctionSpec) -> None:
         import jax_baseline.diff.inductor_program  # noqa: F401 - imports torch while JAX starts
 
-        self._importable = _importable_neighbours(kind, spec)
-        self._program = _torch_model if kind == "model" else _torch_function
+        self._importable = _importable_neighbours(spec)
         self._spec = spec
 
-    def program(self) -> dict[str, Any]:
-        """Compile and run the function, and return the fields of a :class:`Program` with the values of its tensors."""
-        return self._program(self._spec).as_plain()
+    def program(self) -> Program:
+        """Compile and run the function. The program has the values of its tensors."""
+        return _torch_model(self._spec) if isinstance(self._spec, ModelSpec) else _torch_function(self._spec)
 
 
 def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | FunctionSpec) -> tuple[Program, Program]:
@@ -128,24 +128,23 @@ def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | Fun
             if started.exception() is None:
                 stack.enter_context(started.result())
         jax_worker, torch_worker = (started.result() for started in starting)
-        xla = _with_values(Program.from_plain(jax_worker.call("program")), jax_worker)
+        xla = _with_values(jax_worker.call("program"), jax_worker)
         jax_worker.close()  # it releases the memory of the device
-        return xla, Program.from_plain(torch_worker.call("program"))
+        return xla, torch_worker.call("program")
 
 
 def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionSpec) -> RemoteObject:
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if spec.device == "cpu" or program is TorchProgram:
         environment["JAX_PLATFORMS"] = "cpu"
-    arguments = {"kind": "model" if isinstance(spec, ModelSpec) else "function", "spec": asdict(spec)}
-    return RemoteObject(program, arguments, environment=environment)
+    return RemoteObject(program, {"spec": spec}, environment=environment)
 
 
-def _importable_neighbours(kind: str, spec: Mapping[str, Any]) -> ExitStack:
+def _importable_neighbours(spec: ModelSpec | FunctionSpec) -> ExitStack:
     """Keep the modules beside the user's file importable, for functions that import modules when they run."""
     stack = ExitStack()
-    if kind == "function":
-        stack.enter_context(user_file.importable(Path(spec["function"].rpartition(":")[0])))
+    if isinstance(spec, FunctionSpec):
+        stack.enter_context(user_file.importable(Path(spec.function.rpartition(":")[0])))
     return stack
 
 
@@ -239,22 +238,21 @@ def _require_in_both(array: object, what: str) -> None:
             )
 
 
-def _weights_and_batch(spec: ModelSpec) -> tuple[GPTConfig, dict[str, NDArray], tuple[NDArray, ...]]:
+def _weights_and_batch(spec: ModelSpec) -> tuple[dict[str, NDArray], tuple[NDArray, ...]]:
     from torch_baseline.data import batch, load_corpus
     from torch_baseline.model import init_numpy
 
-    config = GPTConfig(**spec.model)
     generator = np.random.default_rng(spec.seed)
     weights = {
         name: array + np.float32(_JITTER) * generator.standard_normal(array.shape, np.float32)
         if array.ndim == 1
         else array
-        for name, array in init_numpy(config, spec.seed).items()
+        for name, array in init_numpy(spec.model, spec.seed).items()
     }
-    return config, weights, batch(load_corpus(None).train, spec.seed, 0, spec.batch_size, config.block_size)
+    return weights, batch(load_corpus(None).train, spec.seed, 0, spec.batch_size, spec.model.block_size)
 
 
-def _torch_model(plain: Mapping[str, Any]) -> Program:
+def _torch_model(spec: ModelSpec) -> Program:
     import jax
     import torch
 
@@ -263,15 +261,14 @@ def _torch_model(plain: Mapping[str, Any]) -> Program:
     from jax_baseline.gpt.transfer import weight_map
     from torch_baseline.model import GPT
 
-    spec = ModelSpec(**plain)
-    config, weights, tokens = _weights_and_batch(spec)
-    model = GPT(config)
+    weights, tokens = _weights_and_batch(spec)
+    model = GPT(spec.model)
     model.load_numpy(weights)
     model.to(spec.device)
     if spec.dtype == "float64":
         model.double()
     parameters = dict(model.named_parameters())
-    order = [source.torch_name for source in jax.tree.leaves(weight_map(config))]
+    order = [source.torch_name for source in jax.tree.leaves(weight_map(spec.model))]
     batch = [torch.from_numpy(part).to(spec.device) for part in tokens]
     loss_of = torch.compile(labelled_loss(model, spec.dtype, spec.device))
 
@@ -285,7 +282,7 @@ def _torch_model(plain: Mapping[str, Any]) -> Program:
     return compile_program(run, device=spec.device, repeats=spec.repeats)
 
 
-def _jax_model(plain: Mapping[str, Any]) -> JaxCall:
+def _jax_model(spec: ModelSpec) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
@@ -295,29 +292,27 @@ def _jax_model(plain: Mapping[str, Any]) -> JaxCall:
     from jax_baseline.gpt.transfer import from_torch
     from torch_baseline.config import TrainConfig
 
-    spec = ModelSpec(**plain)
     require_jax_device(spec.device)
     if spec.attention not in ATTENTIONS:
         raise UserError(f"the attention must be one of {', '.join(ATTENTIONS)}, got {spec.attention!r}")
     if spec.dtype == "float64":
         jax.config.update("jax_enable_x64", True)  # this process does nothing else
-    config, weights, tokens = _weights_and_batch(spec)
+    weights, tokens = _weights_and_batch(spec)
     training = TrainConfig(dtype=spec.dtype)
     try:
-        function = make_gradient(config, training, attention=ATTENTIONS[spec.attention])
+        function = make_gradient(spec.model, training, attention=ATTENTIONS[spec.attention])
     except ValueError as error:  # an unsupported dtype
         raise UserError(str(error)) from error
-    params = from_torch(weights, config, master_dtype(training))
+    params = from_torch(weights, spec.model, master_dtype(training))
     batch = [jnp.asarray(part.astype(np.int32)) for part in tokens]
     return function, (params, *batch), True
 
 
-def _torch_function(plain: Mapping[str, Any]) -> Program:
+def _torch_function(spec: FunctionSpec) -> Program:
     import torch
 
     from jax_baseline.diff.inductor_program import compile_program
 
-    spec = FunctionSpec(**plain)
     function = load_function(spec.function, what="the torch function")
     arrays = load_inputs(spec.inputs)
     originals = [torch.from_numpy(array).to(spec.device) for array in arrays]
@@ -347,13 +342,12 @@ def _torch_function(plain: Mapping[str, Any]) -> Program:
     return compile_program(run, device=spec.device, repeats=spec.repeats, sketched=True, prepare=prepare)
 
 
-def _jax_function(plain: Mapping[str, Any]) -> JaxCall:
+def _jax_function(spec: FunctionSpec) -> JaxCall:
     import jax
     import jax.numpy as jnp
 
     from jax_baseline.gpt.train import require_jax_device
 
-    spec = FunctionSpec(**plain)
     require_jax_device(spec.device)
     function = load_function(spec.function, what="the JAX function")
     arrays = load_inputs(spec.inputs)

@@ -129,6 +129,34 @@ class Hooks:
 HOOKS = Hooks()
 
 
+@dataclass
+class _GraphCollector:
+    """Collects the modules of one compilation, and adds hooks to their launches.
+
+    Attributes:
+        graphs: The modules with their nodes, in the order of generation.
+        nodes: Nodes of the graphs whose module is not generated yet, by name.
+    """
+
+    graphs: list[_Graph] = field(default_factory=list)
+    nodes: dict[str, _Node] = field(default_factory=dict)
+
+    def on_graph(self, graph: torch.fx.Graph) -> None:
+        """Take the nodes of a graph that Inductor is about to lower."""
+        self.nodes.update({node.name: _node(node) for node in graph.nodes if node.op == "call_function"})
+
+    def rewrite(self, source: str, provenance: Mapping[str, list[str]]) -> str:
+        """Return the source of a generated module with hooks."""
+        number = len(self.graphs)
+        module = hook_launches(source, graph=number, hooks=f"{__name__}:HOOKS")
+        for handle, _ in module.launches:
+            if kernel := module.kernels.get(handle.rsplit(":", 1)[0]):
+                HOOKS.roles_by_key[f"{number}:{handle}"] = kernel.roles
+        self.graphs.append(_Graph(module, self.nodes, provenance))
+        self.nodes = {}
+        return module.source
+
+
 def compile_program(
     run: Callable[[], Sequence[torch.Tensor]],
     *,
@@ -151,21 +179,6 @@ def compile_program(
         UserError: If Inductor compiled nothing.
         RuntimeError: If this version of torch has moved a private part.
     """
-    graphs: list[_Graph] = []
-    nodes: dict[str, _Node] = {}  # of the graph whose module Inductor has not generated yet
-
-    def on_graph(graph: torch.fx.Graph) -> None:
-        nodes.update({node.name: _node(node) for node in graph.nodes if node.op == "call_function"})
-
-    def rewrite(source: str, provenance: Mapping[str, list[str]]) -> str:
-        module = hook_launches(source, graph=len(graphs), hooks=f"{__name__}:HOOKS")
-        for handle, _ in module.launches:
-            kernel = module.kernels.get(handle.rsplit(":", 1)[0])
-            if kernel:
-                HOOKS.roles_by_key[f"{len(graphs)}:{handle}"] = kernel.roles
-        graphs.append(_Graph(module, dict(nodes), provenance))
-        nodes.clear()
-        return module.source
 
     def prepared_run() -> Sequence[torch.Tensor]:
         prepare()
@@ -174,10 +187,12 @@ def compile_program(
     torch.compiler.reset()
     prepare()
     start = time.perf_counter()
-    with observe_inductor(on_graph, rewrite):
+    collector = _GraphCollector()
+    with observe_inductor(collector.on_graph, collector.rewrite):
         run()
         _wait(device)
     compile_seconds = time.perf_counter() - start
+    graphs = collector.graphs
     if not graphs:
         raise UserError("Inductor compiled nothing: the torch function must call operations of torch on its arguments")
     values = _observe_tensors(prepared_run, sketched)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -130,9 +130,7 @@ def _collect_diff(run: Run, asked: Mapping[str, Any]) -> None:
         run.absent(f"XLA beside Inductor, attention {asked['attention']}", reason)
         return
     model, training = _shapes(asked)
-    spec = ModelSpec(
-        asdict(model), training.batch_size, training.dtype, asked["attention"], run.device, asked["repeats"]
-    )
+    spec = ModelSpec(model, training.batch_size, training.dtype, asked["attention"], run.device, asked["repeats"])
     with run.working("XLA beside Inductor"):
         programs = compile_both(spec, spec)
     run.add(diff_record(asked, *programs).record())

@@ -8,9 +8,8 @@ data and imports neither jax nor torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,10 +109,6 @@ class Program:
     values: tuple[Tensor, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def as_plain(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return asdict(self)
-
     def with_values(self, moments: Mapping[str, Sequence[float] | None]) -> Program:
         """Return the same program with the moments of its tensors.
 
@@ -132,18 +127,6 @@ class Program:
     def has_values(self) -> bool:
         """Whether any tensor has moments."""
         return any(tensor.moments for launch in self.launches for tensor in launch.writes)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Program:
-        """Build a program from what :meth:`as_plain` returned, also after a round trip through JSON."""
-        return cls(
-            plain["compiler"],
-            tuple(_launch_from_plain(launch) for launch in plain["launches"]),
-            plain["seconds"],
-            plain["compile_seconds"],
-            tuple(_tensor_from_plain(value) for value in plain["values"]),
-            tuple(plain["notes"]),
-        )
 
 
 def sketch(array: NDArray) -> tuple[float, ...]:
@@ -173,19 +156,3 @@ def sketch(array: NDArray) -> tuple[float, ...]:
 def short_location(file: str, line: int | str) -> str:
     """Return a source line without the folders of this machine: ``gpt/model.py:77``."""
     return f"{'/'.join(PurePath(file).parts[-2:])}:{line}"
-
-
-def _tensor_from_plain(plain: Mapping[str, Any]) -> Tensor:
-    sums = {key: None if plain[key] is None else tuple(plain[key]) for key in ("moments", "sketch")}
-    return Tensor(**{**plain, "shape": tuple(plain["shape"]), **sums})
-
-
-def _launch_from_plain(plain: Mapping[str, Any]) -> KernelLaunch:
-    return KernelLaunch(
-        **{
-            **plain,
-            "label": tuple(plain["label"]),
-            "labels": tuple(tuple(label) for label in plain["labels"]),
-            "writes": tuple(_tensor_from_plain(tensor) for tensor in plain["writes"]),
-        }
-    )

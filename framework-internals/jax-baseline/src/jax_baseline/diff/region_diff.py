@@ -6,9 +6,8 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -125,10 +124,6 @@ class Region:
     fusions: Mapping[str, tuple[Fusion, ...]]
     fused_into: Mapping[str, tuple[str, ...]]
     quotes: Mapping[str, Quote]
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

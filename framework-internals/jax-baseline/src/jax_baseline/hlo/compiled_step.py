@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchkit import UserError
@@ -55,8 +54,8 @@ def compile_train_step(
         UserError: If the attention, the dtype or the device does not exist.
     """
     arguments = {
-        "model": asdict(model),
-        "training": training.as_plain(),
+        "model": model,
+        "training": training,
         "attention": attention,
         "device": device,
     }
@@ -64,13 +63,14 @@ def compile_train_step(
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
     with RemoteObject(StepCompiler, arguments, environment=environment) as worker:
-        return CompiledStep(**worker.call("compile", repeats=repeats))
+        step: CompiledStep = worker.call("compile", repeats=repeats)
+    return step
 
 
 class StepCompiler:
     """Object in the worker process: the step and its device."""
 
-    def __init__(self, model: Mapping[str, Any], training: Mapping[str, Any], attention: str, device: Device) -> None:
+    def __init__(self, model: GPTConfig, training: TrainConfig, attention: str, device: Device) -> None:
         import jax
 
         from jax_baseline.gpt.model import ATTENTIONS
@@ -80,7 +80,7 @@ class StepCompiler:
             raise UserError(f"--attention takes {' or '.join(ATTENTIONS)}, got {attention!r}")
         require_jax_device(device)
         self._jax = jax
-        self._model, self._training = GPTConfig(**model), TrainConfig(**training)
+        self._model, self._training = model, training
         self._device = jax.devices(device)[0]
         if self._training.dtype == "float64":
             jax.config.update("jax_enable_x64", True)  # this process does nothing else
@@ -89,8 +89,8 @@ class StepCompiler:
         except ValueError as error:  # an unsupported dtype
             raise UserError(str(error)) from error
 
-    def compile(self, repeats: int) -> dict[str, Any]:
-        """Compile and measure the step, and return the fields of a :class:`CompiledStep`."""
+    def compile(self, repeats: int) -> CompiledStep:
+        """Compile and measure the step."""
         import numpy as np
 
         from jax_baseline.gpt.train import initial_state
@@ -107,22 +107,20 @@ class StepCompiler:
         text = compiled.as_text()
         costs, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
         times, whole = self._measure(compiled, state, tokens, text, repeats) if repeats else ({}, None)
-        return asdict(
-            CompiledStep(
-                lowered.as_text(),
-                text,
-                seconds,
-                {name: float(costs[name]) for name in ("flops", "transcendentals", "bytes accessed") if name in costs},
-                {
-                    "arguments": memory.argument_size_in_bytes,
-                    "outputs": memory.output_size_in_bytes,
-                    "aliased": memory.alias_size_in_bytes,
-                    "temporaries": memory.temp_size_in_bytes,
-                },
-                times,
-                whole,
-                {"jax": jax.__version__, "backend": self._device.platform},
-            )
+        return CompiledStep(
+            lowered.as_text(),
+            text,
+            seconds,
+            {name: float(costs[name]) for name in ("flops", "transcendentals", "bytes accessed") if name in costs},
+            {
+                "arguments": memory.argument_size_in_bytes,
+                "outputs": memory.output_size_in_bytes,
+                "aliased": memory.alias_size_in_bytes,
+                "temporaries": memory.temp_size_in_bytes,
+            },
+            times,
+            whole,
+            {"jax": jax.__version__, "backend": self._device.platform},
         )
 
     def _measure(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -80,28 +79,27 @@ def compile_step_for_h200(
         raise UserError(f"without a GPU the attention must be xla (JAX asks cuDNN for its version), got {attention!r}")
     require_gpu_target()
     arguments = {
-        "model": asdict(model),
-        "training": training.as_plain(),
+        "model": model,
+        "training": training,
         "attention": attention,
         "devices": devices,
         "layout": layout,
     }
     # The plug-in must not search for a GPU. Arrays stay on the CPU, and only the compiler is used.
     with RemoteObject(TargetCompiler, arguments, environment={"JAX_PLATFORMS": "cpu"}) as worker:
-        return GpuStep(**worker.call("compile"))
+        step: GpuStep = worker.call("compile")
+    return step
 
 
 class TargetCompiler:
     """Object in the worker process: the arguments of one compilation."""
 
-    def __init__(
-        self, model: Mapping[str, Any], training: Mapping[str, Any], attention: str, devices: int, layout: Layout
-    ) -> None:
-        self._model, self._training = GPTConfig(**model), TrainConfig(**training)
+    def __init__(self, model: GPTConfig, training: TrainConfig, attention: str, devices: int, layout: Layout) -> None:
+        self._model, self._training = model, training
         self._attention, self._devices, self._layout = attention, devices, layout
 
-    def compile(self) -> dict[str, Any]:
-        """Compile the step, and return the fields of a :class:`GpuStep`."""
+    def compile(self) -> GpuStep:
+        """Compile the step."""
         import jax
         import jax.numpy as jnp
         from jax.experimental import topologies
@@ -135,12 +133,10 @@ class TargetCompiler:
         )
         seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
-        return asdict(
-            GpuStep(
-                compiled.as_text(),
-                seconds,
-                memory.temp_size_in_bytes,
-                memory.argument_size_in_bytes,
-                {"jax": jax.__version__, "backend": "cuda, ahead of time for an H200"},
-            )
+        return GpuStep(
+            compiled.as_text(),
+            seconds,
+            memory.temp_size_in_bytes,
+            memory.argument_size_in_bytes,
+            {"jax": jax.__version__, "backend": "cuda, ahead of time for an H200"},
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from jax_baseline.hlo.cost import Cost
 from jax_baseline.hlo.kernels import COLLECTIVES, Kernel, Phase, kernels
@@ -76,10 +75,6 @@ class Summary:
     library_flops: int
     library_bytes: int
     regions: tuple[RegionCount, ...]
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return the fields as JSON types."""
-        return asdict(self)
 
 
 def star_blocks(scopes: Sequence[str]) -> tuple[str, ...]:

@@ -12,6 +12,14 @@ from benchkit import Quantity
 from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
+from jax_baseline.parity.records import (
+    ConvergedRecord,
+    ConvergenceRecord,
+    Deviation,
+    MeshRecord,
+    MistakeRecord,
+    ParityRecord,
+)
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
@@ -109,26 +117,26 @@ def _record_parity(run: Run, dtype: Precision) -> None:
             setup = replace(setup, model=replace(setup.model, n_layer=settings["layers"]))
         compared = adapters.run(setup)
     divergence = compared.divergence()
-    run.record(
-        "parity",
-        {"dtype": dtype, **size},
-        {
-            f"{quantity}, {of}": Quantity(value, unit)
-            for quantity in QUANTITIES
-            for of, value, unit in (
-                ("jax", compared.largest(quantity), "nats" if quantity == "loss" else ""),
-                ("control", compared.control_largest(quantity), "nats" if quantity == "loss" else ""),
-                ("ratio", compared.worst_ratio(quantity), ""),
-            )
-        }
-        | {"times control": Quantity(TIMES_CONTROL[dtype], "")},
-        {
-            "torch": list(compared.reference),
-            "jax": list(compared.candidate),
-            "controls": [list(losses) for losses in compared.controls],
-            "bounds": compared.bounds("loss"),
-            "divergence": None if divergence is None else str(divergence),
-        },
+    units = {quantity: "nats" if quantity == "loss" else "" for quantity in QUANTITIES}
+    run.add(
+        ParityRecord(
+            dtype,
+            **size,
+            deviations={
+                quantity: Deviation(
+                    Quantity(compared.largest(quantity), unit),
+                    Quantity(compared.control_largest(quantity), unit),
+                    Quantity(compared.worst_ratio(quantity), ""),
+                )
+                for quantity, unit in units.items()
+            },
+            times_control=Quantity(TIMES_CONTROL[dtype], ""),
+            torch=tuple(compared.reference),
+            jax=tuple(compared.candidate),
+            controls=tuple(tuple(losses) for losses in compared.controls),
+            bounds=tuple(compared.bounds("loss")),
+            divergence=None if divergence is None else str(divergence),
+        ).record()
     )
 
 
@@ -149,12 +157,7 @@ def _record_mistakes(run: Run, result: Callable[[], list[Verdict]], start_meshes
         start_meshes()
         verdicts = result()
     for verdict in verdicts:
-        run.record(
-            "mutation",
-            {"mistake": verdict.name},
-            {"times": Quantity(verdict.times, "")},
-            {"step": verdict.step, "where": verdict.where},
-        )
+        run.add(MistakeRecord(verdict.name, Quantity(verdict.times, ""), verdict.step, verdict.where).record())
     if last := run.configuration["mutations"]["last"]:
         run.absent(
             f"The first {len(MISTAKES) - last} of the {len(MISTAKES)} planted mistakes",
@@ -188,11 +191,16 @@ def _record_meshes(run: Run, start: Callable[[], Future[MeshRuns]]) -> None:
     expected = runs[0][2]["losses"]
     for data, fsdp, found in runs:
         difference = max(abs(one - other) for one, other in zip(found["losses"], expected, strict=True))
-        run.record(
-            "mesh",
-            {"data": data, "fsdp": fsdp},
-            {"state": Quantity(found["state_bytes"], "B"), "difference": Quantity(difference, "nats")},
-            {"collectives": found["collectives"], "losses": found["losses"], "controls": controls},
+        run.add(
+            MeshRecord(
+                data,
+                fsdp,
+                Quantity(found["state_bytes"], "B"),
+                Quantity(difference, "nats"),
+                found["collectives"],
+                tuple(found["losses"]),
+                tuple(tuple(losses) for losses in controls),
+            ).record()
         )
 
 
@@ -215,13 +223,12 @@ def record_convergence(run: Run) -> None:
             device=run.device,
         )
     for seed, theirs, ours in zip(found.seeds, found.torch, found.jax, strict=True):
-        run.record("converged", {"seed": seed}, {"torch": Quantity(theirs, "bits"), "jax": Quantity(ours, "bits")})
-    run.record(
-        "convergence",
-        values={
-            "difference": Quantity(found.difference, "bits"),
-            "seed noise": Quantity(found.seed_noise, "bits"),
-            "unigram": Quantity(found.unigram_bits, "bits"),
-        },
-        data={"alike": found.alike},
+        run.add(ConvergedRecord(seed, Quantity(theirs, "bits"), Quantity(ours, "bits")).record())
+    run.add(
+        ConvergenceRecord(
+            Quantity(found.difference, "bits"),
+            Quantity(found.seed_noise, "bits"),
+            Quantity(found.unigram_bits, "bits"),
+            found.alike,
+        ).record()
     )

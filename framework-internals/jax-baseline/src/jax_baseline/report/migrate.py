@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchkit import Quantity, Record, Results
+from jax_baseline.parity import QUANTITIES
 
 _STEP = {
     "StableHLO operations": "stablehlo_operations",
@@ -42,6 +43,33 @@ _DIFF = {
     "difference of results": "largest_difference",
     **{f"{name} {old}": f"compilers.{name}.{new}" for name in ("XLA", "Inductor") for old, new in _COMPILER.items()},
 }
+_ENGINE = {
+    "rate": "figures.rate",
+    "step": "figures.step",
+    "first step": "figures.first_step",
+    "loss": "figures.loss",
+    "speedup": "figures.speedup",
+    **{f"{stage} time": f"figures.compile_stages.{stage}" for stage in ("trace", "lower", "compile")},
+    "peak memory": "figures.peak_memory",
+    "temporaries": "figures.temporaries",
+    "XLA FLOPs": "figures.xla_flops",
+    "MFU": "figures.mfu",
+}
+_SCALING = {
+    "rate": "figures.rate",
+    "step": "figures.step",
+    "step of one": "figures.step_of_one",
+    "efficiency": "figures.efficiency",
+    "peak memory": "figures.peak_memory",
+}
+_PARITY = {
+    "times control": "times_control",
+    **{
+        f"{quantity}, {of}": f"deviations.{quantity}.{of}"
+        for quantity in QUANTITIES
+        for of in ("jax", "control", "ratio")
+    },
+}
 _REGION = {"sides": "compiled", "again": "copies", "hosts": "fused_into"}
 
 
@@ -60,6 +88,42 @@ def _unchanged(record: Record) -> Record:
 
 def _renamed(record: Record, names: Mapping[str, str]) -> dict[str, Quantity]:
     return {names[old]: figure for old, figure in record.values.items()}
+
+
+def _parity(record: Record) -> Record:
+    return replace(
+        record,
+        values=_renamed(record, _PARITY),
+        data={**record.data, "deviations": {quantity: {} for quantity in QUANTITIES}},
+    )
+
+
+def _mistake(record: Record) -> Record:
+    return replace(record, name="planted mistake")
+
+
+def _convergence(record: Record) -> Record:
+    names = {"difference": "difference", "seed noise": "seed_noise", "unigram": "unigram"}
+    return replace(record, values=_renamed(record, names))
+
+
+def _engine(record: Record) -> Record:
+    """Move the labels that describe the variant into the data."""
+    spec = {name: value for name, value in record.labels.items() if name != "engine"}
+    labels = {name: record.labels[name] for name in ("engine", "framework")}
+    data = {"spec": spec, "figures": {"compile_stages": {}}}
+    return replace(record, labels=labels, values=_renamed(record, _ENGINE), data=data)
+
+
+def _model(record: Record) -> Record:
+    return replace(record, values=_renamed(record, {"FLOPs": "flops"}))
+
+
+def _scaling(record: Record) -> Record:
+    names = ("date", "command", "commit", "dirty")
+    data = {"source": {name: record.data[name] for name in names}}
+    data |= {name: value for name, value in record.data.items() if name not in names}
+    return replace(record, values=_renamed(record, _SCALING), data=data)
 
 
 def _step(record: Record) -> Record:
@@ -99,4 +163,14 @@ def _with_location(plain: Mapping[str, Any]) -> dict[str, Any]:
     return {"location" if name == "place" else name: value for name, value in plain.items()}
 
 
-_RECORDS: Mapping[str, Callable[[Record], Record]] = {"hlo step": _step, "hlo target": _target, "region diff": _diff}
+_RECORDS: Mapping[str, Callable[[Record], Record]] = {
+    "parity": _parity,
+    "mutation": _mistake,
+    "convergence": _convergence,
+    "engine": _engine,
+    "model": _model,
+    "scaling": _scaling,
+    "hlo step": _step,
+    "hlo target": _target,
+    "region diff": _diff,
+}

@@ -14,6 +14,7 @@ from benchkit.device import Device
 from benchkit.processes import ChildFailure, RemoteObject
 from jax_baseline.timing.engines import EngineSpec, Preparation, make_engine
 from jax_baseline.timing.kernel_times import KernelTime
+from jax_baseline.timing.records import EngineFigures
 from torch_baseline.config import GPTConfig, TrainConfig
 
 # Largest difference of the first losses. It is far above the rounding of a mean over thousands of tokens, and far below
@@ -39,8 +40,8 @@ class MeasuredEngine:
     peak_memory: int | None
     missing: Mapping[str, str] = field(default_factory=dict)
 
-    def figures(self, tokens: int, steps: int, mfu: float | None) -> dict[str, Quantity]:
-        """Return the figures of the report. Figures that were not measured are left out.
+    def figures(self, tokens: int, steps: int, mfu: float | None) -> EngineFigures:
+        """Return the figures of the report. Figures that were not measured are None.
 
         Args:
             tokens: Tokens per step, over all devices.
@@ -48,22 +49,21 @@ class MeasuredEngine:
             mfu: MFU at one token per second, see :func:`mfu_per_token`.
         """
         rate = self.timing.quantity().per(tokens * steps, "tokens/s")
-        values = {
-            "rate": rate,
-            "step": Quantity(self.timing.median / steps, "s"),
-            "first step": Quantity(self.preparation.first_step_seconds, "s"),
-            "loss": Quantity(self.preparation.loss, "nats"),
-            "speedup": self.speedup,
-        }
-        stages = self.preparation.compile_seconds
-        values |= {f"{stage} time": Quantity(seconds, "s") for stage, seconds in stages.items()}
-        optional: dict[str, tuple[float | None, str]] = {
-            "peak memory": (self.peak_memory, "B"),
-            "temporaries": (self.preparation.temporaries, "B"),
-            "XLA FLOPs": (self.preparation.flops, "FLOP"),
-            "MFU": (None if mfu is None else rate.value * mfu, "share"),
-        }
-        return values | {key: Quantity(value, unit) for key, (value, unit) in optional.items() if value is not None}
+        optional = (
+            (self.peak_memory, "B"),
+            (self.preparation.temporaries, "B"),
+            (self.preparation.flops, "FLOP"),
+            (None if mfu is None else rate.value * mfu, "share"),
+        )
+        return EngineFigures(
+            rate,
+            Quantity(self.timing.median / steps, "s"),
+            Quantity(self.preparation.first_step_seconds, "s"),
+            Quantity(self.preparation.loss, "nats"),
+            self.speedup,
+            {stage: Quantity(seconds, "s") for stage, seconds in self.preparation.compile_seconds.items()},
+            *(None if value is None else Quantity(value, unit) for value, unit in optional),
+        )
 
 
 def mfu_per_token(model: GPTConfig, training: TrainConfig, device: Device, devices: int) -> float | None:

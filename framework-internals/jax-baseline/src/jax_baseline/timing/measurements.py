@@ -10,6 +10,7 @@ from benchkit.device import Device
 from benchkit.results import Json
 from benchkit.run import Run
 from jax_baseline.timing.engines import EngineSpec, bench_config, named_engines
+from jax_baseline.timing.records import EngineRecord, ModelRecord
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -61,15 +62,12 @@ def record_engines(run: Run) -> None:
             continue
         devices = engines[name].devices
         mfu = mfu_per_token(model, training, run.device, devices)
-        values = engine.figures(tokens * devices, settings["steps"], mfu)
-        run.record("engine", {"engine": name, **settings["engines"][name]}, values)
+        figures = engine.figures(tokens * devices, settings["steps"], mfu)
+        run.add(EngineRecord(name, engines[name].framework, engines[name], figures).record())
         for what, why in engine.missing.items():
             run.absent(f"The {what} of `{name}`", f"asking for it failed: {why.rstrip('.:')}")
-    run.record(
-        "model",
-        values={"FLOPs": Quantity(flops_per_token(model) * tokens, "FLOP")},
-        data={"model": asdict(model), "training": training.as_plain()},
-    )
+    flops = Quantity(flops_per_token(model) * tokens, "FLOP")
+    run.add(ModelRecord(flops, asdict(model), training.as_plain()).record())
     if run.device == "cpu":
         run.absent("Model FLOPs utilisation", "no datasheet peak is kept for CPUs")
         run.absent("cuDNN's attention", "it needs a CUDA GPU")

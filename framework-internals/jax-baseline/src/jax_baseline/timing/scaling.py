@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from benchkit import Quantity, UserError
+from benchkit import UserError
 from benchkit.device import Device
 from benchkit.environment import capture
 from benchkit.results import Json
 from benchkit.run import Run
 from jax_baseline.timing.engines import EngineSpec, bench_config
+from jax_baseline.timing.records import ScalingFigures, ScalingRecord, Source
 
 Mesh = tuple[int, int]  # replicas of the weights, devices that share one replica
 
@@ -59,21 +60,21 @@ def measure(run: Run, root: Path, wanted: list[Mesh], seconds: float | None, *, 
         seconds: Time after which no further mesh starts; None for no limit.
         options: ``XLA_FLAGS`` of the processes.
     """
-    source = capture(run.device, root=root).source
+    environment = capture(run.device, root=root)
+    source = Source(environment.date, environment.command, environment.commit, environment.dirty)
     begin = time.monotonic()
     for data, fsdp in wanted:
-        labels = {"data": data, "fsdp": fsdp}
-        if run.recorder.results.select("scaling", **labels):
+        if run.recorder.results.select(ScalingRecord.record_name, data=data, fsdp=fsdp):
             continue
         if seconds is not None and time.monotonic() - begin > seconds:
             return
         with run.working(f"a mesh of {data} × {fsdp}"):
-            values, found = _against_one_device(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options))
-        run.record("scaling", labels, values, {**source, **found})
+            found = _against_one_device(run, EngineSpec("jax", data=data, fsdp=fsdp, options=options), source)
+        run.add(found.record())
 
 
-def _against_one_device(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quantity], Mapping[str, Json]]:
-    """Return figures and data of the step on a mesh; if it failed, no figures, and the reason as data."""
+def _against_one_device(run: Run, mesh: EngineSpec, source: Source) -> ScalingRecord:
+    """Time the step on a mesh and on one device, and return the record of the mesh."""
     from jax_baseline.timing.bench import measure_engines
 
     settings = run.configuration["sweep"]
@@ -86,11 +87,16 @@ def _against_one_device(run: Run, mesh: EngineSpec) -> tuple[Mapping[str, Quanti
     alone, together = measured["one"], measured["mesh"]
     assert not isinstance(alone, str)  # measure_engines raises if the reference fails
     if isinstance(together, str):
-        return {}, {"failed": together.rstrip(".")}
+        return ScalingRecord(mesh.data, mesh.fsdp, source, failed=together.rstrip("."))
     for what, why in together.missing.items():
         run.absent(f"The {what} on a mesh of {mesh.data} × {mesh.fsdp}", f"asking for it failed: {why.rstrip('.:')}")
     tokens = training.batch_size * model.block_size
     figures = together.figures(tokens * spread.devices, settings["steps"], None)
-    values = {name: figure for name, figure in figures.items() if name in ("rate", "step", "peak memory")}
-    values |= {"efficiency": together.speedup, "step of one": alone.figures(tokens, settings["steps"], None)["step"]}
-    return values, {"collectives": together.preparation.collectives}
+    step_of_one = alone.figures(tokens, settings["steps"], None).step
+    return ScalingRecord(
+        mesh.data,
+        mesh.fsdp,
+        source,
+        ScalingFigures(figures.rate, figures.step, step_of_one, together.speedup, figures.peak_memory),
+        together.preparation.collectives,
+    )

@@ -20,7 +20,7 @@ from benchkit.run import Run
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
 from benchkit.timing.limits import fraction_of_limit
 from benchkit.timing.statistics import worst
-from rmsnorm_fused.bench.accuracy import Expected, Part, expected, expected_quantised, expected_row_scales
+from rmsnorm_fused.bench.accuracy import Part, expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.bench.candidates import (
     COPY,
     EAGER,
@@ -285,7 +285,8 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
     torch.manual_seed(0)
     inputs, gradients = case.halves(case.tensors(run.device))
     weight = case.weight(run.device)
-    references = _references(case, inputs, gradients, weight)
+    residual, ds = (inputs[1], gradients[1]) if case.residual else (None, None)
+    references = expected(inputs[0], weight, gradients[0], EPS, residual=residual, ds=ds)
     found: dict[str, dict[Part, PartError]] = {}
     for name, candidate in candidates.items():
         if case.residual and candidate.add is None:
@@ -316,11 +317,6 @@ def _errors(run: Run, case: Case, candidates: Mapping[str, Candidate]) -> dict[s
 
 def _at(name: str, case: Case) -> str:
     return f"{name} at {case.rows} × {case.columns}{' with a residual' if case.residual else ''}"
-
-
-def _references(case: Case, inputs: Tensors, gradients: Tensors, weight: torch.Tensor) -> dict[Part, Expected]:
-    residual, ds = (inputs[1], gradients[1]) if case.residual else (None, None)
-    return expected(inputs[0], weight, gradients[0], EPS, residual=residual, ds=ds)
 
 
 def _results(

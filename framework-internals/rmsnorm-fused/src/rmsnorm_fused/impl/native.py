@@ -23,7 +23,7 @@ _INSTRUCTIONS = {"AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "A
 
 
 def cannot_build(device_type: str) -> str | None:
-    """Say why the extension is not compiled here; None where it is.
+    """Say why the extension is not compiled here; None if it is.
 
     Args:
         device_type: ``"cpu"`` or ``"cuda"``.

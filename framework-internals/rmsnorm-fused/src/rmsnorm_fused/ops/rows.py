@@ -67,7 +67,7 @@ def register_row_kernels(family: Family, key: str, load: Callable[[], ModuleType
     (M, N) and contiguous; rstd and row_scales are (M,).
 
     Args:
-        family: The family of operators that the kernels serve.
+        family: The family of operators that the kernels implement.
         key: Dispatch key, ``"CPU"`` or ``"CUDA"``.
         load: Imports the module; the first call of an operator calls it.
     """

@@ -63,11 +63,12 @@ def _pass_table(records: Sequence[Record]) -> str:
 
     def row(record: Record) -> tuple[str, ...]:
         name, values = record.labels["implementation"], record.values
+        limit_share = "100 %" if name == COPY else numbers.percent(record["fraction"].value) if limited else ""
         return (
             _shown(name),
             numbers.quantity(record["time"]),
             numbers.with_unit(record["bandwidth"].value, "B/s"),
-            *((_limit_share(record),) if limited else ()),
+            *((limit_share,) if limited else ()),
             numbers.quantity(record["speedup"]) if "speedup" in values else "1" if name == EAGER else "",
             *(numbers.error_size(values[key].value) if key in values else "" for key in errors),
             numbers.significant(record["share_of_bound"].value, 2) if "share_of_bound" in values else "",
@@ -82,10 +83,6 @@ def _pass_table(records: Sequence[Record]) -> str:
     )
     by_name = {str(record.labels["implementation"]): record for record in records}
     return markdown_table(header, [row(by_name[name]) for name in implementations(records, copy=True)])
-
-
-def _limit_share(record: Record) -> str:
-    return "100 %" if record.labels["implementation"] == COPY else numbers.percent(record["fraction"].value)
 
 
 def _pass_tables(results: Results, group: str) -> dict[str, str]:
