@@ -1,5 +1,6 @@
 """Triage from end to end on a small model of two files, its parts, and its answers to targets that are no use."""
 
+import ast
 import linecache
 import logging
 import subprocess
@@ -31,6 +32,7 @@ from compile_bench.fixes.types import Trial
 from compile_bench.fixes.verify import reference, refusal
 from compile_bench.measure.survey.run import survey, triage
 from compile_bench.measure.survey.types import place_of
+from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.triage import break_cost as pricing
@@ -199,6 +201,52 @@ def test_an_overlay_is_what_is_imported_and_shown(folder):
     forget_user_modules(user_code_filter())
     assert load_target(f"{path}:target", "cpu").model.b.out_features == 8
     assert path.read_text() == MODEL
+
+
+BLOCKS = """\
+import threading
+
+import torch
+
+LOCK = threading.Lock()
+
+
+def blocks(x, seen):
+    for key, value in {"a": x, "b": x + 1}.items():
+        with LOCK, open(__file__) as file:
+            seen.append((key, file.readline()))
+        try:
+            with torch.no_grad():
+                seen.append(value)
+        except ZeroDivisionError:
+            seen.append("never")
+        else:
+            seen.append("else")
+    try:
+        return seen
+    finally:
+        seen.append("finally")
+"""
+
+
+def test_changed_blocks_keep_their_lines_and_what_they_compute(tmp_path):
+    path = tmp_path / "blocks.py"
+    path.write_text(BLOCKS)
+    file = str(path)
+    changed = {(file, line) for line in (9, 10, 12, 19)}
+    assert set().union(*(changeable_blocks(file, line) for line in (11, 14, 20))) == changed
+    assert handlers_around(file, 14) == {(file, 12)}
+    assert handlers_around(file, 16) == set()
+    assert is_in_block(file, 11)
+    assert not is_in_block(file, 5)
+    (tree,) = resumable(changed).values()
+    names, original = {"__file__": file}, {"__file__": file}
+    exec(compile(tree, file, "exec"), names)
+    exec(BLOCKS, original)
+    assert names["blocks"](1, []) == original["blocks"](1, [])
+    lines = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)}
+    assert {11, 14, 18, 20, 22} <= lines
+    assert {13} == {node.lineno for node in ast.walk(tree) if isinstance(node, (ast.With, ast.Try))}
 
 
 HANDLED = """\
@@ -1189,6 +1237,7 @@ import importlib.util
 from pathlib import Path
 import compile_bench.measure.survey.run
 from compile_bench.capture.collector import user_code_filter
+from compile_bench.targets.blocks import changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.overlay import forget_user_modules, overlaid
 from compile_bench.fixes.trial import trials
