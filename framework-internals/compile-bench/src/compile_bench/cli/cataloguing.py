@@ -24,11 +24,9 @@ def catalogue(
     check: Annotated[
         bool, typer.Option("--check", help="Run it on this torch: does it happen, and does the fix remove it?")
     ] = False,
-    record: Annotated[
-        Path | None, typer.Option(help="Run and write the outcomes of this torch to a JSON file.")
-    ] = None,
+    record: Annotated[Path | None, typer.Option(help="Run and add the outcomes of this torch to a JSON file.")] = None,
     render: Annotated[
-        Path | None, typer.Option(help="Write the reference page, CATALOGUE.md and .html, to a folder.")
+        Path | None, typer.Option(help="Write INDEX.md, CATALOGUE.md and CATALOGUE.html to a folder.")
     ] = None,
 ) -> None:
     """List the causes of breaks, recompilations and silent eager execution; show one; run them."""
