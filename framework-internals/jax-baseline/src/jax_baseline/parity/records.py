@@ -55,10 +55,10 @@ class ParityRecord(TypedRecord, name="parity", labels=("dtype", "steps", "batch_
 
 @dataclass(frozen=True)
 class MistakeRecord(TypedRecord, name="planted mistake", labels=("mistake",)):
-    """One planted mistake, or the faithful step.
+    """One planted mistake, or the correct step.
 
     Attributes:
-        mistake: Name of the mistake. Empty for the faithful step.
+        mistake: Name of the mistake. Empty for the correct step.
         times: Deviation over the bound where the mistake was caught.
         step: Step at which it was caught. None if it was not.
         where: Quantity or parameter that showed it first. Empty if it was not caught.

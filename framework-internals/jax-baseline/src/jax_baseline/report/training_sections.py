@@ -82,14 +82,14 @@ def _mistakes_section(results: Results) -> dict[str, Any] | None:
     mistakes = _mistakes(results)
     if not mistakes:
         return None
-    faithful = MistakeRecord.one(results, mistake="")
+    correct = MistakeRecord.one(results, mistake="")
     return {
         "within": _CAUGHT_WITHIN,
         "number": len(mistakes),
         "last": results.configuration["mutations"]["last"],
         "caught": sum(map(_caught, mistakes)),
         "missed": [record.mistake for record in mistakes if not _caught(record)],
-        "faithful": "passes" if faithful.step is None else f"is caught too ({faithful.where})",
+        "correct": "passes" if correct.step is None else f"is caught too ({correct.where})",
         "rows": [
             [
                 record.mistake,
