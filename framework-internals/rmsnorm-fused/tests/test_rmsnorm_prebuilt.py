@@ -59,6 +59,9 @@ def without_compiler(library: Path, tmp_path: Path, *command: str, **environment
 
 @pytest.mark.parametrize("level", ["default", pytest.param("avx2", marks=pytest.mark.slow), "avx512"])
 def test_it_is_right_without_a_compiler(library, tmp_path, level):
+    levels = ("DEFAULT", "AVX2", "AVX512")
+    if (here := torch.backends.cpu.get_cpu_capability()) in levels and levels.index(level.upper()) > levels.index(here):
+        pytest.skip(f"this processor has {here} at most, and torch itself would end on an instruction that it lacks")
     answer = without_compiler(library, tmp_path, str(HERE / "prebuilt_process.py"), ATEN_CPU_CAPABILITY=level)
     assert answer.returncode == 0, answer.stdout[-2000:] + answer.stderr[-4000:]
     assert "all checks passed" in answer.stdout
