@@ -256,18 +256,27 @@ def _api_page(source: Path) -> str:
     package = source.name
     exported = _exported(source / "__init__.py")
     # griffe reads the sources without running them: for it a name that is also a module's is the module.
-    hidden = [f"{name}.{name}" for name in exported if (source / f"{name}.py").exists()]
+    hidden = [f"{exported[name]}.{name}" for name in exported if (source / f"{name}.py").exists()]
     members = "" if exported else "      members: false\n"
     head = f"::: {package}\n    options:\n      heading_level: 1\n{members}"
-    return "\n".join([head, *(f"::: {package}.{name}\n" for name in (*hidden, *MODULES.get(package, ())))])
+    return "\n".join(
+        [
+            head,
+            *(f"::: {name}\n" for name in (*hidden, *(f"{package}.{module}" for module in MODULES.get(package, ())))),
+        ]
+    )
 
 
-def _exported(module: Path) -> list[str]:
+def _exported(module: Path) -> dict[str, str]:
+    """Return the names in ``__all__``, each with the module that it is imported from."""
+    names: list[str] = []
+    modules: dict[str, str] = {}
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            names: list[str] = ast.literal_eval(node.value)
-            return names
-    return []
+        if isinstance(node, ast.ImportFrom):
+            modules |= {alias.name: node.module or "" for alias in node.names}
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            names = ast.literal_eval(node.value)
+    return {name: modules.get(name, "") for name in names}
 
 
 def full_title(page: str, title: str) -> str:
