@@ -98,18 +98,17 @@ REPORT = ReportSpec("compile_bench", context, figures, finding, migrate)
 
 
 def _answers(case: MeasuredCase) -> list[tuple[str, str]]:
-    """The four lines on the case that opens the report: costs, gives, breaks, when."""
+    """The four lines on the case that opens the report: what it costs, gives and breaks, and when to use it."""
     compilation, accuracy = case.compilation, case.accuracy
-    broken = f"{plural(len(compilation.breaks), 'graph break')} and " + plural(
-        len(compilation.recompiles), "recompilation"
-    )
+    breaks = plural(len(compilation.breaks), "graph break")
+    recompiles = plural(len(compilation.recompiles), "recompilation")
     compared = "outputs and gradients" if accuracy.gradient else "outputs"
     within = f"{compared} {'within' if accuracy.holds else 'outside'} their bound against float64"
     right = accuracy.skipped or accuracy.wrong or within
     return [
         ("It costs", f"{_costs(case)} than eager for the first {FIRST_STEPS} steps ({title(case)})."),
         ("It gives", f"a step {numbers.quantity(case.steady.speedup)} as fast{_memory_clause(case)}."),
-        ("It breaks", f"{broken} in {plural(compilation.graphs, 'graph')}; {right}."),
+        ("It breaks", f"{breaks} and {recompiles} in {plural(compilation.graphs, 'graph')}; {right}."),
         ("Use it when", f"{_advice(case)}."),
     ]
 
@@ -143,7 +142,7 @@ def _advice(case: MeasuredCase) -> str:
 
 
 def _controls(cases: Sequence[MeasuredCase]) -> dict[str, int]:
-    """How often eager against itself came out as no difference."""
+    """How many comparisons of eager with itself have an interval around 1, and how many there are."""
     controls = [case.steady.control for case in cases if case.steady.control is not None]
     within = sum(control.low is not None and control.low <= 1 <= (control.high or 0) for control in controls)
     return {"within": within, "all": len(controls)}

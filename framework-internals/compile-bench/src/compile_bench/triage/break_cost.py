@@ -36,7 +36,7 @@ _MOST_SECONDS = 3.0
 _SETTLING_STEPS = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Gap:
     """The time from the end of one graph to the start of the next, within a step.
 
@@ -44,7 +44,7 @@ class _Gap:
         before: Compile id of the graph before.
         after: Compile id of the graph after.
         seconds: One value for every step.
-        functions: The user's functions (file and name) that ran meanwhile.
+        functions: The user's functions (file and name) that ran in between.
     """
 
     before: str
@@ -111,7 +111,7 @@ class GapProfiler:
         return gaps, seconds
 
     def settle(self, step: Callable[[], Any]) -> bool:
-        """Run steps until one compiles nothing: a gap with a compilation in it does not tell Python's part.
+        """Run steps until one compiles nothing, since a gap that contains a compilation is not Python time.
 
         Returns:
             Whether there was such a step.
@@ -181,11 +181,11 @@ def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
     gaps_at = {place: _gaps_of(each, gaps) if settled else [] for place, each in breaks.items()}
     costs = {
         place: BreakCost(
-            _sum(gaps_at[place]),
-            max((_breaks_in(gap, gaps_at) for gap in gaps_at[place]), default=1),
-            sum(profiler.outputs.get(gap.before, 0) for gap in gaps_at[place]),
-            _compile_seconds(each, trace),
-            "" if gaps_at[place] else why_not_measured(each, settled=settled, limits=limits),
+            time_lost=_sum(gaps_at[place]),
+            breaks_between=max((sum(gap in own for own in gaps_at.values()) for gap in gaps_at[place]), default=1),
+            output_bytes=sum(profiler.outputs.get(gap.before, 0) for gap in gaps_at[place]),
+            compile_seconds=_compile_seconds(each, trace),
+            not_measured="" if gaps_at[place] else why_not_measured(each, settled=settled, limits=limits),
         )
         for place, each in breaks.items()
     }
@@ -246,11 +246,8 @@ def _gaps_of(found: Break, gaps: Sequence[_Gap]) -> list[_Gap]:
 
 
 def _number(compile_id: str) -> int:
+    """The number of the compiled frame, from its compile id such as ``3/0``."""
     return int(compile_id.split("/")[0])
-
-
-def _breaks_in(gap: _Gap, gaps_at: dict[tuple[str, int], list[_Gap]]) -> int:
-    return sum(any(gap is other for other in gaps) for gaps in gaps_at.values())
 
 
 def _sum(gaps: Sequence[_Gap]) -> Quantity | None:
@@ -271,5 +268,6 @@ def _compile_seconds(found: Break, trace: CompileTrace) -> float:
 
 
 def _bytes(result: Any) -> int:
+    """Bytes of the tensors that a graph returns."""
     tensors = [each for each in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(each, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
