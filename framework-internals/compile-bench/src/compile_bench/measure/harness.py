@@ -43,7 +43,7 @@ class Harness(Runner):
 
     Args:
         folder: The temporary folder.
-        device: What is measured.
+        device: Device that is measured.
         limit: Seconds after which a process and all that it started are killed.
 
     Examples:

@@ -61,8 +61,8 @@ def eager_record(case: Case, first: FirstSteps) -> Record:
 
 
 def new_eager_records(bench: Bench, results: Results) -> list[Record]:
-    """The record of a case's first eager steps; empty if another mode of the case has left it in ``results``."""
-    known = EagerStart.select(results, target=bench.case.target, kind=bench.case.kind)
+    """The record of a case's first eager steps; empty if ``results`` has it from another mode of the case."""
+    known = results.select(EagerStart.record_name, target=bench.case.target, kind=bench.case.kind)
     return [] if known else [eager_record(bench.case, bench.eager)]
 
 

@@ -128,11 +128,6 @@ def compiled_alone(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
     return [case for case in cases if case.compiled_alone]
 
 
-def unswept(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
-    """The cases of the main job."""
-    return [case for case in cases if not case.swept]
-
-
 def headline(cases: Sequence[MeasuredCase]) -> MeasuredCase:
     """The case that a report opens with: the first in mode default."""
     return next((case for case in cases if case.mode == "default"), cases[0])
@@ -145,7 +140,7 @@ def case_named(cases: Iterable[MeasuredCase], model: Model, mode: str) -> Measur
 
 def title(case: MeasuredCase | FailedCell | ShapesRecord, *, mode: bool = True) -> str:
     """A case for a reader: target, kind, and mode and scope unless they are the usual ones."""
-    record = case.record if isinstance(case, MeasuredCase) else case
+    record: CaseRecord | FailedCell | ShapesRecord = case.record if isinstance(case, MeasuredCase) else case
     text = f"{record.target} {record.kind}"
     unusual = case.mode.removeprefix("default").removeprefix(", ")
     return f"{text}, {unusual}" if mode and unusual else text

@@ -23,7 +23,6 @@ from compile_bench.report.queries import (
     measured_cases,
     named_starts,
     title,
-    unswept,
 )
 from compile_bench.report.regressions import attention_table, slower_table
 from compile_bench.report.shapes import shapes_section
@@ -59,7 +58,7 @@ def finding(results: Results) -> str:
 def context(results: Results) -> dict[str, Any]:
     """The template's variables."""
     cases = measured_cases(results)
-    main_job, undisturbed = unswept(cases), compiled_alone(cases)
+    main_job, undisturbed = [case for case in cases if not case.swept], compiled_alone(cases)
     on_gpu = results.environment.gpu is not None
     toolchain = Toolchain.select(results)
     return {

@@ -61,7 +61,6 @@ class GapProfiler:
         self._on = False
         self._compiled = 0
         self._runs: list[tuple[str, float, float]] = []
-        self._entered: list[tuple[int, str, str, bool]] = []
 
     def __call__(self, module: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph."""

@@ -17,7 +17,7 @@ def migrate_triage_record(record: Record) -> Record | None:
     """Today's form of a triage record of version 0.1, with the same figures; None of any other record."""
     if record.name == "bill":
         return _summary(record).record()
-    # Today's findings have the same name, and the number of meetings in their data.
+    # Today's findings have the same name; their data contains how often each was met.
     if record.name == "finding" and "met" in record.values:
         return _finding(record).record()
     if record.name == "mended":

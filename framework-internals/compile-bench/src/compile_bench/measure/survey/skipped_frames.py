@@ -1,10 +1,10 @@
 """Look behind skipped frames: trace changed sources, in which Dynamo can resume where it skipped the whole frame.
 
 Dynamo splits a function at a graph break and resumes it behind the break. Inside a loop, a ``try`` or an unsupported
-context manager it does not: it skips the whole frame, and nothing that follows in the function is traced. Here the
-model is traced again. Dynamo may resume in loops, and the statements around such a break are changed
+context manager it cannot resume: it skips the whole frame, and nothing that follows in the function is traced. So the
+model is traced again, with Dynamo allowed to resume in loops and the statements around such a break changed
 (:mod:`compile_bench.targets.blocks`). Everything else runs as it is written, with the model's own values. This is
-repeated until there is no such statement around a skipped frame any more.
+repeated until no such statement surrounds a skipped frame.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
             hidden.breaks.append((seed, replace(each, whole_frame=whole_frame)))
         skipped = [each for each in _skipped(found) if not _is_installed(each, user_code)]
         pending = blocks.change_around(_frames(skipped))
-    forget_user_modules(user_code)  # they are the changed ones
+    forget_user_modules(user_code)  # the loaded ones are the changed ones
     skipped = [each for each in skipped if not each.function.startswith("<")]  # a lambda or comprehension ends there
     if skipped:
         hidden.notes.append(f"breaks behind {_names(skipped)} may stay hidden: Dynamo skips the frame there{failure}")
