@@ -98,7 +98,9 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     if report.recompiles:
         lines += ["", *_recompilations(report.recompiles)]
     if report.combined is not None:
-        lines += ["", *_combined(report.combined, patches)]
+        lines += ["", combined_table(report.combined)]
+        if report.combined.patch in patches:
+            lines.append(f"patch: {patches[report.combined.patch]}")
     lines += [f"not done: {each}" for each in report.absent]
     return "\n".join(lines)
 
@@ -156,11 +158,6 @@ def _fix(fix: Fix, patches: dict[str, Path]) -> list[str]:
     ]
     lines += [f"  the combined fix leaves it out: {fix.conflict}"] if fix.conflict else []
     return [*lines, f"  note: {fix.effect}"] if fix.effect else lines
-
-
-def _combined(combined: Fix, patches: dict[str, Path]) -> list[str]:
-    table = combined_table(combined)
-    return [table, f"patch: {patches[combined.patch]}"] if combined.patch in patches else [table]
 
 
 def describe_triage(found: Triage) -> str:

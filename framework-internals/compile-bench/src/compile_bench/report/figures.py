@@ -23,6 +23,7 @@ from compile_bench.report.queries import (
     Model,
     NamedStart,
     compiled_alone,
+    in_order,
     measured_cases,
     mode_index,
     models,
@@ -77,8 +78,7 @@ def figures(results: Results) -> Sequence[Figure]:
 def model_starts(results: Results, cases: Sequence[MeasuredCase]) -> list[NamedStart]:
     """The starts with empty caches in mode default, one for each model."""
     found = [case for case in cases if case.mode == "default" and not case.record.tuned]
-    order = models(results, found)
-    return [NamedStart(title(case), "", case.cold) for case in sorted(found, key=lambda case: order.index(case.model))]
+    return [NamedStart(title(case), "", case.cold) for case in in_order(results, found)]
 
 
 def draw_first_steps(starts: Sequence[NamedStart]) -> MatplotlibFigure:

@@ -31,13 +31,16 @@ def triage_context(results: Results) -> dict[str, Any]:
 def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
     """Tables and sentences on one target."""
     findings = FindingRecord.select(results, target=summary.target)
+    rows = [
+        (_place(each), f"`{each.source}`" if each.source else "", each.category, *cost_cells(each)) for each in findings
+    ]
     trace_seconds = summary.trace_seconds
     return {
         "target": summary.target,
         "kinds": " and ".join(summary.kinds),
         "count": plural(len(findings), "finding"),
         "costliest": _costliest(findings),
-        "table": table(_FINDING_HEADER, [_row(each) for each in findings], left=4),
+        "table": table(_FINDING_HEADER, rows, left=4),
         "not_measured": _not_measured(findings),
         "shared": any(each.cost is not None and each.cost.breaks_between > 1 for each in findings),
         "recompiles": plural(len(summary.recompiles), "cause"),
@@ -52,10 +55,6 @@ def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
         "collecting": numbers.percent(summary.collect_seconds / trace_seconds) if trace_seconds else "",
         "absent": summary.absent,
     }
-
-
-def _row(each: FindingRecord) -> tuple[str, ...]:
-    return _place(each), f"`{each.source}`" if each.source else "", each.category, *cost_cells(each)
 
 
 def cost_cells(finding: Finding | FindingRecord) -> tuple[str, ...]:

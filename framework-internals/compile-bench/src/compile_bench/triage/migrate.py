@@ -31,13 +31,12 @@ def _summary(old: Record) -> TriageSummary:
         tuple(old.data["kinds"]),
         old["tracing"].value,
         old["collecting"].value,
-        tuple(_failed_guard(each) for each in old.data["recompiles"]),
+        tuple(
+            FailedGuard(each["file"], each["line"], each["guard"], each.get("source", ""), each.get("called from", ""))
+            for each in old.data["recompiles"]
+        ),
         tuple(old.data["absent"]),
     )
-
-
-def _failed_guard(old: dict[str, Any]) -> FailedGuard:
-    return FailedGuard(old["file"], old["line"], old["guard"], old.get("source", ""), old.get("called from", ""))
 
 
 def _finding(old: Record) -> FindingRecord:
