@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from compile_bench.capture.trace import Break, CompileTrace
 from compile_bench.fixes.types import Figures
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.tracing import own_model
+from compile_bench.measure.survey.types import place_of
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, overlaid
 from compile_bench.targets.randomness import seed_everything
@@ -51,6 +53,20 @@ class _Gap:
     after: str
     seconds: tuple[float, ...]
     functions: frozenset[tuple[str, str]]
+
+
+class _Run(NamedTuple):
+    """One run of a graph.
+
+    Attributes:
+        identity: Compile id of the graph.
+        start: Begin, of ``time.perf_counter()``.
+        end: End, likewise.
+    """
+
+    identity: str
+    start: float
+    end: float
 
 
 class GapProfiler:
@@ -86,7 +102,7 @@ class GapProfiler:
         """
         functions = self._functions(step)
         self._on = True
-        steps: list[list[tuple[str, float, float]]] = []
+        steps: list[list[_Run]] = []
         seconds: list[float] = []
         begin = time.perf_counter()
         while len(steps) < _STEPS and (len(steps) < 3 or time.perf_counter() - begin < _MOST_SECONDS):
@@ -94,18 +110,18 @@ class GapProfiler:
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
-            steps.append(list(self._runs))
+            steps.append([_Run(*run) for run in self._runs])
         self._on = False
-        order = [identity for identity, _, _ in steps[-1]]
-        alike = [runs for runs in steps if [identity for identity, _, _ in runs] == order]
+        order = [run.identity for run in steps[-1]]
+        alike = [runs for runs in steps if [run.identity for run in runs] == order]
         gaps = [
             _Gap(
-                order[index],
-                order[index + 1],
-                tuple(runs[index + 1][1] - runs[index][2] for runs in alike),
-                functions.get(index + 1, frozenset()),
+                before,
+                after,
+                tuple(runs[index].start - runs[index - 1].end for runs in alike),
+                functions.get(index, frozenset()),
             )
-            for index in range(len(order) - 1)
+            for index, (before, after) in enumerate(pairwise(order), 1)
         ]
         return gaps, seconds
 
@@ -123,7 +139,7 @@ class GapProfiler:
         return False
 
     def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
-        """The user's functions that ran before graph number n, since the graph before it."""
+        """For every graph of a step, by its index: the user's functions that ran since the graph before it."""
         user_code = user_code_filter()
         active: list[tuple[str, str]] = []
         seen: dict[int, set[tuple[str, str]]] = {}
@@ -176,7 +192,7 @@ def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
             settled = profiler.settle(step)
         limits = recompile_limits((*trace.breaks, *collector.trace().breaks))
         gaps, seconds = profiler.gaps(step)
-    breaks = {(each.file, each.line): each for each in trace.breaks}
+    breaks = {place_of(each): each for each in trace.breaks}
     gaps_at = {place: _gaps_of(each, gaps) if settled else [] for place, each in breaks.items()}
     costs = {
         place: BreakCost(

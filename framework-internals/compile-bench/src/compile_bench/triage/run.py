@@ -14,7 +14,7 @@ from compile_bench.capture.trace import Recompile
 from compile_bench.fixes.fixer import Fixer, FixResults, patch_root
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.survey.types import Survey
+from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of
 from compile_bench.triage.types import BreakCosts, Finding, TriageReport
@@ -111,7 +111,7 @@ def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Re
 def _with_costs(findings: Sequence[Finding], costs: BreakCosts, survey: Survey) -> list[Finding]:
     """The findings with their costs, and functions that reach the recompile limit after more calls than a survey's."""
     known = {(each.file, each.line) for each in findings if each.kind == "recompile limit"}
-    late = [finding_of_break(each, (), survey) for each in costs.limits if (each.file, each.line) not in known]
+    late = [finding_of_break(each, (), survey) for each in costs.limits if place_of(each) not in known]
     return [replace(each, cost=costs.costs.get((each.file, each.line))) for each in (*findings, *late)]
 
 
