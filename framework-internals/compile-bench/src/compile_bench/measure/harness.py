@@ -132,17 +132,8 @@ class Harness(Runner):
         cache = cache or self.new_cache()
         artifact = cache.with_suffix(".artifact") if mega else None
 
-        def compiled(
-            cache: Path, seconds: float, artifact_in: Path | None = None, artifact_out: Path | None = None
-        ) -> Compiled:
-            call = partial(
-                steps.compiled,
-                case,
-                steady_seconds=seconds,
-                artifact_in=artifact_in,
-                artifact_out=artifact_out,
-                timing_folder=timing_folder,
-            )
+        def compiled(cache: Path, seconds: float, **artifact: Path | None) -> Compiled:
+            call = partial(steps.compiled, case, steady_seconds=seconds, timing_folder=timing_folder, **artifact)
             return self._in_child(call, cache=cache, preload=_TORCH)
 
         cold = compiled(cache, 0.0 if warm else steady_seconds, artifact_out=artifact)

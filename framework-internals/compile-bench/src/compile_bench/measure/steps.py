@@ -102,12 +102,7 @@ def compiled(
         seconds = _first_steps(step, case, timing_folder)
     trace = collector.trace(pauses=pauses(timing_folder))
     first = FirstSteps(
-        seconds,
-        importing.seconds,
-        preparing.seconds,
-        artifact_seconds,
-        dict(trace.phases),
-        dict(trace.cache_events),
+        seconds, importing.seconds, preparing.seconds, artifact_seconds, dict(trace.phases), dict(trace.cache_events)
     )
     artifact_bytes = _save_artifacts(artifact_out)
     found = Compiled(first, trace, no_cudagraphs=_skipped(case, skips), artifact_bytes=artifact_bytes)
@@ -152,8 +147,10 @@ def _untuned(target: Target, case: Case) -> Step | None:
     """The step of a mode that autotunes, compiled without autotuning and warmed up.
 
     A step differs between two processes by more than autotuning changes it, so both steps have to be in one process.
-    None for a mode that does not autotune, for nested regions, which mark the class of the blocks and so cannot be
-    compiled twice, and where a third model does not fit in the memory.
+
+    Returns:
+        None for a mode that does not autotune, for nested regions, and where a third model does not fit in the memory.
+        Nested regions mark the class of the blocks and so cannot be compiled twice.
     """
     plain = case.untuned
     if plain is None or case.scope == "nested":
