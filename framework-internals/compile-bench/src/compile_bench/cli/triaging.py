@@ -33,7 +33,7 @@ MeasureCost = Annotated[
 ]
 TryFixes = Annotated[bool, typer.Option("--fix/--no-fix", help="Try changes of the source and verify them.")]
 Patches = Annotated[
-    Path, typer.Option(help="Folder for the patches of verified fixes; it loses those of an earlier triage.")
+    Path, typer.Option(help="Folder for the patches of verified fixes. Patches of an earlier triage are deleted.")
 ]
 
 # The names that write_patches gives to its files.
