@@ -100,7 +100,7 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
             pending = blocks.adapt_to(error)
             failure = "" if pending else f"; with the statements there changed, the model raises {first_line(error)}"
             continue
-        new = [(seed, each) for seed, each in found.breaks if each.place not in known and _is_the_models(each)]
+        new = [(seed, each) for seed, each in found.breaks if each.place not in known and _in_unchanged_model(each)]
         known |= {each.place for _, each in new}
         for seed, each in new:  # in the unchanged function, a break in a loop or ``try`` skips the whole frame
             whole_frame = each.whole_frame or is_in_block(each.file, each.line)
@@ -149,7 +149,7 @@ def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
         yield from each.stack or (Frame(each.file, each.line, each.function),)
 
 
-def _is_the_models(each: Break) -> bool:
+def _in_unchanged_model(each: Break) -> bool:
     """Whether the unchanged model has the break too; the changes here can cause others."""
     changed = each.category in (RECOMPILE_LIMIT, "compile error", BACKEND_FAILED)
     return not changed and not each.reason.startswith(_ITERATOR_IN_USE)
