@@ -15,16 +15,16 @@ from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import FirstSteps
-from compile_bench.measure.records import CaseRecord, EagerStart, Toolchain
-from compile_bench.measure.serialize import case_record, eager_record, plural, shape_record
+from compile_bench.measure.records import CaseRecord, Toolchain
+from compile_bench.measure.serialize import case_record, new_eager_records, plural, shape_record
 from compile_bench.measure.shapes import Strategy
 from compile_bench.report.sections import REPORT
 from compile_bench.sweep.run import sweep
 from compile_bench.targets.case import MODES, Case, Mode
 from compile_bench.triage.job import collect_triage, configure_triage
 
-# The groups of models of a sweep; one that is cut short has measured the first group. Mamba takes minutes to compile,
-# since its scan is a loop in Python: begun last, it would run on when all other models are done.
+# The groups of models of a sweep. A sweep that is cut short has measured the first group. Mamba takes minutes to
+# compile, since its scan is a loop in Python. If it began last, it would still run when all other models are done.
 SWEEP_GROUPS = (
     ("gpt", "gpt2", "llama", "resnet", "bert", "vit", "mamba"),
     ("mlp", "qwen3", "qwen3-moe", "t5", "longformer", "wav2vec2"),
@@ -123,8 +123,8 @@ def _sweep(
         "kinds": ["training", "inference"],
         "modes": list(modes),
         "processes": processes,
-        # More threads than cores: most processes are busy in Python, and one waits long for its kernels. On a CPU one
-        # process at a time: a cell that is measured right after others compiled would find the machine busy.
+        # On a GPU there are more threads than cores, since most processes are busy in Python while one waits long for
+        # its kernels. On a CPU one process compiles at a time: otherwise a measured cell would find the machine busy.
         "compile_threads": 4 if processes > 1 else None,
         "limit_seconds": limit_seconds,
         "steady_seconds": steady_seconds,
@@ -190,8 +190,7 @@ class _MainJob:
             warm=entry["warm"],
             mega=entry["mega"],
         )
-        known = self.run.recorder.results.select(EagerStart.record_name, target=case.target, kind=case.kind)
-        return [*([] if known else [eager_record(case, bench.eager)]), case_record(bench, self.repository)]
+        return [*new_eager_records(bench, self.run.recorder.results), case_record(bench, self.repository)]
 
     def measure_shapes(self) -> None:
         """Measure the schedules of shapes."""
@@ -206,7 +205,7 @@ class _MainJob:
         return [shape_record(study, SHAPE_PASSES, self.repository)]
 
     def _measure(self, part: str, work: Sequence[Work]) -> None:
-        """Do the work of a part and record it; say what failed and what there was no time for."""
+        """Do the work of a part and record it. Note what failed, and for what no time was left."""
         late: list[str] = []
         for what, action in work:
             if self._too_late(part):

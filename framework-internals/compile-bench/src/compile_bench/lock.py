@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -43,15 +43,9 @@ def read_lock(file: Path) -> dict[str, Inventory]:
         raise UserError(f"{file} is not a lock file of compile-bench ({type(error).__name__}: {error})") from error
 
 
-def write_lock(file: Path, entries: Mapping[str, Inventory]) -> None:
-    """Write a lock file in place of the one before. It is sorted, so that two versions differ in few lines."""
-    content = {"version": VERSION, "entries": {key: asdict(entries[key]) for key in sorted(entries)}}
-    write_text_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
 @contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
-    """Inside, other processes that ask for the same folder wait. The lock is on the folder, so no lock file remains."""
+    """A lock between processes. It is on the folder itself, so that no other file remains."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -61,10 +55,13 @@ def _only_writer(folder: Path) -> Iterator[None]:
 
 
 def update_lock(file: Path, key: str, entry: Inventory) -> None:
-    """Put one entry into a lock file, which is made if it does not exist; several processes may do so at once."""
+    """Write one entry to a lock file; the file is made if it does not exist. Several processes may do so at once."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with _only_writer(file.parent):
-        write_lock(file, {**(read_lock(file) if file.exists() else {}), key: entry})
+        entries = {**(read_lock(file) if file.exists() else {}), key: entry}
+        # Sorted, so that two versions of the file differ in few lines.
+        content = {"version": VERSION, "entries": {each: asdict(entries[each]) for each in sorted(entries)}}
+        write_text_atomically(file, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def locked(file: Path, key: str) -> Inventory:

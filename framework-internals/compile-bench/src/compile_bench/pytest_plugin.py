@@ -95,7 +95,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Count what a marked test compiles, and compare it with its budget after it has passed."""
+    """Count what a marked test compiles, and compare the counts with its budget after the test has passed."""
     mark = item.get_closest_marker(_MARK)
     if mark is None:
         return (yield)

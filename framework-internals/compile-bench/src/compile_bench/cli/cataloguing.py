@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def catalogue(
-    name: Annotated[str | None, typer.Argument(help="A cause; without it all are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of a cause. Without it, all are listed.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Run it on this torch: does it happen, and does the fix remove it?")
     ] = False,

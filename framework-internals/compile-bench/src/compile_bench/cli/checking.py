@@ -28,7 +28,7 @@ from compile_bench.lock import DEFAULT_FILE, key_of, locked, update_lock
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Bench, Inventory, Triage
 from compile_bench.measure.serialize import plural
-from compile_bench.measure.verdict import BUSY
+from compile_bench.measure.verdict import busy
 from compile_bench.targets.case import Case
 
 if TYPE_CHECKING:
@@ -142,13 +142,12 @@ def budget_exceeded(
 
 def _too_slow(bench: Bench, min_speedup: float) -> list[str]:
     lines = []
-    speedup, pressure = bench.steady.speedup, bench.steady.pressure
+    speedup = bench.steady.speedup
     assert speedup.high is not None
     if speedup.high < min_speedup:
         line = f"speed-up {numbers.quantity(speedup)}, at least {numbers.significant(min_speedup)}× required"
-        if bench.case.device == "cpu" and pressure is not None and pressure > BUSY:
-            line += f" (the machine was busy: some task waited for a core in {pressure:.0f} % of the time)"
-        lines.append(line)
+        disturbed = busy(bench)
+        lines.append(f"{line} ({disturbed})" if disturbed else line)
     if not bench.accuracy.holds:
         lines.append("the compiled results are further from float64 than the bound allows")
     return lines

@@ -52,7 +52,7 @@ def run(
 
 def zoo(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Names of the zoo or other targets; without: list the zoo.")
+        list[str] | None, typer.Argument(help="Names of the zoo or other targets. Without any, the zoo is listed.")
     ] = None,
     train: Train = True,
     mode: Mode = "default",
@@ -87,7 +87,10 @@ def zoo(
 def shapes(
     target: TargetName,
     schedule: Annotated[
-        str, typer.Option(help=f"One cut from the target's arguments: {', '.join(MADE_SCHEDULES)}. Default: its own.")
+        str,
+        typer.Option(
+            help=f"A schedule cut from the target's arguments: {', '.join(MADE_SCHEDULES)}. Default: the target's own."
+        ),
     ] = "",
     passes: Annotated[int, typer.Option(min=1, help="Number of passes to rank the strategies for.")] = 100,
     train: Train = True,

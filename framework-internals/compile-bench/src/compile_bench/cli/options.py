@@ -32,7 +32,7 @@ ScopeName = Annotated[
     str,
     typer.Option(
         "--scope",
-        help="whole; blocks: each repeated block; nested: nested_compile_region on the blocks.",
+        help="What is compiled. whole: the model; blocks: each repeated block; nested: nested_compile_region on these.",
     ),
 ]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]

@@ -19,6 +19,7 @@ from compile_bench.fixes.types import Fix
 from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.serialize import plural
+from compile_bench.report.triage import COST_HEADER, combined_table, cost_cells
 from compile_bench.triage.types import Finding, TriageReport
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ MeasureCost = Annotated[
 ]
 TryFixes = Annotated[bool, typer.Option("--fix/--no-fix", help="Try changes of the source and verify them.")]
 Patches = Annotated[
-    Path, typer.Option(help="Folder for the patches of verified fixes; it loses those of an earlier triage.")
+    Path, typer.Option(help="Folder for the patches of verified fixes. Patches of an earlier triage are deleted.")
 ]
 
 # The names that write_patches gives to its files.
@@ -90,15 +91,16 @@ def describe_report(report: TriageReport, patches: dict[str, Path]) -> str:
     """The report as Markdown: a table of findings, the costliest first, then what to do about every one."""
     lines = [_headline(report), *report.raised]
     if report.findings:
-        header = ["line", "what", "category", "in"]
-        header += ["time lost per step", "bytes handed over", "compile time", "verified fix"]
-        lines += ["", markdown_table(header, [_row(finding) for finding in report.findings], left=4)]
+        rows = [(place(each.file, each.line), each.kind, each.category, *cost_cells(each)) for each in report.findings]
+        lines += ["", markdown_table(["line", "what", "category", *COST_HEADER], rows, left=4)]
     for finding in report.findings:
         lines += ["", *_details(finding, patches)]
     if report.recompiles:
         lines += ["", *_recompilations(report.recompiles)]
     if report.combined is not None:
-        lines += ["", *_combined(report.combined, patches)]
+        lines += ["", combined_table(report.combined)]
+        if report.combined.patch in patches:
+            lines.append(f"patch: {patches[report.combined.patch]}")
     lines += [f"not done: {each}" for each in report.absent]
     return "\n".join(lines)
 
@@ -121,21 +123,7 @@ def _headline(report: TriageReport) -> str:
     tracing = max(sum(each.trace_seconds for each in report.surveys), 1e-9)
     return (
         f"{report.target}, {kinds}: {lines} out of the graph, {plural(len(report.recompiles), 'cause')} of "
-        f"recompilation; the collector took {collecting / tracing * 100:.1f} % of the tracing time"
-    )
-
-
-def _row(finding: Finding) -> tuple[str, ...]:
-    cost = finding.cost
-    return (
-        place(finding.file, finding.line),
-        finding.kind,
-        finding.category,
-        "both" if len(finding.kinds) > 1 else finding.kinds[0],
-        "–" if cost is None or cost.time_lost is None else numbers.with_unit(cost.time_lost.value, "s"),
-        "–" if cost is None else numbers.with_unit(cost.output_bytes, "B"),
-        "–" if cost is None else numbers.with_unit(cost.compile_seconds, "s"),
-        "–" if finding.fix is None else ("yes" if finding.fix.accepted else "no"),
+        f"recompilation; the collector took {numbers.percent(collecting / tracing)} of the tracing time"
     )
 
 
@@ -170,17 +158,6 @@ def _fix(fix: Fix, patches: dict[str, Path]) -> list[str]:
     ]
     lines += [f"  the combined fix leaves it out: {fix.conflict}"] if fix.conflict else []
     return [*lines, f"  note: {fix.effect}"] if fix.effect else lines
-
-
-def _combined(combined: Fix, patches: dict[str, Path]) -> list[str]:
-    rows = []
-    for name, figures in (("before", combined.before), ("after", combined.after)):
-        assert figures is not None
-        step = "–" if figures.step is None else numbers.quantity(figures.step)
-        first = "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s")
-        rows.append((name, str(figures.breaks), str(figures.graphs), step, first))
-    table = markdown_table([combined.title, "breaks", "graphs", "step", "first steps"], rows)
-    return [table, f"patch: {patches[combined.patch]}"] if combined.patch in patches else [table]
 
 
 def describe_triage(found: Triage) -> str:

@@ -12,9 +12,10 @@ weights are several times less accurate although nothing is wrong. n is at most 
 argument.
 
 The gradient of ReLU, max pooling or a top-k choice jumps where its input changes sign or order. One of a million inputs
-may lie so close to the jump that two right computations are on different sides of it: its term is then in one gradient
-and not in the other. So if gradients are outside the bound and outputs within, all weights are moved by about a percent
-and everything is compared again. A wrong computation stays wrong; a jump is then close to another input, or to none.
+may lie so close to the jump that two correct computations are on different sides of it. Its term is then in one
+gradient and not in the other. So if gradients are outside the bound and outputs within, all weights are moved by about
+a percent and everything is compared again. A wrong computation stays wrong; a jump is then close to another input, or
+to none.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def _compare(target: Target, compiled: Callable[..., Any], compiled_model: nn.Mo
 
 
 class _Incomparable(Exception):
-    """There is nothing to compare compiled results with; the message says why."""
+    """The results cannot be compared; the message says why."""
 
 
 def _exact(target: Target, *, train: bool) -> Values:
@@ -139,7 +140,7 @@ def _exact(target: Target, *, train: bool) -> Values:
 
 
 def _wrong(ours: Values, exact: Values) -> str:
-    """What is wrong other than rounding; empty if nothing is."""
+    """What is wrong apart from rounding; empty if nothing is."""
     if missing := [name for name in exact if name not in ours]:
         return f"the compiled step gives no gradient of {_named(missing)}"
     if more := [name for name in ours if name not in exact]:
@@ -220,7 +221,7 @@ def widened(target: Target) -> Target:
 
 
 def rounding_allowance(target: Target) -> float:
-    """What the bound adds to the eager error: one rounding, and the error of a sum over the batch in order."""
+    """What the bound adds to the eager error: one rounding, and the error of a sum over the batch in order of terms."""
     dtype = target.autocast or next(
         (p.dtype for p in target.model.parameters() if p.is_floating_point()), torch.float32
     )

@@ -43,7 +43,7 @@ class Harness(Runner):
 
     Args:
         folder: The temporary folder.
-        device: What is measured.
+        device: Device that is measured.
         limit: Seconds after which a process and all that it started are killed.
 
     Examples:
@@ -64,7 +64,7 @@ class Harness(Runner):
     @classmethod
     @contextmanager
     def open(cls, device: Device, *, limit: float = DEFAULT_LIMIT) -> Iterator[Harness]:
-        """A harness whose caches are deleted when the block ends."""
+        """A harness for one block. Its caches are deleted when the block ends."""
         with tempfile.TemporaryDirectory(prefix="compile-bench-", ignore_cleanup_errors=True) as folder:
             harness = cls(Path(folder), device, limit)
             try:
@@ -75,7 +75,7 @@ class Harness(Runner):
     def toolchain_seconds(self) -> float:
         """Seconds that Inductor needs, once per cache folder, to examine the C++ compiler and the machine.
 
-        Every "cold" cache starts from the cache that this leaves: the time depends on the machine, not on a model.
+        The time depends on the machine and not on a model, so every new cache contains the result of this check.
 
         Raises:
             UserError: Without a C++ compiler, on a CPU.
@@ -119,7 +119,7 @@ class Harness(Runner):
             mega: Whether to measure the first steps with empty folders and the cold process's cache artifacts too.
             timing_folder: See :func:`compile_bench.measure.steps.compiled`.
             cache: Folder of the compiler's caches; a new one by default.
-            tuned: Whether ``cache`` has the autotuning choices of the same case in another mode.
+            tuned: Whether ``cache`` contains the autotuning choices of the same case in another mode.
 
         Raises:
             ChildFailure: If a process hung or crashed.
@@ -127,38 +127,37 @@ class Harness(Runner):
         """
         if (reason := missing_inductor(self.device)) is not None:
             raise UserError(reason)
-        eager = eager or self.eager(case)  # before the compiler is prepared: a target at fault says so in seconds
+        eager = eager or self.eager(case)  # first, since it finds within seconds whether the target is at fault
         self.toolchain_seconds()
-        compiled = partial(steps.compiled, case, timing_folder=timing_folder)
         cache = cache or self.new_cache()
         artifact = cache.with_suffix(".artifact") if mega else None
 
-        def measured(call: partial[Compiled], cache: Path) -> Compiled:
+        def compiled(cache: Path, seconds: float, **artifact: Path | None) -> Compiled:
+            call = partial(steps.compiled, case, steady_seconds=seconds, timing_folder=timing_folder, **artifact)
             return self._in_child(call, cache=cache, preload=_TORCH)
 
-        cold_seconds = 0.0 if warm else steady_seconds
-        cold = measured(partial(compiled, steady_seconds=cold_seconds, artifact_out=artifact), cache)
-        last = measured(partial(compiled, steady_seconds=steady_seconds), cache) if warm else cold
+        cold = compiled(cache, 0.0 if warm else steady_seconds, artifact_out=artifact)
+        last = compiled(cache, steady_seconds) if warm else cold
         loaded = None
         if artifact is not None and artifact.exists():
-            loaded = measured(partial(compiled, steady_seconds=0.0, artifact_in=artifact), self.new_cache())
+            loaded = compiled(self.new_cache(), 0.0, artifact_in=artifact)
         assert last.steady is not None
         assert last.accuracy is not None
         return Bench(
             case,
             eager,
-            cold.first,
-            last.first if warm else None,
-            last.steady,
-            last.accuracy,
-            last.memory,
-            None if loaded is None else loaded.first,
-            last.eager_profile,
-            last.compiled_profile,
-            cold.no_cudagraphs,
-            cold.artifact_bytes,
-            tuned,
-            cold.trace,
+            cold=cold.first,
+            warm=last.first if warm else None,
+            steady=last.steady,
+            accuracy=last.accuracy,
+            memory=last.memory,
+            mega=None if loaded is None else loaded.first,
+            eager_profile=last.eager_profile,
+            compiled_profile=last.compiled_profile,
+            no_cudagraphs=cold.no_cudagraphs,
+            artifact_bytes=cold.artifact_bytes,
+            tuned=tuned,
+            trace=cold.trace,
         )
 
     def triage(self, case: Case) -> Triage:
@@ -184,7 +183,7 @@ class Harness(Runner):
             case: Its mode is used for all strategies; ``dynamic`` and ``scope`` are not.
             schedule: One of :data:`compile_bench.measure.shapes.MADE_SCHEDULES`, or empty for the target's own.
             seconds: How long to sample later passes, for each strategy.
-            strategies: Which ones.
+            strategies: The strategies to measure.
 
         Raises:
             ChildFailure: If a process hung or crashed.
@@ -193,7 +192,7 @@ class Harness(Runner):
         self.toolchain_seconds()
         answers = [
             self.measure(shape_schedule.shapes, case, strategy=strategy, schedule=schedule, seconds=seconds)
-            for strategy in sorted(strategies, key=lambda strategy: strategy != "eager")  # it finds calls that fail
+            for strategy in sorted(strategies, key=lambda strategy: strategy != "eager")  # eager finds calls that fail
         ]
         return ShapeStudy(case, answers[0].schedule, answers[0].varying, tuple(answer.passes for answer in answers))
 
@@ -241,11 +240,11 @@ class Harness(Runner):
         *arguments: Options.args,
         **options: Options.kwargs,
     ) -> Result:
-        """Like :meth:`ask`, in a process that has imported only torch: figures contain the compiler's import."""
+        """Like :meth:`ask`, in a process that has imported only torch; figures include the compiler's import."""
         return self._in_child(partial(function, case, *arguments, **options), preload=_TORCH)
 
     def ask_all(self, calls: Sequence[Callable[[], Result]]) -> list[Result | ChildFailure | UserError]:
-        """Make several calls that time nothing at once: two on a CPU; one on a GPU, because of its memory.
+        """Make several calls that time nothing: two at once on a CPU, one by one on a GPU because of its memory.
 
         Returns:
             The results in order. A call that failed has its failure there.
@@ -266,12 +265,12 @@ class Harness(Runner):
 
     @property
     def beside(self) -> int:
-        """How many functions that time nothing run at once."""
+        """Number of functions that run at once if they time nothing."""
         return 2 if self.device == "cpu" else 1
 
     @contextmanager
     def compile_threads(self, count: int | None) -> Iterator[None]:
-        """Inside, Inductor compiles with so many worker processes; None: one for every core."""
+        """Inside, Inductor compiles with ``count`` worker processes. With None, it uses one for every core."""
         self._compile_threads = count
         try:
             yield
@@ -279,7 +278,7 @@ class Harness(Runner):
             self._compile_threads = None
 
     def new_cache(self) -> Path:
-        """A folder for the compiler's caches that contains only what the toolchain's check left."""
+        """A folder for the compiler's caches that contains only the result of the toolchain check."""
         cache = self.folder / f"cache-{next(self._caches)}"
         seed = self.folder / "toolchain"
         if seed.exists():

@@ -135,9 +135,9 @@ class Accuracy:
 class Memory:
     """Peak bytes of a step.
 
-    On a GPU: the most that torch's allocator had given out, weights included, plus what captured graphs keep for their
-    replays. On a CPU: the largest rise within the step, from the profiler's allocator events. It contains activations,
-    gradients and workspaces, and no weights.
+    On a GPU, this is the most that torch's allocator had given out, weights included, plus what captured graphs keep
+    for their replays. On a CPU, it is the largest rise within the step, from the profiler's allocator events. The rise
+    contains activations, gradients and workspaces, and no weights.
 
     Attributes:
         eager: Peak of the eager step.
@@ -211,7 +211,7 @@ class StepProfile:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What :func:`compile_bench.measure.steps.compiled` returns; what is None by default needs steady steps."""
+    """The result of :func:`compile_bench.measure.steps.compiled`; without steady steps, many fields stay None."""
 
     first: FirstSteps
     trace: CompileTrace

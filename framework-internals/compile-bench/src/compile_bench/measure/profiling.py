@@ -39,7 +39,7 @@ def record_steps(step: Step, device: Device) -> profile:
 
     Args:
         step: A step that has been compiled and warmed up.
-        device: Its device. No other process may use the GPU meanwhile: its kernels would lengthen those of the step.
+        device: Device of the step. No other process may use the GPU meanwhile, since that would slow the kernels.
     """
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities) as profiled:
@@ -57,7 +57,7 @@ def read_profile(recorded: profile, device: Device) -> StepProfile:
 
 
 def summarise(events: Sequence[Any], device: Device, *, steps: int) -> StepProfile:
-    """Count over the profiler's events.
+    """Summarise the profiler's events.
 
     Args:
         events: ``torch.autograd.profiler_util.FunctionEvent`` of ``steps`` steps, each inside one named span.

@@ -15,8 +15,6 @@ from compile_bench.measure.measurements import Accuracy, FirstSteps, Memory, Ste
 from compile_bench.measure.shapes import Passes
 from compile_bench.targets.case import Mode, Scope
 
-CaseKey = tuple[str, str, str, str]
-
 
 @dataclass(frozen=True)
 class EagerStart(TypedRecord, name="eager start", labels=("target", "kind")):
@@ -48,7 +46,7 @@ class Compilation:
         guards: Guards of these graphs.
         kernels: Kernels that Inductor generated.
         recorder_seconds: Time that recording PyTorch's structured trace took.
-        guard_check_seconds: One check of all guards, measured by Dynamo; None where it does not say.
+        guard_check_seconds: One check of all guards, measured by Dynamo; None where Dynamo does not report it.
         breaks: Graph breaks.
         recompiles: Recompilations.
     """
@@ -162,10 +160,10 @@ class SweepCall(TypedRecord, name="sweep call", labels=("number",)):
 
 @dataclass(frozen=True)
 class Toolchain(TypedRecord, name="toolchain"):
-    """What Inductor finds out about compiler and machine, once for each cache folder.
+    """Inductor's check of compiler and machine, once for each cache folder.
 
     Attributes:
-        seconds: How long that takes.
+        seconds: How long the check takes.
         forked: Whether measuring processes are forked from one that has imported torch.
     """
 

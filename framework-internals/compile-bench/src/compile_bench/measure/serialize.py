@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchkit import numbers
-from benchkit.results import Record
+from benchkit.results import Record, Results
 from compile_bench.capture.trace import CompileTrace
 from compile_bench.measure.measurements import Bench, FirstSteps, Triage
 from compile_bench.measure.records import CaseRecord, Compilation, CountedBreaks, EagerStart, ShapesRecord
@@ -22,7 +22,7 @@ _PYTHON_FILE = re.compile(r"(?<![\w.\-])/[^\s'\":,()\[\]]+\.py\b")
 def case_record(
     bench: Bench, root: Path, *, processes: int = 1, sweep_call: int = 0, sweep_seconds: float = 0.0
 ) -> Record:
-    """The record of one measured case; that of its eager start comes from :func:`eager_record`.
+    """The record of one measured case, without its first eager steps (:func:`eager_record`).
 
     Args:
         bench: What was measured.
@@ -58,6 +58,12 @@ def case_record(
 def eager_record(case: Case, first: FirstSteps) -> Record:
     """The record of the first eager steps, which all modes of a case share."""
     return EagerStart(case.target, case.kind, first).record()
+
+
+def new_eager_records(bench: Bench, results: Results) -> list[Record]:
+    """The record of a case's first eager steps; empty if ``results`` has it from another mode of the case."""
+    known = results.select(EagerStart.record_name, target=bench.case.target, kind=bench.case.kind)
+    return [] if known else [eager_record(bench.case, bench.eager)]
 
 
 def triage_record(triage: Triage, root: Path) -> Record:
@@ -111,7 +117,7 @@ def shorten(file: str, root: Path) -> str:
 
 
 def neutral(value: Any, root: Path) -> Any:
-    """Data in whose texts :func:`shorten` has named every absolute path of a Python file.
+    """Apply :func:`shorten` to every absolute path of a Python file in the texts of ``value``.
 
     Dataclasses keep their type; other sequences become lists.
     """
@@ -127,5 +133,5 @@ def neutral(value: Any, root: Path) -> Any:
 
 
 def plural(count: int, noun: str) -> str:
-    """1 break, 2 breaks."""
+    """``1 break``, ``2 breaks``."""
     return f"{numbers.count(count)} {noun}{'' if count == 1 else 's'}"

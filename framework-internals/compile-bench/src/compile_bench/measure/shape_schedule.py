@@ -1,7 +1,8 @@
-"""What a measuring process does to compare strategies for changing shapes."""
+"""Measures one strategy for changing shapes, in a process of its own."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +47,7 @@ def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> 
         made = ", ".join(MADE_SCHEDULES)
         raise UserError(f"{case.target} has no schedule of shapes; give its Target one, or --schedule {made}")
     sizes = varying_sizes(calls)
-    description = tuple(_describe(call) for call in calls)
+    description = tuple(", ".join(str(list(leaf.shape)) for leaf in _tensors(call)) for call in calls)
     names = tuple(_name(calls[0], leaf, dimension) for leaf, dimension in sizes)
     try:
         passes = _passes(case, target, _prepare(calls, strategy, sizes), strategy, seconds)
@@ -60,6 +61,7 @@ def shapes(case: Case, *, strategy: Strategy, schedule: str, seconds: float) -> 
 
 
 def _passes(case: Case, target: Target, calls: list[Target], strategy: Strategy, seconds: float) -> Passes:
+    """Time the first pass, compiling included, and later passes for a number of seconds."""
     model: nn.Module = target.copied()
     start = time.perf_counter()
     if strategy == "eager":
@@ -151,6 +153,7 @@ def varying_sizes(calls: Sequence[Target]) -> Sizes:
 
 
 def _prepare(calls: Sequence[Target], strategy: Strategy, sizes: Sizes) -> list[Target]:
+    """The calls with the dimensions that change marked as dynamic, padded, or as they are."""
     if strategy == "mark_dynamic":
         for call in calls:
             for index, leaf in enumerate(_tensors(call)):
@@ -165,10 +168,11 @@ def _prepare(calls: Sequence[Target], strategy: Strategy, sizes: Sizes) -> list[
 
 
 def _padded(call: Target, strategy: Strategy, sizes: Sizes) -> Target:
-    numbered = iter(range(len(_tensors(call))))
+    """The call with its tensors padded as the strategy says: to the next power of two, or to the largest shape."""
+    indices = itertools.count()
 
     def pad(leaf: Tensor) -> Tensor:
-        index = next(numbered)
+        index = next(indices)
         widths: list[int] = []
         for dimension in reversed(range(leaf.ndim)):  # F.pad starts with the last dimension
             size = leaf.shape[dimension]
@@ -191,11 +195,8 @@ def _tensors(target: Target) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _describe(call: Target) -> str:
-    return ", ".join(str(list(leaf.shape)) for leaf in _tensors(call))
-
-
 def _name(call: Target, leaf: int, dimension: int) -> str:
+    """``args[0] dimension 1``."""
     paths = [
         pytree.keystr(path)
         for path, value in pytree.tree_flatten_with_path((call.args, dict(call.kwargs)))[0]

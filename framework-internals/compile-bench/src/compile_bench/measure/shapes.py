@@ -1,7 +1,7 @@
 """Shapes that change from call to call: what recompiling costs, and which strategy is the cheapest.
 
-Every strategy makes several passes through the same schedule of calls, in a fresh process. What counts is the time of
-all passes together, compiling included: ``first pass + (passes − 1) · a later pass``.
+Every strategy makes several passes through the same schedule of calls, in a fresh process. Strategies are compared by
+the time of all passes together, compiling included: ``first pass + (passes − 1) · a later pass``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from compile_bench.targets.case import Case
 
 Strategy = Literal["eager", "automatic", "static", "dynamic", "mark_dynamic", "buckets", "padding"]
 
-# In the order of the work that they mean for the user: of strategies that cost the same the first is recommended.
+# Sorted by the work that they cause the user. Of strategies that take the same time, the first is recommended.
 STRATEGIES: Mapping[Strategy, str] = {
     "automatic": "torch.compile as it is: a size that changes once is symbolic from then on",
     "eager": "no compiling",

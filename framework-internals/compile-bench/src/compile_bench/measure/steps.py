@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from benchkit import UserError, compare
 from benchkit.environment import cpu_pressure
@@ -23,7 +23,7 @@ from compile_bench.capture.collector import (
     prepare_toolchain,
 )
 from compile_bench.measure.accuracy import compare_with_eager
-from compile_bench.measure.measurements import Accuracy, Compiled, FirstSteps, Memory, Steady, Untuned
+from compile_bench.measure.measurements import Compiled, FirstSteps, Memory, Steady, StepProfile, Untuned
 from compile_bench.measure.profiling import peak_rise, read_profile, record_steps
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.loading import load_target
@@ -32,6 +32,9 @@ from compile_bench.targets.target import Step, Target, describe_error
 
 # The allocator's pool of everything except captured graphs, each of which has its own pool.
 _COMMON_POOL = (0, 0)
+
+# Name of the lock of processes that use the GPU while others compile.
+_GPU = "gpu"
 
 
 def load_case(case: Case) -> Target:
@@ -43,7 +46,7 @@ def load_case(case: Case) -> Target:
 
 
 def toolchain(case: Case) -> float:
-    """Seconds that the first process takes to examine compiler and machine."""
+    """Seconds that Inductor takes in a process to examine compiler and machine."""
     import_compiler()
     return prepare_toolchain(case.device)
 
@@ -56,7 +59,7 @@ def eager(case: Case, *, timing_folder: Path | None = None) -> FirstSteps:
         timing_folder: See :func:`compiled`.
 
     Raises:
-        UserError: If they fail: then nothing can be said about compiling.
+        UserError: If a step fails.
     """
     target = load_case(case)
     step = target.step(target.copied(), train=case.train)
@@ -87,56 +90,67 @@ def compiled(
     """
     target = load_case(case)
     bytes_before = _allocated(case)
-    own = target.copied()
+    model = target.copied()
     with Stopwatch(timing_folder) as importing:
         import_compiler()
     with Stopwatch(timing_folder) as preparing:
         prepare_toolchain(case.device)
     artifact_seconds = _load_artifacts(artifact_in)
-    module = compile_case(own, case)
+    module = compile_case(model, case)
     step = _marked(target.step(module, train=case.train), case)
-    gpu = partial(one_at_a_time, timing_folder, "gpu")  # candidates of autotuning are timed by one process at a time
-    with Collector() as collector, CudaGraphSkips() as skips, autotuning_within(gpu):
+    with Collector() as collector, CudaGraphSkips() as skips, _autotuning_alone(timing_folder):
         seconds = _first_steps(step, case, timing_folder)
     trace = collector.trace(pauses=pauses(timing_folder))
     first = FirstSteps(
-        seconds,
-        importing.seconds,
-        preparing.seconds,
-        artifact_seconds,
-        dict(trace.phases),
-        dict(trace.cache_events),
+        seconds, importing.seconds, preparing.seconds, artifact_seconds, dict(trace.phases), dict(trace.cache_events)
     )
     artifact_bytes = _save_artifacts(artifact_out)
+    found = Compiled(first, trace, no_cudagraphs=_skipped(case, skips), artifact_bytes=artifact_bytes)
     if steady_seconds <= 0:
-        return Compiled(first, trace, artifact_bytes=artifact_bytes, no_cudagraphs=_skipped(case, skips))
-    compiled_peak = _peak(step, case, bytes_before)
-    captured = _captured(case)
+        return found
+    compiled_peak, captured = _peak(step, case, bytes_before), _captured(case)
     bytes_before = _allocated(case)
     eager_step = target.step(target.copied(), train=case.train)
     for _ in range(FIRST_STEPS):
         eager_step()
     memory = Memory(_peak(eager_step, case, bytes_before), compiled_peak + captured, captured)
-    with autotuning_within(gpu):
-        untuned_step = _untuned(target, case)
-    with exclusive(timing_folder):
-        steady = sample(eager_step, step, case, steady_seconds, untuned=untuned_step)
-        recorded = record_steps(eager_step, case.device), record_steps(step, case.device)
-    profiles = read_profile(recorded[0], case.device), read_profile(recorded[1], case.device)
-    del eager_step, untuned_step  # the float64 copies need the memory of their weights and gradients
+    steady, profiles = _sample_and_profile(target, (eager_step, step), case, steady_seconds, timing_folder)
+    del eager_step  # the float64 copies need the memory of its weights and gradients
     _release_memory(case)
-    with gpu():
-        accuracy = _accuracy(target, module, own, case)
+    with one_at_a_time(timing_folder, _GPU):
+        if case.device == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        accuracy = compare_with_eager(target, module, model, train=case.train)
         _release_memory(case)
-    return Compiled(first, trace, steady, accuracy, memory, *profiles, _skipped(case, skips), artifact_bytes)
+    found = replace(found, steady=steady, accuracy=accuracy, memory=memory)
+    return replace(found, eager_profile=profiles[0], compiled_profile=profiles[1])
+
+
+def _sample_and_profile(
+    target: Target, steps: tuple[Step, Step], case: Case, seconds: float, timing_folder: Path | None
+) -> tuple[Steady, list[StepProfile]]:
+    """Sample and profile the eager and the compiled step, both warmed up, while the other processes are stopped."""
+    with _autotuning_alone(timing_folder):
+        untuned = _untuned(target, case)
+    with exclusive(timing_folder):
+        steady = sample(*steps, case, seconds, untuned=untuned)
+        recorded = [record_steps(step, case.device) for step in steps]
+    return steady, [read_profile(each, case.device) for each in recorded]
+
+
+def _autotuning_alone(timing_folder: Path | None) -> AbstractContextManager[object]:
+    """Inside, no two processes time candidates of autotuning on the GPU at once."""
+    return autotuning_within(partial(one_at_a_time, timing_folder, _GPU))
 
 
 def _untuned(target: Target, case: Case) -> Step | None:
     """The step of a mode that autotunes, compiled without autotuning and warmed up.
 
     A step differs between two processes by more than autotuning changes it, so both steps have to be in one process.
-    None for a mode that does not autotune, for nested regions, which mark the class of the blocks and so cannot be
-    compiled twice, and where a third model does not fit in the memory.
+
+    Returns:
+        None for a mode that does not autotune, for nested regions, and where a third model does not fit in the memory.
+        Nested regions mark the class of the blocks and so cannot be compiled twice.
     """
     plain = case.untuned
     if plain is None or case.scope == "nested":
@@ -164,19 +178,20 @@ def _save_artifacts(file: Path | None) -> int:
 
 
 def _skipped(case: Case, skips: CudaGraphSkips) -> tuple[str, ...]:
-    if not wants_cudagraphs(case):
+    """Why CUDA graphs were left out, in PyTorch's words; empty in a mode that does not ask for them."""
+    if not _wants_cudagraphs(case):
         return ()
     return ("a CPU has none",) if case.device == "cpu" else tuple(skips.reasons)
 
 
-def wants_cudagraphs(case: Case) -> bool:
+def _wants_cudagraphs(case: Case) -> bool:
     """Whether the mode of a case asks for CUDA graphs."""
     return case.mode in ("reduce-overhead", "max-autotune")
 
 
 def _marked(step: Step, case: Case) -> Step:
     """The step; with CUDA graphs it first tells torch that the outputs of the step before are no longer needed."""
-    if case.device == "cpu" or not wants_cudagraphs(case):
+    if case.device == "cpu" or not _wants_cudagraphs(case):
         return step
 
     def marked() -> Any:
@@ -191,7 +206,8 @@ def _first_steps(step: Step, case: Case, timing_folder: Path | None) -> tuple[fl
     for _ in range(FIRST_STEPS):
         with Stopwatch(timing_folder) as watch:
             step()
-            _synchronize(case)
+            if case.device == "cuda":
+                torch.cuda.synchronize()
         seconds.append(watch.seconds)
     return tuple(seconds)
 
@@ -229,7 +245,7 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: 
 
 
 def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
-    """Sample a step against a copy of itself several times: any difference that shows is an error of the method.
+    """Sample a step against a copy of itself several times. Any difference is an error of the method.
 
     Args:
         case: The model and the kind of step; nothing is compiled.
@@ -241,13 +257,8 @@ def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:
     return [sample(one, other, case, seconds) for _ in range(runs)]
 
 
-def _accuracy(target: Target, compiled: Callable[..., Any], model: nn.Module, case: Case) -> Accuracy:
-    if case.device == "cuda":
-        torch.compiler.cudagraph_mark_step_begin()
-    return compare_with_eager(target, compiled, model, train=case.train)
-
-
 def _peak(step: Step, case: Case, bytes_before: int) -> int:
+    """Peak memory of a step in bytes: on a GPU above ``bytes_before``, on a CPU without weights."""
     if case.device == "cpu":
         return peak_rise(step)
     torch.cuda.synchronize()
@@ -258,9 +269,10 @@ def _peak(step: Step, case: Case, bytes_before: int) -> int:
 
 
 def _captured(case: Case) -> int:
-    """Bytes that captured graphs keep for their replays, which the allocator counts as free but does not give out.
+    """Bytes that captured graphs keep for their replays.
 
-    They are added to the allocator's peak: a replay does not change the allocator's counts.
+    The allocator counts them as free and does not give them out. A replay does not change the allocator's counts, so
+    these bytes are added to the peak.
     """
     if case.device == "cpu":
         return 0
@@ -276,8 +288,3 @@ def _release_memory(case: Case) -> None:
     """Return the memory that torch's allocator keeps: other processes measure on this GPU too."""
     if case.device == "cuda":
         torch.cuda.empty_cache()
-
-
-def _synchronize(case: Case) -> None:
-    if case.device == "cuda":
-        torch.cuda.synchronize()

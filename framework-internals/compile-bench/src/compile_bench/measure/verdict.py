@@ -1,4 +1,4 @@
-"""Is compiling worth it: after how many steps, with which caches, and is the difference real."""
+"""Is compiling worth it? After how many steps, with which caches, and is the difference real?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compile_bench.targets.case import FIRST_STEPS, Case
 Advice = Literal["compile", "don't", "inconclusive"]
 Difference = Literal["faster", "slower", "none"]
 
-# What each process of a run finds: nothing; what the first process left; artifacts that it loads.
+# What each process of a run finds: nothing, the caches of the first process, or cache artifacts that it loads.
 CacheState = Literal["lost", "kept", "artifact"]
 CACHE_STATES: dict[CacheState, str] = {
     "lost": "empty caches",
@@ -20,13 +20,13 @@ CACHE_STATES: dict[CacheState, str] = {
     "artifact": "cache artifacts",
 }
 
-# Runs that plans are made for: steps of the whole run, and how often it is restarted.
+# The plans are for these runs: steps of the whole run, and how often it is restarted.
 PLAN_STEPS = (100, 1_000, 10_000, 100_000)
 PLAN_RESTARTS = (0, 10)
 
-# Percent of the time in which some task waited for a core; more than this means that other work is running. It slows
-# eager code, whose threads wait for one another, more than a generated loop in one thread: on two cores that other
-# builds kept busy 90 % of the time, two linear layers of 64 came out 51 times faster.
+# Percent of the time in which some task waited for a core. More than this means that other work is running. Eager
+# threads wait for one another, so other work slows eager code more than a generated loop in one thread. On two cores
+# that other builds kept busy 90 % of the time, two compiled linear layers of 64 seemed 51 times as fast.
 BUSY = 25.0
 
 
@@ -67,9 +67,9 @@ class BreakEven:
     """Number of steps after which compiling has paid for itself.
 
     Attributes:
-        steps: At the median speed-up; None means never.
-        low: At the upper end of the speed-up's interval; None means not even there.
-        high: At the lower end of the interval; None means never, or not known.
+        steps: The number at the median speed-up; None means never.
+        low: The number at the upper end of the speed-up's interval; None means never.
+        high: The number at the lower end of the interval; None means never, or not known.
     """
 
     steps: float | None
@@ -107,7 +107,7 @@ class Plan:
         steps: Steps of the whole run, over all its processes.
         restarts: Processes after the first one, for example after preemption.
         cache: What each process finds.
-        advice: As of :class:`Verdict`, for the time of the whole run.
+        advice: Like :attr:`Verdict.advice`, for the time of the whole run.
         ratio: Time of the whole run, eager over compiled.
         low: The ratio at the lower end of the speed-up's interval.
         high: The ratio at the upper end.
@@ -140,11 +140,11 @@ def judge(bench: Measured) -> Verdict:
 
 
 def difference(speedup: Quantity, control: Quantity | None) -> Difference:
-    """Whether one of two steps is faster or slower than the other, or not distinguishable from it.
+    """Whether a step is faster or slower than a reference step, or not distinguishable from it.
 
     Args:
-        speedup: The other step's time over that of the one, with its interval. The interval has to be further from 1
-            than the control's.
+        speedup: The reference step's time over the step's time, with its interval. A difference counts only if the
+            interval is further from 1 than the control's.
         control: Eager's time over its own in the same rounds: what drift, caches and the order of calls do to a ratio.
     """
     low, high = _ends(speedup)
@@ -160,17 +160,24 @@ def difference(speedup: Quantity, control: Quantity | None) -> Difference:
 
 
 def _advice(bench: Measured) -> tuple[Advice, str]:
-    pressure = bench.steady.pressure
     if not bench.accuracy.holds:
         return "don't", bench.accuracy.wrong or "the compiled results are further from float64 than the bound allows"
-    if bench.case.device == "cpu" and pressure is not None and pressure > BUSY:
-        return "inconclusive", f"the machine was busy: some task waited for a core in {pressure:.0f} % of the time"
+    if disturbed := busy(bench):
+        return "inconclusive", disturbed
     seen = difference(bench.steady.speedup, bench.steady.control)
     if seen == "slower":
         return "don't", "the whole interval of the speed-up is below 1 and below what eager shows against itself"
     if seen == "faster":
         return "compile", "the whole interval of the speed-up is above 1 and above what eager shows against itself"
     return "inconclusive", "the interval of the speed-up is within what eager shows against itself"
+
+
+def busy(bench: Measured) -> str:
+    """That other work kept a CPU busy, as a clause; empty if it did not, if that is not known, or on a GPU."""
+    pressure = bench.steady.pressure
+    if bench.case.device != "cpu" or pressure is None or pressure <= BUSY:
+        return ""
+    return f"the machine was busy: some task waited for a core in {pressure:.0f} % of the time"
 
 
 def cost(compiled: FirstSteps, eager: FirstSteps) -> float:
@@ -204,7 +211,8 @@ def plan(bench: Measured, steps: int, restarts: int, cache: CacheState) -> Plan 
         cache: What each process finds; with ``kept``, the first one finds nothing.
 
     Returns:
-        None if the first steps with that cache were not measured, or if ``kept`` is asked of a run without restarts.
+        None if the first steps with that cache were not measured, or if ``cache`` is ``kept`` and there are no
+        restarts.
 
     Raises:
         ValueError: If there are fewer steps than the processes' first ones.
@@ -244,7 +252,7 @@ def plan_rows(bench: Measured) -> list[tuple[int, CacheState, list[Plan]]]:
 
 
 def _starts(bench: Measured, restarts: int, cache: CacheState) -> float | None:
-    """Seconds of the first steps of all processes of a run."""
+    """Seconds of the first steps of all processes of a run; None if they were not measured with that cache."""
     if cache == "lost":
         return (restarts + 1) * bench.cold.total
     if cache == "kept":

@@ -23,10 +23,10 @@ class Autotuned:
     Attributes:
         case: The case that autotunes.
         untuned_mode: The mode that it is compared with.
-        speed: Step of the untuned mode over its own, paired, with its interval.
+        speed: Time of a step in the untuned mode over that of this case, paired, with its interval.
         gain: Seconds gained a step; 0 where the two are not distinguishable.
-        extra_cost: Seconds that autotuning adds to the first steps; None where that is not known.
-        borrowed: Whether these seconds are those of the mode that autotuned the same kernels.
+        extra_cost: Seconds that autotuning adds to the first steps; None if not known.
+        borrowed: Whether ``extra_cost`` was measured in the other mode that autotunes the same kernels.
     """
 
     case: MeasuredCase

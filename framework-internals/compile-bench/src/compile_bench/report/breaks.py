@@ -7,12 +7,15 @@ from typing import Any
 
 from benchkit import numbers
 from benchkit.results import Results
-from compile_bench.capture.trace import Break, Recompile
+from compile_bench.capture.trace import Break
 from compile_bench.measure.records import Compilation, CountedBreaks
 from compile_bench.measure.serialize import plural
 from compile_bench.report.queries import MeasuredCase, in_order, mode_index
 from compile_bench.report.tables import table
 from compile_bench.targets.case import FIRST_STEPS
+
+_BREAK_HEADER = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
+_RECOMPILE_HEADER = ("place", "compiled again", "cause", "guard that failed", "what to do")
 
 
 def counted_breaks(results: Results) -> list[dict[str, Any]]:
@@ -24,7 +27,7 @@ def counted_breaks(results: Results) -> list[dict[str, Any]]:
 
 
 def natural_breaks(results: Results, cases: Sequence[MeasuredCase]) -> list[dict[str, Any]]:
-    """Tables of every measured model with breaks or recompilations; modes in which they are alike share one."""
+    """Tables of every measured model with breaks or recompilations. Modes with equal tables share one."""
     found: dict[tuple[str, ...], tuple[dict[str, Any], list[str]]] = {}
     for case in in_order(results, cases):
         if case.compilation.breaks or case.compilation.recompiles:
@@ -35,7 +38,7 @@ def natural_breaks(results: Results, cases: Sequence[MeasuredCase]) -> list[dict
 
 
 def without_folders(place: str) -> str:
-    """``file.py:LINE`` for a table; the text below a table names the whole path."""
+    """``file.py:LINE`` for a table, without the folders of the file."""
     return place.rpartition("/")[2]
 
 
@@ -49,8 +52,20 @@ def recompile_advice(guard: str, source: str) -> str:
 
 def _tables(title: str, target: str, compilation: Compilation, calls: int) -> dict[str, Any]:
     """Both tables; empty strings where there is nothing."""
-    breaks = [_break_row(each) for each in compilation.breaks]
-    recompiles = [_recompile_row(each) for each in compilation.recompiles]
+    breaks = [
+        (f"`{without_folders(each.place)}`", _code(each), each.category, _reason(each), str(each.times))
+        for each in compilation.breaks
+    ]
+    recompiles = [
+        (
+            f"`{without_folders(each.place)}`",
+            f"`{each.function}`",
+            each.cause,
+            f"`{each.guard}`",
+            recompile_advice(each.guard, each.source),
+        )
+        for each in compilation.recompiles
+    ]
     return {
         "title": title,
         "target": target,
@@ -63,14 +78,6 @@ def _tables(title: str, target: str, compilation: Compilation, calls: int) -> di
     }
 
 
-_BREAK_HEADER = ("line", "code, and where a library breaks that it calls", "category", "reason", "met")
-_RECOMPILE_HEADER = ("place", "compiled again", "cause", "guard that failed", "what to do")
-
-
-def _break_row(entry: Break) -> tuple[str, ...]:
-    return f"`{without_folders(entry.place)}`", _code(entry), entry.category, _reason(entry), str(entry.times)
-
-
 def _code(entry: Break) -> str:
     """The line's code; for a break in a library, the library's line and its place instead."""
     if entry.library:
@@ -81,17 +88,7 @@ def _code(entry: Break) -> str:
 
 
 def _reason(entry: Break) -> str:
-    """PyTorch's title of the break; if a backend failed, the first sentence of the explanation, which says why."""
+    """PyTorch's title of the break. If a backend failed, the first sentence of the explanation, which says why."""
     if entry.category != "backend failed":
         return entry.reason
     return entry.explanation.split("\n")[0].partition(". ")[0]
-
-
-def _recompile_row(entry: Recompile) -> tuple[str, ...]:
-    return (
-        f"`{without_folders(entry.place)}`",
-        f"`{entry.function}`",
-        entry.cause,
-        f"`{entry.guard}`",
-        recompile_advice(entry.guard, entry.source),
-    )

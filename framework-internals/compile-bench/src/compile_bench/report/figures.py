@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from compile_bench.report.queries import (
     Model,
     NamedStart,
     compiled_alone,
+    in_order,
     measured_cases,
     mode_index,
     models,
@@ -57,29 +58,27 @@ _SHAPES = "Time of all passes through the schedule together, compiling included,
 
 def figures(results: Results) -> Sequence[Figure]:
     """The figures that the records suffice for."""
-    return [Figure(name, caption, draw) for name, caption, draw in _figures(results)]
-
-
-def _figures(results: Results) -> Iterator[tuple[str, str, Callable[[], MatplotlibFigure]]]:
+    found: list[Figure] = []
     cases = measured_cases(results)
     if main := compiled_alone(cases):
-        yield "first_step", _FIRST_STEPS, partial(draw_first_steps, named_starts(main))
-        yield "break_even", _BREAK_EVEN, partial(draw_break_even, main)
+        found.append(Figure("first_step", _FIRST_STEPS, partial(draw_first_steps, named_starts(main))))
+        found.append(Figure("break_even", _BREAK_EVEN, partial(draw_break_even, main)))
     if cases:
-        yield "speedup", _SPEEDUP, partial(draw_speedup, cases, models(results, cases))
+        found.append(Figure("speedup", _SPEEDUP, partial(draw_speedup, cases, models(results, cases))))
     if len(tuned := autotuned(results, cases)) > 2:
-        yield "autotuning", _AUTOTUNING, partial(draw_autotuning, tuned, models(results, [each.case for each in tuned]))
+        rows = models(results, [each.case for each in tuned])
+        found.append(Figure("autotuning", _AUTOTUNING, partial(draw_autotuning, tuned, rows)))
     if len(starts := model_starts(results, cases)) > 1:
-        yield "models", _MODELS, partial(draw_first_steps, starts)
+        found.append(Figure("models", _MODELS, partial(draw_first_steps, starts)))
     if studies := ShapesRecord.select(results):
-        yield "shapes", _SHAPES, partial(draw_shapes, studies[0])
+        found.append(Figure("shapes", _SHAPES, partial(draw_shapes, studies[0])))
+    return found
 
 
 def model_starts(results: Results, cases: Sequence[MeasuredCase]) -> list[NamedStart]:
     """The starts with empty caches in mode default, one for each model."""
     found = [case for case in cases if case.mode == "default" and not case.record.tuned]
-    order = models(results, found)
-    return [NamedStart(title(case), "", case.cold) for case in sorted(found, key=lambda case: order.index(case.model))]
+    return [NamedStart(title(case), "", case.cold) for case in in_order(results, found)]
 
 
 def draw_first_steps(starts: Sequence[NamedStart]) -> MatplotlibFigure:
@@ -116,7 +115,7 @@ def draw_first_steps(starts: Sequence[NamedStart]) -> MatplotlibFigure:
 
 
 def _annotate(axes: Axes, text: str, place: tuple[float, float], right: int, coordinates: Any) -> None:
-    """Text at some points to the right of a place."""
+    """Write text ``right`` points to the right of a place."""
     axes.annotate(text, place, xycoords=coordinates, xytext=(right, 0), textcoords="offset points", va="center")
 
 
@@ -135,7 +134,7 @@ def draw_speedup(cases: Sequence[MeasuredCase], rows: Sequence[Model]) -> Matplo
 
 
 def _modes(cases: Sequence[MeasuredCase]) -> list[str]:
-    """The modes of cases: PyTorch's in their order, then those with a scope."""
+    """The modes of the cases: PyTorch's in their order, then those with a scope."""
     return sorted({case.mode for case in cases}, key=lambda mode: (mode_index(mode), mode))
 
 

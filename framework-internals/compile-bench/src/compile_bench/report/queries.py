@@ -25,11 +25,11 @@ Model = tuple[str, str]  # target and kind
 
 Entry = TypeVar("Entry", "MeasuredCase", FailedCell, "MeasuredCase | FailedCell")
 
-# States of the caches that first steps were measured with: field of a case, name for a reader.
+# States of the caches in which first steps were measured: the field of a case, and a name for a reader.
 CACHES = {"cold": "empty caches", "warm": "warm caches", "mega": "cache artifacts"}
 TUNED = "choices of autotuning"
 
-# The part of the first steps that is no compiling.
+# The part of the first steps that is not compiling.
 RUNNING = "running the steps"
 
 
@@ -128,13 +128,8 @@ def compiled_alone(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
     return [case for case in cases if case.compiled_alone]
 
 
-def unswept(cases: Iterable[MeasuredCase]) -> list[MeasuredCase]:
-    """The cases of the main job."""
-    return [case for case in cases if not case.swept]
-
-
 def headline(cases: Sequence[MeasuredCase]) -> MeasuredCase:
-    """The case that a report opens with: the first in mode default, the honest loop if the main job has run."""
+    """The case that a report opens with: the first in mode default."""
     return next((case for case in cases if case.mode == "default"), cases[0])
 
 
@@ -145,13 +140,14 @@ def case_named(cases: Iterable[MeasuredCase], model: Model, mode: str) -> Measur
 
 def title(case: MeasuredCase | FailedCell | ShapesRecord, *, mode: bool = True) -> str:
     """A case for a reader: target, kind, and mode and scope unless they are the usual ones."""
-    text = f"{case.target} {case.kind}" if not isinstance(case, MeasuredCase) else " ".join(case.model)
+    record: CaseRecord | FailedCell | ShapesRecord = case.record if isinstance(case, MeasuredCase) else case
+    text = f"{record.target} {record.kind}"
     unusual = case.mode.removeprefix("default").removeprefix(", ")
     return f"{text}, {unusual}" if mode and unusual else text
 
 
 def models(results: Results, entries: Iterable[MeasuredCase | FailedCell]) -> list[Model]:
-    """Target and kind of all entries, in the order of the sweep's groups if there was a sweep, else as they come."""
+    """Target and kind of all entries: in the order of the sweep's groups after a sweep, else in their own order."""
     found = dict.fromkeys(entry.model for entry in entries)
     if not SweepCall.select(results):
         return list(found)
@@ -160,13 +156,9 @@ def models(results: Results, entries: Iterable[MeasuredCase | FailedCell]) -> li
 
 
 def in_order(results: Results, entries: Sequence[Entry]) -> list[Entry]:
-    """Entries by model and kind, and within these by mode; a sweep adds them as they end."""
+    """Entries sorted by model and kind, and then by mode. A sweep records them in the order in which they end."""
     order = models(results, entries)
-
-    def place(entry: MeasuredCase | FailedCell) -> tuple[int, int]:
-        return order.index(entry.model), mode_index(entry.mode)
-
-    return sorted(entries, key=place)
+    return sorted(entries, key=lambda entry: (order.index(entry.model), mode_index(entry.mode)))
 
 
 def mode_index(mode: str) -> int:
@@ -175,7 +167,7 @@ def mode_index(mode: str) -> int:
 
 
 def start_parts(start: FirstSteps) -> dict[str, float]:
-    """Seconds of the parts of the first steps, in the order they happen; 0 for a part that did not."""
+    """Seconds of the parts of the first steps, in the order they happen; 0 for a part that did not happen."""
     return {
         "import of the compiler": start.import_seconds,
         "toolchain check": start.toolchain_seconds,

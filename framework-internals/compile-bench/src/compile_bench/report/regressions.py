@@ -8,9 +8,9 @@ from benchkit import numbers
 from benchkit.results import Results
 from compile_bench.measure.measurements import KernelTime
 from compile_bench.report.queries import MeasuredCase, Model, in_order, title
-from compile_bench.report.tables import table
+from compile_bench.report.tables import eager_to_compiled, table
 
-# Kernels that a row names for eager and for compiled.
+# Number of kernels that a row names for eager, and for compiled.
 _NAMED = 3
 
 # Backends of fused attention differ in their number of kernels: 3 to 5, forward and backward. With fewer than this
@@ -21,7 +21,7 @@ _STILL_FUSED = 0.5
 def slower_table(results: Results, cases: Sequence[MeasuredCase]) -> str:
     """A row for every model and kind with a slower compiled step, in the first such mode; empty without any.
 
-    Only for a GPU, whose own time was recorded.
+    Only a run on a GPU has rows, since they show the GPU's time.
     """
     rows: dict[Model, tuple[str, ...]] = {}
     for case in in_order(results, cases):
@@ -49,13 +49,9 @@ def _row(case: MeasuredCase) -> tuple[str, ...]:
     before, after = case.record.eager_profile, case.record.compiled_profile
     if before is None or after is None or before.busy_seconds is None or after.busy_seconds is None:
         return ()
-    steps = _seconds(case.steady.eager.value, case.steady.compiled.value)
-    busy = _seconds(before.busy_seconds, after.busy_seconds)
+    steps = eager_to_compiled(case.steady.eager.value, case.steady.compiled.value, "s")
+    busy = eager_to_compiled(before.busy_seconds, after.busy_seconds, "s")
     return title(case), steps, busy, _kernels(before.costliest), _kernels(after.costliest)
-
-
-def _seconds(eager: float, compiled: float) -> str:
-    return f"{numbers.with_unit(eager, 's')} → {numbers.with_unit(compiled, 's')}"
 
 
 def _kernels(costliest: Sequence[KernelTime]) -> str:

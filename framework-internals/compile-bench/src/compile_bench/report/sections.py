@@ -23,7 +23,6 @@ from compile_bench.report.queries import (
     measured_cases,
     named_starts,
     title,
-    unswept,
 )
 from compile_bench.report.regressions import attention_table, slower_table
 from compile_bench.report.shapes import shapes_section
@@ -59,7 +58,7 @@ def finding(results: Results) -> str:
 def context(results: Results) -> dict[str, Any]:
     """The template's variables."""
     cases = measured_cases(results)
-    main_job, undisturbed = unswept(cases), compiled_alone(cases)
+    main_job, undisturbed = [case for case in cases if not case.swept], compiled_alone(cases)
     on_gpu = results.environment.gpu is not None
     toolchain = Toolchain.select(results)
     return {
@@ -98,18 +97,17 @@ REPORT = ReportSpec("compile_bench", context, figures, finding, migrate)
 
 
 def _answers(case: MeasuredCase) -> list[tuple[str, str]]:
-    """The four lines on the case that opens the report: costs, gives, breaks, when."""
+    """The four lines on the case that opens the report: what it costs, gives and breaks, and when to use it."""
     compilation, accuracy = case.compilation, case.accuracy
-    broken = f"{plural(len(compilation.breaks), 'graph break')} and " + plural(
-        len(compilation.recompiles), "recompilation"
-    )
+    breaks = plural(len(compilation.breaks), "graph break")
+    recompiles = plural(len(compilation.recompiles), "recompilation")
     compared = "outputs and gradients" if accuracy.gradient else "outputs"
     within = f"{compared} {'within' if accuracy.holds else 'outside'} their bound against float64"
     right = accuracy.skipped or accuracy.wrong or within
     return [
         ("It costs", f"{_costs(case)} than eager for the first {FIRST_STEPS} steps ({title(case)})."),
         ("It gives", f"a step {numbers.quantity(case.steady.speedup)} as fast{_memory_clause(case)}."),
-        ("It breaks", f"{broken} in {plural(compilation.graphs, 'graph')}; {right}."),
+        ("It breaks", f"{breaks} and {recompiles} in {plural(compilation.graphs, 'graph')}; {right}."),
         ("Use it when", f"{_advice(case)}."),
     ]
 
@@ -143,7 +141,7 @@ def _advice(case: MeasuredCase) -> str:
 
 
 def _controls(cases: Sequence[MeasuredCase]) -> dict[str, int]:
-    """How often eager against itself came out as no difference."""
+    """How many comparisons of eager with itself have an interval around 1, and how many there are."""
     controls = [case.steady.control for case in cases if case.steady.control is not None]
     within = sum(control.low is not None and control.low <= 1 <= (control.high or 0) for control in controls)
     return {"within": within, "all": len(controls)}

@@ -15,7 +15,7 @@ from compile_bench.measure.records import FailedCell, SweepCall
 from compile_bench.measure.serialize import plural
 from compile_bench.report.autotuning import MARK
 from compile_bench.report.queries import MeasuredCase, Model, case_named, in_order, models, title
-from compile_bench.report.tables import peak_memory, profile_counts, table
+from compile_bench.report.tables import eager_to_compiled, peak_memory, profile_counts, table
 from compile_bench.sweep.cells import missing
 from compile_bench.targets.case import MODES
 
@@ -27,7 +27,10 @@ ALONE = "ᶜ"
 
 
 def sweep_section(results: Results, cases: Sequence[MeasuredCase]) -> dict[str, Any]:
-    """Speed-up by model and mode, and what a sweep has left out; empty for fewer than three models and no sweep."""
+    """Speed-up by model and mode, and the cells that a sweep has not measured.
+
+    Empty without a sweep if there are fewer than three models.
+    """
     failed = FailedCell.select(results)
     outcomes: list[MeasuredCase | FailedCell] = [*cases, *failed]
     rows = models(results, outcomes)
@@ -40,7 +43,7 @@ def sweep_section(results: Results, cases: Sequence[MeasuredCase]) -> dict[str, 
     costs = [_compile_cost(case_named(cases, model, "default"), processes) for model in rows]
     broken = {(each.model, each.mode) for each in failed}
     speedups = [[_speedup(case_named(cases, model, mode), (model, mode) in broken) for mode in modes] for model in rows]
-    swept = in_order(results, [case for case in cases if case.swept])
+    swept = [case for case in cases if case.swept]
     return {
         "table": markdown_table(
             ["case", "compile cost, default", *modes],
@@ -49,12 +52,12 @@ def sweep_section(results: Results, cases: Sequence[MeasuredCase]) -> dict[str, 
         "counts": {advice: advices.count(advice) for advice in ("compile", "inconclusive", "don't")},
         "processes": processes,
         "alone": any(ALONE in cost for cost in costs),
-        "not_compared": _not_compared([case for case in cases if case.swept]),
+        "not_compared": _not_compared(swept),
         "models": len({target for target, _ in rows}),
         "kinds": " and ".join(sorted({kind for _, kind in rows}, reverse=True)),
         "calls": [_call(call, cases, failed) for call in calls],
-        "cells": _cell_table(swept, on_gpu=results.environment.gpu is not None),
-        "drift": _drift([case for case in cases if case.swept]),
+        "cells": _cell_table(in_order(results, swept), on_gpu=results.environment.gpu is not None),
+        "drift": _drift(swept),
         "failed": [(title(each), each.why) for each in in_order(results, failed)],
         "missing": _missing(results) if calls else [],
     }
@@ -82,7 +85,7 @@ def _call(call: SweepCall, cases: Sequence[MeasuredCase], failed: Sequence[Faile
 
 
 def _missing(results: Results) -> list[tuple[str, str]]:
-    """Model and kind, and the modes that no call of the sweep has reached."""
+    """Models and kinds with modes that no call of the sweep has reached, and these modes."""
     modes: dict[str, list[str]] = {}
     for case in missing(results):
         modes.setdefault(f"{case.target} {case.kind}", []).append(case.mode)
@@ -94,14 +97,13 @@ def _cell_table(cases: Sequence[MeasuredCase], *, on_gpu: bool) -> str:
     rows = []
     for case in cases:
         counts = [profile_counts(case, name) for name in ("kernels", "launches") if on_gpu]
-        steps = (numbers.with_unit(step.value, "s") for step in (case.steady.eager, case.steady.compiled))
         rows.append(
             (
                 title(case, mode=False),
                 case.mode,
                 numbers.with_unit(case.cold.total, "s") + MARK * case.record.tuned,
                 numbers.with_unit(sum(case.cold.phases.values()), "s"),
-                " → ".join(steps),
+                eager_to_compiled(case.steady.eager.value, case.steady.compiled.value, "s"),
                 peak_memory(case),
                 *counts,
                 numbers.count(case.compilation.graphs),

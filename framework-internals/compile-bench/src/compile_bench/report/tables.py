@@ -147,13 +147,16 @@ def profile_counts(case: MeasuredCase, name: str) -> str:
 def peak_memory(case: MeasuredCase) -> str:
     """Peak memory of a step, eager → compiled."""
     memory = case.record.memory
-    if memory is None:
-        return "–"
-    return " → ".join(numbers.with_unit(peak, "B") for peak in (memory.eager, memory.compiled))
+    return "–" if memory is None else eager_to_compiled(memory.eager, memory.compiled, "B")
+
+
+def eager_to_compiled(eager: float, compiled: float, unit: str) -> str:
+    """A figure of eager and of compiled, eager → compiled."""
+    return f"{numbers.with_unit(eager, unit)} → {numbers.with_unit(compiled, unit)}"
 
 
 def cudagraph_reasons(cases: Sequence[MeasuredCase]) -> list[tuple[str, str]]:
-    """Cases that asked for CUDA graphs and did not get them, and why; the cases of one reason together."""
+    """Cases that asked for CUDA graphs and did not get them, grouped by reason."""
     titles: dict[str, list[str]] = {}
     for case in cases:
         if case.record.no_cudagraphs:

@@ -9,21 +9,17 @@ from typing import Any
 from benchkit import numbers
 from benchkit.results import Results
 from compile_bench.capture.reasons import cause_of
+from compile_bench.fixes.types import Fix
 from compile_bench.measure.serialize import plural
 from compile_bench.report.breaks import recompile_advice, without_folders
 from compile_bench.report.tables import table
 from compile_bench.triage.serialize import CombinedFix, FailedGuard, FindingRecord, TriageSummary
+from compile_bench.triage.types import Finding
 
-_FINDING_HEADER = (
-    "line",
-    "code",
-    "category",
-    "in",
-    "time lost per step",
-    "bytes handed over",
-    "compile time",
-    "verified fix",
-)
+# The columns of :func:`cost_cells`.
+COST_HEADER = ("in", "time lost per step", "bytes handed over", "compile time", "verified fix")
+
+_FINDING_HEADER = ("line", "code", "category", *COST_HEADER)
 _RECOMPILE_HEADER = ("recompiled at", "cause", "guard that failed", "what to do")
 
 
@@ -35,36 +31,41 @@ def triage_context(results: Results) -> dict[str, Any]:
 def _triage_report(summary: TriageSummary, results: Results) -> dict[str, Any]:
     """Tables and sentences on one target."""
     findings = FindingRecord.select(results, target=summary.target)
-    collecting = summary.collect_seconds / summary.trace_seconds * 100 if summary.trace_seconds else None
+    rows = [
+        (_place(each), f"`{each.source}`" if each.source else "", each.category, *cost_cells(each)) for each in findings
+    ]
+    trace_seconds = summary.trace_seconds
     return {
         "target": summary.target,
         "kinds": " and ".join(summary.kinds),
         "count": plural(len(findings), "finding"),
         "costliest": _costliest(findings),
-        "table": table(_FINDING_HEADER, [_row(each) for each in findings], left=4),
+        "table": table(_FINDING_HEADER, rows, left=4),
         "not_measured": _not_measured(findings),
         "shared": any(each.cost is not None and each.cost.breaks_between > 1 for each in findings),
         "recompiles": plural(len(summary.recompiles), "cause"),
         "recompile_table": table(_RECOMPILE_HEADER, [_recompile_row(each) for each in summary.recompiles], left=4),
         "fixed": [_fixed(each) for each in findings if each.fix is not None and each.fix.accepted],
-        "refused": [_refused(each) for each in findings if each.fix is not None and not each.fix.accepted],
-        "combined": next((_combined(each) for each in CombinedFix.select(results, target=summary.target)), ""),
-        "collecting": "" if collecting is None else f"{collecting:.1f} %",
+        "refused": [
+            {"place": _place(each), "title": each.fix.title, "verdict": each.fix.verdict}
+            for each in findings
+            if each.fix is not None and not each.fix.accepted
+        ],
+        "combined": next((combined_table(each) for each in CombinedFix.select(results, target=summary.target)), ""),
+        "collecting": numbers.percent(summary.collect_seconds / trace_seconds) if trace_seconds else "",
         "absent": summary.absent,
     }
 
 
-def _row(each: FindingRecord) -> tuple[str, ...]:
-    cost = each.cost
+def cost_cells(finding: Finding | FindingRecord) -> tuple[str, ...]:
+    """The kinds of step in which a line breaks, what that costs, and whether there is a verified fix."""
+    cost, fix = finding.cost, finding.fix
     return (
-        _place(each),
-        f"`{each.source}`" if each.source else "",
-        each.category,
-        "both" if len(each.kinds) > 1 else each.kinds[0],
+        "both" if len(finding.kinds) > 1 else finding.kinds[0],
         "–" if cost is None or cost.time_lost is None else numbers.with_unit(cost.time_lost.value, "s"),
         "–" if cost is None else numbers.with_unit(cost.output_bytes, "B"),
         "–" if cost is None else numbers.with_unit(cost.compile_seconds, "s"),
-        "–" if each.fix is None else ("yes" if each.fix.accepted else "no"),
+        "–" if fix is None else ("yes" if fix.accepted else "no"),
     )
 
 
@@ -115,12 +116,8 @@ def _fixed(each: FindingRecord) -> dict[str, Any]:
     }
 
 
-def _refused(each: FindingRecord) -> dict[str, str]:
-    assert each.fix is not None
-    return {"place": _place(each), "title": each.fix.title, "verdict": each.fix.verdict}
-
-
-def _combined(combined: CombinedFix) -> str:
+def combined_table(combined: CombinedFix | Fix) -> str:
+    """The model before and after the combined fix."""
     rows = [
         (
             when,
@@ -130,5 +127,6 @@ def _combined(combined: CombinedFix) -> str:
             "–" if figures.compile_seconds is None else numbers.with_unit(figures.compile_seconds, "s"),
         )
         for when, figures in (("before", combined.before), ("after", combined.after))
+        if figures is not None
     ]
     return table([combined.title, "breaks", "graphs", "step (p20–p80)", "first steps"], rows)

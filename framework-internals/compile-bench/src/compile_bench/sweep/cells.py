@@ -1,4 +1,4 @@
-"""The cells of a sweep: which there are, which are missing, and the order in which they begin."""
+"""The cells of a sweep: all, the missing ones, and the order in which they begin."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from benchkit.results import Results
 from compile_bench.measure.records import CaseRecord, FailedCell
 from compile_bench.targets.case import Case
 
-# The order of modes within a group of models. Autotuning takes longest and is begun first, but not in the last group:
-# no other work follows there, and a time limit should cut off autotuning rather than anything else.
+# The order of modes within a group of models. Autotuning takes longest, so it begins first. In the last group it begins
+# last: no other work follows there, and a time limit should cut off autotuning rather than anything else.
 _PAIR = ("max-autotune-no-cudagraphs", "max-autotune")
 _MODES_IN_ORDER = (_PAIR, ("default",), ("reduce-overhead",))
 _MODES_OF_LAST_GROUP = (("default",), ("reduce-overhead",), _PAIR)
 
-# Cells that are measured one after the other: the second of a pair finds in its cache what autotuning chose in the
+# Cells that are measured one after the other. The second of a pair finds in its cache what autotuning chose in the
 # first.
 Unit = tuple[Case, ...]
 

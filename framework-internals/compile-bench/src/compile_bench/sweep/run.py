@@ -26,19 +26,19 @@ from benchkit.run import Run
 from compile_bench.measure.harness import Harness
 from compile_bench.measure.measurements import Bench, FirstSteps
 from compile_bench.measure.records import EagerStart, FailedCell, SweepCall
-from compile_bench.measure.serialize import case_record, eager_record
+from compile_bench.measure.serialize import case_record, new_eager_records
 from compile_bench.sweep.cells import Unit, missing, units
 from compile_bench.targets.case import Case
 
 # How a process that ran out of a GPU's memory ends.
 MEMORY = re.compile(r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 
-# A cell, its measurements or what went wrong, and the seconds that it took.
+# A cell, its measurements or its error, and the seconds that it took.
 Answer = tuple[Case, Bench | Exception, float]
 
 
 def sweep(run: Run, repository: Path, seconds: float | None) -> None:
-    """Measure the cells that are missing, and keep each at once.
+    """Measure the cells that are missing, and record each as soon as it is measured.
 
     Args:
         run: Its configuration and records say what is missing.
@@ -66,7 +66,7 @@ class _Sweep:
         self._timing_folder = harness.folder / "exclusive-timing"
 
     def measure_missing(self) -> None:
-        """Measure what is missing, in several processes; then again, one by one, what had no memory beside others."""
+        """Measure missing cells in several processes, then one by one those that ran out of memory beside others."""
         wanted = missing(self.run.recorder.results)
         if not wanted:
             return
@@ -81,7 +81,7 @@ class _Sweep:
         self._measure([(case,) for case in without_memory], 1)
 
     def _measure(self, work: Sequence[Unit], processes: int) -> list[Case]:
-        """Record every cell as it comes, and return those that found no memory beside others."""
+        """Record every cell as soon as it is measured, and return those that ran out of memory beside others."""
         without_memory: list[Case] = []
         for case, found, seconds in self._answered(work, processes):
             if isinstance(found, ChildCancelled):
@@ -99,13 +99,11 @@ class _Sweep:
 
     def _keep(self, bench: Bench, processes: int, seconds: float) -> None:
         """Record a cell, and its first eager steps if no other mode's cell has."""
-        case = bench.case
-        known = self.run.recorder.results.select(EagerStart.record_name, target=case.target, kind=case.kind)
         record = case_record(bench, self.repository, processes=processes, sweep_call=self.call, sweep_seconds=seconds)
-        self.run.add_all([*([] if known else [eager_record(case, bench.eager)]), record])
+        self.run.add_all([*new_eager_records(bench, self.run.recorder.results), record])
 
     def _answered(self, work: Sequence[Unit], processes: int) -> Iterator[Answer]:
-        """One answer for every cell, in the order they come."""
+        """One answer for every cell, in the order in which they end."""
         waiting = deque(work)
         timing = ExclusiveTiming(self._timing_folder, self.harness.groups)
         self.harness.stopped_seconds = timing.stopped_seconds
@@ -130,7 +128,7 @@ class _Sweep:
                 unit = waiting.popleft()
             except IndexError:  # another thread was first
                 return
-            # `_answered` waits for an answer for each cell, so nothing that can fail is outside of `_measured`.
+            # `_answered` waits for an answer for each cell, so everything that can fail is inside `_measured`.
             cache, before = None, None
             for case in unit:
                 start = time.monotonic()
@@ -142,7 +140,7 @@ class _Sweep:
     def _measured(
         self, case: Case, cache: Path | None, before: Bench | Exception | None
     ) -> tuple[Bench | Exception, Path | None]:
-        """The measurements of a cell, or what went wrong, and its cache; ``before`` is the first cell of a pair."""
+        """The measurements of a cell, or its error, and its cache. ``before`` is the answer of the first of a pair."""
         if isinstance(before, (ChildFailure, UserError)):
             why = f"not begun, since the mode that autotunes the same kernels failed: {before}"
             return type(before)(why), cache
@@ -158,12 +156,12 @@ class _Sweep:
                 tuned=before is not None,
             )
             return bench, cache
-        except Exception as error:  # of any kind: another thread waits for the answer, and raises our own mistakes
+        except Exception as error:  # of any kind: another thread waits for the answer, and raises an unexpected error
             return error, cache
 
 
 class _EagerSteps:
-    """First eager steps by model and kind: all modes share them, so they are measured once over all calls."""
+    """First eager steps by model and kind. All modes share them, so they are measured once over all calls."""
 
     def __init__(self, harness: Harness, results: Results) -> None:
         self._harness = harness
@@ -173,7 +171,7 @@ class _EagerSteps:
         self._locks: dict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
 
     def of(self, case: Case, timing_folder: Path) -> FirstSteps:
-        """The steps of a case. A failure is raised again for its other modes, unless memory was missing."""
+        """The steps of a case. A failure is raised again for its other modes, unless it ran out of memory."""
         key = (case.target, case.kind)
         with self._locks[key]:
             if key not in self._found:

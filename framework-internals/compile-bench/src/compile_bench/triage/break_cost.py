@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from compile_bench.capture.trace import Break, CompileTrace
 from compile_bench.fixes.types import Figures
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.tracing import own_model
+from compile_bench.measure.survey.types import place_of
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.overlay import Overlay, overlaid
 from compile_bench.targets.randomness import seed_everything
@@ -36,7 +38,7 @@ _MOST_SECONDS = 3.0
 _SETTLING_STEPS = 12
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Gap:
     """The time from the end of one graph to the start of the next, within a step.
 
@@ -44,13 +46,27 @@ class _Gap:
         before: Compile id of the graph before.
         after: Compile id of the graph after.
         seconds: One value for every step.
-        functions: The user's functions (file and name) that ran meanwhile.
+        functions: The user's functions (file and name) that ran in between.
     """
 
     before: str
     after: str
     seconds: tuple[float, ...]
     functions: frozenset[tuple[str, str]]
+
+
+class _Run(NamedTuple):
+    """One run of a graph.
+
+    Attributes:
+        identity: Compile id of the graph.
+        start: Begin, of ``time.perf_counter()``.
+        end: End, likewise.
+    """
+
+    identity: str
+    start: float
+    end: float
 
 
 class GapProfiler:
@@ -61,7 +77,6 @@ class GapProfiler:
         self._on = False
         self._compiled = 0
         self._runs: list[tuple[str, float, float]] = []
-        self._entered: list[tuple[int, str, str, bool]] = []
 
     def __call__(self, module: Any, inputs: list[Any]) -> Callable[..., Any]:
         """Compile a graph."""
@@ -87,7 +102,7 @@ class GapProfiler:
         """
         functions = self._functions(step)
         self._on = True
-        steps: list[list[tuple[str, float, float]]] = []
+        steps: list[list[_Run]] = []
         seconds: list[float] = []
         begin = time.perf_counter()
         while len(steps) < _STEPS and (len(steps) < 3 or time.perf_counter() - begin < _MOST_SECONDS):
@@ -95,23 +110,23 @@ class GapProfiler:
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
-            steps.append(list(self._runs))
+            steps.append([_Run(*run) for run in self._runs])
         self._on = False
-        order = [identity for identity, _, _ in steps[-1]]
-        alike = [runs for runs in steps if [identity for identity, _, _ in runs] == order]
+        order = [run.identity for run in steps[-1]]
+        alike = [runs for runs in steps if [run.identity for run in runs] == order]
         gaps = [
             _Gap(
-                order[index],
-                order[index + 1],
-                tuple(runs[index + 1][1] - runs[index][2] for runs in alike),
-                functions.get(index + 1, frozenset()),
+                before,
+                after,
+                tuple(runs[index].start - runs[index - 1].end for runs in alike),
+                functions.get(index, frozenset()),
             )
-            for index in range(len(order) - 1)
+            for index, (before, after) in enumerate(pairwise(order), 1)
         ]
         return gaps, seconds
 
     def settle(self, step: Callable[[], Any]) -> bool:
-        """Run steps until one compiles nothing: a gap with a compilation in it does not tell Python's part.
+        """Run steps until one compiles nothing, since a gap that contains a compilation is not Python time.
 
         Returns:
             Whether there was such a step.
@@ -124,7 +139,7 @@ class GapProfiler:
         return False
 
     def _functions(self, step: Callable[[], Any]) -> dict[int, frozenset[tuple[str, str]]]:
-        """The user's functions that ran before graph number n, since the graph before it."""
+        """For every graph of a step, by its index: the user's functions that ran since the graph before it."""
         user_code = user_code_filter()
         active: list[tuple[str, str]] = []
         seen: dict[int, set[tuple[str, str]]] = {}
@@ -177,15 +192,15 @@ def cost(case: Case, *, overlay: Overlay | None = None) -> BreakCosts:
             settled = profiler.settle(step)
         limits = recompile_limits((*trace.breaks, *collector.trace().breaks))
         gaps, seconds = profiler.gaps(step)
-    breaks = {(each.file, each.line): each for each in trace.breaks}
+    breaks = {place_of(each): each for each in trace.breaks}
     gaps_at = {place: _gaps_of(each, gaps) if settled else [] for place, each in breaks.items()}
     costs = {
         place: BreakCost(
-            _sum(gaps_at[place]),
-            max((_breaks_in(gap, gaps_at) for gap in gaps_at[place]), default=1),
-            sum(profiler.outputs.get(gap.before, 0) for gap in gaps_at[place]),
-            _compile_seconds(each, trace),
-            "" if gaps_at[place] else why_not_measured(each, settled=settled, limits=limits),
+            time_lost=_sum(gaps_at[place]),
+            breaks_between=max((sum(gap in own for own in gaps_at.values()) for gap in gaps_at[place]), default=1),
+            output_bytes=sum(profiler.outputs.get(gap.before, 0) for gap in gaps_at[place]),
+            compile_seconds=_compile_seconds(each, trace),
+            not_measured="" if gaps_at[place] else why_not_measured(each, settled=settled, limits=limits),
         )
         for place, each in breaks.items()
     }
@@ -246,11 +261,8 @@ def _gaps_of(found: Break, gaps: Sequence[_Gap]) -> list[_Gap]:
 
 
 def _number(compile_id: str) -> int:
+    """The number of the compiled frame, from its compile id such as ``3/0``."""
     return int(compile_id.split("/")[0])
-
-
-def _breaks_in(gap: _Gap, gaps_at: dict[tuple[str, int], list[_Gap]]) -> int:
-    return sum(any(gap is other for other in gaps) for gaps in gaps_at.values())
 
 
 def _sum(gaps: Sequence[_Gap]) -> Quantity | None:
@@ -271,5 +283,6 @@ def _compile_seconds(found: Break, trace: CompileTrace) -> float:
 
 
 def _bytes(result: Any) -> int:
+    """Bytes of the tensors that a graph returns."""
     tensors = [each for each in (result if isinstance(result, (tuple, list)) else [result]) if isinstance(each, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

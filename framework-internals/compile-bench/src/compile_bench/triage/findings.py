@@ -1,4 +1,4 @@
-"""Findings out of surveys: one for every place and reason, with the catalogue's advice."""
+"""Turns surveys into findings: one for every place and reason, with the catalogue's advice."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from compile_bench.fixes.source import Source, head_end
 from compile_bench.measure.survey.types import Kind, Survey
 from compile_bench.triage.types import Finding
 
-# Hints of PyTorch that are no advice: a model that fails eagerly is no target, a user does not write Dynamo's rules
-# or file its issues, and the value that Dynamo cannot reconstruct is seldom the returned one.
+# Hints of PyTorch that are no advice here. A model that fails eagerly is no target. A user does not write Dynamo's
+# rules or file its issues. The value that Dynamo cannot reconstruct is seldom the returned one.
 _NO_ADVICE = re.compile(
     "Your code may result in an error when running in eager|It may be possible to write Dynamo tracing rules"
     "|[Rr]eport an issue|file an issue|If Dynamo is attempting to trace a return statement"
@@ -36,7 +36,8 @@ def findings_of(surveys: Sequence[Survey]) -> list[Finding]:
     found: dict[tuple[str, int, str, str], Finding] = {}
     for survey in surveys:
         new = [finding_of_break(each, seeds, survey) for each, seeds in zip(survey.breaks, survey.seeds, strict=True)]
-        for each in [*new, *(finding_of_silent(silent, survey) for silent in survey.eager)]:
+        new += [finding_of_silent(each, survey) for each in survey.eager]
+        for each in new:
             key = (each.file, each.line, each.reason, each.library)
             found[key] = each if key not in found else _merged(found[key], each)
     return list(found.values())

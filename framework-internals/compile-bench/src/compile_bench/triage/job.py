@@ -17,7 +17,7 @@ from compile_bench.triage.serialize import triage_report_records
 
 
 def configure_triage(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Names of targets, and whether to triage them with Inductor (break costs, fixes) or to count breaks alone."""
+    """The targets, and whether to triage them in full (break costs, fixes) or to count breaks alone."""
     return {"triage": ["planted"], "triage_in_full": not quick}
 
 

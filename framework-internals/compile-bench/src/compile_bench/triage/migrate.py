@@ -17,7 +17,7 @@ def migrate_triage_record(record: Record) -> Record | None:
     """Today's form of a triage record of version 0.1, with the same figures; None of any other record."""
     if record.name == "bill":
         return _summary(record).record()
-    # Today's findings have the same name, and the number of meetings in their data.
+    # Today's findings have the same name; their data contains how often each was met.
     if record.name == "finding" and "met" in record.values:
         return _finding(record).record()
     if record.name == "mended":
@@ -31,13 +31,12 @@ def _summary(old: Record) -> TriageSummary:
         tuple(old.data["kinds"]),
         old["tracing"].value,
         old["collecting"].value,
-        tuple(_failed_guard(each) for each in old.data["recompiles"]),
+        tuple(
+            FailedGuard(each["file"], each["line"], each["guard"], each.get("source", ""), each.get("called from", ""))
+            for each in old.data["recompiles"]
+        ),
         tuple(old.data["absent"]),
     )
-
-
-def _failed_guard(old: dict[str, Any]) -> FailedGuard:
-    return FailedGuard(old["file"], old["line"], old["guard"], old.get("source", ""), old.get("called from", ""))
 
 
 def _finding(old: Record) -> FindingRecord:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 from benchkit import UserError
 from benchkit.processes import ChildFailure, deferred_module
-from compile_bench.capture.trace import Break, Recompile
+from compile_bench.capture.trace import Recompile
 from compile_bench.fixes.fixer import Fixer, FixResults, patch_root
 from compile_bench.fixes.types import Figures, Fix
 from compile_bench.measure.harness import Harness
-from compile_bench.measure.survey.types import Survey
+from compile_bench.measure.survey.types import Survey, place_of
 from compile_bench.targets.case import Case
 from compile_bench.triage.findings import finding_of_break, finding_of_silent, findings_of
 from compile_bench.triage.types import BreakCosts, Finding, TriageReport
@@ -42,10 +42,10 @@ def run_triage(
     """Find what keeps a target out of graphs, measure what it costs, and fix what can be fixed.
 
     Args:
-        harness: Runs every step of it in a fresh process.
+        harness: Runs every survey and every measurement in a fresh process.
         case: The target; its ``train`` does not matter.
         kinds: Training (True), inference (False) or both.
-        cost: Whether to compile with Inductor and measure the breaks.
+        cost: Whether to compile with Inductor and measure what the breaks cost.
         fix: Whether to try changes of the source.
         root: Folder that patches are relative to; by default the working directory, or the sources' own folder.
 
@@ -63,20 +63,20 @@ def run_triage(
         findings += [finding_of_silent(each, surveys[0]) for each in lost or ()]
     costs = _attempted(lambda: harness.ask(break_cost.cost, main), "break costs", absent) if cost else None
     if costs is not None:
-        findings = _with_costs(_with_limits(findings, costs.limits, traced[0]), costs)
+        findings = _with_costs(findings, costs, traced[0])
     findings.sort(key=_costliest_first)
     combined: Fix | None = None
     if fix and findings:
-        fixer = Fixer(harness, main, traced, root or patch_root(_user_files(findings), Path.cwd()))
         places = tuple(dict.fromkeys((each.file, each.line) for each in findings if each.user_file))
+        fixer = Fixer(harness, main, traced, root or patch_root([file for file, _ in places], Path.cwd()))
         results = _attempted(lambda: fixer.fix(places), "fixes", absent)
         if results is not None:
             findings = _with_fixes(findings, results, traced[0])
             combined = results.combined
-        if results is not None and combined is not None and costs is not None:
-            measure = partial(harness.ask, break_cost.cost, main, overlay=results.overlay)
-            after = _attempted(measure, "the fixed model's step", absent)
-            combined = combined if after is None else _measured(combined, costs.figures, after.figures)
+            if combined is not None and costs is not None:
+                measure = partial(harness.ask, break_cost.cost, main, overlay=results.overlay)
+                after = _attempted(measure, "the fixed model's step", absent)
+                combined = combined if after is None else _measured(combined, costs.figures, after.figures)
     return TriageReport(case.target, tuple(findings), _recompiles(surveys), tuple(surveys), combined, tuple(absent))
 
 
@@ -100,7 +100,7 @@ def _surveys(harness: Harness, case: Case, kinds: Sequence[bool], absent: list[s
 
 
 def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Result | None:
-    """The result of an action, or None if it fails; a failure is noted and leaves the rest of the report."""
+    """The result of an action, or None if it fails. A failure is added to ``absent``; the triage continues."""
     try:
         return action()
     except (ChildFailure, UserError) as error:
@@ -108,20 +108,16 @@ def _attempted(action: Callable[[], Result], what: str, absent: list[str]) -> Re
         return None
 
 
-def _with_limits(findings: Sequence[Finding], limits: Sequence[Break], survey: Survey) -> list[Finding]:
-    """The findings, and functions that reach the recompile limit only after more calls than a survey makes."""
+def _with_costs(findings: Sequence[Finding], costs: BreakCosts, survey: Survey) -> list[Finding]:
+    """The findings with their costs, and functions that reach the recompile limit after more calls than a survey's."""
     known = {(each.file, each.line) for each in findings if each.kind == "recompile limit"}
-    new = [each for each in limits if (each.file, each.line) not in known]
-    return [*findings, *(finding_of_break(each, (), survey) for each in new)]
-
-
-def _with_costs(findings: Sequence[Finding], costs: BreakCosts) -> list[Finding]:
-    return [replace(each, cost=costs.costs.get((each.file, each.line))) for each in findings]
+    late = [finding_of_break(each, (), survey) for each in costs.limits if place_of(each) not in known]
+    return [replace(each, cost=costs.costs.get((each.file, each.line))) for each in (*findings, *late)]
 
 
 def _with_fixes(findings: Sequence[Finding], results: FixResults, survey: Survey) -> list[Finding]:
     """The findings with their fixes, and the breaks that the fixes brought to light."""
-    revealed = (finding_of_break(each, (0,), survey) for each in results.revealed)
+    revealed = [finding_of_break(each, (0,), survey) for each in results.revealed]
     return [replace(each, fix=results.fixes.get((each.file, each.line))) for each in (*findings, *revealed)]
 
 
@@ -136,11 +132,8 @@ def _measured(combined: Fix, before: Figures, after: Figures) -> Fix:
     )
 
 
-def _user_files(findings: Sequence[Finding]) -> list[str]:
-    return [each.file for each in findings if each.user_file]
-
-
 def _recompiles(surveys: Sequence[Survey]) -> tuple[Recompile, ...]:
+    """The first recompilation for every place and cause."""
     found: dict[tuple[str, int, str, str], Recompile] = {}
     for survey in surveys:
         for each in survey.recompiles:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from compile_bench.capture.collector import user_code_filter
 from compile_bench.capture.parsing import merge_breaks
-from compile_bench.capture.trace import Break, Recompile
+from compile_bench.capture.trace import Recompile
 from compile_bench.measure.measurements import Triage
 from compile_bench.measure.steps import load_case
 from compile_bench.measure.survey.skipped_frames import Hidden, breaks_behind_skipped_frames
@@ -36,7 +37,7 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
         behind: Whether to look behind skipped frames too (:mod:`compile_bench.measure.survey.skipped_frames`), with the
             first seed.
     """
-    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # its warnings of breaks are in the trace
+    logging.getLogger("torch._dynamo").setLevel(logging.CRITICAL)  # the trace contains what it warns of
     user_code = user_code_filter()
     target = load_case(case)
     start = time.perf_counter()
@@ -45,26 +46,25 @@ def survey(case: Case, *, seeds: Sequence[int] = SEEDS, behind: bool = True) -> 
     hidden = breaks_behind_skipped_frames(case, seen, seeds[:1]) if behind else Hidden()
     breaks = seen.breaks + hidden.breaks
     merged = merge_breaks(each for _, each in breaks)
+    seeds_of: dict[Hashable, dict[int, None]] = defaultdict(dict)  # sets that keep their order
+    for seed, each in breaks:
+        seeds_of[each.identity][seed] = None
     return Survey(
         case,
-        merged,
-        tuple(_seeds_of(each, breaks) for each in merged),
-        tuple(seen.eager.values()),
-        seen.traces[0],
-        _distinct(recompile for trace in seen.traces for recompile in trace.recompiles),
-        STEADY_CALLS + sum(1 for _ in target.schedule),
-        tuple(seen.failures),
-        sum(trace.handler_seconds for trace in seen.traces),
-        seconds,
-        frozenset(each.file for each in merged if user_code.is_user(each.file)),
-        tuple(hidden.notes),
-        frozenset(place_of(each) for _, each in hidden.breaks),
-        hidden.untraced,
+        breaks=merged,
+        seeds=tuple(tuple(seeds_of[each.identity]) for each in merged),
+        eager=tuple(seen.eager.values()),
+        trace=seen.traces[0],
+        recompiles=_distinct(recompile for trace in seen.traces for recompile in trace.recompiles),
+        calls=STEADY_CALLS + sum(1 for _ in target.schedule),
+        failures=tuple(seen.failures),
+        collect_seconds=sum(trace.handler_seconds for trace in seen.traces),
+        trace_seconds=seconds,
+        user_files=frozenset(each.file for each in merged if user_code.is_user(each.file)),
+        notes=tuple(hidden.notes),
+        hidden=frozenset(place_of(each) for _, each in hidden.breaks),
+        untraced=hidden.untraced,
     )
-
-
-def _seeds_of(each: Break, breaks: Sequence[tuple[int, Break]]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(seed for seed, other in breaks if other.identity == each.identity))
 
 
 def _distinct(recompiles: Iterable[Recompile]) -> tuple[Recompile, ...]:

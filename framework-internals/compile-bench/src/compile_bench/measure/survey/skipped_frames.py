@@ -1,10 +1,10 @@
 """Look behind skipped frames: trace changed sources, in which Dynamo can resume where it skipped the whole frame.
 
 Dynamo splits a function at a graph break and resumes it behind the break. Inside a loop, a ``try`` or an unsupported
-context manager it does not: it skips the whole frame, and nothing that follows in the function is traced. Here the
-model is traced again. Dynamo may resume in loops, and the statements around such a break are changed
+context manager it cannot resume: it skips the whole frame, and nothing that follows in the function is traced. So the
+model is traced again, with Dynamo allowed to resume in loops and the statements around such a break changed
 (:mod:`compile_bench.targets.blocks`). Everything else runs as it is written, with the model's own values. This is
-repeated until there is no such statement around a skipped frame any more.
+repeated until no such statement surrounds a skipped frame.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchkit.errors import first_line
 from compile_bench.capture.collector import resuming_in_loops, settings, user_code_filter
 from compile_bench.capture.frames import Frame, UserCodeFilter, plain_function
 from compile_bench.capture.parsing import merge_breaks
 from compile_bench.capture.reasons import BACKEND_FAILED, RECOMPILE_LIMIT
 from compile_bench.capture.trace import Break
 from compile_bench.measure.steps import load_case
-from compile_bench.measure.survey.tracing import TracingPass, error_line, own_model, raised_at, trace_target
+from compile_bench.measure.survey.tracing import TracingPass, own_model, raised_at, trace_target
 from compile_bench.targets.blocks import Block, changeable_blocks, handlers_around, is_in_block, resumable
 from compile_bench.targets.case import Case
 from compile_bench.targets.overlay import forget_user_modules, overlaid
@@ -56,7 +57,7 @@ class _Blocks:
     needed: set[Block] = field(default_factory=set)
 
     def change_around(self, frames: Iterable[Frame]) -> bool:
-        """Change the statements around these lines too; whether there are new ones."""
+        """Change the statements around these lines too. Returns whether there are new ones."""
         user_code = user_code_filter()
         own = (each for each in frames if user_code.is_user(each.file))
         around = {block for each in own for block in changeable_blocks(each.file, each.line)}
@@ -65,7 +66,7 @@ class _Blocks:
         return bool(new)
 
     def adapt_to(self, error: Exception) -> bool:
-        """Keep the handlers of an error, or change the statements around it; whether either made a difference."""
+        """Keep the handlers of an error, or change the statements around it. Returns whether anything changed."""
         frames = raised_at(error)
         handlers = {block for each in frames for block in handlers_around(each.file, each.line)} & self.changed
         self.changed -= handlers
@@ -97,14 +98,16 @@ def breaks_behind_skipped_frames(case: Case, seen: TracingPass, seeds: Sequence[
             found = _trace_changed(blocks, case, seeds)
         except Exception as error:  # whatever the changed model raises
             pending = blocks.adapt_to(error)
-            failure = "" if pending else f"; with the statements there changed, the model raises {error_line(error)}"
+            failure = "" if pending else f"; with the statements there changed, the model raises {first_line(error)}"
             continue
-        new = [(seed, each) for seed, each in found.breaks if each.place not in known and _is_the_models(each)]
+        new = [(seed, each) for seed, each in found.breaks if each.place not in known and _in_unchanged_model(each)]
         known |= {each.place for _, each in new}
-        hidden.breaks += [(seed, _as_in_its_function(each)) for seed, each in new]
+        for seed, each in new:  # in the unchanged function, a break in a loop or ``try`` skips the whole frame
+            whole_frame = each.whole_frame or is_in_block(each.file, each.line)
+            hidden.breaks.append((seed, replace(each, whole_frame=whole_frame)))
         skipped = [each for each in _skipped(found) if not _is_installed(each, user_code)]
         pending = blocks.change_around(_frames(skipped))
-    forget_user_modules(user_code)  # they are the changed ones
+    forget_user_modules(user_code)  # the loaded ones are the changed ones
     skipped = [each for each in skipped if not each.function.startswith("<")]  # a lambda or comprehension ends there
     if skipped:
         hidden.notes.append(f"breaks behind {_names(skipped)} may stay hidden: Dynamo skips the frame there{failure}")
@@ -129,7 +132,7 @@ def _trace_changed(blocks: _Blocks, case: Case, seeds: Sequence[int]) -> Tracing
 
 
 def _skipped(found: TracingPass) -> list[Break]:
-    """The breaks that made Dynamo skip a frame; at the recompile limit all of the function was traced before."""
+    """The breaks that made Dynamo skip a frame. A function at the recompile limit is left out: it was traced before."""
     breaks = (each for _, each in found.breaks if each.whole_frame and each.category != RECOMPILE_LIMIT)
     return list(merge_breaks(breaks))
 
@@ -141,20 +144,15 @@ def _is_installed(each: Break, user_code: UserCodeFilter) -> bool:
 
 
 def _frames(breaks: Iterable[Break]) -> Iterator[Frame]:
-    """The frames that led to breaks: Dynamo inlines calls, and skips the frame of the caller too."""
+    """The frames that led to breaks. Dynamo inlines calls, so it skips the frames of the callers too."""
     for each in breaks:
         yield from each.stack or (Frame(each.file, each.line, each.function),)
 
 
-def _is_the_models(each: Break) -> bool:
-    """Whether a break is one of the unchanged model, and not of what was changed here."""
+def _in_unchanged_model(each: Break) -> bool:
+    """Whether the unchanged model has the break too; the changes here can cause others."""
     changed = each.category in (RECOMPILE_LIMIT, "compile error", BACKEND_FAILED)
     return not changed and not each.reason.startswith(_ITERATOR_IN_USE)
-
-
-def _as_in_its_function(each: Break) -> Break:
-    """The break as Dynamo meets it in the unchanged function: inside a loop or a ``try`` it skips the whole frame."""
-    return replace(each, whole_frame=each.whole_frame or is_in_block(each.file, each.line))
 
 
 def _names(breaks: Iterable[Break]) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from benchkit import UserError
+from benchkit.errors import first_line
 from compile_bench.capture.collector import Collector, user_code_filter
 from compile_bench.capture.eager_frames import EagerWatch
 from compile_bench.capture.failing_operator import FailingOperatorBackend
@@ -47,7 +48,7 @@ class TracingPass:
 
     def add_failure(self, error: Exception, seed: int, user_code: UserCodeFilter) -> None:
         """Add an error, and its place as a break."""
-        self.failures[error_line(error)] = None
+        self.failures[first_line(error)] = None
         place = broken_in_error(str(error), type(error).__name__, user_code, raised_at(error))
         if place is not None:
             # Dynamo reports the same error at the library's line, without the user's line.
@@ -110,15 +111,9 @@ def raised_at(error: Exception) -> list[Frame]:
     ]
 
 
-def error_line(error: BaseException) -> str:
-    """Type and first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
 def _raise_if_eager_fails(target: Target, case: Case) -> None:
     try:
         target.step(own_model(target, case), train=case.train)()
     except Exception as error:  # whatever the model raises
-        message = f"{case.target} raises by itself, uncompiled, in {case.kind}: {error_line(error)}"
+        message = f"{case.target} raises by itself, uncompiled, in {case.kind}: {first_line(error)}"
         raise UserError(message) from error
