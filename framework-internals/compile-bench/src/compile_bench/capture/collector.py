@@ -54,7 +54,6 @@ _SURFACE = (
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
-    ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext.current_compile_id"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),

@@ -71,6 +71,9 @@ class Cause:
 
 CAUSES: dict[str, Cause] = {}
 
+# PyTorch's reason alone identifies these causes. Other causes share their reasons.
+_KNOWN_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "parameter-made-inside", "rnn-allowed"))
+
 
 def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> Cause | None:
     """The cause of a break, or None if reason and source line match no entry.
@@ -87,7 +90,6 @@ def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> C
     if found:
         # The entry that matches the longest part of the line fits best.
         return CAUSES[max(found, key=lambda each: each[1][1] - each[1][0])[0]]
-    # Most reasons belong to many causes, so the reason alone is enough for a few only.
     return next((each for each in fitting if each.name in _KNOWN_BY_REASON), None)
 
 
@@ -111,9 +113,6 @@ def match_limit(source: str) -> Cause:
     """
     counter = CAUSES["counter"]
     return counter if re.search(counter.code, source) else CAUSES["recompile-limit-reached"]
-
-
-_KNOWN_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "parameter-made-inside", "rnn-allowed"))
 
 
 class Theme:

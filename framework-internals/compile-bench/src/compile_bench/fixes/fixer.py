@@ -98,7 +98,7 @@ class Fixer:
         """Try to fix the breaks at these places, then the breaks that the fixes bring to light, and so on.
 
         Args:
-            places: Places in the user's files, the costliest first. Of conflicting fixes the first one is kept.
+            places: Places in the user's files, the costliest first. If fixes conflict, the first one is kept.
 
         Raises:
             ChildFailure: If the unchanged model cannot be run for comparison.
@@ -228,7 +228,7 @@ class Fixer:
         return replace(trial, verdict=_UNSEEN, unseen=True)
 
     def _calibrate(self) -> bool:
-        """Measure what the compiler's rounding alone does to the values; False if that was done. It compiles once."""
+        """Add the compiler's rounding to the bound: compile the unchanged model once. False if the bound has it."""
         if self._calibrated:
             return False
         self._calibrated = True
@@ -269,7 +269,10 @@ class Fixer:
         """The fix with its patch and its figures."""
         # A trial does not look behind skipped frames. What is hidden there, and not fixed, remains.
         remaining = trial.remaining | (self._hidden & self._others(places) if trial.skips_frames else frozenset())
-        diffs = [unified_diff(self._relative(file), source.content, overlay[file]) for file, source in sources.items()]
+        diffs = [
+            unified_diff(Path(os.path.relpath(file, self._root)).as_posix(), source.content, overlay[file])
+            for file, source in sources.items()
+        ]
         return replace(
             fix,
             patch="".join(diffs),
@@ -282,9 +285,6 @@ class Fixer:
     def _others(self, places: Collection[Place]) -> frozenset[Place]:
         """The breaks at other places."""
         return frozenset(self._breaks.keys() - set(places))
-
-    def _relative(self, file: str) -> str:
-        return Path(os.path.relpath(file, self._root)).as_posix()
 
 
 def patch_root(files: Sequence[str], here: Path) -> Path:

@@ -172,7 +172,7 @@ def _expected(target: Target, case: Case, scale: float, *, random: bool, calibra
         model = own_model(target, case)
         found = observe(variant, compiled(model, case, random=random), model, case).values
         for name, value in eager.values.items():
-            allowance[name] += FACTOR * _distance(found[name], value)
+            allowance[name] += FACTOR * error_pair(name, value, found[name], value, 0.0).compiled  # against eager
     if random:
         return Expected(scale, eager, eager, allowance)
     try:
@@ -183,12 +183,8 @@ def _expected(target: Target, case: Case, scale: float, *, random: bool, calibra
     return Expected(scale, eager, widely, allowance)
 
 
-def _distance(values: Tensor, reference: Tensor) -> float:
-    size = torch.linalg.vector_norm(reference).item() or 1.0
-    return torch.linalg.vector_norm(values - reference).item() / size
-
-
 def _difference(expected: Expected, found: Observation) -> Refusal | None:
+    """The first difference that is not allowed; None if there is none."""
     if found.signature != expected.eager.signature:
         return Refusal(f"the output is {_described(found)} instead of {_described(expected.eager)}")
     missing = sorted(set(expected.eager.values) ^ set(found.values))
