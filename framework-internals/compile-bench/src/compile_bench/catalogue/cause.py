@@ -120,7 +120,7 @@ class Theme:
 
     Args:
         title: Title of the group.
-        kind: Effect of its causes, unless a cause names another one.
+        kind: Effect of its causes.
     """
 
     def __init__(self, title: str, kind: Kind = "break") -> None:
@@ -128,13 +128,13 @@ class Theme:
         self.kind: Kind = kind
 
     def cause(
-        self, name: str, title: str, *, pattern: str, why: str, advice: str, kind: Kind | None = None, **more: Any
+        self, name: str, title: str, *, pattern: str, why: str, advice: str, **more: Any
     ) -> Callable[[Callable[[], Repro]], Callable[[], Repro]]:
         """Register the decorated function as the repro of a new cause. The arguments are those of :class:`Cause`."""
 
         def register(make: Callable[[], Repro]) -> Callable[[], Repro]:
             assert name not in CAUSES, name
-            CAUSES[name] = Cause(name, title, self.title, kind or self.kind, pattern, why, advice, make, **more)
+            CAUSES[name] = Cause(name, title, self.title, self.kind, pattern, why, advice, make, **more)
             return make
 
         return register

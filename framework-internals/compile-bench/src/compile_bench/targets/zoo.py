@@ -27,12 +27,12 @@ def gpt(device: Device) -> Target:
     On a CPU this is ``tiny`` (4 layers, 16 × 128 bytes, float32). On a GPU it is ``gpt2-124m`` (12 layers, 16 × 1024
     tokens, bfloat16 autocast).
     """
-    return _gpt("tiny" if device == "cpu" else "gpt2-124m")
+    return _gpt(device)
 
 
 def gpt_one_layer(device: Device) -> Target:
     """The GPT with one layer. It has the same code and compiles in a fraction of the time."""
-    return _gpt("tiny" if device == "cpu" else "gpt2-124m", layers=1)
+    return _gpt(device, layers=1)
 
 
 def mlp(device: Device) -> Target:
@@ -72,7 +72,8 @@ def planted(device: Device) -> Target:
     return Target(Planted(), (torch.randn(32, 64),), schedule=((torch.randn(7, 64),),))
 
 
-def _gpt(preset: str, layers: int | None = None) -> Target:
+def _gpt(device: Device, layers: int | None = None) -> Target:
+    preset = "tiny" if device == "cpu" else "gpt2-124m"
     shape = GPTConfig.preset(preset)
     if layers is not None:
         shape = replace(shape, n_layer=layers)
