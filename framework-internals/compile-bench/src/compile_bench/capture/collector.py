@@ -39,7 +39,7 @@ _KEPT = frozenset(("dynamo_output_graph", "dynamo_cpp_guards_str", "compilation_
 # File names by their number in stacks. PyTorch writes each name only once in a process, so this is a global.
 _FILES: dict[int, str] = {}
 
-# Artifacts with a text that is read. For the others (bytecode, graphs, generated code: megabytes) the name is enough.
+# The text of these artifacts is kept. Of the others (bytecode, graphs, generated code: megabytes), the name is enough.
 _READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
 
 # Inductor times the candidates for a kernel here.

@@ -57,7 +57,7 @@ class Rewrite:
     Attributes:
         case: Name of the catalogue's entry.
         title: What the change does.
-        effect: What the user has to expect of the changed model; empty if nothing.
+        effect: What else changes for the user; empty if nothing does.
         make: Makes the edits from the file, the statement and the break; no edits where it does not apply.
         needs_torch: Whether the edits use the name ``torch``, so that the file has to import it.
     """
@@ -150,7 +150,7 @@ def _guarded(source: Source, statement: ast.stmt) -> list[Edit]:
 
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
-    """Change all clocks of a function: the difference of a changed and an unchanged one is the time since 1970."""
+    """Change all clocks of a function. Otherwise a difference of two clocks could be the time since 1970."""
     bare = _imported_clocks(source)
     if not any(_reads_clock(node, bare) for node in _expressions(statement)):
         return []
@@ -218,6 +218,7 @@ def _drop_graph_break(source: Source, statement: ast.stmt, _: Break) -> list[Edi
 
 
 def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    """Delete the decorator that excludes a called function from compilation."""
     if "disable" not in found.reason:
         return []
     called = {_last_name(node.func) for node in _expressions(statement) if isinstance(node, ast.Call)}
@@ -547,7 +548,7 @@ REWRITES = (
 
 
 def with_torch(source: Source, line: str = "") -> list[Edit]:
-    """Edits that add ``import torch`` to a module without it, and then ``line``, behind its imports."""
+    """Edits that add ``import torch``, unless a module has it, and then ``line``, after the module's imports."""
     imports = [node for node in source.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     has_torch = any(
         isinstance(node, ast.Import) and any(a.name.partition(".")[0] == "torch" and not a.asname for a in node.names)

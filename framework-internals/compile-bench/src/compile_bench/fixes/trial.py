@@ -36,10 +36,10 @@ def trials(
         kinds: Where to look for breaks: training (True), inference (False) or both.
         seeds: Seeds to look for breaks with.
         proposals: One for every break.
-        path: File for the values of the unchanged model, which :func:`prove` reads as well.
+        path: File for the values of the unchanged model. :func:`prove` reads it, too.
 
     Returns:
-        For every proposal its trials in turn; if a candidate was accepted, it is the last one.
+        The trials of each proposal, in order. An accepted candidate is the last one.
     """
     reference(case, path=path)
     results = []

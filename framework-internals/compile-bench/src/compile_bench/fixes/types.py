@@ -34,7 +34,7 @@ class Fix:
     Attributes:
         case: Name of the catalogue's entry; of a combined fix the names of all entries.
         title: What the change does.
-        effect: What the user has to expect of the changed model; empty if nothing.
+        effect: What else changes for the user; empty if nothing does.
         patch: Unified diff; empty unless the fix is verified.
         accepted: Whether the fix is verified: the break is gone, and outputs and gradients match.
         verdict: Why it is verified or refused, in one sentence.
