@@ -10,6 +10,7 @@ Inductor's random numbers equal to eager's. Its bound includes what compiling th
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -173,14 +174,12 @@ def _expected(target: Target, case: Case, scale: float, *, random: bool, calibra
         found = observe(variant, compiled(model, case, random=random), model, case).values
         for name, value in eager.values.items():
             allowance[name] += FACTOR * error_pair(name, value, found[name], value, 0.0).compiled  # against eager
-    if random:
-        return Expected(scale, eager, eager, allowance)
-    try:
-        wide = widened(variant)
-        widely = observe(wide, wide.model, wide.model, case)
-    except RuntimeError:  # a dtype written into the model, or an operator without a float64 kernel
-        widely = eager
-    return Expected(scale, eager, widely, allowance)
+    exact = eager
+    if not random:
+        with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
+            wide = widened(variant)
+            exact = observe(wide, wide.model, wide.model, case)
+    return Expected(scale, eager, exact, allowance)
 
 
 def _difference(expected: Expected, found: Observation) -> Refusal | None:

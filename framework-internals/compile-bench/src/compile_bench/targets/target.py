@@ -136,17 +136,14 @@ class Target:
             loss.backward()
         return loss.detach()
 
-    def at(self, entry: Any) -> Target:
-        """The same target with an entry of its schedule as its arguments."""
-        if isinstance(entry, Mapping):
-            return replace(self, args=(), kwargs=entry)
-        return replace(self, args=tuple(entry) if isinstance(entry, (tuple, list)) else (entry,))
-
     def calls(self) -> Iterator[Target]:
         """The target with its own arguments, then with every entry of its schedule."""
         yield self
         for entry in self.schedule:
-            yield self.at(entry)
+            if isinstance(entry, Mapping):
+                yield replace(self, args=(), kwargs=entry)
+            else:
+                yield replace(self, args=tuple(entry) if isinstance(entry, (tuple, list)) else (entry,))
 
     def step(self, model: nn.Module, *, train: bool) -> Step:
         """A step of ``model``: a training step, or a forward pass without gradients.
