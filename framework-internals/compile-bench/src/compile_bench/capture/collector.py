@@ -184,16 +184,10 @@ def missing_surface() -> list[str]:
     return missing
 
 
-def import_compiler() -> float:
-    """Import Dynamo and Inductor, which ``import torch`` does not do.
-
-    Returns:
-        Time that it took, in seconds.
-    """
-    start = time.perf_counter()
+def import_compiler() -> None:
+    """Import Dynamo and Inductor, which ``import torch`` does not do."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._inductor.compile_fx")
-    return time.perf_counter() - start
 
 
 def prepare_toolchain(device: str) -> float:

@@ -73,7 +73,7 @@ def examine(cause: Cause) -> Outcome:
 
 
 def _run_broken(cause: Cause, repro: Repro) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What was seen of the compiled broken program, and the registry numbers of its breaks."""
+    """What PyTorch reports about the broken program, and the registry numbers of its breaks."""
     torch.compiler.reset()
     compiled: Any = torch.compile(repro.broken, backend="eager", **cause.options)
     function = getattr(compiled, repro.method) if repro.method else compiled
@@ -137,12 +137,9 @@ def _outputs(
     outputs = []
     for index, arguments in enumerate(calls):
         with context(index):
-            outputs.append(pytree.tree_map(_detached, function(*arguments)))
+            output = function(*arguments)
+            outputs.append(pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), output))
     return outputs
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _agree(eager: list[Any], fixed: list[Any]) -> bool:
