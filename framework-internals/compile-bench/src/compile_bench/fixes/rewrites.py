@@ -421,16 +421,15 @@ def _read_tensor(node: ast.AST) -> ast.expr | None:
 
 def _only_computed_with(source: Source, node: ast.expr) -> bool:
     """Whether a value is used in arithmetic alone, where a tensor without dimensions can replace a number."""
-    parent = source.parents[node]
-    if isinstance(parent, (ast.BinOp, ast.UnaryOp)):
-        return _goes_into_arithmetic(source, node)
-    if isinstance(parent, (ast.Return, ast.Assign)):
-        function = source.function(node)
-        if isinstance(parent, ast.Assign) and function is not None and (assigned := _assigned(parent)) is not None:
-            names = (each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == assigned[0].id)
+    function = source.function(node)
+    match source.parents[node]:
+        case ast.BinOp() | ast.UnaryOp():
+            return _goes_into_arithmetic(source, node)
+        case ast.Assign(targets=[ast.Name(id=name)]) if function is not None:
+            names = (each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == name)
             loads = [each for each in names if isinstance(each.ctx, ast.Load)]
             return bool(loads) and all(_goes_into_arithmetic(source, each) for each in loads)
-        if isinstance(parent, ast.Return) and function is not None:
+        case ast.Return() if function is not None:
             calls = _calls_of(source, function.name)
             return bool(calls) and all(isinstance(source.parents[call], (ast.BinOp, ast.UnaryOp)) for call in calls)
     return False
@@ -447,16 +446,16 @@ def _is_kept(source: Source, node: ast.expr) -> bool:
         node, parent = parent, source.parents[parent]
     if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
         targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-        return any(isinstance(each, ast.Attribute) or _is_named_entry(each) for each in targets)
+        return any(map(_outlasts_call, targets))
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute):
         return parent.func.attr in _KEEPING
     return isinstance(parent, (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.FormattedValue))
 
 
-def _is_named_entry(node: ast.expr) -> bool:
-    """Whether an expression is like ``log["loss"]``."""
-    match node:
-        case ast.Subscript(slice=ast.Constant(value=str())):
+def _outlasts_call(target: ast.expr) -> bool:
+    """Whether an assignment to a target can be read after the call: to an attribute or to ``log["loss"]``."""
+    match target:
+        case ast.Attribute() | ast.Subscript(slice=ast.Constant(value=str())):
             return True
     return False
 
