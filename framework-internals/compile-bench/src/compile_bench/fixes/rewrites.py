@@ -259,10 +259,10 @@ def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
     if condition is None or is_elif or not source.alone(branch) or len(branch.body) != 1 or len(branch.orelse) > 1:
         return []
     taken, other = branch.body[0], next(iter(branch.orelse), None)
-    last: ast.stmt | None = branch
+    last: ast.stmt = branch
     if isinstance(taken, ast.Return):
         block = source.block(branch)
-        last = other or next(iter(block[block.index(branch) + 1 :]), None)
+        last = other or next(iter(block[block.index(branch) + 1 :]), branch)
         if not isinstance(last, ast.Return) or taken.value is None or last.value is None:
             return []
         head, values = "return", (taken.value, last.value)
