@@ -71,7 +71,7 @@ def file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["good", "Experiment.target"])
 def test_a_function_in_a_file(file, name):
     target = load_target(f"{file}:{name}", "cpu")
-    assert target.forward(target.model, target.args).shape == (3, 2)
+    assert target.forward(target.model).shape == (3, 2)
 
 
 def test_a_file_of_a_package_imports_its_neighbours(file, tmp_path):
@@ -86,7 +86,7 @@ def test_a_file_of_a_package_imports_its_neighbours(file, tmp_path):
         "def target():\n    return torch.nn.Linear(WIDTH, 2), (torch.ones(HEIGHT, WIDTH),)\n"
     )
     target = load_target(f"{inner / 'model.py'}:target", "cpu")
-    assert target.forward(target.model, target.args).shape == (3, 2)
+    assert target.forward(target.model).shape == (3, 2)
 
 
 def test_a_function_in_a_module(file, monkeypatch):
@@ -163,11 +163,11 @@ def test_a_broken_file_is_one_line(tmp_path):
 def test_a_training_step_leaves_gradients_and_an_inference_step_none():
     target = load_target("mlp", "cpu")
     model = target.copied()
-    loss = target.step(model, target.args, train=True)()
+    loss = target.step(model, train=True)()
     assert loss.ndim == 0
     assert all(p.grad is not None for p in model.parameters())
     model.zero_grad(set_to_none=True)
-    output = target.step(model, target.args, train=False)()
+    output = target.step(model, train=False)()
     assert output.shape == (64, 10)
     assert all(p.grad is None for p in model.parameters())
 
@@ -175,7 +175,7 @@ def test_a_training_step_leaves_gradients_and_an_inference_step_none():
 def test_the_gpt_step_is_the_training_loops():
     target = load_target("gpt-one-layer", "cpu")
     model = target.copied()
-    step = target.step(model, target.args, train=True)
+    step = target.step(model, train=True)
     first, second = float(step()), float(step())
     assert second < first  # the optimizer is part of it, on one batch
     assert torch.equal(target.model.embedding.weight, load_target("gpt-one-layer", "cpu").model.embedding.weight)
@@ -211,7 +211,7 @@ def test_a_model_that_holds_a_lock_is_copied_all_the_same():
     assert copied[1].lock is model[1].lock
     assert copied[1].seen is not model[1].seen
     assert copied[1].weight is not model[1].weight
-    torch.testing.assert_close(target.forward(copied, target.args), target.forward(model, target.args))
+    torch.testing.assert_close(target.forward(copied), target.forward(model))
     assert widened(target).model[1].weight.dtype == torch.float64
     assert model[1].weight.dtype == torch.float32
 

@@ -43,7 +43,7 @@ class UserCodeFilter:
     Args:
         torch: Folder of the torch package.
         library: Folders of Python's standard library and of installed packages.
-        launcher: Folder of the code that calls the model. Frames up to its last one are not the model's.
+        launcher: Folder of the code that calls the model. The model's frames come after the launcher's last frame.
         models: Names of files in ``launcher`` that are models, and so count as user code.
     """
 
@@ -86,7 +86,7 @@ def _folder(path: str) -> str:
 
 
 def plain_function(name: str) -> str:
-    """The function's name in the source, if Dynamo named a part of it that resumes after a break."""
+    """The name of a function in the source, without what Dynamo adds where it resumes after a break."""
     return name.removeprefix(RESUMED).rpartition("_at_")[0] if name.startswith(RESUMED) else name
 
 

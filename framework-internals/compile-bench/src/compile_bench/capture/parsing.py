@@ -25,7 +25,7 @@ from compile_bench.capture.reasons import (
     parse_message,
     registry_number,
 )
-from compile_bench.capture.trace import Break, CompileTrace, EmptyFrame, Graph, Recompile
+from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
 
 _GUARD_MADE_AT = re.compile(r"#\s+(?P<file>[^\s#]+\.py):(?P<line>\d+) in ")
 _GRAPH_OPERATION = re.compile(r"^\s{8}\w+(: [^=]+)? = ", re.MULTILINE)
@@ -167,7 +167,7 @@ def _graphs(events: Sequence[Event], compilations: _Compilations) -> tuple[Graph
     return tuple(graphs)
 
 
-def _empty(compilations: _Compilations, explained: Collection[str]) -> tuple[EmptyFrame, ...]:
+def _empty(compilations: _Compilations, explained: Collection[str]) -> tuple[Frame, ...]:
     """Functions of compilations that ended without a graph, a break or a failure."""
     found = [
         frame
@@ -176,7 +176,7 @@ def _empty(compilations: _Compilations, explained: Collection[str]) -> tuple[Emp
         and not compilations.metrics[compile_id].get("fail_type")
         and not frame.function.startswith(RESUMED)
     ]
-    return tuple(dict.fromkeys(EmptyFrame(frame.file, frame.line, frame.function) for frame in found))
+    return tuple(dict.fromkeys(found))
 
 
 def _breaks(

@@ -75,14 +75,11 @@ def phase_seconds(timed: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         name = event["name"]
         if event["ph"] == "B":
             inherited = open_spans[-1][1] if open_spans else "Dynamo"
-            open_spans.append((name, _phase(name, inherited)))
+            phase = next((phase for pattern, phase in _PHASE_PATTERNS if pattern.match(name)), inherited)
+            open_spans.append((name, phase))
             continue
         for index in range(len(open_spans) - 1, -1, -1):
             if open_spans[index][0] == name:
                 del open_spans[index]
                 break
     return {phase: seconds[phase] for phase in PHASES if phase in seconds}
-
-
-def _phase(name: str, inherited: str) -> str:
-    return next((phase for pattern, phase in _PHASE_PATTERNS if pattern.match(name)), inherited)

@@ -73,7 +73,7 @@ class Recompile:
         function: Name of the function.
         file: File of the function.
         line: The line that made the guard, or the function's first line if PyTorch does not say which one did.
-        guard: The condition that failed, of the newest code that the function had.
+        guard: The condition that failed in the newest compiled code of the function.
         source: Text of the line; empty if PyTorch does not say it.
         called_from: The user's line that called the function, ``file.py:LINE``; empty if ``file`` is the user's.
     """
@@ -119,21 +119,6 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class EmptyFrame:
-    """A function that had no tensor operation in its first call. Dynamo does not look at it again.
-
-    Attributes:
-        file: File of the function.
-        line: First line of the function.
-        function: Name of the function.
-    """
-
-    file: str
-    line: int
-    function: str
-
-
-@dataclass(frozen=True)
 class CompileTrace:
     """Everything that a :class:`~compile_bench.capture.collector.Collector` saw.
 
@@ -145,7 +130,8 @@ class CompileTrace:
         cache_events: Numbers of hits, misses and bypasses, by cache.
         kernels: Number of kernels that Inductor generated (C++ loops or Triton kernels); 0 for other backends.
         handler_seconds: Time that the collector itself took.
-        empty: Functions that did nothing with tensors in their first call.
+        empty: First lines of functions that had no tensor operation in their first call. Dynamo does not look at them
+            again.
     """
 
     graphs: tuple[Graph, ...] = ()
@@ -155,7 +141,7 @@ class CompileTrace:
     cache_events: Mapping[str, int] = field(default_factory=dict)
     kernels: int = 0
     handler_seconds: float = 0.0
-    empty: tuple[EmptyFrame, ...] = ()
+    empty: tuple[Frame, ...] = ()
 
     @property
     def guards(self) -> int:

@@ -1,11 +1,11 @@
-"""Which expressions a rewrite may leave out, or compute where they were not computed before."""
+"""Tells which expressions a rewrite may leave out, or compute where the unchanged code does not."""
 
 from __future__ import annotations
 
 import ast
 import struct
 
-# Calls without side effects: a print() whose arguments call nothing else may be left out.
+# Calls without side effects. A rewrite may leave out a print() if its arguments call nothing else.
 _QUIET_FUNCTIONS = frozenset(
     [
         "abs",
@@ -70,8 +70,8 @@ _QUIET_METHODS = frozenset(
         "var",
     ]
 )
-# Elementwise functions: computing them needlessly does no harm, and the result has the shape of the argument. Functions
-# that are not differentiable or not finite everywhere are verified like the others.
+# Elementwise functions. It does no harm to compute them needlessly, and the result has the shape of the argument. Some
+# are not differentiable or not finite everywhere; the verification covers these as well.
 _ELEMENTWISE = frozenset(
     [
         "abs",
@@ -118,43 +118,40 @@ _REDUCTIONS = frozenset(("max", "mean", "min", "norm", "std", "sum", "var"))
 def is_quiet(node: ast.expr) -> bool:
     """Whether an expression has no side effects, so that it may be left out."""
     for each in ast.walk(node):
-        if isinstance(each, (ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)):
-            return False
-        if isinstance(each, ast.Call):
-            name = each.func.id if isinstance(each.func, ast.Name) else ""
-            method = each.func.attr if isinstance(each.func, ast.Attribute) else ""
-            if name not in _QUIET_FUNCTIONS and method not in _QUIET_METHODS:
+        match each:
+            case ast.Await() | ast.Yield() | ast.YieldFrom() | ast.NamedExpr():
+                return False
+            case ast.Call(func=ast.Name(id=name)) if name in _QUIET_FUNCTIONS:
+                pass
+            case ast.Call(func=ast.Attribute(attr=name)) if name in _QUIET_METHODS:
+                pass
+            case ast.Call():
                 return False
     return True
 
 
 def is_elementwise(node: ast.expr) -> bool:
     """Whether an expression consists of arithmetic and elementwise functions of plain names."""
-    if isinstance(node, ast.Constant):
-        return isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
-    if isinstance(node, ast.Name):
-        return True
-    if isinstance(node, ast.Attribute):
-        return is_elementwise(node.value)
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, (ast.USub, ast.UAdd)) and is_elementwise(node.operand)
-    if isinstance(node, ast.BinOp):
-        known = isinstance(node.op, (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow))
-        return known and is_elementwise(node.left) and is_elementwise(node.right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return _is_elementwise_call(node, node.func)
+    match node:
+        case ast.Constant(value=bool()):
+            return False
+        case ast.Constant(value=int() | float()) | ast.Name():
+            return True
+        case ast.Attribute(value=inner) | ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=inner):
+            return is_elementwise(inner)
+        case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div() | ast.Pow(), left=left, right=right):
+            return is_elementwise(left) and is_elementwise(right)
+        case ast.Call(func=ast.Attribute(attr=name, value=tensor), args=args, keywords=keywords):
+            if name in _REDUCTIONS:
+                return not args and not keywords and is_elementwise(tensor)
+            parts = [tensor, *args, *(each.value for each in keywords)]
+            return name in _ELEMENTWISE and all(map(is_elementwise, parts))
     return False
-
-
-def _is_elementwise_call(node: ast.Call, function: ast.Attribute) -> bool:
-    arguments = [*node.args, *(word.value for word in node.keywords)]
-    if function.attr in _REDUCTIONS:
-        return not arguments and is_elementwise(function.value)
-    return function.attr in _ELEMENTWISE and is_elementwise(function.value) and all(map(is_elementwise, arguments))
 
 
 def is_exact_in_float32(node: ast.expr) -> bool:
     """Whether float32 represents a number exactly."""
-    if not isinstance(node, ast.Constant) or not isinstance(node.value, (int, float)):
-        return False
-    return bool(struct.unpack("f", struct.pack("f", node.value))[0] == node.value)
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return bool(struct.unpack("f", struct.pack("f", value))[0] == value)
+    return False

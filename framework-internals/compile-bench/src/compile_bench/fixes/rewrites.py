@@ -7,7 +7,7 @@ by construction, and states what else they change (``effect``). :mod:`compile_be
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -57,14 +57,16 @@ class Rewrite:
     Attributes:
         case: Name of the catalogue's entry.
         title: What the change does.
-        effect: What the user has to expect of the changed model; empty if nothing.
+        effect: What else changes for the user; empty if nothing does.
         make: Makes the edits from the file, the statement and the break; no edits where it does not apply.
+        needs_torch: Whether the edits use the name ``torch``, so that the file has to import it.
     """
 
     case: str
     title: str
     effect: str
     make: Make
+    needs_torch: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,23 @@ def candidates(source: Source, found: Break) -> Iterator[Candidate]:
         source: File of the break.
         found: The break.
     """
-    statements = source.statements(found.line)
     for rewrite in REWRITES:
-        ways = (tuple(rewrite.make(source, statement, found)) for statement in statements)
-        for edits in dict.fromkeys(ways):
-            if edits:
-                yield Candidate(rewrite, source, edits)
+        added = with_torch(source) if rewrite.needs_torch else []
+        ways = (rewrite.make(source, statement, found) for statement in source.statements(found.line))
+        for edits in dict.fromkeys((*edits, *added) for edits in ways if edits):
+            yield Candidate(rewrite, source, edits)
 
 
 # -- output and upkeep ---------------------------------------------------------------------------------------------
 
 
-def _guard_output(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
-    return _guarded(source, statement) if _writes(statement) else []
+def _guard(applies: Callable[[ast.stmt], bool]) -> Make:
+    """The rewrite that runs a statement only while not compiling, if ``applies`` accepts the statement."""
+
+    def make(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
+        return _guarded(source, statement) if applies(statement) else []
+
+    return make
 
 
 def _writes(statement: ast.stmt) -> bool:
@@ -108,35 +114,28 @@ def _writes(statement: ast.stmt) -> bool:
     return name in _OUTPUT or logs
 
 
+def _is_upkeep(statement: ast.stmt) -> bool:
+    call = _called(statement)
+    return call is not None and _dotted(call.func) in _UPKEEP
+
+
 def _guard_report(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
     """``if x.isnan().any(): log.warning(…)`` reads the value only while not compiling."""
     if not isinstance(statement, ast.If) or statement.orelse or not all(map(_writes, statement.body)):
         return []
-    if not is_quiet(statement.test) or not source.line(statement.lineno).lstrip().startswith("if "):
+    if not is_quiet(statement.test) or not source.text(statement).startswith("if "):  # not an elif
         return []
     start, end = source.start(statement.test), source.end(statement.test)
     if isinstance(statement.test, (ast.Compare, ast.Call, ast.Name, ast.Attribute, ast.UnaryOp)):
-        return [Edit(start, start, f"not {_COMPILING} and "), *with_torch(source)]
-    return [Edit(start, start, f"not {_COMPILING} and ("), Edit(end, end, ")"), *with_torch(source)]
-
-
-def _guard_upkeep(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
-    call = _called(statement)
-    return _guarded(source, statement) if call is not None and _dotted(call.func) in _UPKEEP else []
+        return [Edit(start, start, f"not {_COMPILING} and ")]
+    return [Edit(start, start, f"not {_COMPILING} and ("), Edit(end, end, ")")]
 
 
 def _guarded(source: Source, statement: ast.stmt) -> list[Edit]:
-    """Edits that run a statement only while not compiling."""
+    """Edits that run a statement only while not compiling. Lines inside multi-line strings keep their indentation."""
     if not source.alone(statement):
-        text = source.text(statement)
-        return [source.replace(statement, f"{text} if not {_COMPILING} else None"), *with_torch(source)]
-    return [*_indented(source, statement, f"if not {_COMPILING}:"), *with_torch(source)]
-
-
-def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
-    """Edits that indent a statement below ``head``. Lines inside multi-line strings keep their indentation."""
-    indent, unit = source.indent(statement), _unit(source.indent(statement))
-    edits = [Edit(source.start(statement), source.start(statement), f"{head}{source.newline}{indent}{unit}")]
+        return [source.replace(statement, f"{source.text(statement)} if not {_COMPILING} else None")]
+    indent, start = source.indent(statement), source.start(statement)
     frozen = {
         line
         for node in ast.walk(statement)
@@ -146,23 +145,24 @@ def _indented(source: Source, statement: ast.stmt, head: str) -> list[Edit]:
     assert statement.end_lineno is not None
     inner = range(statement.lineno + 1, statement.end_lineno + 1)
     starts = [source.line_start(line) for line in inner if line not in frozen and source.line(line).strip()]
-    return edits + [Edit(start, start, unit) for start in starts]
+    head = Edit(start, start, f"if not {_COMPILING}:{source.newline}{indent}{_unit(indent)}")
+    return [head, *(Edit(each, each, _unit(indent)) for each in starts)]
 
 
 def _read_no_clock(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
-    """Change all clocks of a function: the difference of a changed and an unchanged one is the time since 1970."""
+    """Change all clocks of a function. Otherwise a difference of two clocks could be the time since 1970."""
     bare = _imported_clocks(source)
     if not any(_reads_clock(node, bare) for node in _expressions(statement)):
         return []
     function = source.function(statement)
     if _decides(source, function or statement, bare):
         return []
-    edits = [
-        source.replace(node, f"({_zero_of(source.text(node.func))} if {_COMPILING} else {source.text(node)})")
-        for node in ast.walk(function or statement)
-        if _reads_clock(node, bare) and source.function(node) in (function, None)
-    ]
-    return [*edits, *with_torch(source)]
+    edits = []
+    for node in ast.walk(function or statement):
+        if _reads_clock(node, bare) and source.function(node) in (function, None):
+            zero = "0" if source.text(node.func).endswith("_ns") else "0.0"
+            edits.append(source.replace(node, f"({zero} if {_COMPILING} else {source.text(node)})"))
+    return edits
 
 
 def _decides(source: Source, scope: ast.AST, bare: frozenset[str]) -> bool:
@@ -205,37 +205,31 @@ def _reads_clock(node: ast.AST, bare: frozenset[str]) -> TypeGuard[ast.Call]:
     return owner == "time" and name.removesuffix("_ns") in _CLOCKS if owner else name in bare
 
 
-def _zero_of(clock: str) -> str:
-    return "0" if clock.endswith("_ns") else "0.0"
-
-
 # -- breaks that the code asks for ---------------------------------------------------------------------------------
 
 
 def _drop_graph_break(source: Source, statement: ast.stmt, _: Break) -> list[Edit]:
     call = _called(statement)
-    if call is None or _dotted(call.func).rpartition(".")[2] != "graph_break":
+    if call is None or _last_name(call.func) != "graph_break":
         return []
     if len(source.block(statement)) == 1 or not source.alone(statement):
         return [source.replace(statement, "pass")]
-    assert statement.end_lineno is not None
-    return [Edit(source.line_start(statement.lineno), source.line_start(statement.end_lineno + 1), "")]
+    return [source.delete_lines(statement)]
 
 
 def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    """Delete the decorator that excludes a called function from compilation."""
     if "disable" not in found.reason:
         return []
-    called = {_dotted(node.func).rpartition(".")[2] for node in _expressions(statement) if isinstance(node, ast.Call)}
-    edits = []
-    for function in ast.walk(source.tree):
-        if isinstance(function, ast.FunctionDef) and function.name in called:
-            for decorator in function.decorator_list:
-                bare = decorator.func if isinstance(decorator, ast.Call) else decorator
-                if _dotted(bare) in ("torch.compiler.disable", "torch._dynamo.disable"):
-                    assert decorator.end_lineno is not None
-                    first, last = source.line_start(decorator.lineno), source.line_start(decorator.end_lineno + 1)
-                    edits.append(Edit(first, last, ""))
-    return edits
+    called = {_last_name(node.func) for node in _expressions(statement) if isinstance(node, ast.Call)}
+    functions = (each for each in ast.walk(source.tree) if isinstance(each, ast.FunctionDef) and each.name in called)
+    decorators = [each for function in functions for each in function.decorator_list]
+    return [
+        source.delete_lines(each)
+        for each in decorators
+        if _dotted(each.func if isinstance(each, ast.Call) else each)
+        in ("torch.compiler.disable", "torch._dynamo.disable")
+    ]
 
 
 # -- branches on values --------------------------------------------------------------------------------------------
@@ -244,53 +238,46 @@ def _drop_disable(source: Source, statement: ast.stmt, found: Break) -> list[Edi
 def _where(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
     if found.category not in ("data-dependent control flow", "tensor value read by Python"):
         return []
-    edits = (
-        _where_statement(source, statement)
-        if isinstance(statement, ast.If)
-        else _where_expression(source, _run(source, statement, found))
-    )
-    return [*edits, *with_torch(source)] if edits else []
+    if isinstance(statement, ast.If):
+        return _where_statement(source, statement)
+    edits = []
+    for node in _run(source, statement, found):
+        if isinstance(node, ast.IfExp) and not (isinstance(node.body, ast.Constant) and _is_kept(source, node)):
+            condition = _condition(source, node.test)
+            chosen = condition and _chosen(source, condition, node.body, node.orelse)
+            if chosen:
+                edits.append(source.replace(node, chosen))
+    return edits
 
 
 def _where_statement(source: Source, branch: ast.If) -> list[Edit]:
+    """Replace an ``if`` that returns or assigns one of two values; comments inside it move above the new line."""
     if isinstance(branch.test, ast.BoolOp):
         return _where_nested(source, branch, branch.test)
     condition = _condition(source, branch.test)
-    if (
-        condition is None
-        or len(branch.body) != 1
-        or not source.alone(branch)
-        or source.line(branch.lineno).lstrip()[:2] != "if"
-    ):
+    is_elif = not source.text(branch).startswith("if")
+    if condition is None or is_elif or not source.alone(branch) or len(branch.body) != 1 or len(branch.orelse) > 1:
         return []
-    taken, other = branch.body[0], branch.orelse[0] if len(branch.orelse) == 1 else None
-    if isinstance(taken, ast.Return) and taken.value is not None:
+    taken, other = branch.body[0], next(iter(branch.orelse), None)
+    last: ast.stmt = branch
+    if isinstance(taken, ast.Return):
         block = source.block(branch)
-        behind = block[block.index(branch) + 1 :]
-        last = other if other is not None else (behind[0] if not branch.orelse and behind else None)
-        if isinstance(last, ast.Return) and last.value is not None:
-            chosen = _chosen(source, condition, taken.value, last.value)
-            return [_instead(source, branch, last, f"return {chosen}")] if chosen else []
-        return []
-    name = _assigned(taken)
-    if name is None or not isinstance(taken, ast.Assign):
-        return []
-    if other is not None:
-        if _assigned(other) != name or not isinstance(other, ast.Assign):
+        last = other or next(iter(block[block.index(branch) + 1 :]), branch)
+        if not isinstance(last, ast.Return) or taken.value is None or last.value is None:
             return []
-        chosen = _chosen(source, condition, taken.value, other.value)
-    elif branch.orelse:
-        return []
+        head, values = "return", (taken.value, last.value)
     else:
-        chosen = _chosen(source, condition, taken.value, ast.parse(name, mode="eval").body, name)
-    return [_instead(source, branch, branch, f"{name} = {chosen}")] if chosen else []
-
-
-def _instead(source: Source, first: ast.stmt, last: ast.stmt, text: str) -> Edit:
-    """An edit that replaces statements by ``text`` and puts their comments above it."""
-    start, end = source.start(first), source.end(last)
-    above = "".join(f"{comment}{source.newline}{source.indent(first)}" for comment in source.comments(start, end))
-    return Edit(start, end, above + text)
+        assigned = _assigned(taken)
+        otherwise = _assigned(other) if other is not None else assigned and (assigned[0], assigned[0])
+        if assigned is None or otherwise is None or assigned[0].id != otherwise[0].id:
+            return []
+        head, values = f"{assigned[0].id} =", (assigned[1], otherwise[1])
+    chosen = _chosen(source, condition, *values)
+    if not chosen:
+        return []
+    start, end = source.start(branch), source.end(last)
+    above = "".join(f"{comment}{source.newline}{source.indent(branch)}" for comment in source.comments(start, end))
+    return [Edit(start, end, f"{above}{head} {chosen}")]
 
 
 def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit]:
@@ -299,31 +286,21 @@ def _where_nested(source: Source, branch: ast.If, test: ast.BoolOp) -> list[Edit
     plain = all(_dotted(flag.operand if isinstance(flag, ast.UnaryOp) else flag).startswith("self.") for flag in flags)
     if not isinstance(test.op, ast.And) or not plain or branch.orelse or len(branch.body) != 1:
         return []
-    condition, taken = _condition(source, last), branch.body[0]
-    name = _assigned(taken)
-    if condition is None or name is None or not isinstance(taken, ast.Assign):
+    condition, assigned = _condition(source, last), _assigned(branch.body[0])
+    if condition is None or assigned is None:
         return []
-    chosen = _chosen(source, condition, taken.value, ast.parse(name, mode="eval").body, name)
-    return [Edit(source.end(flags[-1]), source.end(last), ""), source.replace(taken.value, chosen)] if chosen else []
+    name, value = assigned
+    chosen = _chosen(source, condition, value, name)
+    return [Edit(source.end(flags[-1]), source.end(last), ""), source.replace(value, chosen)] if chosen else []
 
 
-def _where_expression(source: Source, nodes: Iterable[ast.AST]) -> list[Edit]:
-    edits = []
-    for node in nodes:
-        if isinstance(node, ast.IfExp):
-            if isinstance(node.body, ast.Constant) and _is_kept(source, node):
-                continue
-            condition = _condition(source, node.test)
-            chosen = condition and _chosen(source, condition, node.body, node.orelse)
-            if chosen:
-                edits.append(source.replace(node, chosen))
-    return edits
+def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr) -> str:
+    """``torch.where`` of both values, or of their argument if both are the same call of one argument.
 
-
-def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr, other_text: str = "") -> str:
-    """``torch.where`` of both values, or of their argument where both are the same call of one argument."""
-    text = other_text or source.text(other)
-    if isinstance(taken, ast.Call) and isinstance(other, ast.Call) and not other_text:
+    Returns:
+        An empty text if ``torch.where`` may compute something else.
+    """
+    if isinstance(taken, ast.Call) and isinstance(other, ast.Call):
         same = source.text(taken.func) == source.text(other.func) and not taken.keywords and not other.keywords
         if same and len(taken.args) == len(other.args) == 1 and not isinstance(taken.args[0], ast.Starred):
             inner = _chosen(source, condition, taken.args[0], other.args[0])
@@ -331,37 +308,32 @@ def _chosen(source: Source, condition: str, taken: ast.expr, other: ast.expr, ot
     numbers = [node for node in (taken, other) if isinstance(node, ast.Constant)]
     if len(numbers) == 1 or len({type(number.value) for number in numbers}) > 1:
         return ""  # a number on one side, a tensor or a number of another type on the other
-    if not all(is_exact_in_float32(number) for number in numbers):
+    if not all(map(is_exact_in_float32, numbers)) or not is_elementwise(taken) or not is_elementwise(other):
         return ""
-    if not (is_elementwise(taken) and is_elementwise(other)):
-        return ""
-    return f"torch.where({condition}, {source.text(taken)}, {text})"
+    return f"torch.where({condition}, {source.text(taken)}, {source.text(other)})"
 
 
 def _condition(source: Source, test: ast.expr) -> str | None:
     """A condition as a tensor, without the ``bool()``, ``float()`` and ``.item()`` that read its value."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        inner = _condition(source, test.operand)
-        return None if inner is None else f"torch.logical_not({inner})"
-    if isinstance(test, ast.Call) and _dotted(test.func) == "bool" and len(test.args) == 1:
-        return _condition(source, test.args[0])
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        if isinstance(test.ops[0], (ast.Is, ast.IsNot, ast.In, ast.NotIn)):
+    match test:
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            inner = _condition(source, operand)
+            return None if inner is None else f"torch.logical_not({inner})"
+        case ast.Call(func=ast.Name(id="bool"), args=[argument]):
+            return _condition(source, argument)
+        case ast.Compare(ops=[ast.Is() | ast.IsNot() | ast.In() | ast.NotIn()]):
             return None
-        return _without_reads(source, test)
-    if isinstance(test, (ast.Name, ast.Subscript)) or (
-        isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute)
-    ):
-        return _without_reads(source, test)
+        case ast.Compare(ops=[_]) | ast.Name() | ast.Subscript() | ast.Call(func=ast.Attribute()):
+            return _without_reads(source, test)
     return None
 
 
 def _without_reads(source: Source, node: ast.expr) -> str:
+    """The text of an expression with tensors in place of the calls that read their values."""
     start, text = source.start(node), source.text(node).encode("utf-8")
-    reads = [each for each in ast.walk(node) if isinstance(each, ast.Call) and _read_tensor(each) is not None]
-    for read in sorted(reads, key=source.start, reverse=True):
-        tensor = _read_tensor(read)
-        assert tensor is not None
+    inside = [each for each in ast.walk(node) if isinstance(each, ast.expr)]
+    reads = [(each, tensor) for each in inside if (tensor := _read_tensor(each)) is not None]
+    for read, tensor in sorted(reads, key=lambda pair: source.start(pair[0]), reverse=True):
         if source.end(read) <= start + len(text):
             inner = source.text(tensor).encode("utf-8")
             text = text[: source.start(read) - start] + inner + text[source.end(read) - start :]
@@ -369,32 +341,29 @@ def _without_reads(source: Source, node: ast.expr) -> str:
 
 
 def _assert_async(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
+    """``if x.isnan().any(): raise …`` becomes a check on the device while compiling."""
     if not isinstance(statement, ast.If) or found.category != "data-dependent control flow":
         return []
     if len(statement.body) != 1 or statement.orelse or not isinstance(statement.body[0], ast.Raise):
         return []
-    if _is_caught(source, statement, found):
-        return []
     condition = _condition(source, statement.test)
-    if condition is None or source.line(statement.lineno).lstrip()[:3] != "if ":
+    if condition is None or not source.text(statement).startswith("if ") or _is_caught(source, statement, found):
         return []
-    raised = statement.body[0].exc
-    said = raised.args[0] if isinstance(raised, ast.Call) and raised.args else None
-    told = isinstance(said, ast.Constant) and isinstance(said.value, str)
-    message = source.text(said) if said is not None and told else repr(source.text(statement.test))
-    indent, unit = source.indent(statement), _unit(source.indent(statement))
-    kept = f"torch._assert_async(torch.logical_not({condition}), {message})"
-    start = source.start(statement)
-    newline = source.newline
-    head = f"if {_COMPILING}:{newline}{indent}{unit}{kept}{newline}{indent}elif"
-    return [Edit(start, start + 2, head), *with_torch(source)]
+    match statement.body[0].exc:
+        case ast.Call(args=[ast.Constant(value=str()) as said, *_]):
+            message = source.text(said)
+        case _:
+            message = repr(source.text(statement.test))
+    start, newline, indent = source.start(statement), source.newline, source.indent(statement)
+    check = f"torch._assert_async(torch.logical_not({condition}), {message})"
+    head = f"if {_COMPILING}:{newline}{indent}{_unit(indent)}{check}{newline}{indent}elif"
+    return [Edit(start, start + len("if"), head)]
 
 
 def _is_caught(source: Source, statement: ast.stmt, found: Break) -> bool:
-    """Whether the function that raises an error, or a caller, handles it; nobody handles an error of the device."""
+    """Whether the function that raises an error, or a caller, handles it. No code can handle an error on the device."""
     function = source.function(statement)
-    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
-    called = [call for call in calls if function and _dotted(call.func).rpartition(".")[2] == function.name]
+    called = _calls_of(source, function.name) if function is not None else []
     around = [(source, node) for node in (statement, *called)]
     for frame in found.stack:
         try:
@@ -415,7 +384,7 @@ def _is_handled(source: Source, node: ast.AST) -> bool:
             return True
         if isinstance(around, ast.With):
             calls = [item.context_expr for item in around.items if isinstance(item.context_expr, ast.Call)]
-            if any(_dotted(call.func).rpartition(".")[2] == "suppress" for call in calls):
+            if any(_last_name(call.func) == "suppress" for call in calls):
                 return True
     return False
 
@@ -428,10 +397,8 @@ def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit
         return []
     edits = []
     for node in _run(source, statement, found):
-        if not isinstance(node, ast.Call) or not _only_computed_with(source, node):
-            continue
         tensor = _read_tensor(node)
-        if tensor is None:
+        if tensor is None or not isinstance(node, ast.Call) or not _only_computed_with(source, node):
             continue
         text = source.text(tensor)
         atom = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
@@ -442,29 +409,29 @@ def _keep_tensor(source: Source, statement: ast.stmt, found: Break) -> list[Edit
     return edits
 
 
-def _read_tensor(node: ast.Call) -> ast.expr | None:
+def _read_tensor(node: ast.AST) -> ast.expr | None:
     """The tensor expression of a call that reads a value into Python; None if it reads none."""
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "item" and not node.args:
-        return node.func.value
-    if isinstance(node.func, ast.Name) and node.func.id in ("float", "int") and len(node.args) == 1:
-        argument = node.args[0]
-        inner = _read_tensor(argument) if isinstance(argument, ast.Call) else None
-        return inner or (argument if not isinstance(argument, (ast.Constant, ast.Starred)) else None)
+    match node:
+        case ast.Call(func=ast.Attribute(attr="item", value=tensor), args=[]):
+            return tensor
+        case ast.Call(func=ast.Name(id="float" | "int"), args=[argument]):
+            return _read_tensor(argument) or (None if isinstance(argument, (ast.Constant, ast.Starred)) else argument)
     return None
 
 
 def _only_computed_with(source: Source, node: ast.expr) -> bool:
     """Whether a value is used in arithmetic alone, where a tensor without dimensions can replace a number."""
-    parent = source.parents[node]
-    if isinstance(parent, (ast.BinOp, ast.UnaryOp)):
-        return _goes_into_arithmetic(source, node)
-    if isinstance(parent, (ast.Return, ast.Assign)):
-        function = source.function(node)
-        if isinstance(parent, ast.Assign) and function is not None and (name := _assigned(parent)) is not None:
-            uses = [each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == name]
-            loads = [each for each in uses if isinstance(each.ctx, ast.Load)]
+    function = source.function(node)
+    match source.parents[node]:
+        case ast.BinOp() | ast.UnaryOp():
+            return _goes_into_arithmetic(source, node)
+        case ast.Assign(targets=[ast.Name(id=name)]) if function is not None:
+            names = (each for each in ast.walk(function) if isinstance(each, ast.Name) and each.id == name)
+            loads = [each for each in names if isinstance(each.ctx, ast.Load)]
             return bool(loads) and all(_goes_into_arithmetic(source, each) for each in loads)
-        return isinstance(parent, ast.Return) and function is not None and _calls_compute(source, function.name)
+        case ast.Return() if function is not None:
+            calls = _calls_of(source, function.name)
+            return bool(calls) and all(isinstance(source.parents[call], (ast.BinOp, ast.UnaryOp)) for call in calls)
     return False
 
 
@@ -479,26 +446,24 @@ def _is_kept(source: Source, node: ast.expr) -> bool:
         node, parent = parent, source.parents[parent]
     if isinstance(parent, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
         targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
-        return any(isinstance(each, ast.Attribute) or _is_named_entry(each) for each in targets)
+        return any(map(_outlasts_call, targets))
     if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute):
         return parent.func.attr in _KEEPING
     return isinstance(parent, (ast.Dict, ast.List, ast.Set, ast.Tuple, ast.FormattedValue))
 
 
-def _is_named_entry(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
-    )
+def _outlasts_call(target: ast.expr) -> bool:
+    """Whether an assignment to a target can be read after the call: to an attribute or to ``log["loss"]``."""
+    match target:
+        case ast.Attribute() | ast.Subscript(slice=ast.Constant(value=str())):
+            return True
+    return False
 
 
-def _calls_compute(source: Source, name: str) -> bool:
-    """Whether every call of a function in its file is used in arithmetic."""
-    calls = [
-        node
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] == name
-    ]
-    return bool(calls) and all(isinstance(source.parents[call], (ast.BinOp, ast.UnaryOp)) for call in calls)
+def _calls_of(source: Source, name: str) -> list[ast.Call]:
+    """The calls in a file of anything with this name: ``name()``, ``self.name()`` and the like."""
+    calls = (node for node in ast.walk(source.tree) if isinstance(node, ast.Call))
+    return [call for call in calls if _last_name(call.func) == name]
 
 
 def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]:
@@ -506,15 +471,16 @@ def _masked_sum(source: Source, statement: ast.stmt, found: Break) -> list[Edit]
         return []
     edits = []
     for node in _expressions(statement):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sum"):
-            continue
-        picked = node.func.value
-        if node.args or node.keywords or not isinstance(picked, ast.Subscript):
-            continue
-        mask, values = picked.slice, source.text(picked.value)
-        if isinstance(mask, ast.Compare) and source.text(mask.left) in (values, f"{values}.abs()"):
-            edits.append(source.replace(node, f"torch.where({source.text(mask)}, {values}, 0).sum()"))
-    return [*edits, *with_torch(source)] if edits else []
+        match node:
+            case ast.Call(
+                func=ast.Attribute(attr="sum", value=ast.Subscript(value=tensor, slice=ast.Compare(left=left) as mask)),
+                args=[],
+                keywords=[],
+            ):
+                values = source.text(tensor)
+                if source.text(left) in (values, f"{values}.abs()"):
+                    edits.append(source.replace(node, f"torch.where({source.text(mask)}, {values}, 0).sum()"))
+    return edits
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
@@ -539,15 +505,15 @@ CHANGED_SETTINGS = tuple(name for _, name, _, _ in _SETTINGS)
 _PROCESS_WIDE = "the setting applies to the whole process: it changes how every model in it is traced"
 
 REWRITES = (
-    Rewrite("graph-break-call", "remove the call of graph_break()", "", _drop_graph_break),
-    Rewrite("print", "write only while not compiling", "a compiled model no longer writes this", _guard_output),
+    Rewrite("graph-break-call", "remove the call of graph_break()", "", _drop_graph_break, needs_torch=False),
+    Rewrite("print", "write only while not compiling", "a compiled model no longer writes this", _guard(_writes)),
     Rewrite(
         "warn-on-value",
         "check only while not compiling",
         "a compiled model neither checks this nor writes it",
         _guard_report,
     ),
-    Rewrite("upkeep", "do it only while not compiling", "a compiled model no longer does this", _guard_upkeep),
+    Rewrite("upkeep", "do it only while not compiling", "a compiled model no longer does this", _guard(_is_upkeep)),
     Rewrite("clock", "read the clock only while not compiling", "times read 0 in a compiled model", _read_no_clock),
     Rewrite(
         "raise-on-value",
@@ -561,12 +527,19 @@ REWRITES = (
         "both sides are computed; NaN or infinity in the one not chosen can reach the gradient",
         _where,
     ),
-    Rewrite("item", "keep the value a tensor without dimensions", "", _keep_tensor),
+    Rewrite("item", "keep the value a tensor without dimensions", "", _keep_tensor, needs_torch=False),
     Rewrite("boolean-mask", "sum with zeros in the place of what is masked", "the order of the sum", _masked_sum),
     Rewrite(
-        "disabled-function", "compile the function too", "a function kept out on purpose is compiled", _drop_disable
+        "disabled-function",
+        "compile the function too",
+        "a function kept out on purpose is compiled",
+        _drop_disable,
+        needs_torch=False,
     ),
-    *(Rewrite(case, name, _PROCESS_WIDE, _setting(name, value, mark)) for case, name, value, mark in _SETTINGS),
+    *(
+        Rewrite(case, name, _PROCESS_WIDE, _setting(name, value, mark), needs_torch=False)
+        for case, name, value, mark in _SETTINGS
+    ),
 )
 
 
@@ -574,7 +547,7 @@ REWRITES = (
 
 
 def with_torch(source: Source, line: str = "") -> list[Edit]:
-    """Edits that add ``import torch`` to a module without it, and then ``line``, behind its imports."""
+    """Edits that add ``import torch``, unless a module has it, and then ``line``, after the module's imports."""
     imports = [node for node in source.tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     has_torch = any(
         isinstance(node, ast.Import) and any(a.name.partition(".")[0] == "torch" and not a.asname for a in node.names)
@@ -595,7 +568,10 @@ def with_torch(source: Source, line: str = "") -> list[Edit]:
 
 def _called(statement: ast.stmt) -> ast.Call | None:
     """The call that a statement consists of; None for another statement."""
-    return statement.value if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) else None
+    match statement:
+        case ast.Expr(value=ast.Call() as call):
+            return call
+    return None
 
 
 def _expressions(statement: ast.stmt | ast.expr) -> Iterator[ast.AST]:
@@ -610,17 +586,16 @@ def _expressions(statement: ast.stmt | ast.expr) -> Iterator[ast.AST]:
 
 def _run(source: Source, statement: ast.stmt, found: Break) -> Iterator[ast.AST]:
     """The nodes that run in the function of a break: for a lambda its body, not the statement that makes it."""
-    if found.function != "<lambda>":
-        yield from _expressions(statement)
-        return
-    for body in source.lambda_bodies(found.line):
-        yield from _expressions(body)
+    roots = source.lambda_bodies(found.line) if found.function == "<lambda>" else [statement]
+    for root in roots:
+        yield from _expressions(root)
 
 
-def _assigned(statement: ast.AST) -> str | None:
-    """The name that a statement assigns to; None if it assigns to anything else."""
-    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.targets[0], ast.Name):
-        return statement.targets[0].id
+def _assigned(statement: ast.stmt) -> tuple[ast.Name, ast.expr] | None:
+    """The name that a statement assigns to, and the value; None if the statement does anything else."""
+    match statement:
+        case ast.Assign(targets=[ast.Name() as name], value=value):
+            return name, value
     return None
 
 
@@ -632,6 +607,11 @@ def _dotted(node: ast.expr) -> str:
         owner = _dotted(node.value)
         return f"{owner}.{node.attr}" if owner else ""
     return ""
+
+
+def _last_name(node: ast.expr) -> str:
+    """``c`` for ``a.b.c``; empty for anything but names and attributes."""
+    return _dotted(node).rpartition(".")[2]
 
 
 def _unit(indent: str) -> str:

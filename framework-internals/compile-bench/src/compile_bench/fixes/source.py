@@ -10,6 +10,7 @@ import tokenize
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 
 # Characters for which git quotes a file's name in a patch.
@@ -39,17 +40,15 @@ class Source:
     def __init__(self, path: Path, content: bytes) -> None:
         self.path = path
         self.content = content
-        self.encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
         self.tree = ast.parse(content, filename=str(path))
-        # The syntax tree counts columns in bytes of UTF-8, in any encoding of the file.
-        self._lines = content.decode(self.encoding).encode("utf-8").splitlines(keepends=True)
         if content.startswith(b"\xef\xbb\xbf"):
             raise SyntaxError(f"{path} begins with a byte-order mark")
-        if self.encoding not in ("utf-8", "ascii"):
-            raise SyntaxError(f"{path} is encoded in {self.encoding}; only UTF-8 is changed")
-        self._starts = [0]
-        for line in self._lines:
-            self._starts.append(self._starts[-1] + len(line))
+        # The syntax tree counts columns in bytes of UTF-8, in any encoding of the file.
+        encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0]
+        if encoding not in ("utf-8", "ascii"):
+            raise SyntaxError(f"{path} is encoded in {encoding}; only UTF-8 is changed")
+        self._lines = content.splitlines(keepends=True)
+        self._starts = list(accumulate(map(len, self._lines), initial=0))
 
     @classmethod
     def read(cls, path: Path) -> Source:
@@ -155,6 +154,11 @@ class Source:
         """An edit that puts ``text`` in a node's place."""
         return Edit(self.start(node), self.end(node), text)
 
+    def delete_lines(self, node: ast.expr | ast.stmt) -> Edit:
+        """An edit that deletes the lines of a node."""
+        assert node.end_lineno is not None
+        return Edit(self.line_start(node.lineno), self.line_start(node.end_lineno + 1), "")
+
     def apply(self, edits: Iterable[Edit]) -> bytes:
         """The file with these edits.
 
@@ -201,7 +205,7 @@ def unified_diff(name: str, before: bytes, after: bytes) -> str:
         after: Bytes of the changed file.
     """
     lines = difflib.unified_diff(_lines(before), _lines(after), _in_header(f"a/{name}"), _in_header(f"b/{name}"))
-    return "".join(_marked(line) for line in lines)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def _in_header(name: str) -> str:
@@ -214,7 +218,3 @@ def _in_header(name: str) -> str:
 def _lines(content: bytes) -> list[str]:
     # str.splitlines also splits at form feeds and the like; a patch splits at newlines alone.
     return io.StringIO(content.decode("utf-8"), newline="\n").readlines()
-
-
-def _marked(line: str) -> str:
-    return line if line.endswith("\n") else line + "\n\\ No newline at end of file\n"

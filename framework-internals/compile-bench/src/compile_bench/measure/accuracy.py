@@ -238,6 +238,6 @@ def draws_random_numbers(target: Target, *, train: bool) -> bool:
 
     def output() -> Tensor:
         with torch.set_grad_enabled(train):  # the model may do its own backward pass
-            return flat(target.forward(model, target.args))
+            return flat(target.forward(model))
 
     return changes_with_the_seed(output)

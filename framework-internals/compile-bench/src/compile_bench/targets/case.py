@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from benchkit.device import Device
 
 Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-MODES: tuple[Mode, ...] = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+MODES: tuple[Mode, ...] = get_args(Mode)
 
 # Each mode that autotunes, and the same mode without autotuning.
 _UNTUNED: dict[Mode, Mode] = {"max-autotune": "reduce-overhead", "max-autotune-no-cudagraphs": "default"}
@@ -16,7 +16,7 @@ _UNTUNED: dict[Mode, Mode] = {"max-autotune": "reduce-overhead", "max-autotune-n
 # "whole" compiles the model as a whole. "blocks" compiles each repeated block by itself (``block.compile()``). "nested"
 # compiles the whole model, and compiles the code of its blocks once (``torch.compiler.nested_compile_region``).
 Scope = Literal["whole", "blocks", "nested"]
-SCOPES: tuple[Scope, ...] = ("whole", "blocks", "nested")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 # The first call compiles. With CUDA graphs, the second warms up and the third captures. The cost includes all three.
 FIRST_STEPS = 3

@@ -101,13 +101,15 @@ class Target:
         try:
             return copy.deepcopy(self.model)
         except Exception:  # whatever deepcopy raises for an attribute of the model
-            values = (value for module in self.model.modules() for value in _plain_attributes(module))
-            return copy.deepcopy(self.model, {id(value): value for value in values if not _can_be_copied(value)})
+            torchs = ("_parameters", "_buffers", "_modules")
+            attributes = (item for module in self.model.modules() for item in vars(module).items())
+            values = [value for name, value in attributes if name not in torchs and not _can_be_copied(value)]
+            return copy.deepcopy(self.model, {id(value): value for value in values})
 
-    def forward(self, model: nn.Module, args: tuple[Any, ...]) -> Any:
-        """Call ``model`` with these arguments and this target's keyword arguments and autocast."""
+    def forward(self, model: nn.Module) -> Any:
+        """Call ``model`` with the arguments and the autocast of this target."""
         with self.precision():
-            return model(*args, **self.kwargs)
+            return model(*self.args, **self.kwargs)
 
     def precision(self) -> AbstractContextManager[object]:
         """The autocast context of the forward pass."""
@@ -134,46 +136,36 @@ class Target:
             loss.backward()
         return loss.detach()
 
-    def at(self, entry: Any) -> Target:
-        """The same target with an entry of its schedule as its arguments."""
-        if isinstance(entry, Mapping):
-            return replace(self, args=(), kwargs=entry)
-        return replace(self, args=tuple(entry) if isinstance(entry, (tuple, list)) else (entry,))
-
     def calls(self) -> Iterator[Target]:
         """The target with its own arguments, then with every entry of its schedule."""
         yield self
         for entry in self.schedule:
-            yield self.at(entry)
+            if isinstance(entry, Mapping):
+                yield replace(self, args=(), kwargs=entry)
+            else:
+                yield replace(self, args=tuple(entry) if isinstance(entry, (tuple, list)) else (entry,))
 
-    def step(self, model: nn.Module, args: tuple[Any, ...] | None = None, *, train: bool) -> Step:
+    def step(self, model: nn.Module, *, train: bool) -> Step:
         """A step of ``model``: a training step, or a forward pass without gradients.
 
         Args:
             model: The result of :meth:`copied`, compiled or not.
-            args: Positional arguments; by default :attr:`args`.
             train: Whether it is a training step. It has no effect if :attr:`is_step` is true.
         """
-        args = self.args if args is None else args
         if self.is_step:
             return lambda: model()
         if train and self.make_step is not None:
-            return self.make_step(model, args)
+            return self.make_step(model, self.args)
 
         def training_step() -> Tensor:
             model.zero_grad(set_to_none=True)
-            return self.backward(self.forward(model, args))
+            return self.backward(self.forward(model))
 
         def inference_step() -> Any:
             with torch.no_grad():
-                return self.forward(model, args)
+                return self.forward(model)
 
         return training_step if train else inference_step
-
-
-def _plain_attributes(module: nn.Module) -> list[Any]:
-    """Attributes of a module other than parameters, buffers and submodules."""
-    return [value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")]
 
 
 def _can_be_copied(value: Any) -> bool:
