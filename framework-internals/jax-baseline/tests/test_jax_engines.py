@@ -51,10 +51,10 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     log = []
 
     @contextmanager
-    def workers(device, factory, empty_caches):
+    def engine_processes(device, factory, empty_caches):
         yield lambda spec, model, training: FakeEngine(log, spec)
 
-    monkeypatch.setattr(bench, "_workers", workers)
+    monkeypatch.setattr(bench, "_engine_processes", engine_processes)
     names = ("reference", "right", "growing", "no start", "too large", "wrong", "not here", "also right")
     engines = {name: EngineSpec("jax", attention=name, options="5.1" if name == "wrong" else "") for name in names}
     found = measure_engines(
@@ -86,9 +86,9 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
 
 
 def test_a_failure_after_the_timed_rounds_keeps_them(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
+    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
 
-    def inspect(name, worker):
+    def inspect(name, remote):
         if name in ("reference", "no inspection"):
             raise ChildCrashed("JaxEngine.next_loss ended with status -11: no message")
 
@@ -121,7 +121,7 @@ def test_a_reference_that_dies_after_its_first_group_loses_only_the_later_groups
                 raise ChildCrashed("JaxEngine.run ended with status -9: no message")
             return super().call(method, **arguments)
 
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: Dying(log, asked[0])))
+    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: Dying(log, asked[0])))
     engines = {name: EngineSpec("jax", attention=name) for name in ("reference", "first", "second")}
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
     found = measure_engines(engines, *shapes, device="cpu", rounds=2, together=1)
@@ -145,7 +145,7 @@ def test_a_missing_figure_is_named_in_the_report(monkeypatch):
 
 
 def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
+    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
     engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large", "growing")}
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
     found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
@@ -190,7 +190,7 @@ def test_the_mfu_of_a_sweep_uses_the_peak_of_all_devices(a_peak, monkeypatch):
 
 
 def test_a_reference_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
+    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
     with pytest.raises(ChildCrashed, match="out of memory"):
         measure_engines(
             {"reference": EngineSpec("jax", attention="too large")},
