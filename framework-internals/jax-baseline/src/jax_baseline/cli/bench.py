@@ -10,7 +10,7 @@ import typer
 from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
-from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, user_errors
+from jax_baseline.cli.options import DeviceOption, Dtype, Preset, user_errors
 from torch_baseline.config import Precision
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def bench(
     preset: Preset = "tiny",
     batch_size: Annotated[int, typer.Option(min=1, help="sequences per step and device")] = 16,
-    dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+    dtype: Dtype = "float32",
     engines: Annotated[
         str, typer.Option(help="names, separated by commas; `list` prints all of them")
     ] = "torch-eager,jit-donated",

@@ -13,21 +13,13 @@ from benchkit import UserError, numbers
 from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
-from jax_baseline.cli.options import (
-    AttentionOption,
-    BatchSize,
-    DeviceOption,
-    Dtype,
-    Layers,
-    Preset,
-    user_errors,
-    with_layers,
-)
+from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
 from jax_baseline.hlo import Summary, parse, summarise
 from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 Dump = Annotated[Path | None, typer.Argument(help="text of your optimised module [default: the train step]")]
+Layers = Annotated[int | None, typer.Option(min=1, help="number of blocks [default: the preset's]")]
 Measure = Annotated[bool, typer.Option("--measure", help="run the program and time every kernel with the profiler")]
 Target = Annotated[
     str, typer.Option(help="h200: compile for this GPU on a machine without it (optional extra) [default: --device]")
@@ -140,7 +132,9 @@ def _program(
             return _Program(dump.read_text(), str(dump), {})
         except OSError as error:
             raise UserError(f"cannot read {dump}: {error.strerror}") from error
-    model, training = _shapes(preset, layers, batch_size, dtype)
+    from jax_baseline.timing.engines import bench_config
+
+    model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype), layers=layers)
     subject = f"train step of {preset}, {model.n_layer} blocks, {batch_size} sequences, {dtype}, {attention} attention"
     if target:
         return _ahead_of_time(model, training, attention, subject, target, measure)
@@ -157,7 +151,7 @@ def _compiled_here(
     operations = count_operations(step.stablehlo).total()
     notes = [
         f"compiled from {operations} StableHLO operations in {numbers.with_unit(step.compile_seconds, 's')}; "
-        f"{numbers.with_unit(step.xla_memory['temporaries'], 'B')} of temporaries"
+        f"{numbers.with_unit(step.temporaries, 'B')} of temporaries"
     ]
     if step.xla_costs:
         notes.append(
@@ -188,13 +182,6 @@ def _ahead_of_time(
         f"{numbers.with_unit(made.temporaries, 'B')} of temporaries",
     )
     return _Program(made.text, f"{subject}, for an H200", made.versions, notes)
-
-
-def _shapes(preset: str, layers: int | None, batch_size: int, dtype: str) -> tuple[GPTConfig, TrainConfig]:
-    from jax_baseline.timing.engines import bench_config
-
-    _, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
-    return with_layers(preset, layers), training
 
 
 def _check(program: _Program, path: Path) -> None:
