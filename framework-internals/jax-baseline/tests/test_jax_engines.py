@@ -12,6 +12,7 @@ from benchkit.processes import ChildCrashed
 from benchkit.run import Run
 from jax_baseline import lens
 from jax_baseline.cli import app
+from jax_baseline.parity.meshes import MeshRun
 from jax_baseline.timing import bench
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines
 from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
@@ -263,8 +264,8 @@ def test_mistakes_that_are_not_planted_are_named(device, told):
 
 def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):
     begun = threading.Event()
-    mesh = {"state_bytes": 1, "losses": [1.0], "collectives": {}}
-    monkeypatch.setattr(lens.parity, "_run_meshes", lambda configuration: begun.set() or ([(1, 1, mesh)], [[1.0]]))
+    mesh = MeshRun([1.0], {}, state_bytes=1)
+    monkeypatch.setattr(lens.parity, "_run_meshes", lambda configuration: begun.set() or ({(1, 1): mesh}, [[1.0]]))
     monkeypatch.setattr(lens.parity, "_run_mistakes", lambda configuration: [] if begun.wait(10) else ["alone"])
     kept = []
     run = Run("cpu", lens.configure("cpu", quick=True), Notes())

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from benchkit import Quantity
 from benchkit.device import Device
@@ -23,10 +23,11 @@ from jax_baseline.parity.records import (
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
+    from jax_baseline.parity.meshes import MeshRun
     from jax_baseline.parity.planted_mistakes import Verdict
 
-# One device and then each mesh, as (data, fsdp, fields of a MeshRun); and the losses of one device with permuted rows.
-MeshRuns = tuple[list[tuple[int, int, Any]], list[list[float]]]
+# Runs by (data, fsdp), the one device first; and the losses of one device with permuted rows.
+MeshRuns: TypeAlias = "tuple[dict[tuple[int, int], MeshRun], list[list[float]]]"
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -178,27 +179,28 @@ def _run_meshes(configuration: Mapping[str, Any]) -> MeshRuns:
     arguments = {"model": settings["model"], "training": settings["training"]}
     rows = settings["training"]["batch_size"]
     permuted_rows = [(row * 3) % rows for row in range(rows)]
-    with RemoteObject(MeshTrial, arguments, environment=environment) as worker:
-        one_device = worker.call("run", data=1, fsdp=1)
-        control = worker.call("run", data=1, fsdp=1, rows=permuted_rows)
-        spread = [(data, fsdp, worker.call("run", data=data, fsdp=fsdp)) for data, fsdp in settings["shapes"]]
-    return [(1, 1, one_device), *spread], [control["losses"]]
+    with RemoteObject(MeshTrial, arguments, environment=environment) as trial:
+        runs = {(1, 1): trial.call("run", data=1, fsdp=1)}
+        control: MeshRun = trial.call("run", data=1, fsdp=1, rows=permuted_rows)
+        for data, fsdp in settings["shapes"]:
+            runs[data, fsdp] = trial.call("run", data=data, fsdp=fsdp)
+    return runs, [control.losses]
 
 
 def _record_meshes(run: Run, start: Callable[[], Future[MeshRuns]]) -> None:
     with run.working("meshes"):
         runs, controls = start().result()
-    expected = runs[0][2]["losses"]
-    for data, fsdp, found in runs:
-        difference = max(abs(one - other) for one, other in zip(found["losses"], expected, strict=True))
+    expected = runs[1, 1].losses
+    for (data, fsdp), found in runs.items():
+        difference = max(abs(one - other) for one, other in zip(found.losses, expected, strict=True))
         run.add(
             MeshRecord(
                 data,
                 fsdp,
-                Quantity(found["state_bytes"], "B"),
+                Quantity(found.state_bytes, "B"),
                 Quantity(difference, "nats"),
-                found["collectives"],
-                tuple(found["losses"]),
+                found.collectives,
+                tuple(found.losses),
                 tuple(tuple(losses) for losses in controls),
             ).record()
         )
