@@ -18,8 +18,8 @@ from jax_baseline.diff.programs import Program
 from jax_baseline.diff.region_diff import CompiledRegion
 from torch_baseline.config import GPTConfig, Precision
 
-# Largest relative difference between the results of two equal functions, and between sums over them. Whole numbers
-# are equal.
+# Largest relative difference that rounding explains, between two results or between sums over them, by dtype. Results
+# of whole numbers must be equal.
 _SAME = {"float64": 1e-9, "float32": 2e-4, "float16": 1e-2, "bfloat16": 1e-2}
 _SIXTEEN_BITS = re.compile(r"bf16|float16|\bf16\b|\bhalf\b", re.IGNORECASE)
 

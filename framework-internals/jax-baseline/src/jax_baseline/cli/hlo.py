@@ -205,9 +205,7 @@ def _kernel_table(program: _Program, count: int) -> str:
     from jax_baseline.hlo import kernels
 
     seconds = program.seconds or {}
-    found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))[
-        :count
-    ]
+    found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))
     rows = [
         (
             one.name,
@@ -220,7 +218,7 @@ def _kernel_table(program: _Program, count: int) -> str:
             numbers.with_unit(one.total.bytes, "B"),
             *((numbers.with_unit(seconds[one.name], "s") if one.name in seconds else "–",) if seconds else ()),
         )
-        for one in found
+        for one in found[:count]
     ]
     header = ["kernel", "kind", "operations", "part", "line", "runs", "FLOP", "bytes", *(["time"] if seconds else [])]
     return markdown_table(header, rows, left=5)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from benchkit import UserError
 from benchkit.command import user_file
 from benchkit.device import Device
+from benchkit.errors import first_line
 from benchkit.processes import ChildFailure, RemoteObject
 from jax_baseline.diff.programs import Program
 from native_build import missing_inductor
@@ -197,10 +198,10 @@ def errors_of(reference: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        text = (str(error).strip() or "no message").splitlines()[0][:300]
+        text = first_line(error)[:300]
         # A tracer of JAX in the message means that the torch function received JAX arrays.
         swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
-        raise UserError(f"{reference} raised {type(error).__name__}: {text}{swapped}") from error
+        raise UserError(f"{reference} raised {text}{swapped}") from error
 
 
 def load_inputs(reference: str) -> tuple[NDArray, ...]:

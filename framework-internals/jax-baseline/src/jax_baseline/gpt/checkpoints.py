@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from benchkit import UserError
+from benchkit.errors import first_line
 from jax_baseline.gpt.train import TrainState
 from torch_baseline.records import Validated
 
@@ -129,10 +130,8 @@ class Checkpoints:
         try:
             return step, self._manager(kind).restore(step, args=ocp.args.Composite(**parts))
         except Exception as error:  # the storage layer of orbax raises many types for damaged files
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(
-                f"the checkpoint {self.folder / kind / str(step)} cannot be read ({reason}); {self._remedy(kind, step)}"
-            ) from error
+            path, reason = self.folder / kind / str(step), first_line(error)
+            raise UserError(f"the checkpoint {path} cannot be read ({reason}); {self._remedy(kind, step)}") from error
 
     def _manager(self, kind: str) -> ocp.CheckpointManager:
         if kind not in self._managers:

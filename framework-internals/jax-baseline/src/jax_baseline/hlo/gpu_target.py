@@ -20,10 +20,6 @@ from torch_baseline.config import GPTConfig, TrainConfig
 
 Layout = Literal["one device", "data parallel", "FSDP"]
 
-REMEDY = (
-    "install the optional extra jax-baseline[gpu-target] (the wheels jax-cuda13-pjrt and jax-cuda13-plugin, no GPU)"
-)
-
 
 @dataclass(frozen=True)
 class GpuStep:
@@ -51,7 +47,10 @@ def require_gpu_target() -> None:
         UserError: If it is not, with the remedy.
     """
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        raise UserError(f"compiling for a GPU needs XLA's compiler for GPUs; {REMEDY}")
+        raise UserError(
+            "compiling for a GPU needs XLA's compiler for GPUs; install the optional extra jax-baseline[gpu-target] "
+            "(the wheels jax-cuda13-pjrt and jax-cuda13-plugin, no GPU)"
+        )
     plugin, jaxlib = (importlib.metadata.version(name) for name in ("jax-cuda13-pjrt", "jaxlib"))
     if plugin != jaxlib:
         raise UserError(

@@ -32,7 +32,7 @@ class MeasuredEngine:
         timing: Seconds per sample of ``steps`` steps.
         speedup: Speedup over the reference, paired by round; 1 for the reference.
         peak_memory: Peak memory in bytes; None on a CPU.
-        missing: Requests after the timing that failed, ``peak memory`` or ``inspection``, with the error.
+        missing: Errors of the requests that failed after the timing, by name: ``peak memory`` or ``inspection``.
     """
 
     preparation: Preparation
