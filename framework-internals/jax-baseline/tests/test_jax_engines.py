@@ -16,6 +16,7 @@ from jax_baseline.parity.meshes import MeshRun
 from jax_baseline.timing import bench
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines
 from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
+from jax_baseline.timing.kernel_times import KernelTime
 from jax_baseline.timing.records import EngineRecord
 
 
@@ -39,10 +40,10 @@ class FakeEngine:
         if method == "kernel_times":
             if self.name == "no profile":
                 raise ChildCrashed("JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted")
-            return [["fusion", 2.0, 1e-3]]
+            return [KernelTime("fusion", 2.0, 1e-3)]
         if method == "peak_memory" and self.name == "no peak":
             raise ChildCrashed("JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost")
-        return asdict(Preparation(1.0, self.loss, {})) if method == "prepare" else None
+        return Preparation(1.0, self.loss, {}) if method == "prepare" else None
 
     def close(self):
         self.log.append(("close", self.name))

@@ -24,7 +24,7 @@ _QUOTED_LINES = 40
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Return the configuration of these measurements on a device."""
+    """Return the settings of this part."""
     if device == "cuda":
         size = {"preset": "gpt2-124m", "batch_size": 16, "dtype": "bfloat16"}
         step = {**size, "layers": 2 if quick else 12, "attention": "cudnn", "repeats": 5}
@@ -41,7 +41,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
-    """Return the measurements in order: a name for the report if the measurement fails, and the function."""
+    """Return the measurements of this part, each with the name that the report uses if it is missing."""
     asked = run.configuration["hlo"]
     found: list[tuple[str, Callable[[Run], None]]] = [
         ("XLA's program of the step", partial(_collect_step, asked=asked["step"])),

@@ -384,17 +384,7 @@ def loss(
 ) -> Scalar:
     """Return the mean cross-entropy in nats per token, computed in at least float32.
 
-    The other arguments are those of :func:`forward`.
-
-    Args:
-        params: Parameters.
-        tokens_BT: Tokens, int32 or int64.
-        targets_BT: The token that follows each position.
-        config: Shape of the model.
-        dtype: Compute dtype of the matrix products.
-        attention: Causal attention.
-        parts: The other replaceable parts.
-        remat: Recompute each block in the backward pass.
+    ``targets_BT`` has the token that follows each position. The other arguments are those of :func:`forward`.
     """
     logits_BTV = forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, remat=remat)
     with jax.named_scope("loss"):

@@ -49,21 +49,18 @@ class MeasuredEngine:
             steps: Steps per sample.
             mfu: MFU at one token per second, see :func:`mfu_per_token`.
         """
-        rate = self.timing.quantity().per(tokens * steps, "tokens/s")
-        optional = (
-            (self.peak_memory, "B"),
-            (self.preparation.temporaries, "B"),
-            (self.preparation.flops, "FLOP"),
-            (None if mfu is None else rate.value * mfu, "share"),
-        )
+        rate, first = self.timing.quantity().per(tokens * steps, "tokens/s"), self.preparation
         return EngineFigures(
-            rate,
-            Quantity(self.timing.median / steps, "s"),
-            Quantity(self.preparation.first_step_seconds, "s"),
-            Quantity(self.preparation.loss, "nats"),
-            self.speedup,
-            {stage: Quantity(seconds, "s") for stage, seconds in self.preparation.compile_seconds.items()},
-            *(None if value is None else Quantity(value, unit) for value, unit in optional),
+            rate=rate,
+            step=Quantity(self.timing.median / steps, "s"),
+            first_step=Quantity(first.first_step_seconds, "s"),
+            loss=Quantity(first.loss, "nats"),
+            speedup=self.speedup,
+            compile_stages={stage: Quantity(seconds, "s") for stage, seconds in first.compile_seconds.items()},
+            peak_memory=None if self.peak_memory is None else Quantity(self.peak_memory, "B"),
+            temporaries=None if first.temporaries is None else Quantity(first.temporaries, "B"),
+            xla_flops=None if first.flops is None else Quantity(first.flops, "FLOP"),
+            mfu=None if mfu is None else Quantity(rate.value * mfu, "share"),
         )
 
 
@@ -246,7 +243,7 @@ def steps_taken(rounds: int, steps: int) -> int:
 def _prepare(remote: RemoteObject, steps: int, expected_loss: float | None = None, dtype: str = "") -> _ReadyEngine:
     """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
     try:
-        preparation = Preparation(**remote.call("prepare"))
+        preparation: Preparation = remote.call("prepare")
         if expected_loss is not None:
             _require_agreement(preparation.loss, expected_loss, dtype)
         remote.call("run", steps=steps)
@@ -325,10 +322,9 @@ def sweep(
 def _with_kernels(trial: Trial, remote: RemoteObject, steps: int) -> Trial:
     """Add the kernel times to a trial. If the profiler fails, the trial has its error instead."""
     try:
-        table = remote.call("kernel_times", steps=steps)
+        return replace(trial, kernels=tuple(remote.call("kernel_times", steps=steps)))
     except (ChildFailure, UserError) as error:
         return replace(trial, unprofiled=str(error))
-    return replace(trial, kernels=tuple(KernelTime(*row) for row in table))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -178,8 +178,8 @@ class Preparation:
 class Engine(Protocol):
     """An engine with its model and its data."""
 
-    def prepare(self) -> dict[str, Any]:
-        """Take the first step and return the fields of a :class:`Preparation`."""
+    def prepare(self) -> Preparation:
+        """Take the first step."""
         ...
 
     def run(self, steps: int) -> None:
@@ -242,13 +242,13 @@ class TorchEngine:
         ]
         self._done = 0
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> Preparation:
         """Take the first step."""
         self._wait()
         start = time.perf_counter()
         loss = self.next_loss()
         self._wait()
-        return asdict(Preparation(time.perf_counter() - start, loss, {}))
+        return Preparation(time.perf_counter() - start, loss, {})
 
     def run(self, steps: int) -> None:
         """Take so many steps and wait for the device."""
@@ -314,7 +314,7 @@ class JaxEngine:
         self._batches = [to_mesh(tokens, mesh) for tokens in _stacked(_batches(model, config), self._per_call)]
         self._done = 0
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> Preparation:
         """Compile with a time for each stage, and take the first step."""
         from jax_baseline.gpt.compilation import compile_step
         from jax_baseline.gpt.sharding import count_collectives
@@ -331,7 +331,7 @@ class JaxEngine:
             "compile": compiled.compile_seconds,
         }
         collectives = count_collectives(compiled.text)
-        return asdict(Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries, collectives))
+        return Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries, collectives)
 
     def run(self, steps: int) -> None:
         """Take so many steps and wait for the device."""
