@@ -163,7 +163,7 @@ def compare_programs(one: Program, other: Program) -> Diff:
     )
 
 
-def most_different(regions: Iterable[Region], count: int = 3) -> list[Region]:
+def most_different(regions: Iterable[Region], count: int) -> list[Region]:
     """Return the regions with the largest differences in bytes.
 
     Each name comes once before any name comes twice. Kernels without a region are left out.

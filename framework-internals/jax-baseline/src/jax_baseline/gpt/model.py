@@ -357,17 +357,11 @@ def forward(
 
 
 def activations(
-    params: Params,
-    tokens_BT: TokensBT,
-    config: GPTConfig,
-    *,
-    dtype: DTypeLike | None = None,
-    attention: Attention = xla_attention,
-    parts: Parts = PARTS,
+    params: Params, tokens_BT: TokensBT, config: GPTConfig, *, dtype: DTypeLike | None = None
 ) -> dict[str, Array]:
     """Return the intermediates that :func:`forward` records, by name and in order; the arguments are the same."""
     recorded: dict[str, Array] = {}
-    forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, record=recorded.__setitem__)
+    forward(params, tokens_BT, config, dtype=dtype, record=recorded.__setitem__)
     return recorded
 
 
