@@ -15,6 +15,7 @@ from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
 from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
 from jax_baseline.hlo import Summary, parse, summarise
+from jax_baseline.hlo.kernels import join_ops
 from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
@@ -210,7 +211,7 @@ def _kernel_table(program: _Program, count: int) -> str:
         (
             one.name,
             one.description,
-            " ".join(f"{op}×{times}" if times > 1 else op for op, times in one.ops.items()),
+            join_ops(one.ops),
             f"{one.region or '–'} ({one.phase})",
             short_location(one.location.file, one.location.line) if one.location else "–",
             one.calls,

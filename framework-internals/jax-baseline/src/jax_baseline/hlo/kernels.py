@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -159,6 +159,11 @@ def label_of(instruction: Instruction) -> Label:
         if inner and not {"jit", "pjit"} & set(wrappers) and inner not in _NOT_A_SCOPE:
             scopes.append(inner)
     return Label(phase, tuple(scopes))
+
+
+def join_ops(ops: Mapping[str, int]) -> str:
+    """Return operations and their numbers as text: ``{"add": 2, "tanh": 1}`` → ``add×2 tanh``."""
+    return " ".join(op if count == 1 else f"{op}×{count}" for op, count in ops.items())
 
 
 def quote(module: Module, kernel: Kernel) -> str:

@@ -16,6 +16,7 @@ from benchkit.report.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from jax_baseline.diff.records import CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import CompiledRegion, Region
 from jax_baseline.hlo import RegionCount
+from jax_baseline.hlo.kernels import join_ops
 from jax_baseline.report.explanation import explain
 
 _COMPILERS = ("XLA", "Inductor")
@@ -135,7 +136,7 @@ def _region_row(group: RegionCount) -> list[str]:
 
 
 def _kernel_row(kernel: LongKernel) -> list[str]:
-    ops = " ".join(op if count == 1 else f"{op}×{count}" for op, count in kernel.ops.items())
+    ops = join_ops(kernel.ops)
     return [
         f"`{kernel.name}`",
         f"{kernel.kind}: {ops}" if ops not in kernel.kind else kernel.kind,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -108,6 +108,13 @@ class Trial:
     memory_unknown: str = ""
 
 
+class _ReadyEngine(NamedTuple):
+    """An engine in its process, after its first step."""
+
+    remote: RemoteObject
+    preparation: Preparation
+
+
 def measure_engines(
     engines: Mapping[str, EngineSpec],
     model: GPTConfig,
@@ -175,13 +182,6 @@ def measure_engines(
     return {name: results[name] for name in engines}
 
 
-class _ReadyEngine(NamedTuple):
-    """An engine in its process, after its first step."""
-
-    remote: RemoteObject
-    preparation: Preparation
-
-
 def _prepare_group(
     starts: Mapping[str, Callable[[], RemoteObject]],
     steps: int,
@@ -203,9 +203,8 @@ def _prepare_group(
     """
     ready: dict[str, _ReadyEngine] = {}
     failed: dict[str, str] = {}
-    with ThreadPoolExecutor(len(starts) or 1) as pool:
+    with ThreadPoolExecutor(len(starts) or 1) as pool:  # it ends when all processes have started
         starting = {name: pool.submit(start) for name, start in starts.items()}
-        wait(starting.values())
     for name, started in starting.items():
         try:
             ready[name] = _prepare(started.result(), steps, expected_losses[name], dtype)
