@@ -48,8 +48,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "mutations": {
             "model": {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "tie_embeddings": False},
             "training": {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4, "clip": 0.5},
-            # The last mistakes of the list do not change the gradient, so they need no compilation of their own. They
-            # always run on a CPU, so a run on a GPU repeats what the report of the CPU has.
+            # The last mistakes of the list do not change the gradient, so they share the compilation of the correct step.
+            # Mistakes always run on the CPU. On a machine with a GPU the others would only repeat the report of a CPU.
             "last": 6 if quick else 26 if device == "cuda" else None,
         },
         "meshes": {
