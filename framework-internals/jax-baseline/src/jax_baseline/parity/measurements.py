@@ -48,7 +48,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "mutations": {
             "model": {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "tie_embeddings": False},
             "training": {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4, "clip": 0.5},
-            # The last mistakes of the list do not change the gradient, so they share the compilation of the correct step.
+            # The last mistakes of the list do not change the gradient, so they share the correct step's compilation.
             # Mistakes always run on the CPU. On a machine with a GPU the others would only repeat the report of a CPU.
             "last": 6 if quick else 26 if device == "cuda" else None,
         },
