@@ -111,7 +111,7 @@ def test_a_failure_after_the_timed_rounds_keeps_them(monkeypatch):
         {"no peak": engines["no peak"]}, *shapes, device="cpu", rounds=2, steps=1, together=1, kernels=False
     )
     assert len(trial.timing.samples) == 2
-    assert trial.memory_unknown == lost
+    assert trial.missing == {"peak memory": lost}
 
 
 def test_a_reference_that_dies_after_its_first_group_loses_only_the_later_groups(monkeypatch):
@@ -153,7 +153,8 @@ def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
     found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
     assert [kernel.name for kernel in found["right"].kernels] == ["fusion"]
     assert found["no profile"].kernels == ()
-    assert found["no profile"].unprofiled == "JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted"
+    why = "JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted"
+    assert found["no profile"].missing == {"kernels": why}
     assert len(found["no profile"].timing.samples) == 2
     assert "out of memory" in found["too large"]
     assert "out of memory" in found["growing"]

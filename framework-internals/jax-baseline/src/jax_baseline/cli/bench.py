@@ -108,10 +108,8 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, 
         f"{numbers.with_unit(trial.preparation.first_step_seconds, 's')}, loss {trial.preparation.loss:.6f}",
         flush=True,
     )
-    if trial.memory_unknown:
-        print(f"    no peak memory: {trial.memory_unknown}")
-    if trial.unprofiled:
-        print(f"    no kernels: {trial.unprofiled}")
+    for what, why in trial.missing.items():
+        print(f"    no {what}: {why}")
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
     for kernel in merge_similar(trial.kernels)[:kernels]:

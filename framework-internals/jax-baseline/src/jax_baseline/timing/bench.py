@@ -96,16 +96,14 @@ class Trial:
         timing: Seconds per step, interleaved with the engines of the same group only.
         peak_memory: Peak memory in bytes; None on a CPU, or if the request failed.
         kernels: Seconds per step by kernel, the largest first; empty unless requested.
-        unprofiled: Error of the profiler, if kernels were requested and it failed.
-        memory_unknown: Error of the request for the peak memory, if it failed.
+        missing: Errors of the requests that failed after the timing, by name: ``peak memory`` or ``kernels``.
     """
 
     preparation: Preparation
     timing: Timing
     peak_memory: int | None
     kernels: tuple[KernelTime, ...] = ()
-    unprofiled: str = ""
-    memory_unknown: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 class _ReadyEngine(NamedTuple):
@@ -226,12 +224,12 @@ def _inspected(
     return measured
 
 
-def _peak_memory(remote: RemoteObject) -> tuple[int | None, str]:
-    """Return the bytes, or None with the error."""
+def _peak_memory(remote: RemoteObject) -> tuple[int | None, dict[str, str]]:
+    """Return the bytes, and the error by the name of the request if it fails."""
     try:
-        return remote.call("peak_memory"), ""
+        return remote.call("peak_memory"), {}
     except (ChildFailure, UserError) as error:
-        return None, str(error)
+        return None, {"peak memory": str(error)}
 
 
 def steps_taken(rounds: int, steps: int) -> int:
@@ -263,8 +261,7 @@ def _measure_group(
     for name, timing in comparison.timings.items():
         remote, preparation = ready[name]
         speedup = comparison.speedup(name, over=reference)
-        memory, why = _peak_memory(remote)
-        found[name] = MeasuredEngine(preparation, timing, speedup, memory, {"peak memory": why} if why else {})
+        found[name] = MeasuredEngine(preparation, timing, speedup, *_peak_memory(remote))
     return found
 
 
@@ -313,17 +310,17 @@ def sweep(
             for name, timing in comparison.timings.items():
                 remote, preparation = ready[name]
                 timing = replace(timing, samples=tuple(sample / steps for sample in timing.samples))
-                memory, why = _peak_memory(remote)
-                trial = Trial(preparation, timing, memory, memory_unknown=why)
+                memory, missing = _peak_memory(remote)
+                trial = Trial(preparation, timing, memory, missing=missing)
                 yield name, _with_kernels(trial, remote, steps) if kernels else trial
 
 
 def _with_kernels(trial: Trial, remote: RemoteObject, steps: int) -> Trial:
-    """Add the kernel times to a trial. If the profiler fails, the trial has its error instead."""
+    """Add the times of the kernels to a trial, or the error of the profiler."""
     try:
         return replace(trial, kernels=tuple(remote.call("kernel_times", steps=steps)))
     except (ChildFailure, UserError) as error:
-        return replace(trial, unprofiled=str(error))
+        return replace(trial, missing={**trial.missing, "kernels": str(error)})
 
 
 @contextmanager
