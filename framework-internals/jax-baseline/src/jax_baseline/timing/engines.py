@@ -325,13 +325,8 @@ class JaxEngine:
         self._step = compiled.step
         loss = self.next_loss()
         seconds = time.perf_counter() - start
-        stages = {
-            "trace": compiled.trace_seconds,
-            "lower": compiled.lower_seconds,
-            "compile": compiled.compile_seconds,
-        }
         collectives = count_collectives(compiled.text)
-        return Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries, collectives)
+        return Preparation(seconds, loss, compiled.stages, compiled.flops, compiled.temporaries, collectives)
 
     def run(self, steps: int) -> None:
         """Take so many steps and wait for the device."""
