@@ -98,9 +98,7 @@ class Checkpoints:
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
         step, restored = self._read(kind, state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
         expected, actual = restored.meta["checksums"], checksums(restored.state)
-        if damaged := sorted(
-            name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)
-        ):
+        if damaged := sorted(name for name, _ in expected.items() ^ actual.items()):
             path = self.folder / kind / str(step)
             raise UserError(f"the checkpoint {path} is damaged (checksum of {damaged[0]}); {self._remedy(kind, step)}")
         return restored.state, _run_progress(restored.meta)
