@@ -361,7 +361,7 @@ class _Clock:
         self._mark = time.perf_counter()
 
     def lap(self, steps: int) -> float:
-        """Record one call of so many steps and return its seconds."""
+        """Record one call of this many steps and return its seconds."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         if self._steps >= WARMUP_STEPS and steps in self._called:

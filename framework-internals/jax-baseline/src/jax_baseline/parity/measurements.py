@@ -172,8 +172,8 @@ def _run_meshes(configuration: Mapping[str, Any]) -> MeshRuns:
 
     settings = configuration["meshes"]
     devices = max(data * fsdp for data, fsdp in settings["shapes"])
-    # Always on the CPU, which can emulate any number of devices; a GPU cannot. Only losses and collectives are
-    # recorded, no times, so LLVM need not optimise.
+    # The meshes run on the CPU of every machine, because a CPU can emulate any number of devices. LLVM need not
+    # optimise, because no times are recorded.
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     arguments = {"model": settings["model"], "training": settings["training"]}

@@ -183,7 +183,7 @@ class Engine(Protocol):
         ...
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the device."""
+        """Take this many steps and wait for the device."""
         ...
 
     def next_loss(self) -> float:
@@ -195,7 +195,7 @@ class Engine(Protocol):
         ...
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Take so many steps under a profiler and return seconds per step by kernel, the largest first."""
+        """Take this many steps under a profiler and return seconds per step by kernel, the largest first."""
         ...
 
 
@@ -251,7 +251,7 @@ class TorchEngine:
         return Preparation(time.perf_counter() - start, loss, {})
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the device."""
+        """Take this many steps and wait for the device."""
         for _ in range(steps):
             self._next()
         self._wait()
@@ -265,7 +265,7 @@ class TorchEngine:
         return None if self._device == "cpu" else int(self._torch.cuda.max_memory_allocated())
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Take so many steps under torch's profiler and return the time of each kernel."""
+        """Take this many steps under torch's profiler and return the time of each kernel."""
         return torch_kernel_times(lambda: self.run(steps), steps, self._device)
 
     def _next(self) -> Any:
@@ -329,7 +329,7 @@ class JaxEngine:
         return Preparation(seconds, loss, compiled.stages, compiled.flops, compiled.temporaries, collectives)
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the device."""
+        """Take this many steps and wait for the device."""
         if steps % self._per_call:
             raise ValueError(f"this engine takes {self._per_call} steps per call; expected a multiple, got {steps}")
         for _ in range(steps // self._per_call):
@@ -346,7 +346,7 @@ class JaxEngine:
         return None if not statistics else statistics.get("peak_bytes_in_use")
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Compile the step for profiling, take so many steps, and return the time of each kernel."""
+        """Compile the step for profiling, take this many steps, and return the time of each kernel."""
         from jax_baseline.gpt.compilation import compile_step, profiled
 
         options = profiled(self._device.platform)
