@@ -12,9 +12,11 @@ from benchkit.processes import ChildCrashed
 from benchkit.run import Run
 from jax_baseline import lens
 from jax_baseline.cli import app
+from jax_baseline.parity.meshes import MeshRun
 from jax_baseline.timing import bench
 from jax_baseline.timing.bench import MeasuredEngine, measure_engines
 from jax_baseline.timing.engines import EngineSpec, Preparation, bench_config
+from jax_baseline.timing.kernel_times import KernelTime
 from jax_baseline.timing.records import EngineRecord
 
 
@@ -38,10 +40,10 @@ class FakeEngine:
         if method == "kernel_times":
             if self.name == "no profile":
                 raise ChildCrashed("JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted")
-            return [["fusion", 2.0, 1e-3]]
+            return [KernelTime("fusion", 2.0, 1e-3)]
         if method == "peak_memory" and self.name == "no peak":
             raise ChildCrashed("JaxEngine.peak_memory raised RuntimeError: CUDA error: device lost")
-        return asdict(Preparation(1.0, self.loss, {})) if method == "prepare" else None
+        return Preparation(1.0, self.loss, {}) if method == "prepare" else None
 
     def close(self):
         self.log.append(("close", self.name))
@@ -51,10 +53,10 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
     log = []
 
     @contextmanager
-    def workers(device, factory, empty_caches):
+    def engine_processes(device, factory, empty_caches):
         yield lambda spec, model, training: FakeEngine(log, spec)
 
-    monkeypatch.setattr(bench, "_workers", workers)
+    monkeypatch.setattr(bench, "_engine_processes", engine_processes)
     names = ("reference", "right", "growing", "no start", "too large", "wrong", "not here", "also right")
     engines = {name: EngineSpec("jax", attention=name, options="5.1" if name == "wrong" else "") for name in names}
     found = measure_engines(
@@ -86,9 +88,9 @@ def test_engines_are_paired_with_the_reference_in_groups_and_fail_alone(monkeypa
 
 
 def test_a_failure_after_the_timed_rounds_keeps_them(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
+    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
 
-    def inspect(name, worker):
+    def inspect(name, remote):
         if name in ("reference", "no inspection"):
             raise ChildCrashed("JaxEngine.next_loss ended with status -11: no message")
 
@@ -109,7 +111,7 @@ def test_a_failure_after_the_timed_rounds_keeps_them(monkeypatch):
         {"no peak": engines["no peak"]}, *shapes, device="cpu", rounds=2, steps=1, together=1, kernels=False
     )
     assert len(trial.timing.samples) == 2
-    assert trial.memory_unknown == lost
+    assert trial.missing == {"peak memory": lost}
 
 
 def test_a_reference_that_dies_after_its_first_group_loses_only_the_later_groups(monkeypatch):
@@ -121,7 +123,7 @@ def test_a_reference_that_dies_after_its_first_group_loses_only_the_later_groups
                 raise ChildCrashed("JaxEngine.run ended with status -9: no message")
             return super().call(method, **arguments)
 
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: Dying(log, asked[0])))
+    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: Dying(log, asked[0])))
     engines = {name: EngineSpec("jax", attention=name) for name in ("reference", "first", "second")}
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
     found = measure_engines(engines, *shapes, device="cpu", rounds=2, together=1)
@@ -145,13 +147,14 @@ def test_a_missing_figure_is_named_in_the_report(monkeypatch):
 
 
 def test_a_sweep_keeps_the_times_of_an_engine_whose_profiler_dies(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
+    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
     engines = {name: EngineSpec("jax", attention=name) for name in ("right", "no profile", "too large", "growing")}
     shapes = bench_config("tiny", batch_size=2, dtype="float32")
     found = dict(bench.sweep(engines, *shapes, device="cpu", rounds=2, steps=4, together=2, kernels=True))
     assert [kernel.name for kernel in found["right"].kernels] == ["fusion"]
     assert found["no profile"].kernels == ()
-    assert found["no profile"].unprofiled == "JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted"
+    why = "JaxEngine.kernel_times ended with status -6: Fatal Python error: Aborted"
+    assert found["no profile"].missing == {"kernels": why}
     assert len(found["no profile"].timing.samples) == 2
     assert "out of memory" in found["too large"]
     assert "out of memory" in found["growing"]
@@ -190,7 +193,7 @@ def test_the_mfu_of_a_sweep_uses_the_peak_of_all_devices(a_peak, monkeypatch):
 
 
 def test_a_reference_that_fails_is_an_error(monkeypatch):
-    monkeypatch.setattr(bench, "_workers", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
+    monkeypatch.setattr(bench, "_engine_processes", lambda *where: nullcontext(lambda *asked: FakeEngine([], asked[0])))
     with pytest.raises(ChildCrashed, match="out of memory"):
         measure_engines(
             {"reference": EngineSpec("jax", attention="too large")},
@@ -263,8 +266,8 @@ def test_mistakes_that_are_not_planted_are_named(device, told):
 
 def test_on_a_cpu_the_meshes_run_beside_the_mistakes_and_begin_with_them(monkeypatch):
     begun = threading.Event()
-    mesh = {"state_bytes": 1, "losses": [1.0], "collectives": {}}
-    monkeypatch.setattr(lens.parity, "_run_meshes", lambda configuration: begun.set() or ([(1, 1, mesh)], [[1.0]]))
+    mesh = MeshRun([1.0], {}, state_bytes=1)
+    monkeypatch.setattr(lens.parity, "_run_meshes", lambda configuration: begun.set() or ({(1, 1): mesh}, [[1.0]]))
     monkeypatch.setattr(lens.parity, "_run_mistakes", lambda configuration: [] if begun.wait(10) else ["alone"])
     kept = []
     run = Run("cpu", lens.configure("cpu", quick=True), Notes())

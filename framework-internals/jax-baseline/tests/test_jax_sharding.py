@@ -29,8 +29,8 @@ def trial():
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
     }
-    with RemoteObject(MeshTrial, {"model": MODEL, "training": TRAINING}, environment=environment) as worker:
-        yield worker
+    with RemoteObject(MeshTrial, {"model": MODEL, "training": TRAINING}, environment=environment) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,11 @@ def alone(trial):
 )
 def test_meshes_train_as_one_device_does(trial, alone, data, fsdp, collectives):
     found = trial.call("run", data=data, fsdp=fsdp)
-    assert np.abs(np.array(found["losses"]) - alone["losses"]).max() <= FLOOR
-    assert collectives <= found["collectives"].keys()
+    assert np.abs(np.array(found.losses) - alone.losses).max() <= FLOOR
+    assert collectives <= found.collectives.keys()
     # Shares of what fsdp divides, and whole what it does not.
-    assert found["state_bytes"] <= alone["state_bytes"] / fsdp * 1.05
-    assert alone["collectives"] == {}
+    assert found.state_bytes <= alone.state_bytes / fsdp * 1.05
+    assert alone.collectives == {}
 
 
 TWO = """
@@ -97,7 +97,7 @@ def test_two_processes_train_as_one_device_does(alone):
         assert child.returncode == 0, errors
         seen.append(json.loads(output.splitlines()[-1]))
     assert seen[0] == seen[1]
-    assert np.abs(np.array(seen[0]) - alone["losses"]).max() <= FLOOR
+    assert np.abs(np.array(seen[0]) - alone.losses).max() <= FLOOR
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -125,8 +125,8 @@ def test_two_gpus_train_as_one_does():
     if jax.default_backend() != "gpu" or jax.device_count() < 2:
         pytest.skip("needs two CUDA GPUs that JAX sees")
     arguments = {"model": MODEL, "training": TRAINING}
-    with RemoteObject(MeshTrial, arguments, limit=100) as worker:
-        alone = worker.call("run", data=1, fsdp=1)
+    with RemoteObject(MeshTrial, arguments, limit=100) as trial:
+        alone = trial.call("run", data=1, fsdp=1)
         for data, fsdp in ((2, 1), (1, 2)):
-            found = worker.call("run", data=data, fsdp=fsdp)
-            assert np.abs(np.array(found["losses"]) - alone["losses"]).max() <= FLOOR
+            found = trial.call("run", data=data, fsdp=fsdp)
+            assert np.abs(np.array(found.losses) - alone.losses).max() <= FLOOR

@@ -1,4 +1,7 @@
-"""The lens: parity with torch, throughput of both frameworks, and XLA's program of the step. ``--sweep`` adds GPUs."""
+"""The lens: parity with torch, throughput of both frameworks, and XLA's program of the step.
+
+``--sweep`` adds measurements on several GPUs.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import typer
 from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
-from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, user_errors
+from jax_baseline.cli.options import DeviceOption, Dtype, Preset, user_errors
 from torch_baseline.config import Precision
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def bench(
     preset: Preset = "tiny",
     batch_size: Annotated[int, typer.Option(min=1, help="sequences per step and device")] = 16,
-    dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+    dtype: Dtype = "float32",
     engines: Annotated[
         str, typer.Option(help="names, separated by commas; `list` prints all of them")
     ] = "torch-eager,jit-donated",
@@ -108,10 +108,8 @@ def _print_trial(name: str, trial: Trial | str, tokens: int, mfu: float | None, 
         f"{numbers.with_unit(trial.preparation.first_step_seconds, 's')}, loss {trial.preparation.loss:.6f}",
         flush=True,
     )
-    if trial.memory_unknown:
-        print(f"    no peak memory: {trial.memory_unknown}")
-    if trial.unprofiled:
-        print(f"    no kernels: {trial.unprofiled}")
+    for what, why in trial.missing.items():
+        print(f"    no {what}: {why}")
     if trial.kernels:
         print(f"    all {len(trial.kernels)} kernels: {numbers.with_unit(sum(k.seconds for k in trial.kernels), 's')}")
     for kernel in merge_similar(trial.kernels)[:kernels]:

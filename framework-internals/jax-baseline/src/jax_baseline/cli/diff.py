@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, cast
 
@@ -12,22 +13,13 @@ import typer
 from benchkit import UserError, numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
-from jax_baseline.cli.options import (
-    AttentionOption,
-    BatchSize,
-    DeviceOption,
-    Dtype,
-    Layers,
-    Preset,
-    user_errors,
-    with_layers,
-)
+from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
 from jax_baseline.diff.programs import Program
 from jax_baseline.diff.region_diff import CompiledRegion
-from torch_baseline.config import Precision
+from torch_baseline.config import GPTConfig, Precision
 
-# Largest relative difference between the results of two equal functions, and between sums over them. Whole numbers
-# are equal.
+# Largest relative difference that rounding explains, between two results or between sums over them, by dtype. Results
+# of whole numbers must be equal.
 _SAME = {"float64": 1e-9, "float32": 2e-4, "float16": 1e-2, "bfloat16": 1e-2}
 _SIXTEEN_BITS = re.compile(r"bf16|float16|\bf16\b|\bhalf\b", re.IGNORECASE)
 
@@ -44,7 +36,7 @@ def diff(
         bool, typer.Option("--gradients", help="compare gradients too; the functions return one scalar")
     ] = False,
     preset: Preset = "tiny",
-    layers: Layers = 2,
+    layers: Annotated[int, typer.Option(min=1, help="number of blocks")] = 2,
     batch_size: BatchSize = 16,
     dtype: Dtype = "float32",
     attention: AttentionOption = "xla",
@@ -60,18 +52,15 @@ def diff(
         if (torch_function is None) != (jax_function is None):
             raise UserError("diff takes two functions (torch's, then JAX's) or none (the baseline's loss), got one")
         where = resolve_device(device)
-        jax_spec: ModelSpec | FunctionSpec
-        torch_spec: ModelSpec | FunctionSpec
+        specs: Sequence[ModelSpec | FunctionSpec]  # of JAX and of torch
         if torch_function and jax_function:
             made = inputs or f"{torch_function.rpartition(':')[0]}:inputs"
-            torch_spec = FunctionSpec(torch_function, made, gradients, where, repeats)
-            jax_spec = replace(torch_spec, function=jax_function)
+            specs = [FunctionSpec(name, made, gradients, where, repeats) for name in (jax_function, torch_function)]
         else:
-            model = with_layers(preset, layers)
-            torch_spec = ModelSpec(model, batch_size, cast(Precision, dtype), attention, where, repeats)
-            jax_spec = torch_spec
+            model = replace(GPTConfig.preset(preset), n_layer=layers)
+            specs = [ModelSpec(model, batch_size, cast(Precision, dtype), attention, where, repeats)] * 2
         try:
-            programs = compile_both(jax_spec, torch_spec)
+            programs = compile_both(*specs)
         except ChildFailure as error:  # exit status 2, because nothing was compared
             raise UserError(f"compiling or running one of the programs failed: {error}") from error
     if not _print_diff(programs, show, coarse=where != "cpu"):  # a GPU multiplies float32 matrices in TF32

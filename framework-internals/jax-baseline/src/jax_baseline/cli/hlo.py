@@ -13,21 +13,14 @@ from benchkit import UserError, numbers
 from benchkit.device import Device, resolve_device
 from benchkit.report import markdown_table
 from benchkit.results import write_text_atomically
-from jax_baseline.cli.options import (
-    AttentionOption,
-    BatchSize,
-    DeviceOption,
-    Dtype,
-    Layers,
-    Preset,
-    user_errors,
-    with_layers,
-)
+from jax_baseline.cli.options import AttentionOption, BatchSize, DeviceOption, Dtype, Preset, user_errors
 from jax_baseline.hlo import Summary, parse, summarise
+from jax_baseline.hlo.kernels import join_ops
 from jax_baseline.hlo.lock import compare_locks, make_lock, read_lock
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 Dump = Annotated[Path | None, typer.Argument(help="text of your optimised module [default: the train step]")]
+Layers = Annotated[int | None, typer.Option(min=1, help="number of blocks [default: the preset's]")]
 Measure = Annotated[bool, typer.Option("--measure", help="run the program and time every kernel with the profiler")]
 Target = Annotated[
     str, typer.Option(help="h200: compile for this GPU on a machine without it (optional extra) [default: --device]")
@@ -140,7 +133,9 @@ def _program(
             return _Program(dump.read_text(), str(dump), {})
         except OSError as error:
             raise UserError(f"cannot read {dump}: {error.strerror}") from error
-    model, training = _shapes(preset, layers, batch_size, dtype)
+    from jax_baseline.timing.engines import bench_config
+
+    model, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype), layers=layers)
     subject = f"train step of {preset}, {model.n_layer} blocks, {batch_size} sequences, {dtype}, {attention} attention"
     if target:
         return _ahead_of_time(model, training, attention, subject, target, measure)
@@ -157,7 +152,7 @@ def _compiled_here(
     operations = count_operations(step.stablehlo).total()
     notes = [
         f"compiled from {operations} StableHLO operations in {numbers.with_unit(step.compile_seconds, 's')}; "
-        f"{numbers.with_unit(step.xla_memory['temporaries'], 'B')} of temporaries"
+        f"{numbers.with_unit(step.temporaries, 'B')} of temporaries"
     ]
     if step.xla_costs:
         notes.append(
@@ -190,13 +185,6 @@ def _ahead_of_time(
     return _Program(made.text, f"{subject}, for an H200", made.versions, notes)
 
 
-def _shapes(preset: str, layers: int | None, batch_size: int, dtype: str) -> tuple[GPTConfig, TrainConfig]:
-    from jax_baseline.timing.engines import bench_config
-
-    _, training = bench_config(preset, batch_size=batch_size, dtype=cast(Precision, dtype))
-    return with_layers(preset, layers), training
-
-
 def _check(program: _Program, path: Path) -> None:
     """Compare the program with a lock file; print the differences and exit with status 1 if there are any."""
     try:
@@ -218,14 +206,12 @@ def _kernel_table(program: _Program, count: int) -> str:
     from jax_baseline.hlo import kernels
 
     seconds = program.seconds or {}
-    found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))[
-        :count
-    ]
+    found = sorted(kernels(parse(program.text)), key=lambda one: (-seconds.get(one.name, 0.0), -one.total.bytes))
     rows = [
         (
             one.name,
             one.description,
-            " ".join(f"{op}×{times}" if times > 1 else op for op, times in one.ops.items()),
+            join_ops(one.ops),
             f"{one.region or '–'} ({one.phase})",
             short_location(one.location.file, one.location.line) if one.location else "–",
             one.calls,
@@ -233,7 +219,7 @@ def _kernel_table(program: _Program, count: int) -> str:
             numbers.with_unit(one.total.bytes, "B"),
             *((numbers.with_unit(seconds[one.name], "s") if one.name in seconds else "–",) if seconds else ()),
         )
-        for one in found
+        for one in found[:count]
     ]
     header = ["kernel", "kind", "operations", "part", "line", "runs", "FLOP", "bytes", *(["time"] if seconds else [])]
     return markdown_table(header, rows, left=5)

@@ -13,7 +13,7 @@ from rich.console import Console
 from benchkit import numbers
 from benchkit.device import resolve_device
 from benchkit.report import markdown_table
-from jax_baseline.cli.options import DTYPES, DeviceOption, Preset, Seed, user_errors
+from jax_baseline.cli.options import DTYPES, DeviceOption, Dtype, Preset, user_errors
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 
@@ -84,8 +84,8 @@ def train(
 def parity(
     preset: Preset = "tiny",
     steps: Annotated[int, typer.Option(min=1, help="number of steps to compare")] = 50,
-    seed: Seed = 0,
-    dtype: Annotated[str, typer.Option(help=DTYPES)] = "float32",
+    seed: Annotated[int, typer.Option(min=0, help="seed of weights and batches")] = 0,
+    dtype: Dtype = "float32",
     lr: Annotated[float, typer.Option(help="highest learning rate")] = 1e-3,
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per step [default: the preset's]")] = None,
     device: DeviceOption = "auto",

@@ -8,9 +8,11 @@ same values are the same tensor, whatever their shapes, layouts and names.
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor
 from jax_baseline.hlo.summary import star_blocks
@@ -111,8 +113,8 @@ def match_values(one: Program, other: Program) -> Matches:
     only: dict[str, tuple[Write, ...]] = {}
     for compiler, writes in rest.items():
         is_copy = [any(same_values(tensor, equal) for equal in paired) for _, tensor in writes]
-        copies[compiler] = tuple(write for write, copy in zip(writes, is_copy, strict=True) if copy)
-        only[compiler] = tuple(write for write, copy in zip(writes, is_copy, strict=True) if not copy)
+        copies[compiler] = tuple(compress(writes, is_copy))
+        only[compiler] = tuple(compress(writes, map(operator.not_, is_copy)))
     return Matches(tuple(pairs), copies, only)
 
 

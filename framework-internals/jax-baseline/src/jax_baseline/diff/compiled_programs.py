@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from benchkit import UserError
 from benchkit.command import user_file
 from benchkit.device import Device
+from benchkit.errors import first_line
 from benchkit.processes import ChildFailure, RemoteObject
 from jax_baseline.diff.programs import Program
 from native_build import missing_inductor
@@ -26,6 +27,7 @@ from torch_baseline.config import GPTConfig, Precision
 
 JaxCall = tuple[Callable[..., Any], Sequence[Any], bool]  # the function, its arguments, whether it computes gradients
 
+_SEED = 0  # of weights and tokens
 # Norm weights of one and biases of zero make many tensors equal. Noise distinguishes them.
 _JITTER = 0.05
 
@@ -41,7 +43,6 @@ class ModelSpec:
         attention: Attention of the JAX model.
         device: Device to run on.
         repeats: Number of runs to time.
-        seed: Seed of weights and tokens.
     """
 
     model: GPTConfig
@@ -50,7 +51,6 @@ class ModelSpec:
     attention: str
     device: Device
     repeats: int
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class FunctionSpec:
 
 
 class JaxProgram:
-    """Object in the worker process that compiles with XLA."""
+    """Compiles with XLA. It lives in a separate process."""
 
     def __init__(self, spec: ModelSpec | FunctionSpec) -> None:
         self._importable = _importable_neighbours(spec)
@@ -97,7 +97,7 @@ class JaxProgram:
 
 
 class TorchProgram:
-    """Object in the worker process that compiles with Inductor."""
+    """Compiles with Inductor. It lives in a separate process."""
 
     def __init__(self, spec: ModelSpec | FunctionSpec) -> None:
         import jax_baseline.diff.inductor_program  # noqa: F401 - imports torch while JAX starts
@@ -127,10 +127,10 @@ def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | Fun
         for started in starting:
             if started.exception() is None:
                 stack.enter_context(started.result())
-        jax_worker, torch_worker = (started.result() for started in starting)
-        xla = _with_values(jax_worker.call("program"), jax_worker)
-        jax_worker.close()  # it releases the memory of the device
-        return xla, torch_worker.call("program")
+        jax_program, torch_program = (started.result() for started in starting)
+        xla = _with_values(jax_program)
+        jax_program.close()  # it releases the memory of the device
+        return xla, torch_program.call("program")
 
 
 def _start(program: type[JaxProgram | TorchProgram], spec: ModelSpec | FunctionSpec) -> RemoteObject:
@@ -148,10 +148,11 @@ def _importable_neighbours(spec: ModelSpec | FunctionSpec) -> ExitStack:
     return stack
 
 
-def _with_values(program: Program, worker: RemoteObject) -> Program:
-    """Add the values of XLA's tensors. If XLA cannot compile its text again, a note gives the reason."""
+def _with_values(jax_program: RemoteObject) -> Program:
+    """Return XLA's program with the values of its tensors. If XLA cannot compile its text again, a note says why."""
+    program: Program = jax_program.call("program")
     try:
-        return program.with_values(worker.call("values"))
+        return program.with_values(jax_program.call("values"))
     except ChildFailure as error:
         lines = [line.strip() for line in error.details.splitlines() if re.search("[Ee]rror|Check failed", line)]
         why = (lines or [str(error)])[-1].removeprefix("ValueError: ")[:200]  # this package's own errors are sentences
@@ -197,10 +198,10 @@ def errors_of(reference: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        text = (str(error).strip() or "no message").splitlines()[0][:300]
+        text = first_line(error)[:300]
         # A tracer of JAX in the message means that the torch function received JAX arrays.
         swapped = "; name torch's function first and JAX's second" if "Tracer" in text else ""
-        raise UserError(f"{reference} raised {type(error).__name__}: {text}{swapped}") from error
+        raise UserError(f"{reference} raised {text}{swapped}") from error
 
 
 def load_inputs(reference: str) -> tuple[NDArray, ...]:
@@ -242,14 +243,14 @@ def _weights_and_batch(spec: ModelSpec) -> tuple[dict[str, NDArray], tuple[NDArr
     from torch_baseline.data import batch, load_corpus
     from torch_baseline.model import init_numpy
 
-    generator = np.random.default_rng(spec.seed)
+    generator = np.random.default_rng(_SEED)
     weights = {
         name: array + np.float32(_JITTER) * generator.standard_normal(array.shape, np.float32)
         if array.ndim == 1
         else array
-        for name, array in init_numpy(spec.model, spec.seed).items()
+        for name, array in init_numpy(spec.model, _SEED).items()
     }
-    return weights, batch(load_corpus(None).train, spec.seed, 0, spec.batch_size, spec.model.block_size)
+    return weights, batch(load_corpus().train, _SEED, 0, spec.batch_size, spec.model.block_size)
 
 
 def _torch_model(spec: ModelSpec) -> Program:

@@ -184,23 +184,28 @@ def compile_program(
         prepare()
         return run()
 
-    torch.compiler.reset()
     prepare()
-    start = time.perf_counter()
-    collector = _GraphCollector()
-    with observe_inductor(collector.on_graph, collector.rewrite):
-        run()
-        _wait(device)
-    compile_seconds = time.perf_counter() - start
-    graphs = collector.graphs
-    if not graphs:
-        raise UserError("Inductor compiled nothing: the torch function must call operations of torch on its arguments")
+    graphs, compile_seconds = _compile(run, device)
     values = _observe_tensors(prepared_run, sketched)
     seconds = _time_launches(prepared_run, device, repeats) if repeats else {}
     wall = _time_whole(run, prepare, device, repeats) if repeats else None
     missed = [f"no launch was found for {handle}" for graph in graphs for handle in graph.module.missed]
     notes = tuple(dict.fromkeys((*HOOKS.notes, *missed)))
     return Program("Inductor", tuple(_launches(graphs, seconds)), wall, compile_seconds, values, notes)
+
+
+def _compile(run: Callable[[], object], device: str) -> tuple[list[_Graph], float]:
+    """Run once with empty caches, and return the generated modules and the seconds that it takes."""
+    torch.compiler.reset()
+    collector = _GraphCollector()
+    start = time.perf_counter()
+    with observe_inductor(collector.on_graph, collector.rewrite):
+        run()
+        _wait(device)
+    seconds = time.perf_counter() - start
+    if not collector.graphs:
+        raise UserError("Inductor compiled nothing: the torch function must call operations of torch on its arguments")
+    return collector.graphs, seconds
 
 
 def kernel_seconds_from_trace(trace: Mapping[str, Any]) -> dict[str, list[float]]:
@@ -327,15 +332,13 @@ def _launch(graph: _Graph, key: str, handle: str, statement: str, seconds: float
 
 def _node(node: torch.fx.Node) -> _Node:
     target = getattr(node.target, "__name__", str(node.target))
-    value = node.meta.get("val")
-    custom = node.meta.get("custom") or {}
-    label = custom.get(LABEL, "")
+    label = (node.meta.get("custom") or {}).get(LABEL, "")
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     user_frames = [frame for frame in frames if "site-packages" not in frame[0]]
     return _Node(
         op=target.split(".")[0],
         label=tuple(part for part in label.split("/") if part),
-        elements=sum(one.numel() for one in _tensors(value) if isinstance(one.numel(), int)),
+        elements=sum(one.numel() for one in _tensors(node.meta.get("val")) if isinstance(one.numel(), int)),
         location=short_location(*(user_frames or frames)[-1]) if frames else "",
     )
 

@@ -24,7 +24,7 @@ _QUOTED_LINES = 40
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
-    """Return the configuration of these measurements on a device."""
+    """Return the settings of this part."""
     if device == "cuda":
         size = {"preset": "gpt2-124m", "batch_size": 16, "dtype": "bfloat16"}
         step = {**size, "layers": 2 if quick else 12, "attention": "cudnn", "repeats": 5}
@@ -41,7 +41,7 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
 
 
 def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
-    """Return the measurements in order: a name for the report if the measurement fails, and the function."""
+    """Return the measurements of this part, each with the name that the report uses if it is missing."""
     asked = run.configuration["hlo"]
     found: list[tuple[str, Callable[[Run], None]]] = [
         ("XLA's program of the step", partial(_collect_step, asked=asked["step"])),
@@ -53,19 +53,16 @@ def sections(run: Run) -> list[tuple[str, Callable[[Run], None]]]:
     if asked["layouts"]:
         found.append(("The GPU's program", partial(_collect_target, asked=asked["target"], layouts=asked["layouts"])))
     if not asked["diffs"]:
-        found.append(("XLA beside Inductor", _leave_out_others))
+        missing = "XLA beside Inductor, and the program of a GPU"
+        why = "a quick run compiles the step for its CPU only"
+        found.append(("XLA beside Inductor", lambda run: run.absent(missing, why)))
     return found
-
-
-def _leave_out_others(run: Run) -> None:
-    run.absent("XLA beside Inductor, and the program of a GPU", "a quick run compiles the step for its CPU only")
 
 
 def _shapes(asked: Mapping[str, Any]) -> tuple[GPTConfig, TrainConfig]:
     from jax_baseline.timing.engines import bench_config
 
-    model, training = bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"])
-    return replace(model, n_layer=asked["layers"]), training
+    return bench_config(asked["preset"], batch_size=asked["batch_size"], dtype=asked["dtype"], layers=asked["layers"])
 
 
 def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
@@ -92,7 +89,7 @@ def _collect_step(run: Run, asked: Mapping[str, Any]) -> None:
             library_bytes=Quantity(summary.library_bytes, "B"),
             arguments=Quantity(summary.argument_bytes, "B"),
             donated=Quantity(summary.donated_bytes, "B"),
-            temporaries=Quantity(step.xla_memory["temporaries"], "B"),
+            temporaries=Quantity(step.temporaries, "B"),
             compile_time=Quantity(step.compile_seconds, "s"),
             kernel_time=Quantity(sum(step.seconds.values()), "s"),
             kernels_timed=Quantity(len(step.seconds), ""),

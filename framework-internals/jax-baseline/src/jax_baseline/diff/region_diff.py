@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import numpy as np
-
+from benchkit.timing.statistics import worst
 from jax_baseline.diff.alignment import AssignedLaunch, Matches, Write, assign_parts, match_values
 from jax_baseline.diff.programs import KernelLaunch, Program, Scopes, Tensor
 from jax_baseline.hlo.summary import region_of
@@ -164,7 +163,7 @@ def compare_programs(one: Program, other: Program) -> Diff:
     )
 
 
-def most_different(regions: Iterable[Region], count: int = 3) -> list[Region]:
+def most_different(regions: Iterable[Region], count: int) -> list[Region]:
     """Return the regions with the largest differences in bytes.
 
     Each name comes once before any name comes twice. Kernels without a region are left out.
@@ -365,8 +364,7 @@ def _largest_difference(one: Sequence[Tensor], other: Sequence[Tensor]) -> float
     """Return the largest difference; None if the numbers of results differ, NaN if a result is not finite."""
     if not one or len(one) != len(other):
         return None
-    differences = [difference_between(*pair) for pair in zip(one, other, strict=True)]
-    return float(np.max(differences))  # unlike max, it propagates NaN
+    return worst(difference_between(*pair) for pair in zip(one, other, strict=True))
 
 
 def difference_between(one: Tensor, other: Tensor) -> float:
@@ -383,5 +381,5 @@ def difference_between(one: Tensor, other: Tensor) -> float:
         return distance / (math.sqrt(max(square, other_square)) or 1.0) if math.isfinite(distance) else math.nan
     if one.moments and other.moments:
         scale = max(one.moments[2], other.moments[2]) or 1.0
-        return float(np.max([abs(one.moments[index] - other.moments[index]) / scale for index in (1, 2)]))
+        return worst(abs(one.moments[index] - other.moments[index]) / scale for index in (1, 2))
     return 0.0

@@ -8,6 +8,7 @@ does not detect a changed byte.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from benchkit import UserError
+from benchkit.errors import first_line
 from jax_baseline.gpt.train import TrainState
 from torch_baseline.records import Validated
 
@@ -95,13 +97,11 @@ class Checkpoints:
         """
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), like)
         step, restored = self._read(kind, state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
-        path, meta = self.folder / kind / str(step), dict(restored.meta)
-        expected, actual = meta.pop("checksums"), checksums(restored.state)
-        if damaged := sorted(
-            name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)
-        ):
+        expected, actual = restored.meta["checksums"], checksums(restored.state)
+        if damaged := sorted(name for name, _ in expected.items() ^ actual.items()):
+            path = self.folder / kind / str(step)
             raise UserError(f"the checkpoint {path} is damaged (checksum of {damaged[0]}); {self._remedy(kind, step)}")
-        return restored.state, _run_progress(meta)
+        return restored.state, _run_progress(restored.meta)
 
     def progress(self, kind: str) -> RunProgress:
         """Read the run's progress from the latest complete checkpoint, without the arrays.
@@ -110,7 +110,7 @@ class Checkpoints:
             UserError: If there is no checkpoint, or if it cannot be read.
         """
         _, restored = self._read(kind, meta=ocp.args.JsonRestore())
-        return _run_progress({name: value for name, value in restored.meta.items() if name != "checksums"})
+        return _run_progress(restored.meta)
 
     def exists(self, kind: str) -> bool:
         """Whether there is a complete checkpoint."""
@@ -129,10 +129,8 @@ class Checkpoints:
         try:
             return step, self._manager(kind).restore(step, args=ocp.args.Composite(**parts))
         except Exception as error:  # the storage layer of orbax raises many types for damaged files
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise UserError(
-                f"the checkpoint {self.folder / kind / str(step)} cannot be read ({reason}); {self._remedy(kind, step)}"
-            ) from error
+            path, reason = self.folder / kind / str(step), first_line(error)
+            raise UserError(f"the checkpoint {path} cannot be read ({reason}); {self._remedy(kind, step)}") from error
 
     def _manager(self, kind: str) -> ocp.CheckpointManager:
         if kind not in self._managers:
@@ -147,8 +145,9 @@ class Checkpoints:
         return f"{other}, or replace it by an intact copy"
 
 
-def _run_progress(meta: dict[str, Any]) -> RunProgress:
-    return RunProgress(**{**meta, "best_loss": float.fromhex(meta["best_loss"])})
+def _run_progress(meta: Mapping[str, Any]) -> RunProgress:
+    fields = {name: value for name, value in meta.items() if name != "checksums"}
+    return RunProgress(**{**fields, "best_loss": float.fromhex(meta["best_loss"])})
 
 
 def checksums(state: TrainState) -> dict[str, int]:

@@ -27,18 +27,15 @@ class Compiled:
 
     Attributes:
         step: Compiled function with the signature of the step.
-        trace_seconds: Time from Python to jaxpr.
-        lower_seconds: Time from jaxpr to StableHLO.
-        compile_seconds: Time from StableHLO to machine code.
+        stages: Seconds of ``trace`` (Python to jaxpr), ``lower`` (jaxpr to StableHLO) and ``compile`` (StableHLO to
+            machine code).
         text: Optimised HLO.
         flops: XLA's own count, in which the body of a loop counts once; None if XLA gives none.
         temporaries: Bytes of scratch memory of one run; None if XLA does not report it.
     """
 
     step: Any
-    trace_seconds: float
-    lower_seconds: float
-    compile_seconds: float
+    stages: dict[str, float]
     text: str
     flops: float | None
     temporaries: int | None
@@ -60,13 +57,11 @@ def compile_step(step: Step, *arguments: Any, options: dict[str, str] | None = N
     marks.append(time.perf_counter())
     compiled = lowered.compile(options)
     marks.append(time.perf_counter())
-    trace, lower, compile_ = (after - before for before, after in itertools.pairwise(marks))
+    seconds = (after - before for before, after in itertools.pairwise(marks))
     costs, memory = compiled.cost_analysis(), compiled.memory_analysis()
     return Compiled(
         compiled,
-        trace,
-        lower,
-        compile_,
+        dict(zip(("trace", "lower", "compile"), seconds, strict=True)),
         text=compiled.as_text(),
         flops=costs.get("flops") if costs else None,
         temporaries=None if memory is None else memory.temp_size_in_bytes,

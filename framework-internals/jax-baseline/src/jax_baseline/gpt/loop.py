@@ -25,21 +25,8 @@ from jax_baseline.gpt.checkpoints import BEST, LAST, Checkpoints, RunProgress
 from jax_baseline.gpt.interchange import train_config
 from jax_baseline.gpt.model import ATTENTIONS, Params, loss, unstack_blocks
 from jax_baseline.gpt.optim import compute_dtype
-from jax_baseline.gpt.sharding import (
-    make_mesh,
-    require_divisible,
-    spread,
-    state_sharding,
-    to_mesh,
-)
-from jax_baseline.gpt.train import (
-    Step,
-    TrainState,
-    initial_state,
-    make_gradient,
-    make_train_step,
-    require_jax_device,
-)
+from jax_baseline.gpt.sharding import make_mesh, require_divisible, spread, state_sharding, to_mesh
+from jax_baseline.gpt.train import Step, TrainState, initial_state, make_gradient, make_train_step, require_jax_device
 from jax_baseline.gpt.transfer import to_torch
 from torch_baseline.checkpoint import require_same_run
 from torch_baseline.config import GPTConfig, TrainConfig
@@ -374,7 +361,7 @@ class _Clock:
         self._mark = time.perf_counter()
 
     def lap(self, steps: int) -> float:
-        """Record one call of so many steps and return its seconds."""
+        """Record one call of this many steps and return its seconds."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         if self._steps >= WARMUP_STEPS and steps in self._called:

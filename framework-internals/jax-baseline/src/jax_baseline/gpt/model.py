@@ -357,17 +357,11 @@ def forward(
 
 
 def activations(
-    params: Params,
-    tokens_BT: TokensBT,
-    config: GPTConfig,
-    *,
-    dtype: DTypeLike | None = None,
-    attention: Attention = xla_attention,
-    parts: Parts = PARTS,
+    params: Params, tokens_BT: TokensBT, config: GPTConfig, *, dtype: DTypeLike | None = None
 ) -> dict[str, Array]:
     """Return the intermediates that :func:`forward` records, by name and in order; the arguments are the same."""
     recorded: dict[str, Array] = {}
-    forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, record=recorded.__setitem__)
+    forward(params, tokens_BT, config, dtype=dtype, record=recorded.__setitem__)
     return recorded
 
 
@@ -384,17 +378,7 @@ def loss(
 ) -> Scalar:
     """Return the mean cross-entropy in nats per token, computed in at least float32.
 
-    The other arguments are those of :func:`forward`.
-
-    Args:
-        params: Parameters.
-        tokens_BT: Tokens, int32 or int64.
-        targets_BT: The token that follows each position.
-        config: Shape of the model.
-        dtype: Compute dtype of the matrix products.
-        attention: Causal attention.
-        parts: The other replaceable parts.
-        remat: Recompute each block in the backward pass.
+    ``targets_BT`` has the token that follows each position. The other arguments are those of :func:`forward`.
     """
     logits_BTV = forward(params, tokens_BT, config, dtype=dtype, attention=attention, parts=parts, remat=remat)
     with jax.named_scope("loss"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,20 @@ from torch_baseline.optim import learning_rate
 _TORCH_CLIP_EPS = 1e-6
 
 
+def decayed(params: Params) -> Params:
+    """Return a mask of the parameters with weight decay: True for every matrix, False for every gain and bias.
+
+    The mask goes by name, not by the number of axes, because the arrays of stacked blocks have one axis more.
+    """
+    block = Block(attention_norm=False, qkv=True, out=True, mlp_norm=False, up=True, bias=False, down=True)
+    return Params(
+        embedding=True,
+        blocks=block if isinstance(params.blocks, Block) else (block,) * len(params.blocks),
+        norm=False,
+        head=None if params.head is None else True,
+    )
+
+
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Return gradient clipping followed by AdamW (Loshchilov and Hutter 2019). Only matrices have weight decay.
 
@@ -35,39 +48,30 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     return optax.chain(clip_like_torch(config.clip), adamw) if config.clip else adamw
 
 
-def make_adamw(config: TrainConfig, **changed: Any) -> optax.GradientTransformation:
+def make_adamw(
+    config: TrainConfig,
+    *,
+    schedule: optax.Schedule | None = None,
+    eps: float | None = None,
+    eps_root: float = 0.0,
+    weight_decay: float | None = None,
+    mask: Callable[[Params], Params] | None = decayed,
+) -> optax.GradientTransformation:
     """Return AdamW without clipping: ``optax.adamw`` with the bias correction of :func:`scale_by_adam`.
 
     Args:
         config: As in :func:`make_optimizer`.
-        changed: Arguments of ``optax.adamw`` that replace the values of the configuration.
+        schedule: Function from the number of earlier steps to the learning rate. The default is the configuration's.
+        eps: Added to the square root. The default is the configuration's.
+        eps_root: Added under the square root.
+        weight_decay: Weight decay. The default is the configuration's.
+        mask: Function that marks the parameters with weight decay. None marks all.
     """
     table = np.array([learning_rate(step, config) for step in range(config.steps)])
-    arguments = {
-        "learning_rate": lambda count: jnp.asarray(table)[count],
-        "b1": config.beta1,
-        "b2": config.beta2,
-        "eps": config.adam_eps,
-        "weight_decay": config.weight_decay,
-        "mask": decayed,
-    }
-    return _adamw(**{**arguments, **changed})
-
-
-def _adamw(
-    *,
-    learning_rate: optax.Schedule,
-    b1: float,
-    b2: float,
-    eps: float,
-    eps_root: float = 0.0,
-    weight_decay: float,
-    mask: Callable[[Params], Params],
-) -> optax.GradientTransformation:
     return optax.chain(
-        scale_by_adam(b1, b2, eps, eps_root),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        scale_by_adam(config.beta1, config.beta2, config.adam_eps if eps is None else eps, eps_root),
+        optax.add_decayed_weights(config.weight_decay if weight_decay is None else weight_decay, mask),
+        optax.scale_by_learning_rate(schedule or (lambda count: jnp.asarray(table)[count])),
     )
 
 
@@ -100,24 +104,6 @@ def scale_by_adam(b1: float, b2: float, eps: float, eps_root: float) -> optax.Gr
         return jax.tree.map(scaled, mu, nu), optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(optax.scale_by_adam(b1, b2).init, update)
-
-
-def decayed(params: Params) -> Params:
-    """Return a mask of the parameters with weight decay: True for every matrix, False for every gain and bias.
-
-    The mask goes by name, not by the number of axes, because the arrays of stacked blocks have one axis more.
-    """
-
-    def of_block(block: Block) -> Block:
-        return Block(attention_norm=False, qkv=True, out=True, mlp_norm=False, up=True, bias=False, down=True)
-
-    blocks = params.blocks
-    return Params(
-        embedding=True,
-        blocks=of_block(blocks) if isinstance(blocks, Block) else tuple(of_block(block) for block in blocks),
-        norm=False,
-        head=None if params.head is None else True,
-    )
 
 
 def clip_like_torch(max_norm: float) -> optax.GradientTransformation:

@@ -27,7 +27,7 @@ _COLLECTIVES = re.compile(
 )
 
 
-def make_mesh(data: int = 1, fsdp: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int, fsdp: int, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return a mesh of ``data`` × ``fsdp`` devices.
 
     Args:

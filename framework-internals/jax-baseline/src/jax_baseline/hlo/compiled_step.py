@@ -21,8 +21,8 @@ class CompiledStep:
         stablehlo: The input of XLA.
         text: The optimised HLO.
         compile_seconds: Time of tracing, lowering and compilation.
-        xla_costs: ``cost_analysis()``: ``flops``, ``transcendentals``, ``bytes accessed``. Empty if XLA gives none.
-        xla_memory: ``memory_analysis()`` in bytes: ``arguments``, ``outputs``, ``aliased``, ``temporaries``.
+        xla_costs: ``flops`` and ``bytes accessed`` of ``cost_analysis()``. Empty if XLA gives none.
+        temporaries: Bytes of scratch memory.
         seconds: Time in one run by name of the kernel. Empty if it was not measured.
         step_seconds: Median time of one step. None if it was not measured.
         versions: Versions of the compiler.
@@ -32,7 +32,7 @@ class CompiledStep:
     text: str
     compile_seconds: float
     xla_costs: dict[str, float]
-    xla_memory: dict[str, int]
+    temporaries: int
     seconds: dict[str, float]
     step_seconds: float | None
     versions: dict[str, str]
@@ -53,22 +53,17 @@ def compile_train_step(
     Raises:
         UserError: If the attention, the dtype or the device does not exist.
     """
-    arguments = {
-        "model": model,
-        "training": training,
-        "attention": attention,
-        "device": device,
-    }
+    arguments = {"model": model, "training": training, "attention": attention, "device": device}
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if device == "cpu":
         environment["JAX_PLATFORMS"] = "cpu"
-    with RemoteObject(StepCompiler, arguments, environment=environment) as worker:
-        step: CompiledStep = worker.call("compile", repeats=repeats)
+    with RemoteObject(StepCompiler, arguments, environment=environment) as compiler:
+        step: CompiledStep = compiler.call("compile", repeats=repeats)
     return step
 
 
 class StepCompiler:
-    """Object in the worker process: the step and its device."""
+    """The step and its device. It lives in the separate process."""
 
     def __init__(self, model: GPTConfig, training: TrainConfig, attention: str, device: Device) -> None:
         import jax
@@ -82,10 +77,10 @@ class StepCompiler:
         self._jax = jax
         self._model, self._training = model, training
         self._device = jax.devices(device)[0]
-        if self._training.dtype == "float64":
+        if training.dtype == "float64":
             jax.config.update("jax_enable_x64", True)  # this process does nothing else
         try:
-            self._step: Any = make_train_step(self._model, self._training, attention=ATTENTIONS[attention])
+            self._step: Any = make_train_step(model, training, attention=ATTENTIONS[attention])
         except ValueError as error:  # an unsupported dtype
             raise UserError(str(error)) from error
 
@@ -105,19 +100,14 @@ class StepCompiler:
         compiled = lowered.compile(compiler_options=profiled(self._device.platform))
         seconds = time.perf_counter() - start
         text = compiled.as_text()
-        costs, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
+        costs = compiled.cost_analysis() or {}
         times, whole = self._measure(compiled, state, tokens, text, repeats) if repeats else ({}, None)
         return CompiledStep(
             lowered.as_text(),
             text,
             seconds,
-            {name: float(costs[name]) for name in ("flops", "transcendentals", "bytes accessed") if name in costs},
-            {
-                "arguments": memory.argument_size_in_bytes,
-                "outputs": memory.output_size_in_bytes,
-                "aliased": memory.alias_size_in_bytes,
-                "temporaries": memory.temp_size_in_bytes,
-            },
+            {name: float(costs[name]) for name in ("flops", "bytes accessed") if name in costs},
+            compiled.memory_analysis().temp_size_in_bytes,
             times,
             whole,
             {"jax": jax.__version__, "backend": self._device.platform},

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jax_baseline.hlo.text import Instruction, Module, Shape
@@ -94,7 +94,9 @@ def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Ins
     if opcode in _TRANSCENDENTAL:
         return 0, elements
     if opcode == "fft":
-        return _fourier_transform(instruction, types), 0
+        # Each element takes a complex product and a complex sum in each stage: 8 operations.
+        stages = math.prod(length.bit_length() - 1 for length in instruction.dimensions("fft_length"))
+        return 8 * types[instruction.operands[0]].elements * stages, 0
     if opcode == "sort":
         count = types[instruction.operands[0]].elements
         return count * max(count - 1, 0).bit_length(), 0
@@ -103,8 +105,7 @@ def arithmetic(module: Module, instruction: Instruction, types: Mapping[str, Ins
     if opcode in _APPLIES:
         return _applications(module, instruction, types)
     if opcode in _NESTED:
-        found = [computation_arithmetic(module, name) for name in instruction.callees]
-        return sum(flops for flops, _ in found), sum(functions for _, functions in found)
+        return _sum(computation_arithmetic(module, name) for name in instruction.callees)
     return 0, 0
 
 
@@ -112,8 +113,14 @@ def computation_arithmetic(module: Module, name: str) -> tuple[int, int]:
     """Return (FLOPs, transcendentals) of a computation that a kernel calls."""
     body = module.computations.get(name, ())
     types = {instruction.name: instruction for instruction in body}
-    found = [arithmetic(module, instruction, types) for instruction in body]
-    return sum(flops for flops, _ in found), sum(functions for _, functions in found)
+    return _sum(arithmetic(module, instruction, types) for instruction in body)
+
+
+def _sum(counts: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    flops, functions = 0, 0
+    for more_flops, more_functions in counts:
+        flops, functions = flops + more_flops, functions + more_functions
+    return flops, functions
 
 
 def cost(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> Cost:
@@ -151,8 +158,8 @@ def _library_flops(instruction: Instruction, types: Mapping[str, Instruction]) -
         if axes and operands and operands[0]:
             return _dot_flops(operands[0], tuple(map(int, re.findall(r"\d+", axes[1]))), instruction.elements)
     if "fmha" in target and operands and operands[0] and operands[1]:
-        # q and k are (B, T, H, D) and (B, S, H, D), or (B, H, ·, D): q's elements times S, two products forward and
-        # five backward, no discount for the mask.
+        # q is (B, T, H, D) and k is (B, S, H, D), or both are (B, H, ·, D). A product costs 2·S for each element of q.
+        # The forward pass has two products and the backward pass five. The mask saves nothing.
         query, key = operands[0].shapes[0], operands[1].shapes[0]
         keys = _sequence_length(instruction, key.dimensions)
         return (10 if "Backward" in target else 4) * query.elements * keys
@@ -160,7 +167,7 @@ def _library_flops(instruction: Instruction, types: Mapping[str, Instruction]) -
 
 
 def _sequence_length(instruction: Instruction, key: tuple[int, ...]) -> int:
-    """S of the keys: from the attention's own configuration, else the second dimension."""
+    """Return the length S of the keys: from the configuration of the call, or else from their second dimension."""
     found = re.search(r'"intermediate_tensor_shape":\{.*?"dimensions":\[([^\]]*)\]', instruction.attributes)
     sizes = [int(size) for size in re.findall(r"\d+", found[1])] if found else []
     return sizes[-1] if sizes else key[1]
@@ -178,8 +185,8 @@ def _applications(module: Module, instruction: Instruction, types: Mapping[str, 
         times = incoming
     else:
         times = instruction.elements * (_window(instruction) - 1)
-    once = [computation_arithmetic(module, name) for name in instruction.callees]
-    return times * sum(flops for flops, _ in once), times * sum(functions for _, functions in once)
+    flops, functions = _sum(computation_arithmetic(module, name) for name in instruction.callees)
+    return times * flops, times * functions
 
 
 def _select_and_scatter(module: Module, instruction: Instruction, types: Mapping[str, Instruction]) -> tuple[int, int]:
@@ -187,24 +194,18 @@ def _select_and_scatter(module: Module, instruction: Instruction, types: Mapping
 
     Each source element takes (window − 1) comparisons to select an element of its window, and one scatter.
     """
-    sources = types[instruction.operands[1]].elements
-    total = [0, 0]
-    for name, times in (("select", sources * (_window(instruction) - 1)), ("scatter", sources)):
-        once = computation_arithmetic(module, instruction.attribute(name).lstrip("%"))
-        total = [before + times * part for before, part in zip(total, once, strict=True)]
-    return total[0], total[1]
+    select, scatter = (
+        computation_arithmetic(module, instruction.attribute(name).lstrip("%")) for name in ("select", "scatter")
+    )
+    sources, comparisons = types[instruction.operands[1]].elements, _window(instruction) - 1
+    flops, functions = (comparisons * one + other for one, other in zip(select, scatter, strict=True))
+    return sources * flops, sources * functions
 
 
 def _window(instruction: Instruction) -> int:
     """Return the number of elements of the window; 1 if the text has none."""
     size = re.search(r"size=([\dx]+)", instruction.attributes)
     return math.prod(map(int, size[1].split("x"))) if size else 1
-
-
-def _fourier_transform(instruction: Instruction, types: Mapping[str, Instruction]) -> int:
-    """Return 8 operations (a complex product and sum) for each element and stage."""
-    stages = math.prod(length.bit_length() - 1 for length in instruction.dimensions("fft_length"))
-    return 2 * 4 * types[instruction.operands[0]].elements * stages
 
 
 def _parts_read(module: Module, instruction: Instruction) -> dict[str, int]:

@@ -12,17 +12,13 @@ import importlib.util
 import time
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Literal
 
 from benchkit import UserError
 from benchkit.processes import RemoteObject
 from torch_baseline.config import GPTConfig, TrainConfig
 
 Layout = Literal["one device", "data parallel", "FSDP"]
-
-REMEDY = (
-    "install the optional extra jax-baseline[gpu-target] (the wheels jax-cuda13-pjrt and jax-cuda13-plugin, no GPU)"
-)
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,10 @@ def require_gpu_target() -> None:
         UserError: If it is not, with the remedy.
     """
     if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        raise UserError(f"compiling for a GPU needs XLA's compiler for GPUs; {REMEDY}")
+        raise UserError(
+            "compiling for a GPU needs XLA's compiler for GPUs; install the optional extra jax-baseline[gpu-target] "
+            "(the wheels jax-cuda13-pjrt and jax-cuda13-plugin, no GPU)"
+        )
     plugin, jaxlib = (importlib.metadata.version(name) for name in ("jax-cuda13-pjrt", "jaxlib"))
     if plugin != jaxlib:
         raise UserError(
@@ -78,25 +77,19 @@ def compile_step_for_h200(
     if attention != "xla":
         raise UserError(f"without a GPU the attention must be xla (JAX asks cuDNN for its version), got {attention!r}")
     require_gpu_target()
-    arguments = {
-        "model": model,
-        "training": training,
-        "attention": attention,
-        "devices": devices,
-        "layout": layout,
-    }
+    arguments = {"model": model, "training": training, "devices": devices, "layout": layout}
     # The plug-in must not search for a GPU. Arrays stay on the CPU, and only the compiler is used.
-    with RemoteObject(TargetCompiler, arguments, environment={"JAX_PLATFORMS": "cpu"}) as worker:
-        step: GpuStep = worker.call("compile")
+    with RemoteObject(TargetCompiler, arguments, environment={"JAX_PLATFORMS": "cpu"}) as compiler:
+        step: GpuStep = compiler.call("compile")
     return step
 
 
 class TargetCompiler:
-    """Object in the worker process: the arguments of one compilation."""
+    """The arguments of one compilation. It lives in the separate process."""
 
-    def __init__(self, model: GPTConfig, training: TrainConfig, attention: str, devices: int, layout: Layout) -> None:
+    def __init__(self, model: GPTConfig, training: TrainConfig, devices: int, layout: Layout) -> None:
         self._model, self._training = model, training
-        self._attention, self._devices, self._layout = attention, devices, layout
+        self._devices, self._shares = devices, devices if layout == "FSDP" else 1
 
     def compile(self) -> GpuStep:
         """Compile the step."""
@@ -105,7 +98,6 @@ class TargetCompiler:
         from jax.experimental import topologies
         from jax.sharding import NamedSharding, PartitionSpec
 
-        from jax_baseline.gpt.model import ATTENTIONS
         from jax_baseline.gpt.sharding import batch_sharding, make_mesh, state_sharding
         from jax_baseline.gpt.train import initial_state, make_train_step
 
@@ -113,24 +105,19 @@ class TargetCompiler:
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=description, topology=f"1x1x{self._devices}"
         )
-        shares = self._devices if self._layout == "FSDP" else 1
-        mesh = make_mesh(self._devices // shares, shares, topology.devices)
+        mesh = make_mesh(self._devices // self._shares, self._shares, topology.devices)
         state = jax.eval_shape(lambda: initial_state(self._model, self._training))
         shardings, rows = state_sharding(state, mesh), batch_sharding(mesh)
-        whole = NamedSharding(mesh, PartitionSpec())
-        step: Any = make_train_step(self._model, self._training, attention=ATTENTIONS[self._attention])
+        step = make_train_step(self._model, self._training)
+        jitted = jax.jit(
+            lambda state, tokens, targets: step(state, tokens, targets),
+            in_shardings=(shardings, rows, rows),
+            out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+            donate_argnums=0,
+        )
         tokens = jax.ShapeDtypeStruct((self._training.batch_size, self._model.block_size), jnp.int32)
         start = time.perf_counter()
-        compiled = (
-            jax.jit(
-                lambda state, tokens, targets: step(state, tokens, targets),
-                in_shardings=(shardings, rows, rows),
-                out_shardings=(shardings, whole),
-                donate_argnums=0,
-            )
-            .lower(state, tokens, tokens)
-            .compile()
-        )
+        compiled = jitted.lower(state, tokens, tokens).compile()
         seconds = time.perf_counter() - start
         memory = compiled.memory_analysis()
         return GpuStep(

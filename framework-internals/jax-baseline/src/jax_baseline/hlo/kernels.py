@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -161,6 +161,11 @@ def label_of(instruction: Instruction) -> Label:
     return Label(phase, tuple(scopes))
 
 
+def join_ops(ops: Mapping[str, int]) -> str:
+    """Return operations and their numbers as text: ``{"add": 2, "tanh": 1}`` → ``add×2 tanh``."""
+    return " ".join(op if count == 1 else f"{op}×{count}" for op, count in ops.items())
+
+
 def quote(module: Module, kernel: Kernel) -> str:
     """Return the HLO text of a kernel: the computation that it calls, or its line."""
     if kernel.computation:
@@ -202,6 +207,7 @@ def _kernel(module: Module, instruction: Instruction, types: dict[str, Instructi
         label = weights.most_common(1)[0][0]
     target = _TARGET.search(instruction.attributes) or _BACKEND_KIND.search(instruction.attributes)
     ops = Counter(one.opcode for one in computing)
+    shapes = instruction.shapes[:-1] if scratch(instruction) else instruction.shapes
     return Kernel(
         name=instruction.name,
         kind=_kind(instruction),
@@ -216,7 +222,7 @@ def _kernel(module: Module, instruction: Instruction, types: dict[str, Instructi
         cost=cost(module, instruction, types),
         whole_bytes=instruction.bytes + sum(types[name].bytes for name in instruction.operands if name in types),
         operands=instruction.operands,
-        writes=_writes(instruction),
+        writes=tuple((member_name(instruction, index), shape) for index, shape in enumerate(shapes)),
         computation=instruction.callees[0] if instruction.opcode == "fusion" and instruction.callees else "",
     )
 
@@ -238,11 +244,6 @@ def _unshared_functions(module: Module, inside: Sequence[Instruction]) -> Iterat
     users = Counter(name for body in module.computations.values() for one in body for name in one.callees)
     for name in (name for one in inside for name in one.callees if users[name] == 1):
         yield from (one for one in module.computations.get(name, ()) if one.opcode not in _CARRIES_NO_WORK)
-
-
-def _writes(instruction: Instruction) -> tuple[tuple[str, Shape], ...]:
-    shapes = instruction.shapes[:-1] if scratch(instruction) else instruction.shapes
-    return tuple((member_name(instruction, index), shape) for index, shape in enumerate(shapes))
 
 
 def _kind(instruction: Instruction) -> str:
@@ -273,7 +274,7 @@ def _category(instruction: Instruction, target: str, computing: list[Instruction
 
 
 def _unwrap(part: str) -> tuple[list[str], str]:
-    """``transpose(jvp(block0))`` → (["transpose", "jvp"], "block0")."""
+    """Split ``transpose(jvp(block0))`` into (["transpose", "jvp"], "block0")."""
     wrappers = []
     while match := _WRAPPER.match(part):
         wrappers.append(part.split("(", 1)[0])

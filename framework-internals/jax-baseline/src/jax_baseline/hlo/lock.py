@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax_baseline.hlo.kernels import kernels
+from jax_baseline.hlo.kernels import join_ops, kernels
 from jax_baseline.hlo.summary import region_of, star_blocks
 from jax_baseline.hlo.text import parse
 
@@ -99,7 +99,7 @@ def make_lock(text: str, *, subject: str, versions: Mapping[str, str]) -> Lock:
             region_of(star_blocks(kernel.label.scopes)),
             kernel.phase,
             kernel.description,
-            " ".join(op if count == 1 else f"{op}×{count}" for op, count in sorted(kernel.ops.items())),
+            join_ops(dict(sorted(kernel.ops.items()))),
         )
         for kernel in kernels(module)
     )

@@ -12,13 +12,14 @@ This module imports neither torch nor JAX. :func:`compare` takes any objects wit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchkit.timing.statistics import worst
 from torch_baseline.data import Tokens
 
 Arrays = Mapping[str, NDArray]
@@ -181,16 +182,16 @@ class Comparison:
 
     def largest(self, quantity: Quantity) -> float:
         """Largest deviation of the candidate over the run."""
-        return _largest(found.total(quantity) for found in self.deviations)
+        return worst(found.total(quantity) for found in self.deviations)
 
     def control_largest(self, quantity: Quantity) -> float:
         """Largest deviation of any control over the run."""
-        return _largest(found.total(quantity) for control in self.control_deviations for found in control)
+        return worst(found.total(quantity) for control in self.control_deviations for found in control)
 
     def bounds(self, quantity: Quantity) -> list[float]:
         """Bound of the candidate's :meth:`Deviation.total` by step. It never falls, because rounding accumulates."""
         return [
-            self._bound(quantity, _largest(found.total(quantity) for found in self._control_deviations(step, quantity)))
+            self._bound(quantity, worst(found.total(quantity) for found in self._control_deviations(step, quantity)))
             for step in range(len(self.deviations))
         ]
 
@@ -202,7 +203,7 @@ class Comparison:
         over = {}
         controls = self._control_deviations(step, quantity)
         for name, deviation in self._compared(self.deviations[step], quantity).items():
-            bound = self._bound(quantity, _largest(self._compared(control, quantity)[name] for control in controls))
+            bound = self._bound(quantity, worst(self._compared(control, quantity)[name] for control in controls))
             if not deviation <= bound:
                 over[name] = (deviation, bound)
         return over
@@ -211,7 +212,7 @@ class Comparison:
         """Largest ratio, over the steps, of the candidate's deviation to that of the controls up to the step."""
         times = TIMES_CONTROL[self.dtype]
         bounds = self.bounds(quantity)
-        return _largest(
+        return worst(
             times * found.total(quantity) / bound for found, bound in zip(self.deviations, bounds, strict=True)
         )
 
@@ -385,7 +386,3 @@ def _square(array: NDArray) -> float:
 def _ratio(difference: float, size: float) -> float:
     # Arrays that are zero in both (the gradient of an unused token, a moment before its first gradient) are equal.
     return 0.0 if difference == 0 else math.sqrt(difference / max(size, 1e-300))
-
-
-def _largest(values: Iterable[float]) -> float:
-    return float(np.max(list(values)))  # np.max, unlike max, keeps a NaN

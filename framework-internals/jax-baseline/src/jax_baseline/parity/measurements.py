@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from benchkit import Quantity
 from benchkit.device import Device
@@ -23,10 +23,11 @@ from jax_baseline.parity.records import (
 from torch_baseline.config import GPTConfig, Precision, TrainConfig
 
 if TYPE_CHECKING:
+    from jax_baseline.parity.meshes import MeshRun
     from jax_baseline.parity.planted_mistakes import Verdict
 
-# One device and then each mesh, as (data, fsdp, fields of a MeshRun); and the losses of one device with permuted rows.
-MeshRuns = tuple[list[tuple[int, int, Any]], list[list[float]]]
+# Runs by (data, fsdp), the one device first; and the losses of one device with permuted rows.
+MeshRuns: TypeAlias = "tuple[dict[tuple[int, int], MeshRun], list[list[float]]]"
 
 
 def configure(device: Device, quick: bool) -> Mapping[str, Json]:
@@ -47,8 +48,8 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "mutations": {
             "model": {"n_layer": 1, "n_head": 2, "n_embd": 32, "block_size": 32, "tie_embeddings": False},
             "training": {"steps": 5, "batch_size": 8, "warmup": 2, "lr": 1e-3, "min_lr": 1e-4, "clip": 0.5},
-            # The last mistakes of the list do not change the gradient, so they need no compilation of their own. They
-            # always run on a CPU, so a run on a GPU repeats what the report of the CPU has.
+            # The last mistakes of the list do not change the gradient, so they share the correct step's compilation.
+            # Mistakes always run on the CPU. On a machine with a GPU the others would only repeat the report of a CPU.
             "last": 6 if quick else 26 if device == "cuda" else None,
         },
         "meshes": {
@@ -171,34 +172,35 @@ def _run_meshes(configuration: Mapping[str, Any]) -> MeshRuns:
 
     settings = configuration["meshes"]
     devices = max(data * fsdp for data, fsdp in settings["shapes"])
-    # Always on the CPU, which can emulate any number of devices; a GPU cannot. Only losses and collectives are
-    # recorded, no times, so LLVM need not optimise.
+    # The meshes run on the CPU of every machine, because a CPU can emulate any number of devices. LLVM need not
+    # optimise, because no times are recorded.
     flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     arguments = {"model": settings["model"], "training": settings["training"]}
     rows = settings["training"]["batch_size"]
     permuted_rows = [(row * 3) % rows for row in range(rows)]
-    with RemoteObject(MeshTrial, arguments, environment=environment) as worker:
-        one_device = worker.call("run", data=1, fsdp=1)
-        control = worker.call("run", data=1, fsdp=1, rows=permuted_rows)
-        spread = [(data, fsdp, worker.call("run", data=data, fsdp=fsdp)) for data, fsdp in settings["shapes"]]
-    return [(1, 1, one_device), *spread], [control["losses"]]
+    with RemoteObject(MeshTrial, arguments, environment=environment) as trial:
+        runs = {(1, 1): trial.call("run", data=1, fsdp=1)}
+        control: MeshRun = trial.call("run", data=1, fsdp=1, rows=permuted_rows)
+        for data, fsdp in settings["shapes"]:
+            runs[data, fsdp] = trial.call("run", data=data, fsdp=fsdp)
+    return runs, [control.losses]
 
 
 def _record_meshes(run: Run, start: Callable[[], Future[MeshRuns]]) -> None:
     with run.working("meshes"):
         runs, controls = start().result()
-    expected = runs[0][2]["losses"]
-    for data, fsdp, found in runs:
-        difference = max(abs(one - other) for one, other in zip(found["losses"], expected, strict=True))
+    expected = runs[1, 1].losses
+    for (data, fsdp), found in runs.items():
+        difference = max(abs(one - other) for one, other in zip(found.losses, expected, strict=True))
         run.add(
             MeshRecord(
                 data,
                 fsdp,
-                Quantity(found["state_bytes"], "B"),
+                Quantity(found.state_bytes, "B"),
                 Quantity(difference, "nats"),
-                found["collectives"],
-                tuple(found["losses"]),
+                found.collectives,
+                tuple(found.losses),
                 tuple(tuple(losses) for losses in controls),
             ).record()
         )

@@ -39,16 +39,15 @@ class MeshTrial:
 
     def __init__(self, model: Mapping[str, Any], training: Mapping[str, Any]) -> None:
         self._model, self._training = GPTConfig(**model), TrainConfig(**training)
-        corpus = load_corpus()
-        config = self._training
+        corpus, config = load_corpus(), self._training
         self._batches = [
             batch(corpus.train, config.seed, step, config.batch_size, self._model.block_size)
             for step in range(config.steps)
         ]
         self._compiled: dict[tuple[int, int], Any] = {}
 
-    def run(self, data: int, fsdp: int, rows: Sequence[int] | None = None) -> dict[str, Any]:
-        """Train on one mesh and return the fields of a :class:`MeshRun`.
+    def run(self, data: int, fsdp: int, rows: Sequence[int] | None = None) -> MeshRun:
+        """Train on one mesh.
 
         Args:
             data: Number of replicas of the weights.
@@ -70,4 +69,4 @@ class MeshTrial:
         for tokens in batches:
             state, metrics = compiled(state, *tokens)
             losses.append(float(metrics.loss))
-        return vars(MeshRun(losses, count_collectives(compiled.as_text()), state_bytes))
+        return MeshRun(losses, count_collectives(compiled.as_text()), state_bytes)

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from jax_baseline.parity.comparison import Arrays
 from torch_baseline.config import GPTConfig
 from torch_baseline.data import Tokens
 
 Order = NDArray[np.int64]
-Arrays = Mapping[str, NDArray]
 
 
 @dataclass(frozen=True)

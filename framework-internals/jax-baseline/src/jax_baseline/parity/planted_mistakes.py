@@ -249,7 +249,7 @@ def _rates(change: Callable[[int], int]) -> Optimizer:
 
     def rates(config: TrainConfig) -> Mapping[str, Any]:
         table = np.array([learning_rate(change(step), config) for step in range(config.steps)])
-        return {"learning_rate": lambda count: jnp.asarray(table)[count]}
+        return {"schedule": lambda count: jnp.asarray(table)[count]}
 
     return _adamw(rates)
 

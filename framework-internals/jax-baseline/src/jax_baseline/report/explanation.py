@@ -116,8 +116,8 @@ def _quote(name: str, quote: Quote) -> str:
     left_out = len(lines) - _QUOTED_LINES + quote.left_out
     if left_out > 0:
         lines = [*lines[:_QUOTED_LINES], f"… {left_out} more lines"]
-    body = "\n".join(line if len(line) <= _QUOTED_COLUMNS else f"{line[: _QUOTED_COLUMNS - 1]}…" for line in lines)
-    return f"\n\n{name}, {code(_symbol(quote.kernel))} ({quote.kind}):\n\n{block(body, quote.language)}"
+    body = block("\n".join(lines), quote.language)
+    return f"\n\n{name}, {code(_symbol(quote.kernel))} ({quote.kind}):\n\n{body}"
 
 
 def _symbol(kernel: str) -> str:

@@ -16,6 +16,7 @@ from benchkit.report.plotting import COLOURS, HATCHES, label_ticks, new_figure
 from jax_baseline.diff.records import CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import CompiledRegion, Region
 from jax_baseline.hlo import RegionCount
+from jax_baseline.hlo.kernels import join_ops
 from jax_baseline.report.explanation import explain
 
 _COMPILERS = ("XLA", "Inductor")
@@ -48,13 +49,14 @@ _PANELS = (
 
 def clauses(results: Results) -> list[str]:
     """Return the clauses of this half for the first sentence of the report."""
-    records = DiffRecord.select(results)[:1]
+    record = next(iter(DiffRecord.select(results)), None)
+    if record is None:
+        return []
+    xla, inductor = (record.compilers[name] for name in _COMPILERS)
     return [
         f"for the same gradients of `{record.preset}` XLA runs {numbers.count(xla.kernels.value)} kernels that move "
         f"{numbers.quantity(xla.bytes)}, Inductor {numbers.count(inductor.kernels.value)} that move "
         f"{numbers.quantity(inductor.bytes)}"
-        for record in records
-        for xla, inductor in [[record.compilers[name] for name in _COMPILERS]]
     ]
 
 
@@ -134,7 +136,7 @@ def _region_row(group: RegionCount) -> list[str]:
 
 
 def _kernel_row(kernel: LongKernel) -> list[str]:
-    ops = " ".join(op if count == 1 else f"{op}×{count}" for op, count in kernel.ops.items())
+    ops = join_ops(kernel.ops)
     return [
         f"`{kernel.name}`",
         f"{kernel.kind}: {ops}" if ops not in kernel.kind else kernel.kind,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from benchkit import Quantity, Record, Results
+from benchkit import Record, Results
 from jax_baseline.parity import QUANTITIES
 
 _STEP = {
@@ -70,6 +70,17 @@ _PARITY = {
         for of in ("jax", "control", "ratio")
     },
 }
+# Today's names of the figures by the name of the record.
+_FIGURES: Mapping[str, Mapping[str, str]] = {
+    "parity": _PARITY,
+    "convergence": {"difference": "difference", "seed noise": "seed_noise", "unigram": "unigram"},
+    "engine": _ENGINE,
+    "model": {"FLOPs": "flops"},
+    "scaling": _SCALING,
+    "hlo step": _STEP,
+    "hlo target": _STEP,
+    "region diff": _DIFF,
+}
 _REGION = {"sides": "compiled", "again": "copies", "hosts": "fused_into"}
 
 
@@ -79,64 +90,42 @@ def migrate(results: Results) -> Results:
     Raises:
         KeyError: If a record has a figure that version 1 did not have.
     """
-    records = (_RECORDS[record.name](record) if record.name in _RECORDS else record for record in results.records)
-    return replace(results, records=tuple(records))
+    return replace(results, records=tuple(map(_migrated, results.records)))
 
 
-def _renamed(record: Record, names: Mapping[str, str]) -> dict[str, Quantity]:
-    return {names[old]: figure for old, figure in record.values.items()}
+def _migrated(record: Record) -> Record:
+    if names := _FIGURES.get(record.name):
+        record = replace(record, values={names[old]: figure for old, figure in record.values.items()})
+    return _CHANGES[record.name](record) if record.name in _CHANGES else record
 
 
 def _parity(record: Record) -> Record:
-    return replace(
-        record,
-        values=_renamed(record, _PARITY),
-        data={**record.data, "deviations": {quantity: {} for quantity in QUANTITIES}},
-    )
-
-
-def _mistake(record: Record) -> Record:
-    return replace(record, name="planted mistake")
-
-
-def _convergence(record: Record) -> Record:
-    names = {"difference": "difference", "seed noise": "seed_noise", "unigram": "unigram"}
-    return replace(record, values=_renamed(record, names))
+    return replace(record, data={**record.data, "deviations": {quantity: {} for quantity in QUANTITIES}})
 
 
 def _engine(record: Record) -> Record:
     """Move the labels that describe the variant into the data."""
     spec = {name: value for name, value in record.labels.items() if name != "engine"}
     labels = {name: record.labels[name] for name in ("engine", "framework")}
-    data = {"spec": spec, "figures": {"compile_stages": {}}}
-    return replace(record, labels=labels, values=_renamed(record, _ENGINE), data=data)
-
-
-def _model(record: Record) -> Record:
-    return replace(record, values=_renamed(record, {"FLOPs": "flops"}))
+    return replace(record, labels=labels, data={"spec": spec, "figures": {"compile_stages": {}}})
 
 
 def _scaling(record: Record) -> Record:
     names = ("date", "command", "commit", "dirty")
     data = {"source": {name: record.data[name] for name in names}}
-    data |= {name: value for name, value in record.data.items() if name not in names}
-    return replace(record, values=_renamed(record, _SCALING), data=data)
+    return replace(record, data=data | {name: value for name, value in record.data.items() if name not in names})
 
 
 def _step(record: Record) -> Record:
     summary = dict(record.data)
     longest = [_with_location(kernel) for kernel in summary.pop("longest")]
-    return replace(record, values=_renamed(record, _STEP), data={"summary": summary, "longest": longest})
-
-
-def _target(record: Record) -> Record:
-    return replace(record, values=_renamed(record, _STEP), data={"summary": record.data})
+    return replace(record, data={"summary": summary, "longest": longest})
 
 
 def _diff(record: Record) -> Record:
     compilers: dict[str, Any] = {name: {"assigned": {}} for name in ("XLA", "Inductor")}
-    data = {**record.data, "compilers": compilers, "regions": [_region(region) for region in record.data["regions"]]}
-    return replace(record, values=_renamed(record, _DIFF), data=data)
+    regions = [_region(region) for region in record.data["regions"]]
+    return replace(record, data={**record.data, "compilers": compilers, "regions": regions})
 
 
 def _region(region: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,14 +149,13 @@ def _with_location(plain: Mapping[str, Any]) -> dict[str, Any]:
     return {"location" if name == "place" else name: value for name, value in plain.items()}
 
 
-_RECORDS: Mapping[str, Callable[[Record], Record]] = {
+# What else changes in a record.
+_CHANGES: Mapping[str, Callable[[Record], Record]] = {
     "parity": _parity,
-    "mutation": _mistake,
-    "convergence": _convergence,
+    "mutation": lambda record: replace(record, name="planted mistake"),
     "engine": _engine,
-    "model": _model,
     "scaling": _scaling,
     "hlo step": _step,
-    "hlo target": _target,
+    "hlo target": lambda record: replace(record, data={"summary": record.data}),
     "region diff": _diff,
 }

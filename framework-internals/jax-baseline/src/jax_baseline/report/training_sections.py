@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,7 +185,7 @@ def figures(results: Results) -> Sequence[Figure]:
         Figure(
             "losses",
             "Loss by step in float32. The line is torch; the circles are JAX with the same weights and batches.",
-            functools.partial(_draw_losses, record),
+            partial(_draw_losses, record),
         )
         for record in parities
         if record.dtype == "float32"
@@ -196,7 +196,7 @@ def figures(results: Results) -> Sequence[Figure]:
             f"Difference of the loss from torch at each step in {record.dtype}: JAX (filled) and permuted references "
             "(hollow). The dashed line is the bound for JAX, which follows the permuted references. Steps with equal "
             "losses have no marker.",
-            functools.partial(_draw_differences, record),
+            partial(_draw_differences, record),
         )
         for record in parities
     ]
@@ -206,7 +206,7 @@ def figures(results: Results) -> Sequence[Figure]:
                 "throughput",
                 f"Tokens per second of one whole training step of {_preset(results)}. Whiskers show the 20th to the "
                 "80th percentile of the rounds.",
-                functools.partial(_draw_throughput, engines),
+                partial(_draw_throughput, engines),
             )
         )
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 from benchkit import Comparison, Quantity, Timing, UserError, compare
 from benchkit.device import Device
@@ -31,7 +32,7 @@ class MeasuredEngine:
         timing: Seconds per sample of ``steps`` steps.
         speedup: Speedup over the reference, paired by round; 1 for the reference.
         peak_memory: Peak memory in bytes; None on a CPU.
-        missing: Requests after the timing that failed, ``peak memory`` or ``inspection``, with the error.
+        missing: Errors of the requests that failed after the timing, by name: ``peak memory`` or ``inspection``.
     """
 
     preparation: Preparation
@@ -48,21 +49,18 @@ class MeasuredEngine:
             steps: Steps per sample.
             mfu: MFU at one token per second, see :func:`mfu_per_token`.
         """
-        rate = self.timing.quantity().per(tokens * steps, "tokens/s")
-        optional = (
-            (self.peak_memory, "B"),
-            (self.preparation.temporaries, "B"),
-            (self.preparation.flops, "FLOP"),
-            (None if mfu is None else rate.value * mfu, "share"),
-        )
+        rate, first = self.timing.quantity().per(tokens * steps, "tokens/s"), self.preparation
         return EngineFigures(
-            rate,
-            Quantity(self.timing.median / steps, "s"),
-            Quantity(self.preparation.first_step_seconds, "s"),
-            Quantity(self.preparation.loss, "nats"),
-            self.speedup,
-            {stage: Quantity(seconds, "s") for stage, seconds in self.preparation.compile_seconds.items()},
-            *(None if value is None else Quantity(value, unit) for value, unit in optional),
+            rate=rate,
+            step=Quantity(self.timing.median / steps, "s"),
+            first_step=Quantity(first.first_step_seconds, "s"),
+            loss=Quantity(first.loss, "nats"),
+            speedup=self.speedup,
+            compile_stages={stage: Quantity(seconds, "s") for stage, seconds in first.compile_seconds.items()},
+            peak_memory=None if self.peak_memory is None else Quantity(self.peak_memory, "B"),
+            temporaries=None if first.temporaries is None else Quantity(first.temporaries, "B"),
+            xla_flops=None if first.flops is None else Quantity(first.flops, "FLOP"),
+            mfu=None if mfu is None else Quantity(rate.value * mfu, "share"),
         )
 
 
@@ -98,16 +96,21 @@ class Trial:
         timing: Seconds per step, interleaved with the engines of the same group only.
         peak_memory: Peak memory in bytes; None on a CPU, or if the request failed.
         kernels: Seconds per step by kernel, the largest first; empty unless requested.
-        unprofiled: Error of the profiler, if kernels were requested and it failed.
-        memory_unknown: Error of the request for the peak memory, if it failed.
+        missing: Errors of the requests that failed after the timing, by name: ``peak memory`` or ``kernels``.
     """
 
     preparation: Preparation
     timing: Timing
     peak_memory: int | None
     kernels: tuple[KernelTime, ...] = ()
-    unprofiled: str = ""
-    memory_unknown: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+
+class _ReadyEngine(NamedTuple):
+    """An engine in its process, after its first step."""
+
+    remote: RemoteObject
+    preparation: Preparation
 
 
 def measure_engines(
@@ -134,14 +137,14 @@ def measure_engines(
         training: Batch size, dtype and optimizer.
         device: Device of the engines.
         rounds: Number of samples per engine.
-        steps: Steps per sample, enough to make the message to the worker (0.1 ms) negligible.
+        steps: Steps per sample, enough to make the message to the engine's process (0.1 ms) negligible.
         together: Number of engines besides the reference that fit into device memory together. The default is all.
         empty_caches: Start with empty compiler caches. Otherwise Inductor reuses earlier results, and the first step
             does not measure the compile time.
         factory: Function that makes an engine in its process, with the arguments of
             :func:`jax_baseline.timing.engines.make_engine`.
-        inspect: Called with the name and the worker of each engine after its group is timed, when the engine has taken
-            :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
+        inspect: Called with the name and the remote object of each engine after its group is timed, when the engine has
+            taken :func:`steps_taken` steps. A failure is recorded in :attr:`MeasuredEngine.missing`.
 
     Returns:
         The measurement of each engine in the given order, or the reason of its failure.
@@ -152,19 +155,18 @@ def measure_engines(
     """
     reference, *others = engines
     results: dict[str, MeasuredEngine | str] = {}
-    with _workers(device, factory, empty_caches) as start:
-        worker = start(engines[reference], model, training)
-        preparation = _prepare(worker, steps)
+    with _engine_processes(device, factory, empty_caches) as start:
+        first = _prepare(start(engines[reference], model, training), steps)
         # An engine on more devices has a larger batch, and so another loss.
         losses = {
-            name: preparation.loss if spec.devices == engines[reference].devices else None
+            name: first.preparation.loss if spec.devices == engines[reference].devices else None
             for name, spec in engines.items()
         }
         for group in _groups(others, together) or [[]]:
-            with _workers(device, factory, empty_caches) as start_more:
+            with _engine_processes(device, factory, empty_caches) as start_more:
                 starts = {name: partial(start_more, engines[name], model, training) for name in group}
                 ready, failed = _prepare_group(starts, steps, losses, training.dtype)
-                ready = {reference: (worker, preparation), **ready}
+                ready = {reference: first, **ready}
                 results |= failed
                 try:
                     measured = _measure_group(ready, reference, rounds, steps)
@@ -174,7 +176,7 @@ def measure_engines(
                     measured = dict.fromkeys(ready, f"the reference, {reference}, failed beside it: {error}")
                 for name, result in measured.items():
                     if name not in results:
-                        results[name] = _inspected(name, result, ready[name][0], inspect)
+                        results[name] = _inspected(name, result, ready[name].remote, inspect)
     return {name: results[name] for name in engines}
 
 
@@ -183,53 +185,51 @@ def _prepare_group(
     steps: int,
     expected_losses: Mapping[str, float | None],
     dtype: str,
-) -> tuple[dict[str, tuple[RemoteObject, Preparation]], dict[str, str]]:
+) -> tuple[dict[str, _ReadyEngine], dict[str, str]]:
     """Start a group of engines and take their first steps.
 
     The processes start in parallel. Everything that is timed, compilation included, runs one at a time.
 
     Args:
-        starts: Function that starts the worker of each engine.
+        starts: Function that starts the process of each engine.
         steps: Steps per sample.
         expected_losses: Loss that the first step of each engine must have; None for any.
         dtype: Compute dtype.
 
     Returns:
-        The workers that are ready, and the reasons of the other engines' failures.
+        The engines that are ready, and the reasons why the others failed.
     """
-    ready: dict[str, tuple[RemoteObject, Preparation]] = {}
+    ready: dict[str, _ReadyEngine] = {}
     failed: dict[str, str] = {}
-    with ThreadPoolExecutor(len(starts) or 1) as pool:
+    with ThreadPoolExecutor(len(starts) or 1) as pool:  # it ends when all processes have started
         starting = {name: pool.submit(start) for name, start in starts.items()}
-        wait(starting.values())
     for name, started in starting.items():
         try:
-            worker = started.result()
-            ready[name] = worker, _prepare(worker, steps, expected_losses[name], dtype)
+            ready[name] = _prepare(started.result(), steps, expected_losses[name], dtype)
         except (ChildFailure, UserError, ValueError) as error:
             failed[name] = str(error)
     return ready, failed
 
 
 def _inspected(
-    name: str, measured: MeasuredEngine | str, worker: RemoteObject, inspect: Callable[[str, RemoteObject], None] | None
+    name: str, measured: MeasuredEngine | str, remote: RemoteObject, inspect: Callable[[str, RemoteObject], None] | None
 ) -> MeasuredEngine | str:
     """Call ``inspect`` for a measured engine. Its failure leaves the measurement valid."""
     if inspect is None or isinstance(measured, str):
         return measured
     try:
-        inspect(name, worker)
+        inspect(name, remote)
     except (ChildFailure, UserError) as error:
         return replace(measured, missing={**measured.missing, "inspection": str(error)})
     return measured
 
 
-def _peak_memory(worker: RemoteObject) -> tuple[int | None, str]:
-    """Return the bytes, or None with the error."""
+def _peak_memory(remote: RemoteObject) -> tuple[int | None, dict[str, str]]:
+    """Return the bytes, and the error by the name of the request if it fails."""
     try:
-        return worker.call("peak_memory"), ""
+        return remote.call("peak_memory"), {}
     except (ChildFailure, UserError) as error:
-        return None, str(error)
+        return None, {"peak memory": str(error)}
 
 
 def steps_taken(rounds: int, steps: int) -> int:
@@ -237,32 +237,31 @@ def steps_taken(rounds: int, steps: int) -> int:
     return 1 + (2 + rounds) * steps
 
 
-def _prepare(worker: RemoteObject, steps: int, expected_loss: float | None = None, dtype: str = "") -> Preparation:
+def _prepare(remote: RemoteObject, steps: int, expected_loss: float | None = None, dtype: str = "") -> _ReadyEngine:
     """Take the first step and one more sample, which shows whether the engine fits into memory beside the others."""
     try:
-        preparation = Preparation(**worker.call("prepare"))
+        preparation: Preparation = remote.call("prepare")
         if expected_loss is not None:
             _require_agreement(preparation.loss, expected_loss, dtype)
-        worker.call("run", steps=steps)
+        remote.call("run", steps=steps)
     except (ChildFailure, UserError, ValueError):
-        worker.close()  # frees its device memory
+        remote.close()  # frees its device memory
         raise
-    return preparation
+    return _ReadyEngine(remote, preparation)
 
 
 def _measure_group(
-    ready: Mapping[str, tuple[RemoteObject, Preparation]], reference: str, rounds: int, steps: int
+    ready: Mapping[str, _ReadyEngine], reference: str, rounds: int, steps: int
 ) -> dict[str, MeasuredEngine | str]:
     """Return the measurement of each engine, or the reason why it failed during the rounds."""
-    comparison, failed = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
+    comparison, failed = _compare(ready, rounds, steps)
     if reference in failed:
         raise failed[reference]
     found: dict[str, MeasuredEngine | str] = {name: str(error) for name, error in failed.items()}
     for name, timing in comparison.timings.items():
-        worker, preparation = ready[name]
+        remote, preparation = ready[name]
         speedup = comparison.speedup(name, over=reference)
-        memory, why = _peak_memory(worker)
-        found[name] = MeasuredEngine(preparation, timing, speedup, memory, {"peak memory": why} if why else {})
+        found[name] = MeasuredEngine(preparation, timing, speedup, *_peak_memory(remote))
     return found
 
 
@@ -297,45 +296,38 @@ def sweep(
         The name of an engine and its result, or the reason of its failure, group by group.
     """
     for group in _groups(list(engines), together):
-        with _workers(device) as start:
-            prepared: dict[str, tuple[RemoteObject, Preparation] | str] = {}
+        with _engine_processes(device) as start:
+            ready: dict[str, _ReadyEngine] = {}
             for name in group:  # one at a time, because compilers benchmark kernels on the device
                 try:
-                    worker = start(engines[name], model, training)
-                    prepared[name] = worker, _prepare(worker, steps)
+                    ready[name] = _prepare(start(engines[name], model, training), steps)
                 except (ChildFailure, UserError) as error:
-                    prepared[name] = str(error).strip()
-            ready = {name: found for name, found in prepared.items() if not isinstance(found, str)}
-            yield from ((name, found) for name, found in prepared.items() if isinstance(found, str))
+                    yield name, str(error).strip()
             if not ready:
                 continue
-            comparison, failed = _compare({name: worker for name, (worker, _) in ready.items()}, rounds, steps)
+            comparison, failed = _compare(ready, rounds, steps)
             yield from ((name, str(error).strip()) for name, error in failed.items())
             for name, timing in comparison.timings.items():
-                worker, preparation = ready[name]
+                remote, preparation = ready[name]
                 timing = replace(timing, samples=tuple(sample / steps for sample in timing.samples))
-                memory, why = _peak_memory(worker)
-                trial = Trial(preparation, timing, memory, memory_unknown=why)
-                yield name, _with_kernels(trial, worker, steps) if kernels else trial
+                memory, missing = _peak_memory(remote)
+                trial = Trial(preparation, timing, memory, missing=missing)
+                yield name, _with_kernels(trial, remote, steps) if kernels else trial
 
 
-def _with_kernels(trial: Trial, worker: RemoteObject, steps: int) -> Trial:
-    """Add the kernel times to a trial. If the profiler fails, the trial has its error instead."""
+def _with_kernels(trial: Trial, remote: RemoteObject, steps: int) -> Trial:
+    """Add the times of the kernels to a trial, or the error of the profiler."""
     try:
-        table = worker.call("kernel_times", steps=steps)
+        return replace(trial, kernels=tuple(remote.call("kernel_times", steps=steps)))
     except (ChildFailure, UserError) as error:
-        return replace(trial, unprofiled=str(error))
-    return replace(trial, kernels=tuple(KernelTime(*row) for row in table))
-
-
-_Start = Callable[[EngineSpec, GPTConfig, TrainConfig], RemoteObject]
+        return replace(trial, missing={**trial.missing, "kernels": str(error)})
 
 
 @contextmanager
-def _workers(
+def _engine_processes(
     device: Device, factory: Callable[..., object] = make_engine, empty_caches: bool = True
-) -> Iterator[_Start]:
-    """Yield a function that starts a worker. All workers end with the context."""
+) -> Iterator[Callable[[EngineSpec, GPTConfig, TrainConfig], RemoteObject]]:
+    """Yield a function that starts the process of an engine. All processes end with the context."""
     with ExitStack() as stack:
         environment = {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -361,7 +353,7 @@ def _workers(
 
 
 def _compare(
-    workers: Mapping[str, RemoteObject], rounds: int, steps: int
+    engines: Mapping[str, _ReadyEngine], rounds: int, steps: int
 ) -> tuple[Comparison, dict[str, ChildFailure | UserError]]:
     """Time the engines in interleaved rounds. The rounds continue without an engine that fails.
 
@@ -374,14 +366,14 @@ def _compare(
         if name in failed:
             return
         try:
-            workers[name].call("run", steps=steps)
+            engines[name].remote.call("run", steps=steps)
         except (ChildFailure, UserError) as error:
             failed[name] = error
-            workers[name].close()  # frees its device memory
+            engines[name].remote.close()  # frees its device memory
 
     comparison = compare(
-        {name: partial(run, name) for name in workers},
-        # The workers wait for their device, so the wall clock of a call covers the device's work.
+        {name: partial(run, name) for name in engines},
+        # An engine waits for its device, so the wall clock of a call covers the device's work.
         device="cpu",
         clock="wall-clock",
         warmup_calls=0,  # _prepare() took one sample already

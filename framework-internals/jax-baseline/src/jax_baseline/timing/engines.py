@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -178,12 +178,12 @@ class Preparation:
 class Engine(Protocol):
     """An engine with its model and its data."""
 
-    def prepare(self) -> dict[str, Any]:
-        """Take the first step and return the fields of a :class:`Preparation`."""
+    def prepare(self) -> Preparation:
+        """Take the first step."""
         ...
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the device."""
+        """Take this many steps and wait for the device."""
         ...
 
     def next_loss(self) -> float:
@@ -195,7 +195,7 @@ class Engine(Protocol):
         ...
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Take so many steps under a profiler and return seconds per step by kernel, the largest first."""
+        """Take this many steps under a profiler and return seconds per step by kernel, the largest first."""
         ...
 
 
@@ -242,16 +242,16 @@ class TorchEngine:
         ]
         self._done = 0
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> Preparation:
         """Take the first step."""
         self._wait()
         start = time.perf_counter()
         loss = self.next_loss()
         self._wait()
-        return asdict(Preparation(time.perf_counter() - start, loss, {}))
+        return Preparation(time.perf_counter() - start, loss, {})
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the device."""
+        """Take this many steps and wait for the device."""
         for _ in range(steps):
             self._next()
         self._wait()
@@ -265,7 +265,7 @@ class TorchEngine:
         return None if self._device == "cpu" else int(self._torch.cuda.max_memory_allocated())
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Take so many steps under torch's profiler and return the time of each kernel."""
+        """Take this many steps under torch's profiler and return the time of each kernel."""
         return torch_kernel_times(lambda: self.run(steps), steps, self._device)
 
     def _next(self) -> Any:
@@ -314,7 +314,7 @@ class JaxEngine:
         self._batches = [to_mesh(tokens, mesh) for tokens in _stacked(_batches(model, config), self._per_call)]
         self._done = 0
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> Preparation:
         """Compile with a time for each stage, and take the first step."""
         from jax_baseline.gpt.compilation import compile_step
         from jax_baseline.gpt.sharding import count_collectives
@@ -325,16 +325,11 @@ class JaxEngine:
         self._step = compiled.step
         loss = self.next_loss()
         seconds = time.perf_counter() - start
-        stages = {
-            "trace": compiled.trace_seconds,
-            "lower": compiled.lower_seconds,
-            "compile": compiled.compile_seconds,
-        }
         collectives = count_collectives(compiled.text)
-        return asdict(Preparation(seconds, loss, stages, compiled.flops, compiled.temporaries, collectives))
+        return Preparation(seconds, loss, compiled.stages, compiled.flops, compiled.temporaries, collectives)
 
     def run(self, steps: int) -> None:
-        """Take so many steps and wait for the device."""
+        """Take this many steps and wait for the device."""
         if steps % self._per_call:
             raise ValueError(f"this engine takes {self._per_call} steps per call; expected a multiple, got {steps}")
         for _ in range(steps // self._per_call):
@@ -351,7 +346,7 @@ class JaxEngine:
         return None if not statistics else statistics.get("peak_bytes_in_use")
 
     def kernel_times(self, steps: int) -> list[KernelTime]:
-        """Compile the step for profiling, take so many steps, and return the time of each kernel."""
+        """Compile the step for profiling, take this many steps, and return the time of each kernel."""
         from jax_baseline.gpt.compilation import compile_step, profiled
 
         options = profiled(self._device.platform)
