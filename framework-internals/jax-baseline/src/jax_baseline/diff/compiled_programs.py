@@ -128,7 +128,7 @@ def compile_both(jax_spec: ModelSpec | FunctionSpec, torch_spec: ModelSpec | Fun
             if started.exception() is None:
                 stack.enter_context(started.result())
         jax_program, torch_program = (started.result() for started in starting)
-        xla = _with_values(jax_program)
+        xla = _with_values(jax_program.call("program"), jax_program)
         jax_program.close()  # it releases the memory of the device
         return xla, torch_program.call("program")
 
@@ -148,9 +148,8 @@ def _importable_neighbours(spec: ModelSpec | FunctionSpec) -> ExitStack:
     return stack
 
 
-def _with_values(jax_program: RemoteObject) -> Program:
-    """Return XLA's program with the values of its tensors. If XLA cannot compile its text again, a note says why."""
-    program: Program = jax_program.call("program")
+def _with_values(program: Program, jax_program: RemoteObject) -> Program:
+    """Add the values of XLA's tensors. If XLA cannot compile its text again, a note gives the reason."""
     try:
         return program.with_values(jax_program.call("values"))
     except ChildFailure as error:
