@@ -274,7 +274,6 @@ runner.run(Job(jobs.hang, "job"))
 """
     process = started(code)
     group = int(process.stdout.readline())
-    time.sleep(0.5)  # until it waits for the job: Python drops an interrupt that comes inside a destructor
     process.send_signal(signal.SIGINT)
     assert process.wait(30) != 0
     process.stdout.close()

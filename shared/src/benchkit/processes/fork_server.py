@@ -49,6 +49,8 @@ _START = "import sys; from benchkit.processes.server import serve; serve(int(sys
 _IMPORT_LIMIT = 300.0
 # Shortest wait for an answer, when the limit is over and the process was stopped meanwhile.
 _POLL_SECONDS = 0.01
+# An interrupt that another thread has received is raised in the main thread when its wait ends, not before.
+_LONGEST_WAIT_SECONDS = 1.0
 # Longest time between the end of a process and the server's message about it.
 _EXIT_SECONDS = 10.0
 
@@ -114,7 +116,7 @@ class Child:
         left = limit
         while left > 0:
             # The control connection reports the end even where a grandchild has inherited the other connection.
-            if wait([self._connection, self._control], max(left, _POLL_SECONDS)):
+            if wait([self._connection, self._control], min(max(left, _POLL_SECONDS), _LONGEST_WAIT_SECONDS)):
                 return True
             stopped = 0.0 if stopped_seconds is None else stopped_seconds(self.pid, begin)
             left = begin + limit + stopped - time.monotonic()
