@@ -48,15 +48,15 @@ def finding(line, time_lost, fix=None, breaks_between=1):
 
 def triage_report():
     survey = Survey(Case("planted"), (), (), (), CompileTrace(), (), 3, (), 0.01, 2.0)
-    fixed = Fix("branch-on-value", "choose", "both sides run", PATCH, ("a",), True, "", Figures(4, 2), Figures(3, 1))
-    refused = Fix("item", "keep", "", "", ("a",), False, "output is off by 1")
+    fixed = Fix("branch-on-value", "choose", "both sides run", PATCH, True, "", Figures(4, 2), Figures(3, 1))
+    refused = Fix("item", "keep", "", "", False, "output is off by 1")
     alone = replace(
         fixed, title="leave out", effect="", conflict=f"two edits of {ROOT / 'a/model.py'} overlap at byte 9"
     )
     step = Quantity(2e-3, "s", 1.9e-3, 2.1e-3, 40, "p20-p80")
     faster = Quantity(1e-3, "s", 0.9e-3, 1.1e-3, 40, "p20-p80")
     sides = Figures(4, 2, step, 9.0), Figures(3, 1, faster, 5.0)
-    combined = Fix("branch-on-value", "verified fixes without conflicts", "", PATCH, ("a",), True, "", *sides)
+    combined = Fix("branch-on-value", "verified fixes without conflicts", "", PATCH, True, "", *sides)
     findings = (finding(12, 3e-4, fixed), finding(20, 1e-4, refused, breaks_between=2), finding(30, 0, alone))
     again = Recompile("0/1", "forward", str(ROOT / "a/model.py"), 9, "self.calls == 1", "self.calls += 1")
     return TriageReport("planted", findings, (again,), (survey,), combined, ("break costs: a process was ended",))

@@ -39,7 +39,7 @@ _KEPT = frozenset(("dynamo_output_graph", "dynamo_cpp_guards_str", "compilation_
 # File names by their number in stacks. PyTorch writes each name only once in a process, so this is a global.
 _FILES: dict[int, str] = {}
 
-# Artifacts with a text that is read. For the others (bytecode, graphs, generated code: megabytes) the name is enough.
+# The text of these artifacts is kept. Of the others (bytecode, graphs, generated code: megabytes), the name is enough.
 _READ_ARTIFACTS = frozenset(("dynamo_graph_break_reason", "recompile_reasons"))
 
 # Inductor times the candidates for a kernel here.
@@ -54,7 +54,6 @@ _SURFACE = (
     ("torch._inductor.cudagraph_utils", "__name__"),
     ("torch._dynamo", "mark_dynamic"),
     ("torch._dynamo.symbolic_convert", "InstructionTranslatorBase.maybe_has_backedge"),
-    ("torch._dynamo", "explain"),
     ("torch._guards", "CompileContext.current_compile_id"),
     ("torch._subclasses", "FakeTensorMode"),
     ("torch._dynamo", "lookup_backend"),
@@ -185,16 +184,10 @@ def missing_surface() -> list[str]:
     return missing
 
 
-def import_compiler() -> float:
-    """Import Dynamo and Inductor, which ``import torch`` does not do.
-
-    Returns:
-        Time that it took, in seconds.
-    """
-    start = time.perf_counter()
+def import_compiler() -> None:
+    """Import Dynamo and Inductor, which ``import torch`` does not do."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch._inductor.compile_fx")
-    return time.perf_counter() - start
 
 
 def prepare_toolchain(device: str) -> float:

@@ -102,7 +102,8 @@ class EagerWatch:
         parent = self._calls[-1] if self._calls else None
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         module = owner if isinstance(owner, nn.Module) and id(owner) in self._modules else None
-        inside = module is not None or (parent is not None and parent.inside and not _compiles(code))
+        compiles = code.co_filename.endswith("/torch/_dynamo/convert_frame.py")
+        inside = module is not None or (parent is not None and parent.inside and not compiles)
         watched = inside and self._user_code.is_user(code.co_filename) and not _is_compiled(code)
         if not watched:
             return _Call(False, inside, [])
@@ -136,10 +137,6 @@ class EagerWatch:
 
 def _is_compiled(code: CodeType) -> bool:
     return code.co_name in _INNER_BODIES or any(name.startswith(_COMPILED_NAME) for name in code.co_names)
-
-
-def _compiles(code: CodeType) -> bool:
-    return code.co_filename.endswith("/torch/_dynamo/convert_frame.py")
 
 
 def _is_operator(function: Any) -> bool:

@@ -71,6 +71,9 @@ class Cause:
 
 CAUSES: dict[str, Cause] = {}
 
+# PyTorch's reason alone identifies these causes. Other causes share their reasons.
+_KNOWN_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "parameter-made-inside", "rnn-allowed"))
+
 
 def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> Cause | None:
     """The cause of a break, or None if reason and source line match no entry.
@@ -87,7 +90,6 @@ def match(reason: str, source: str, columns: tuple[int, int] | None = None) -> C
     if found:
         # The entry that matches the longest part of the line fits best.
         return CAUSES[max(found, key=lambda each: each[1][1] - each[1][0])[0]]
-    # Most reasons belong to many causes, so the reason alone is enough for a few only.
     return next((each for each in fitting if each.name in _KNOWN_BY_REASON), None)
 
 
@@ -113,15 +115,12 @@ def match_limit(source: str) -> Cause:
     return counter if re.search(counter.code, source) else CAUSES["recompile-limit-reached"]
 
 
-_KNOWN_BY_REASON = frozenset(("disabled-function", "dynamic-shape-captured", "parameter-made-inside", "rnn-allowed"))
-
-
 class Theme:
     """A group of causes.
 
     Args:
         title: Title of the group.
-        kind: Effect of its causes, unless a cause names another one.
+        kind: Effect of its causes.
     """
 
     def __init__(self, title: str, kind: Kind = "break") -> None:
@@ -129,13 +128,13 @@ class Theme:
         self.kind: Kind = kind
 
     def cause(
-        self, name: str, title: str, *, pattern: str, why: str, advice: str, kind: Kind | None = None, **more: Any
+        self, name: str, title: str, *, pattern: str, why: str, advice: str, **more: Any
     ) -> Callable[[Callable[[], Repro]], Callable[[], Repro]]:
         """Register the decorated function as the repro of a new cause. The arguments are those of :class:`Cause`."""
 
         def register(make: Callable[[], Repro]) -> Callable[[], Repro]:
             assert name not in CAUSES, name
-            CAUSES[name] = Cause(name, title, self.title, kind or self.kind, pattern, why, advice, make, **more)
+            CAUSES[name] = Cause(name, title, self.title, self.kind, pattern, why, advice, make, **more)
             return make
 
         return register

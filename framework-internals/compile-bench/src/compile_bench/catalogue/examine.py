@@ -7,7 +7,8 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,20 +64,21 @@ def examine(cause: Cause) -> Outcome:
         happens = any(re.search(cause.pattern, each) for each in seen)
         if error or outputs is None:
             return Outcome(happens, seen, registry, False, None, error)
-        equal = _agree(_run_eager(cause.make()), outputs) if cause.equal else None
+        equal = None
+        if cause.equal:
+            eager = cause.make()
+            function = getattr(eager.broken, eager.method) if eager.method else eager.broken
+            equal = _agree(_outputs(function, eager.calls, eager.context), outputs)
     return Outcome(happens, seen, registry, True, equal)
 
 
 def _run_broken(cause: Cause, repro: Repro) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What was seen of the compiled broken program, and the registry numbers of its breaks."""
+    """What PyTorch reports about the broken program, and the registry numbers of its breaks."""
     torch.compiler.reset()
-    torch.manual_seed(0)
     compiled: Any = torch.compile(repro.broken, backend="eager", **cause.options)
     function = getattr(compiled, repro.method) if repro.method else compiled
     with Collector() as collector:
-        for index, arguments in enumerate(repro.calls):
-            with repro.context(index):
-                function(*arguments)
+        _outputs(function, repro.calls, repro.context)
     trace = collector.trace(_USER_CODE)
     registry = tuple(sorted({each.registry for each in trace.breaks if each.registry}))
     if cause.kind == "break":
@@ -111,36 +113,33 @@ def _silent(repro: Repro, function: Callable[..., Any], trace: CompileTrace) -> 
 def _run_fixed(cause: Cause, repro: Repro) -> tuple[list[Any] | None, str]:
     """Outputs of the compiled fixed program, None if it failed; and its error, empty if it has none."""
     torch.compiler.reset()
-    torch.manual_seed(0)
-    outputs = []
     calls = repro.calls if repro.fixed_calls is None else repro.fixed_calls
     # Without other arguments, the fix of a recompilation is to keep the context of all calls the same.
     same_context = cause.kind == "recompile" and repro.fixed_calls is None
     with settings(cause.settings):
         compiled: Any = torch.compile(repro.fixed, backend="eager", fullgraph=True)
         with Collector() as collector:
-            for index, arguments in enumerate(calls):
-                with repro.context(0 if same_context else index):
-                    try:
-                        outputs.append(pytree.tree_map(_detached, compiled(*arguments)))
-                    except Exception as error:  # whatever Dynamo raises with fullgraph=True
-                        return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            try:
+                outputs = _outputs(compiled, calls, lambda index: repro.context(0 if same_context else index))
+            except Exception as error:  # whatever Dynamo raises with fullgraph=True
+                return None, f"{type(error).__name__}: {str(error).splitlines()[0]}"
     recompiles = collector.trace(_USER_CODE).recompiles
     return outputs, f"recompiled: {recompiles[0].guard}" if recompiles else ""
 
 
-def _run_eager(repro: Repro) -> list[Any]:
+def _outputs(
+    function: Callable[..., Any],
+    calls: Sequence[tuple[Any, ...]],
+    context: Callable[[int], AbstractContextManager[Any]],
+) -> list[Any]:
+    """A copy of the output of each call, under seed 0. ``context`` makes the context manager of the n-th call."""
     torch.manual_seed(0)
-    function = getattr(repro.broken, repro.method) if repro.method else repro.broken
     outputs = []
-    for index, arguments in enumerate(repro.calls):
-        with repro.context(index):
-            outputs.append(pytree.tree_map(_detached, function(*arguments)))
+    for index, arguments in enumerate(calls):
+        with context(index):
+            output = function(*arguments)
+            outputs.append(pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), output))
     return outputs
-
-
-def _detached(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _agree(eager: list[Any], fixed: list[Any]) -> bool:

@@ -65,7 +65,8 @@ def read_outcomes(path: Path) -> Outcomes:
         for version, known in outcomes.items():
             fields = changes.get(version, fields)
             if fields is not None:
-                known[name] = Outcome(**{**_USUAL, **{key: _frozen(value) for key, value in fields.items()}})
+                values = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+                known[name] = Outcome(**{**_USUAL, **values})
     return outcomes
 
 
@@ -78,9 +79,12 @@ def outcomes_as_text(outcomes: Outcomes) -> str:
         before = None
         for version in versions:
             outcome = outcomes[version].get(name)
-            if outcome != before:
-                changes[version] = None if outcome is None else _unusual(outcome)
+            if outcome == before:
+                continue
             before = outcome
+            changes[version] = None
+            if outcome is not None:
+                changes[version] = {key: value for key, value in asdict(outcome).items() if value != _USUAL[key]}
         lines.append(f"  {_json(name)}: {_json(changes)}")
     causes = ",\n".join(lines)
     return f'{{\n "torch": {_json(versions)},\n "causes": {{\n{causes}\n }}\n}}\n'
@@ -100,14 +104,6 @@ def status(name: str, version: str) -> str:
     if not outcome.happens:
         return "does not happen"
     return "holds" if outcome.as_stated else "fix fails"
-
-
-def _unusual(outcome: Outcome) -> dict[str, Any]:
-    return {key: value for key, value in asdict(outcome).items() if value != _USUAL[key]}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _json(value: Any) -> str:

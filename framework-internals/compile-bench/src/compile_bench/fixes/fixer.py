@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -98,14 +98,14 @@ class Fixer:
         """Try to fix the breaks at these places, then the breaks that the fixes bring to light, and so on.
 
         Args:
-            places: Places in the user's files, the costliest first. Of conflicting fixes the first one is kept.
+            places: Places in the user's files, the costliest first. If fixes conflict, the first one is kept.
 
         Raises:
             ChildFailure: If the unchanged model cannot be run for comparison.
             UserError: Likewise.
         """
         attempts = self._attempts(places)
-        last = {place: tried[-1] for place, tried in self._tried(attempts).items()}
+        last = self._tried(attempts)
         refused: dict[Place, str] = {}
         revealed: dict[Place, Break] = {}
         while True:
@@ -115,9 +115,9 @@ class Fixer:
             new = self._newly_revealed(choice)
             if new:
                 revealed |= new
-                found = self._attempts(tuple(new))
+                found = self._attempts(new)
                 attempts |= found
-                more |= {place: tried[-1] for place, tried in self._tried(found).items()}
+                more |= self._tried(found)
             if not more:
                 break
             last |= more
@@ -131,7 +131,7 @@ class Fixer:
             return FixResults(fixes, None, {}, breaks)
         kept = [each for place, each in last.items() if place in choice.kept]
         title = "verified fixes without conflicts" if choice.conflicts else "all verified fixes"
-        return FixResults(fixes, self._combined(kept, choice.trial, title), _joined(kept), breaks)
+        return FixResults(fixes, self._verified(kept, choice.trial, title), _joined(kept), breaks)
 
     def _chosen(self, attempts: Sequence[_Attempt]) -> Choice:
         """The changes of the combined fix, out of those that are accepted without Inductor."""
@@ -148,8 +148,7 @@ class Fixer:
         """For breaks whose change the proof refused, the next candidate that is accepted without Inductor."""
         places = (place for place, verdict in refused.items() if verdict != _UNSEEN)
         left = {place: rest for place in places if (rest := attempts[place][last[place].index + 1 :])}
-        found = {place: tried[-1] for place, tried in self._tried(left).items()}
-        return {place: attempt for place, attempt in found.items() if not attempt.trial.verdict}
+        return {place: attempt for place, attempt in self._tried(left).items() if not attempt.trial.verdict}
 
     def _newly_revealed(self, choice: Choice) -> dict[Place, Break]:
         """The breaks that only the combined fix shows; from now on they count as hidden in the unchanged model."""
@@ -159,7 +158,7 @@ class Fixer:
         self._hidden |= new.keys()
         return new
 
-    def _attempts(self, places: Sequence[Place]) -> dict[Place, list[_Attempt]]:
+    def _attempts(self, places: Iterable[Place]) -> dict[Place, list[_Attempt]]:
         """The candidates for every break, without those that do not fit the code."""
         attempts: dict[Place, list[_Attempt]] = {}
         for place in places:
@@ -173,8 +172,8 @@ class Fixer:
                 tried.append(_Attempt(place, len(tried), candidate, overlay, Trial("not tried")))
         return attempts
 
-    def _tried(self, attempts: Mapping[Place, list[_Attempt]]) -> dict[Place, list[_Attempt]]:
-        """The candidates for every break, up to the first that is accepted."""
+    def _tried(self, attempts: Mapping[Place, list[_Attempt]]) -> dict[Place, _Attempt]:
+        """Try the candidates for every break up to the first that is accepted. Returns the last one tried."""
         if not attempts:
             return {}
         proposals = [
@@ -191,7 +190,7 @@ class Fixer:
                 raise answer
             results[start :: self._harness.beside] = answer
         return {
-            place: [replace(attempt, trial=trial) for attempt, trial in zip(attempts[place], trials, strict=False)]
+            place: replace(attempts[place][len(trials) - 1], trial=trials[-1])
             for place, trials in zip(attempts, results, strict=True)
         }
 
@@ -228,7 +227,7 @@ class Fixer:
         return replace(trial, verdict=_UNSEEN, unseen=True)
 
     def _calibrate(self) -> bool:
-        """Measure what the compiler's rounding alone does to the values; False if that was done. It compiles once."""
+        """Add the compiler's rounding to the bound: compile the unchanged model once. False if the bound has it."""
         if self._calibrated:
             return False
         self._calibrated = True
@@ -245,33 +244,29 @@ class Fixer:
     def _proposal(self, overlays: tuple[Overlay, ...], places: Collection[Place]) -> Proposal:
         return Proposal(overlays, frozenset(places), self._others(places), self._untraced)
 
-    def _combined(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Fix:
-        """The fix that makes several changes; ``trial`` is its result."""
-        rewrites = [each.candidate.rewrite for each in attempts]
-        cases = ", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites))
-        effects = "; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect))
-        sources = {each.place[0]: each.candidate.source for each in attempts}
-        fix = Fix(cases, title, effects, "", tuple(sources), False, "")
-        return self._verified(fix, sources, _joined(attempts), trial, {each.place for each in attempts})
-
     def _fix(self, attempt: _Attempt, refused: str) -> Fix:
         """The fix of one break; ``refused`` is why the proof refused it."""
-        rewrite, file = attempt.candidate.rewrite, attempt.place[0]
+        rewrite = attempt.candidate.rewrite
         verdict = refused or attempt.trial.verdict
-        fix = Fix(rewrite.case, rewrite.title, rewrite.effect, "", (file,), False, verdict)
-        if verdict:
-            return fix
-        return self._verified(fix, {file: attempt.candidate.source}, attempt.overlay, attempt.trial, {attempt.place})
+        if not verdict:
+            return self._verified([attempt], attempt.trial, rewrite.title)
+        return Fix(rewrite.case, rewrite.title, rewrite.effect, "", False, verdict)
 
-    def _verified(
-        self, fix: Fix, sources: Mapping[str, Source], overlay: Overlay, trial: Trial, places: Collection[Place]
-    ) -> Fix:
-        """The fix with its patch and its figures."""
+    def _verified(self, attempts: Sequence[_Attempt], trial: Trial, title: str) -> Fix:
+        """The verified fix that makes these changes at once; ``trial`` is its result."""
+        rewrites = [each.candidate.rewrite for each in attempts]
+        sources = {each.place[0]: each.candidate.source for each in attempts}
+        overlay, places = _joined(attempts), {each.place for each in attempts}
         # A trial does not look behind skipped frames. What is hidden there, and not fixed, remains.
         remaining = trial.remaining | (self._hidden & self._others(places) if trial.skips_frames else frozenset())
-        diffs = [unified_diff(self._relative(file), source.content, overlay[file]) for file, source in sources.items()]
-        return replace(
-            fix,
+        diffs = [
+            unified_diff(Path(os.path.relpath(file, self._root)).as_posix(), source.content, overlay[file])
+            for file, source in sources.items()
+        ]
+        return Fix(
+            case=", ".join(dict.fromkeys(rewrite.case for rewrite in rewrites)),
+            title=title,
+            effect="; ".join(dict.fromkeys(rewrite.effect for rewrite in rewrites if rewrite.effect)),
             patch="".join(diffs),
             accepted=True,
             verdict="outputs and gradients are within their bounds",
@@ -282,9 +277,6 @@ class Fixer:
     def _others(self, places: Collection[Place]) -> frozenset[Place]:
         """The breaks at other places."""
         return frozenset(self._breaks.keys() - set(places))
-
-    def _relative(self, file: str) -> str:
-        return Path(os.path.relpath(file, self._root)).as_posix()
 
 
 def patch_root(files: Sequence[str], here: Path) -> Path:

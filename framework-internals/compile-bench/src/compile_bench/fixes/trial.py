@@ -36,17 +36,17 @@ def trials(
         kinds: Where to look for breaks: training (True), inference (False) or both.
         seeds: Seeds to look for breaks with.
         proposals: One for every break.
-        path: File for the values of the unchanged model, which :func:`prove` reads as well.
+        path: File for the values of the unchanged model. :func:`prove` reads it, too.
 
     Returns:
-        For every proposal its trials in turn; if a candidate was accepted, it is the last one.
+        The trials of each proposal, in order. An accepted candidate is the last one.
     """
     reference(case, path=path)
     results = []
     for proposal in proposals:
         tried: list[Trial] = []
         for overlay in proposal.overlays:
-            tried.append(_trial(case, proposal, overlay, kinds, seeds, path, compiled=False))
+            tried.append(_trial(case, proposal, overlay, kinds, seeds, path, with_inductor=False))
             if not tried[-1].verdict:
                 break
         results.append(tried)
@@ -55,7 +55,7 @@ def trials(
 
 def prove(case: Case, *, kinds: Sequence[bool], seeds: Sequence[int], proposal: Proposal, path: Path) -> Trial:
     """Try the first candidate of a proposal with Inductor; the other arguments are those of :func:`trials`."""
-    return _trial(case, proposal, proposal.overlays[0], kinds, seeds, path, compiled=True)
+    return _trial(case, proposal, proposal.overlays[0], kinds, seeds, path, with_inductor=True)
 
 
 def _trial(
@@ -66,7 +66,7 @@ def _trial(
     seeds: Sequence[int],
     path: Path,
     *,
-    compiled: bool,
+    with_inductor: bool,
 ) -> Trial:
     user_code = user_code_filter()
     with settings_restored(CHANGED_SETTINGS), overlaid(overlay):
@@ -83,7 +83,7 @@ def _trial(
             return replace(seen, verdict=seen.verdict or f"the changed model fails: {failures[0]}")
         forget_user_modules(user_code)
         torch.compiler.reset()
-        refused = refusal(case, path=path, with_inductor=compiled)
+        refused = refusal(case, path=path, with_inductor=with_inductor)
         return seen if refused is None else replace(seen, verdict=refused.why, out_of_bound=refused.out_of_bound)
 
 
@@ -117,5 +117,6 @@ def _was_hidden(found: Break, untraced: frozenset[tuple[str, str]]) -> bool:
 
 
 def _place_before(found: Break, overlay: Overlay) -> Place:
+    """The place of a break in the unchanged sources."""
     file, line = place_of(found)
     return (file, line_before(Path(file).read_bytes(), overlay[file], line)) if file in overlay else (file, line)

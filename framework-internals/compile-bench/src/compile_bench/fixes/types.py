@@ -34,9 +34,8 @@ class Fix:
     Attributes:
         case: Name of the catalogue's entry; of a combined fix the names of all entries.
         title: What the change does.
-        effect: What the user has to expect of the changed model; empty if nothing.
+        effect: What else changes for the user; empty if nothing does.
         patch: Unified diff; empty unless the fix is verified.
-        files: Files that the change edits.
         accepted: Whether the fix is verified: the break is gone, and outputs and gradients match.
         verdict: Why it is verified or refused, in one sentence.
         before: The unchanged model.
@@ -48,7 +47,6 @@ class Fix:
     title: str
     effect: str
     patch: str
-    files: tuple[str, ...]
     accepted: bool
     verdict: str
     before: Figures | None = None

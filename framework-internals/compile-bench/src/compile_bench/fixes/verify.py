@@ -10,6 +10,7 @@ Inductor's random numbers equal to eager's. Its bound includes what compiling th
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -172,23 +173,17 @@ def _expected(target: Target, case: Case, scale: float, *, random: bool, calibra
         model = own_model(target, case)
         found = observe(variant, compiled(model, case, random=random), model, case).values
         for name, value in eager.values.items():
-            allowance[name] += FACTOR * _distance(found[name], value)
-    if random:
-        return Expected(scale, eager, eager, allowance)
-    try:
-        wide = widened(variant)
-        widely = observe(wide, wide.model, wide.model, case)
-    except RuntimeError:  # a dtype written into the model, or an operator without a float64 kernel
-        widely = eager
-    return Expected(scale, eager, widely, allowance)
-
-
-def _distance(values: Tensor, reference: Tensor) -> float:
-    size = torch.linalg.vector_norm(reference).item() or 1.0
-    return torch.linalg.vector_norm(values - reference).item() / size
+            allowance[name] += FACTOR * error_pair(name, value, found[name], value, 0.0).compiled  # against eager
+    exact = eager
+    if not random:
+        with suppress(RuntimeError):  # a dtype written into the model, or an operator without a float64 kernel
+            wide = widened(variant)
+            exact = observe(wide, wide.model, wide.model, case)
+    return Expected(scale, eager, exact, allowance)
 
 
 def _difference(expected: Expected, found: Observation) -> Refusal | None:
+    """The first difference that is not allowed; None if there is none."""
     if found.signature != expected.eager.signature:
         return Refusal(f"the output is {_described(found)} instead of {_described(expected.eager)}")
     missing = sorted(set(expected.eager.values) ^ set(found.values))

@@ -1,4 +1,4 @@
-"""Sources in which Dynamo can resume behind a graph break where it otherwise skips the whole frame.
+"""Changes sources so that Dynamo can resume after a graph break, where it otherwise skips the whole frame.
 
 Dynamo cannot resume a function inside a ``try``, inside a context manager that it does not support, or inside a loop
 over an iterator that it cannot reconstruct. In the changed sources the ``try`` and ``with`` statements are replaced by
@@ -16,7 +16,7 @@ from compile_bench.targets.overlay import TreeOverlay
 # File and first line of a statement.
 Block = tuple[str, int]
 
-# Items of an iterator that are put into a tuple; it may be infinite.
+# The most items that a changed loop takes from its iterator, which may be infinite.
 _MOST_ITEMS = 10_000
 
 
@@ -37,7 +37,7 @@ def changeable_blocks(file: str, line: int) -> set[Block]:
 
 
 def handlers_around(file: str, line: int) -> set[Block]:
-    """The ``try`` statements whose body a line is in and that handle exceptions."""
+    """The ``try`` statements that have a line in their body and handle exceptions."""
     tries = (each for each in _around(file, line) if isinstance(each, ast.Try) and each.handlers)
     return {(file, each.lineno) for each in tries if line < each.handlers[0].lineno}
 
@@ -103,7 +103,7 @@ def _entered(item: ast.withitem) -> ast.stmt:
 
 
 def _around(file: str, line: int) -> list[ast.stmt]:
-    """The statements of its innermost function that a line is in, outermost first; none of an unreadable file."""
+    """The statements around a line in its innermost function, outermost first; empty if the file is unreadable."""
     try:
         tree = _tree(file)
     except (OSError, SyntaxError):

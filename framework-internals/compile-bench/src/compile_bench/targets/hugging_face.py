@@ -120,12 +120,12 @@ def _audio(config: Any, device: Device) -> tuple[tuple[Any, ...], Tensor]:
     return (torch.randn(batch, samples),), torch.randint(1, config.vocab_size, (batch, 12))
 
 
-def _decoder(hidden: int, middle: int, layers: int, heads: int, groups: int, vocabulary: int, **more: Any) -> Sizes:
-    """Sizes of a decoder of the Llama family."""
+def _decoder(hidden: int, middle: int, heads: int, groups: int, vocabulary: int, **more: Any) -> Sizes:
+    """Sizes of a decoder of the Llama family, with two layers."""
     return {
         "hidden_size": hidden,
         "intermediate_size": middle,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 2,
         "num_attention_heads": heads,
         "num_key_value_heads": groups,
         "vocab_size": vocabulary,
@@ -133,12 +133,12 @@ def _decoder(hidden: int, middle: int, layers: int, heads: int, groups: int, voc
     }
 
 
-def _encoder(hidden: int, layers: int, heads: int, **more: Any) -> Sizes:
-    """Sizes of an encoder of the BERT family."""
+def _encoder(hidden: int, heads: int, **more: Any) -> Sizes:
+    """Sizes of an encoder of the BERT family, with two layers."""
     return {
         "hidden_size": hidden,
         "intermediate_size": 4 * hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 2,
         "num_attention_heads": heads,
         **more,
     }
@@ -177,8 +177,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Llama 3.2 1B (transformers), 2 layers",
         "LlamaConfig",
         "LlamaForCausalLM",
-        _decoder(128, 256, 2, 4, 2, 512),
-        _decoder(2048, 8192, 2, 32, 8, 128_256),
+        _decoder(128, 256, 4, 2, 512),
+        _decoder(2048, 8192, 32, 8, 128_256),
         _text(_SMALL_TEXT, (4, 1024)),
         _NO_CACHE,
     ),
@@ -186,8 +186,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3 0.6B (transformers), 2 layers",
         "Qwen3Config",
         "Qwen3ForCausalLM",
-        _decoder(128, 256, 2, 4, 2, 512, head_dim=32),
-        _decoder(1024, 3072, 2, 16, 8, 151_936, head_dim=128),
+        _decoder(128, 256, 4, 2, 512, head_dim=32),
+        _decoder(1024, 3072, 16, 8, 151_936, head_dim=128),
         _text(_SMALL_TEXT, (4, 1024)),
         _NO_CACHE,
     ),
@@ -195,8 +195,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3 30B-A3B (transformers), 32 of its 128 experts, 2 layers",
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
-        _decoder(128, 256, 2, 4, 2, 512, **_SMALL_EXPERTS),
-        _decoder(2048, 6144, 2, 32, 4, 151_936, **_REAL_EXPERTS),
+        _decoder(128, 256, 4, 2, 512, **_SMALL_EXPERTS),
+        _decoder(2048, 6144, 32, 4, 151_936, **_REAL_EXPERTS),
         _text(_SMALL_TEXT, (4, 512)),
         _NO_CACHE,
     ),
@@ -204,8 +204,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "BERT base (transformers), 2 layers",
         "BertConfig",
         "BertForMaskedLM",
-        _encoder(128, 2, 4, vocab_size=512),
-        _encoder(768, 2, 12),
+        _encoder(128, 4, vocab_size=512),
+        _encoder(768, 12),
         _text(_SMALL_TEXT, (16, 512)),
         _NO_DROPOUT,
     ),
@@ -213,8 +213,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "ViT B/16 (transformers), 2 layers",
         "ViTConfig",
         "ViTForImageClassification",
-        _encoder(128, 2, 4, image_size=32, patch_size=8),
-        _encoder(768, 2, 12),
+        _encoder(128, 4, image_size=32, patch_size=8),
+        _encoder(768, 12),
         _images,
         _NO_DROPOUT,
     ),
@@ -240,8 +240,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Wav2Vec2 base (transformers), 2 layers; LayerDrop and SpecAugment in training",
         "Wav2Vec2Config",
         "Wav2Vec2ForCTC",
-        _encoder(64, 2, 4, vocab_size=32, **_SMALL_EARS),
-        _encoder(768, 2, 12),
+        _encoder(64, 4, vocab_size=32, **_SMALL_EARS),
+        _encoder(768, 12),
         _audio,
         {"hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "feat_proj_dropout": 0.0},
     ),
@@ -249,8 +249,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Longformer base (transformers), 2 layers",
         "LongformerConfig",
         "LongformerForMaskedLM",
-        _encoder(64, 2, 4, vocab_size=512, attention_window=16, max_position_embeddings=130),
-        _encoder(768, 2, 12, attention_window=512, max_position_embeddings=4098),
+        _encoder(64, 4, vocab_size=512, attention_window=16, max_position_embeddings=130),
+        _encoder(768, 12, attention_window=512, max_position_embeddings=4098),
         _text(_SMALL_TEXT, (4, 2048)),
         _NO_DROPOUT,
     ),

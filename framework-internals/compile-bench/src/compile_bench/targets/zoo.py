@@ -27,12 +27,12 @@ def gpt(device: Device) -> Target:
     On a CPU this is ``tiny`` (4 layers, 16 × 128 bytes, float32). On a GPU it is ``gpt2-124m`` (12 layers, 16 × 1024
     tokens, bfloat16 autocast).
     """
-    return _gpt("tiny", batch_size=16) if device == "cpu" else _gpt("gpt2-124m", batch_size=16)
+    return _gpt(device)
 
 
 def gpt_one_layer(device: Device) -> Target:
     """The GPT with one layer. It has the same code and compiles in a fraction of the time."""
-    return _gpt("tiny" if device == "cpu" else "gpt2-124m", batch_size=16, layers=1)
+    return _gpt(device, layers=1)
 
 
 def mlp(device: Device) -> Target:
@@ -72,12 +72,13 @@ def planted(device: Device) -> Target:
     return Target(Planted(), (torch.randn(32, 64),), schedule=((torch.randn(7, 64),),))
 
 
-def _gpt(preset: str, *, batch_size: int, layers: int | None = None) -> Target:
+def _gpt(device: Device, layers: int | None = None) -> Target:
+    preset = "tiny" if device == "cpu" else "gpt2-124m"
     shape = GPTConfig.preset(preset)
     if layers is not None:
         shape = replace(shape, n_layer=layers)
-    config = replace(TrainConfig.preset(preset), batch_size=batch_size, accumulation=1)
-    inputs, targets = batch(load_corpus().train, config.seed, 0, batch_size, shape.block_size)
+    config = replace(TrainConfig.preset(preset), batch_size=16, accumulation=1)
+    inputs, targets = batch(load_corpus().train, config.seed, 0, config.batch_size, shape.block_size)
 
     def make_step(model: nn.Module, args: tuple[Any, ...]) -> Step:
         step = make_train_step(model, make_optimizer(model, config), config)
