@@ -144,7 +144,7 @@ def test_the_kernels_of_a_gpu_are_timed_and_seen(product_file, program, name):
     with RemoteObject(getattr(compiled_programs, program), {"spec": spec}, environment=environment, limit=90) as made:
         launches = made.call("program").launches
     product = next(launch for launch in launches if launch.category == "matmul")
-    assert product.label == ("product",)
+    assert product.label == ("matmul",)
     assert product.seconds is not None
     assert 1e-6 < product.seconds < 1e-3  # 2 · 1024³ FLOP: 2.2 µs at 989 TFLOP/s
     reductions = [launch for launch in launches if launch.category == "reduction"]
