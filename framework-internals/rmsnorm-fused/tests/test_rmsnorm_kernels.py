@@ -31,8 +31,12 @@ def _release(package: str) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     "selection",
     [
-        # Operators are registered, differentiated and compiled in the same way whatever is behind them.
-        pytest.param("triton-cpu and numerics and not 20000 and not 40000", id="numerics"),
+        # Operators are registered, differentiated and compiled in the same way whatever is behind them. Wide rows take
+        # seconds each under the interpreter; test_triton_row_in_blocks runs their kernels on narrow ones.
+        pytest.param(
+            "triton-cpu and numerics and not 4096 and not 4097 and not 9000 and not 2000 and not 40000 and not 16384",
+            id="numerics",
+        ),
         pytest.param("triton-cpu", id="all", marks=pytest.mark.slow),
     ],
 )

@@ -15,9 +15,15 @@ needs_nvcc = pytest.mark.skipif(native_build.find_nvcc() is None, reason="no nvc
 
 # pybind11 alone: torch/extension.h would take forty seconds to compile.
 MODULE = """
-#include <pybind11/pybind11.h>
+#include <Python.h>
 #include "answer.h"
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("answer", [] { return ANSWER; }); }
+static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(ANSWER); }
+static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "answer", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+#define INITIALISER_OF(name) PyInit_##name
+#define INITIALISER(name) INITIALISER_OF(name)
+PyMODINIT_FUNC INITIALISER(TORCH_EXTENSION_NAME)() { return PyModule_Create(&definition); }
 """
 
 
