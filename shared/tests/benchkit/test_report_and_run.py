@@ -38,14 +38,17 @@ def test_a_run_measures_and_writes_and_render_only_reproduces_it_byte_for_byte(l
     assert "| 2 | 2.00 ms (1.80–2.20) |" in text
     assert "![Time over n.](figures/times.svg)" in text
     assert "- Not in this report: **the moon** (it is not up)." in text
-    headings = [line for line in text.splitlines() if line.startswith("## ")]
+    headings = [line for line in text.splitlines() if line.startswith("##")]
     assert headings == [
-        "## What was asked",
-        "## The machine",
-        "## How it was measured",
         "## Times",
+        "### What was asked",
+        "### The machine",
+        "### How it was measured",
         "## What this does not show",
     ]
+    folded = text[text.index("<details>") : text.index("</details>")]
+    assert "### What was asked" in folded
+    assert "### How it was measured" in folded
     (directory / "report.md").write_text("edited by hand")
     assert run(lens, "--render-only").returncode == 0
     assert (directory / "report.md").read_text() == text

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote, unquote
+from xml.sax.saxutils import escape
 
 import matplotlib
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -87,7 +91,38 @@ def save(figure: Figure, path: Path) -> None:
             dpi=150,
             metadata={"Date": None} if path.suffix == ".svg" else None,
         )
-    write_bytes_atomically(path, drawn.getvalue())
+    content = drawn.getvalue()
+    if path.suffix == ".svg":
+        content = _HOVER.sub(lambda found: f"<g><title>{escape(unquote(found[1].decode()))}</title>".encode(), content)
+    write_bytes_atomically(path, content)
+
+
+# matplotlib writes an artist's id into the SVG, but has no place for a title: the id carries it there.
+_HOVER = re.compile(rb'<g id="hover:([^"]*)">')
+
+
+def hover(artist: Artist, text: str) -> None:
+    """Show a text beside the pointer when it rests on a bar or another artist, in an SVG.
+
+    Args:
+        artist: The artist, drawn as one group.
+        text: For example the bar's name and value with its unit.
+    """
+    artist.set_gid(f"hover:{quote(text)}")
+
+
+def hover_points(axes: Axes, x: Sequence[float], y: Sequence[float], texts: Sequence[str]) -> None:
+    """Show a text beside the pointer when it rests on a point of a line, in an SVG.
+
+    Args:
+        axes: Axes on which the line is drawn already.
+        x: Horizontal coordinates of the points.
+        y: Vertical coordinates of the points.
+        texts: A text for each point.
+    """
+    for each_x, each_y, text in zip(x, y, texts, strict=True):
+        # Invisible, but the pointer finds it: larger than the line's marker.
+        hover(axes.scatter([each_x], [each_y], s=120, alpha=0, linewidths=0, zorder=10), text)
 
 
 def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:

@@ -27,13 +27,15 @@ class Figure:
 
     Attributes:
         name: Name of the file without suffix.
-        caption: What the figure shows; also its alternative text.
+        caption: How to read the figure; stands below it.
         draw: Draws the figure from the results alone.
+        alt: What the figure shows, in a few words; the alternative text.
     """
 
     name: str
     caption: str
     draw: Callable[[], MatplotlibFigure]
+    alt: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,18 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, l
     return "\n".join([line(header), rule, *(line(row) for row in rows)])
 
 
+def fold(summary: str, caller: Callable[[], str]) -> str:
+    """A part of a report that a reader opens by a click.
+
+    A template writes ``{% call fold("Every kernel") %}``, the part, and ``{% endcall %}``.
+
+    Args:
+        summary: What the reader sees before he opens it.
+        caller: Makes the Markdown inside; jinja2 gives it.
+    """
+    return f"<details><summary>{summary}</summary>\n\n{caller().strip()}\n\n</details>\n"
+
+
 def render(results: Results, spec: ReportSpec) -> str:
     """The text of ``report.md``.
 
@@ -85,8 +99,8 @@ def render(results: Results, spec: ReportSpec) -> str:
     figures = {figure.name: figure for figure in spec.figures(results)}
 
     def place(name: str) -> str:
-        caption = figures[name].caption
-        return f"![{caption}](figures/{name}.svg)\n\n*{caption}*"
+        figure = figures[name]
+        return f"![{figure.alt or figure.caption}](figures/{name}.svg)\n\n*{figure.caption}*"
 
     environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader([jinja2.PackageLoader(spec.package), jinja2.PackageLoader("benchkit")]),
@@ -104,6 +118,7 @@ def render(results: Results, spec: ReportSpec) -> str:
         table=markdown_table,
         block=markdown.block,
         figure=place,
+        fold=fold,
         figure_names=list(figures),
         number=numbers,
         **spec.context(results),
