@@ -274,3 +274,23 @@ def test_two_reads_two_writes_computes_what_it_says():
     add_and_subtract(x, y, total, difference)
     assert torch.equal(total, x + y)
     assert torch.equal(difference, x - y)
+
+
+@pytest.mark.parametrize(
+    ("rates", "ratios", "said"),
+    [
+        ({"eager": 100, "a": 120}, {"a": 1.19}, ""),
+        ({"eager": 100, "a": 80.3}, {"a": 0.848}, "a is 0.803× eager by the medians and 0.848× by the paired ratio"),
+        ({"eager": 100, "a": 101}, {"a": 0.995}, "a is 1.01× eager by the medians and 0.995× by the paired ratio"),
+        (
+            {"eager": 100, "jit": 115, "donated": 119},
+            {"jit": 1.18, "donated": 1.16},
+            "donated is faster than jit by the medians and slower by the paired ratios (1.16× and 1.18×)",
+        ),
+        ({"eager": 100, "a": 110, "b": 110}, {"a": 1.1, "b": 1.11}, ""),
+    ],
+)
+def test_medians_that_disagree_with_paired_ratios_are_noted(rates, ratios, said):
+    note = report.paired_ratio_note(rates, ratios, "eager")
+    assert said in note
+    assert bool(note) == bool(said)

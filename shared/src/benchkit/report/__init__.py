@@ -1,5 +1,6 @@
 """Reports: Markdown and figures as a pure function of the results."""
 
+from benchkit.report.paired_ratios import paired_ratio_note
 from benchkit.report.rendering import Figure, ReportSpec, markdown_table, render, write
 
-__all__ = ["Figure", "ReportSpec", "markdown_table", "render", "write"]
+__all__ = ["Figure", "ReportSpec", "markdown_table", "paired_ratio_note", "render", "write"]
