@@ -14,23 +14,30 @@ from tested_versions.plan import SELECTION
 
 
 def finding(results: Results) -> str:
-    """Sum the run up in one sentence."""
+    """Sum the run up: what passed, and at how many commits."""
     records = results.select(RECORD)
     tried = [record for record in records if record.values]
     passed = [record for record in tried if not record["failed"].value]
     of_those = f"all {len(tried)}" if len(passed) == len(tried) else f"{len(passed)} of those"
+    commits = list(_by_commit(tried))
+    rows = f"The rows come from {len(commits)} commits: no commit was run whole" if len(commits) > 1 else ""
+    if len(commits) == 1:
+        rows = f"All rows come from commit {commits[0]}"
     return (
         f"{len(tried)} of {len(records)} combinations could be tried on this machine; {of_those} passed "
-        "the quick selection of every package."
-    )
+        f"the quick selection of every package, on a CPU. {rows + '.' if rows else ''}"
+    ).strip()
 
 
 def context(results: Results) -> dict[str, Any]:
     """The template's variables."""
     records = results.select(RECORD)
+    tried = [record for record in records if record.values]
     selection = results.configuration["selection"]
     return {
-        "table_of_versions": _table([record for record in records if record.values]),
+        "overview": _overview(records),
+        "commits": _commits(tried),
+        "table_of_versions": _table(tried),
         "not_tried": _not_tried(records),
         "failures": [
             (str(_name(record)), package, [code(line) for line in tests["failures"]])
@@ -40,6 +47,45 @@ def context(results: Results) -> dict[str, Any]:
         ],
         "selection": [(package, [code(path) for path in paths]) for package, paths in selection.items()],
     }
+
+
+def _by_commit(tried: list[Record]) -> dict[str, list[Record]]:
+    """The combinations that were tried, by the commit that they were tried at."""
+    found: dict[str, list[Record]] = {}
+    for record in tried:
+        found.setdefault(commit_label(record.data["commit"], record.data["dirty"]), []).append(record)
+    return found
+
+
+def _overview(records: list[Record]) -> str:
+    """Return a row for each torch and a column for each Python and jax; empty without a record."""
+    outcomes = {tuple(str(record.labels[key]) for key in ("torch", "python", "jax")): record for record in records}
+    torches = dict.fromkeys(torch for torch, _, _ in outcomes)
+    columns = sorted({(python, jax) for _, python, jax in outcomes})
+    rows = [
+        (torch, *(_outcome(outcomes.get((torch, python, jax))) for python, jax in columns))
+        for torch in sorted(torches, key=lambda version: [int(part) for part in version.split(".")])
+    ]
+    header = ["torch", *(f"Python {python}, jax {jax}" for python, jax in columns)]
+    return markdown_table(header, rows, left=len(header)) if rows else ""
+
+
+def _outcome(record: Record | None) -> str:
+    if record is None:
+        return "–"
+    if not record.values:
+        return "not available"
+    failed = record["failed"].value
+    return f"**{numbers.count(failed)} failed**" if failed else f"{numbers.count(record['passed'].value)} passed"
+
+
+def _commits(tried: list[Record]) -> str:
+    """Return how many combinations were tried at which commit; empty if there is none."""
+    rows = [
+        (commit, ", ".join(dict.fromkeys(str(record.labels["python"]) for record in own)), numbers.count(len(own)))
+        for commit, own in _by_commit(tried).items()
+    ]
+    return markdown_table(["commit", "Python", "combinations"], rows, left=2) if rows else ""
 
 
 def _name(record: Record) -> str:

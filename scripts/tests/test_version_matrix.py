@@ -71,6 +71,8 @@ def test_every_combination_is_a_row_and_says_why_where_it_could_not_be_tried(tmp
     assert all(trial.closed for trial in fake.trials)
     text = render(results, REPORT)
     assert "**2 of 4 combinations could be tried on this machine; 1 of those passed" in text
+    assert "on a CPU. All rows come from commit `0123456789`.**" in text
+    assert "| 2.10 | **1 failed** | not available |\n| 2.13 | " in text
     row = "| 3.11.7 | 2.10.0+cpu | 0.10.2 | `0123456789` | 5 passed, 2 skipped | 5 passed, 2 skipped | **1 failed**, "
     assert f"{row}3 passed |" in text
     assert "| 2.10 | 3.12 | 0.10 | no Python 3.12 here |\n| 2.13 | 3.12 | 0.10 | no Python 3.12 here |" in text
@@ -121,6 +123,8 @@ def test_what_is_not_asked_for_stays_with_its_commit(tmp_path, environment):
     text = render(results, REPORT)
     assert "| 2.10.0+cpu | 0.10.2 | `0123456789` |" in text
     assert "| 2.13.0+cpu | 0.10.2 | `abcdef` |" in text
+    assert "on a CPU. The rows come from 2 commits: no commit was run whole.**" in text
+    assert "| `0123456789` | 3.11 | 1 |\n| `abcdef` | 3.11 | 1 |" in text
 
 
 def test_an_interpreter_that_is_not_there_and_a_torch_that_is_not_there_are_told_apart(monkeypatch, tmp_path):
