@@ -316,7 +316,7 @@ def test_the_zoo_goes_on_after_a_target_that_fails(monkeypatch):
     result = command("zoo", "bad", "good", "--device", "cpu")
     assert result.exit_code == 3
     assert "bad (compiled, default) was ended after its time limit of 5 s" in result.output
-    assert "| x | compile | 2.00× (1.90–2.10) |" in result.output
+    assert "steps | 2.00× (1.90–2.10) |" in result.output
 
 
 def test_the_zoo_is_listed():
@@ -372,7 +372,7 @@ def test_a_bench_is_described_with_its_plan():
     assert "| CUDA graphs skipped | no |" in text
     assert "| peak memory | eager 2.00 KiB, compiled 1.00 KiB, 512 B of it kept by captured graphs |" in text
     assert "| eager against itself | 1.00× (0.990–1.01) |" in text
-    assert "| 10 restarts | the caches of the first | compile (" in text
+    assert "| 10 restarts | the caches of the first | compile, " in text
 
 
 def test_a_missing_compiler_is_one_line_with_the_remedy(monkeypatch):

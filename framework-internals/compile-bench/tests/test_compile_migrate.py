@@ -101,7 +101,9 @@ def check_derived(old, new):
             check_verdict(record, case)
     for record, study in zip(old.select("shapes"), ShapesRecord.select(new), strict=True):
         for count, names in record.data["rankings"].items():
-            assert [each.strategy for each in ranking(list(study.strategies.values()), int(count))] == names
+            # Version 0.1 moved the simplest of those that were tied to the front.
+            ranked = [each.strategy for each in ranking(list(study.strategies.values()), int(count))]
+            assert [each for each in ranked if each != names[0]] == names[1:]
 
 
 def close_to(expected):
@@ -127,7 +129,7 @@ def check_verdict(record, case):
     for plan, stored in zip(plans, record.data["plans"], strict=bool(record.data["plans"])):
         ratios = {name: stored[name] for name in ("ratio", "low", "high")}
         assert {name: getattr(plan, name) for name in ratios} == close_to(ratios)
-        assert {**asdict(plan), **ratios} == stored
+        assert {**asdict(plan), **ratios} == {**stored, "compared": not case.accuracy.skipped}
 
 
 def test_every_number_is_kept_and_what_was_derived_is_computed_alike():
@@ -152,7 +154,7 @@ def test_the_migrated_results_are_written_and_read_as_they_are(tmp_path):
 def test_a_migrated_report_shows_its_cases():
     new = load(OLD, migrate=migrate)
     text = render(new, REPORT)
-    assert "gpt training: torch.compile costs 22.8 s up front" in text
+    assert "as fast as the eager one, for 22.8 s of compiling, paid for after 913 (767–938) steps" in text
     assert "| resnet training |" in text
     titles = [case.mode for case in measured_cases(new)]
     assert titles == ["default", "default", "max-autotune"]

@@ -1,7 +1,8 @@
 """The report says what the records say, and nothing they do not."""
 
+import re
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from benchkit import Quantity
 from benchkit.environment import capture
 from benchkit.report import render
+from benchkit.report.plotting import save
 from benchkit.results import Results
 from compile_bench.capture.frames import Frame
 from compile_bench.capture.trace import Break, CompileTrace, Graph, Recompile
@@ -38,7 +40,7 @@ from compile_bench.measure.shapes import Passes, ShapeStudy
 from compile_bench.report.queries import in_order, measured_cases
 from compile_bench.report.regressions import attention_table
 from compile_bench.report.sections import REPORT
-from compile_bench.targets.case import Case
+from compile_bench.targets.case import MODES, Case
 
 ROOT = Path(__file__).parents[3]
 
@@ -88,18 +90,19 @@ def test_the_verdict_and_its_figures_stand_first():
     text = render(results(*records_of(bench())), REPORT)
     first = text.splitlines()[2]
     # 10.7 s against 0.5 s, and 1/60 s gained a step: 3 + 10.2 · 60 = 615 steps.
-    assert "costs 10.2 s up front" in first
-    assert "1.20× (1.10–1.30) as fast" in first
-    assert "compile from 615 (445–1,125) steps on" in first
+    assert "1.20× (1.10–1.30) as fast as the eager one, for 10.2 s of compiling" in first
+    assert "paid for after 615 (445–1,125) steps" in first
+    assert "| only for runs over 615 (445–1,125) steps | 1.20× (1.10–1.30) |" in text
     assert "/work" not in text
     assert "nan" not in text.lower()
 
 
 def test_a_slower_compiled_step_is_never_recommended():
     text = render(results(*records_of(bench(0.7, 0.8, 0.9))), REPORT)
-    assert "compile from" not in text
-    assert "| don't |" in text
-    assert "| never |" in text
+    assert "is 0.800× (0.700–0.900) as fast as the eager one (slower), for 10.2 s of compiling.**" in text
+    assert "only for runs over" not in text.replace("worth compiling *only for runs over* its", "")
+    assert "| **don't**: the whole interval of the speed-up is below 1" in text
+    assert "| **0.800× (0.700–0.900)** |" in text
 
 
 def test_breaks_and_recompilations_are_listed_with_neutral_paths():
@@ -153,6 +156,97 @@ def test_a_slower_step_shows_the_gpus_time_and_its_costliest_kernels():
         assert "Slower when compiled" not in render(results(*records_of(other)), REPORT)
 
 
+def test_a_slower_step_has_its_cause_and_a_remedy_beside_its_number():
+    def slower(before, after):
+        eager, compiled = (StepProfile(0.9, 9, 7, 7, 0.0, *each) for each in (before, after))
+        return replace(bench(0.8, 0.85, 0.9), eager_profile=eager, compiled_profile=compiled)
+
+    def row(*benches):
+        text = render(results(*records_of(*benches)), REPORT)
+        return next(line for line in text.splitlines() if line.startswith("| gpt training | preset"))
+
+    graphs = profiled(bench(1.1, 1.17, 1.2, mode="reduce-overhead"))
+    unfused = row(slower((0.08, (), 2.0), (0.11, (), 0.0)))
+    assert "| **don't**: attention is no longer fused (2 → 0 fused kernels a step); use a torch after 2.11" in unfused
+    assert "| **0.850× (0.800–0.900)** |" in unfused
+    assert "the compiler's kernels are slower (GPU at work 80.0 ms → 110 ms)" in row(slower((0.08,), (0.11,)))
+    host = slower((0.08,), (0.07,))
+    assert row(host).count("the GPU waits for the host (at work for 70.0 ms of 118 ms); use CUDA graphs |") == 1
+    assert "use CUDA graphs, mode reduce-overhead: 1.17× (1.10–1.20) of eager |" in row(host, graphs)
+
+
+def test_the_table_of_models_has_what_a_verdict_rests_on():
+    control = _ratio(0.98, 1.0, 1.05)
+    measured = bench(0.93, 0.95, 0.98)
+    measured = replace(measured, steady=replace(measured.steady, control=control))
+    text = render(results(*records_of(measured)), REPORT)
+    assert (
+        "| gpt training | preset `tiny`, 16 × 128 bytes "
+        "| inconclusive: the interval reaches into 0.952–1.05×, which eager shows against itself "
+        "| 0.950× (0.930–0.980) | 1.00× (0.980–1.05) | 10.2 s | yes, within bounds |"
+    ) in text
+    skipped = replace(bench(), accuracy=Accuracy(skipped="it draws random numbers"))
+    text = render(results(*records_of(skipped)), REPORT)
+    assert "as fast as the eager one (results not compared), for" in text.splitlines()[2]
+    assert "| only for runs over 615 (445–1,125) steps; results not compared |" in text
+    assert "| noᵇ |" in text
+    assert "- gpt training: it draws random numbers" in text
+    assert "| compile (results not compared), 1." in text
+
+
+REPORTS = sorted((ROOT / "framework-internals/compile-bench/reports").glob("*/report.md"))
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.parent.name)
+def test_no_table_puts_the_unpaired_speedups_of_two_modes_side_by_side(path):
+    lines = path.read_text().splitlines()
+    headers = [line.split(" | ") for line, rule in pairwise(lines) if rule.startswith("|---")]
+    assert headers
+    assert not [header for header in headers if len({cell.strip("| ") for cell in header} & set(MODES)) > 1]
+    compared = [line for line in lines if line.startswith("| t5 inference, max-autotune | reduce-overhead |")]
+    if path.parent.name == "nvidia-h200":
+        assert compared == [
+            "| t5 inference, max-autotune | reduce-overhead | 0.964× (0.951–0.980) | +49.0 sᵃ | never |"
+        ]
+
+
+def test_no_committed_verdict_recommends_compiling_without_its_price():
+    for path in REPORTS:
+        text = path.read_text()
+        assert "| compile |" not in text
+        for row in re.findall(r"^\|.+\| noᵇ \|$", text, re.MULTILINE):
+            assert "only for runs over" not in row or "; results not compared |" in row
+    assert "| only for runs over 17,583 (15,183–20,420) steps; results not compared |" in text
+
+
+def test_every_figure_says_which_way_is_better_and_shows_its_values(tmp_path):
+    shapes = Passes("eager", 0.1, Quantity(0.1, "s", 0.1, 0.1, 9, "p20-p80"), 1)
+    study = ShapeStudy(Case("gpt"), ("[8]", "[5]"), ("args[0] dimension 0",), (shapes, replace(shapes, first=0.2)))
+    tuned = bench(mode="max-autotune")
+    untuned = Untuned("default", tuned.steady.compiled, _ratio(1.1, 1.2, 1.3))
+    tuned = [
+        replace(tuned, case=Case(name, mode="max-autotune"), steady=replace(tuned.steady, untuned=untuned))
+        for name in "abc"
+    ]
+    records = [*records_of(bench()), *(eager_record(each.case, each.eager) for each in tuned)]
+    records += [*(case_record(each, ROOT) for each in tuned), shape_record(study, (1, 1_000), ROOT)]
+    figures = REPORT.figures(results(*records))
+    assert {figure.name for figure in figures} >= {"speedup", "break_even", "first_step", "autotuning", "shapes"}
+    for figure in figures:
+        drawn = figure.draw()
+        labels = [label for axes in drawn.axes for label in (axes.get_xlabel(), axes.get_ylabel())]
+        assert any("is better)" in label for label in labels), figure.name
+        save(drawn, tmp_path / "figure.svg")
+        assert "<title>" in (tmp_path / "figure.svg").read_text(), figure.name
+
+
+def test_the_bands_of_the_break_even_figure_are_opaque_and_outlined():
+    (figure,) = (each for each in REPORT.figures(results(*records_of(bench()))) if each.name == "break_even")
+    (band,) = figure.draw().axes[0].collections[:1]
+    assert band.get_facecolor()[0][3] == 1
+    assert tuple(band.get_edgecolor()[0]) != tuple(band.get_facecolor()[0])
+
+
 def test_attention_that_is_fused_no_more_is_named_with_its_modes():
     def attending(mode, eager, compiled):
         before, after = (StepProfile(0.5, 9, None, None, 0.0, fused_attention=count) for count in (eager, compiled))
@@ -177,7 +271,8 @@ def test_starts_with_artifacts_and_restarts_are_in_the_plan():
     text = render(results(*records_of(measured)), REPORT)
     assert "| 10 | cache artifacts |" in text
     assert "gpt training, cache artifacts" in text
-    assert "with cache artifacts." in text.splitlines()[2]
+    assert "or 147 with cache artifacts." in text.splitlines()[2]
+    assert "| gpt training | 615 (445–1,125) steps | 147 (107–267) steps | 147 (107–267) steps |" in text
 
 
 def test_modes_and_models_are_a_table_and_autotuning_has_its_cost():
@@ -199,9 +294,13 @@ def test_modes_and_models_are_a_table_and_autotuning_has_its_cost():
     records = [eager_record(each.case, each.eager) for each in benches[::2]]
     records += [case_record(each, ROOT, processes=4) for each in benches]
     text = render(results(*records), REPORT)
-    assert "3 models: *compile* in 4 cells, *inconclusive* in 0 (in parentheses), *don't* in" in text
+    assert (
+        "Of 6 cells (a model, training or inference, a mode), 4 are faster than eager,\n0 inconclusive and 2 not"
+        in text
+    )
+    assert "In mode default 2 of 3 cases (3 models) are faster and 1 slower, from 2.00× (a training)" in text
     assert "Up to 4 processes compiled side by side" in text
-    assert "| b training | 10.2 s | **0.900× (0.800–0.950)** |" in text
+    assert "| **0.900× (0.800–0.950)** | – | 10.2 s | yes, within bounds |" in text
     assert "a step was faster in 1 of 3 cases, slower in 1 and not distinguishable\nin 1." in text
     assert "| a training, max-autotune | default | 1.00× (0.990–1.01) | +10.0 s | never |" in text
     # 50 ms that become 40 ms: ten seconds are a thousand steps.
@@ -227,8 +326,8 @@ def test_shapes_have_a_recommendation_for_each_number_of_passes():
     record = shape_record(study, (1, 1_000), ROOT)
     full = results(*records_of(bench()), record)
     text = render(full, REPORT)
-    assert "Cheapest for 1 pass: **eager** (no compiling)" in text
-    assert "Cheapest for 1,000 passes: **automatic**" in text
+    assert "Cheapest for 1 pass: eager (no compiling), 100 ms." in text
+    assert "Cheapest for 1,000 passes: automatic (torch.compile as it is" in text
     assert "| padding | fails: ValueError: no |" in text
     assert "| automatic | `model.py:10` | Python value | `self.calls == 0` |" in text
     for figure in REPORT.figures(full):

@@ -1,5 +1,8 @@
 """Shapes that change: schedules, padding, what varies, and which strategy is recommended."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,7 +10,7 @@ from benchkit import Quantity, UserError
 from compile_bench.capture.trace import Recompile
 from compile_bench.cli.describe import describe_shapes
 from compile_bench.measure.shape_schedule import _prepare, make_calls, shapes, varying_sizes
-from compile_bench.measure.shapes import Passes, ShapeStudy
+from compile_bench.measure.shapes import Passes, ShapeStudy, cheapest, ranking, tied
 from compile_bench.targets.case import Case
 from compile_bench.targets.target import Target
 
@@ -77,10 +80,36 @@ def test_the_recommendation_is_the_cheapest_total_and_changes_with_the_passes():
     assert "cheapest for 1 pass: eager" in describe_shapes(study, 1)
 
 
-def test_among_equals_the_one_that_asks_least_is_recommended():
-    rivals = (passes("padding", 5.0, 0.050, 0.01), passes("automatic", 5.0, 0.051, 0.01))
-    study = ShapeStudy(Case("x"), ("[8]", "[5]"), ("args[0] dimension 0",), rivals)
-    assert study.ranking(100)[0].strategy == "automatic"
+def test_the_lowest_total_is_named_first_and_a_tie_names_the_simpler():
+    level = (passes("padding", 5.0, 0.050, 0.01), passes("automatic", 5.0, 0.051, 0.01), passes("eager", 0.0, 9.0))
+    assert [each.strategy for each in ranking(level, 100)] == ["padding", "automatic", "eager"]
+    assert cheapest(level, 100) == (
+        "padding (pad everything to the largest shape, one code), 9.95 s; tied: automatic, padding; "
+        "the simpler is automatic"
+    )
+    assert [each.strategy for each in tied(level[1:], 1)] == ["eager"]
+
+
+def test_not_compiling_is_the_simplest_of_all():
+    level = (passes("padding", 1.0, 0.1), passes("eager", 1.0, 0.1), passes("automatic", 1.0, 0.1))
+    assert cheapest(level, 10).endswith("tied: eager, automatic, padding; the simplest is eager")
+
+
+@pytest.mark.parametrize("machine", ["cpu", "nvidia-h200"])
+def test_the_committed_report_names_the_lowest_total_of_its_own_table(machine):
+    text = (Path(__file__).parents[1] / "reports" / machine / "report.md").read_text()
+    (header, rows) = re.search(r"^\| strategy \| first pass (.+) \|\n.+\n((?:\|.+\n)+)", text, re.MULTILINE).groups()
+    totals = {
+        row.split(" | ")[0].removeprefix("| "): row.removesuffix(" |").split(" | ")[-3:] for row in rows.splitlines()
+    }
+    for index, column in enumerate(header.split(" | ")[-3:]):
+        lowest = min(totals, key=lambda strategy: seconds(totals[strategy][index]))
+        assert f"- Cheapest for {column}: {lowest} (" in text
+
+
+def seconds(text):
+    value, unit = text.split()
+    return float(value.replace(",", "")) * {"s": 1.0, "ms": 1e-3}[unit]
 
 
 def test_a_strategy_that_fails_is_shown_and_never_recommended():

@@ -99,6 +99,32 @@ def test_a_step_against_itself_is_no_difference_in_95_percent_of_runs():
     assert wrong <= 0.05 * runs
 
 
+def test_a_gain_is_only_for_runs_that_pay_its_price():
+    # 10 s more up front, 50 ms gained a step: 203 steps; at the ends of the interval 48 and 53 ms.
+    verdict = judge(bench(steady(1.9, 2.0, 2.1)))
+    assert verdict.advice == "compile"
+    assert verdict.text == "only for runs over 203 (194–214) steps"
+    free = replace(bench(steady(1.9, 2.0, 2.1)), cold=EAGER)
+    assert judge(free).text == "compile"
+
+
+def test_a_gain_whose_results_were_not_compared_says_so_wherever_it_is_recommended():
+    skipped = replace(full(steady(1.9, 2.0, 2.1)), accuracy=Accuracy(skipped="it draws random numbers"))
+    assert judge(skipped).text == "only for runs over 203 (194–214) steps; results not compared"
+    assert plan(skipped, 1_000, 0, "lost").text == "compile (results not compared), 1.66×"
+    assert plan(skipped, 100, 0, "lost").text == "don't, 0.662×"
+    assert plan(full(steady(1.9, 2.0, 2.1)), 1_000, 0, "lost").text == "compile, 1.66×"
+
+
+def test_an_inconclusive_verdict_says_why():
+    below = steady(0.93, 0.95, 0.98, control=Quantity(1.02, "×", 1.0, 1.05, 20, "bootstrap 95%"))
+    assert judge(bench(below)).text == (
+        "inconclusive: the interval reaches into 0.952–1.05×, which eager shows against itself"
+    )
+    assert judge(bench(steady(0.9, 1.1, 1.3))).text == "inconclusive: the interval of the speed-up contains 1"
+    assert "some task waited for a core" in judge(bench(steady(1.1, 1.2, 1.3, pressure=80.0))).text
+
+
 def full(sampled):
     warm = FirstSteps((1.0, 0.1, 0.1))
     return replace(bench(sampled), warm=warm, mega=replace(warm, artifact_seconds=1.0))

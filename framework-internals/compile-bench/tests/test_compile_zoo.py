@@ -12,7 +12,9 @@ from compile_bench.targets import hugging_face as zoo_transformers
 from compile_bench.targets.hugging_face import ARCHITECTURES
 from compile_bench.targets.loading import load_target
 from compile_bench.targets.resnet import ResNet
+from compile_bench.targets.workloads import workload
 from compile_bench.targets.zoo import SURVEY, ZOO
+from torch_baseline.config import GPTConfig
 
 # Not "planted": that it breaks is its point.
 OURS = [name for name in ZOO if name not in (*ARCHITECTURES, "planted")]
@@ -20,6 +22,8 @@ OURS = [name for name in ZOO if name not in (*ARCHITECTURES, "planted")]
 
 def _check(name):
     target = load_target(name, "cpu")
+    if about := workload(name, "cpu"):
+        assert tuple(target.args[0].shape) == about.batch
     model = target.copied().train()
     loss = target.step(model, train=True)()
     assert loss.ndim == 0
@@ -42,6 +46,15 @@ def test_our_targets_train_and_infer(name):
 def test_the_librarys_architectures_train_and_infer(name):
     pytest.importorskip("transformers")
     _check(name)
+
+
+def test_a_report_names_the_batches_that_a_gpu_gets():
+    for name in ("mlp", "resnet"):
+        assert tuple(ZOO[name].make("cuda").args[0].shape) == workload(name, "cuda").batch
+    assert workload("gpt", "cuda").batch == (16, GPTConfig.preset("gpt2-124m").block_size)
+    assert all(workload(name, device) for name in SURVEY for device in ("cpu", "cuda"))
+    assert str(workload("gpt", "cuda")) == "preset `gpt2-124m`, 16 × 1,024 tokens"
+    assert workload("mine.py:make", "cuda") is None
 
 
 def test_the_zoo_has_what_it_promises():
@@ -71,6 +84,8 @@ def test_real_widths_are_the_published_ones(name):
     assert config.hidden_size in (768, 1024, 2048)
     assert getattr(config, "vocab_size", 32) in (32, 30_522, 32_128, 50_257, 50_280, 128_256, 151_936)
     assert config.num_hidden_layers == 2
+    inputs, _ = architecture.inputs(config, "cuda")
+    assert tuple(inputs[0].shape) == workload(name, "cuda").batch
 
 
 def test_resnet_18_has_its_parameters():

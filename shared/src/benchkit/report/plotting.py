@@ -56,9 +56,9 @@ def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
 
 
 def new_panels(
-    rows: int, columns: int, *, width: float, height: float, sharey: Literal["all", "col"]
+    rows: int, columns: int, *, width: float, height: float, sharey: Literal["all", "col"], sharex: bool = True
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure of several panels that share their horizontal axes.
+    """An empty figure of several panels that share axes.
 
     Args:
         rows: Number of rows.
@@ -66,10 +66,11 @@ def new_panels(
         width: Width in inches.
         height: Height in inches.
         sharey: Whether all panels share a vertical axis, or only those of a column.
+        sharex: Whether all panels share a horizontal axis.
     """
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
-        grid = figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False)
+        grid = figure.subplots(rows, columns, sharex=sharex, sharey=sharey, squeeze=False)
         return figure, [list(row) for row in grid]
 
 

@@ -9,7 +9,7 @@ from benchkit.report import markdown_table
 from compile_bench.cli.triaging import describe_triage
 from compile_bench.measure.measurements import Bench, Triage
 from compile_bench.measure.serialize import plural
-from compile_bench.measure.shapes import STRATEGIES, ShapeStudy
+from compile_bench.measure.shapes import ShapeStudy, cheapest
 from compile_bench.measure.verdict import CACHE_STATES, PLAN_STEPS, difference, judge, plan_rows
 
 
@@ -22,7 +22,7 @@ def describe_zoo() -> str:
 
 def zoo_table(benches: Sequence[Bench]) -> str:
     """One line for each measured target."""
-    header = ["target", "verdict", "speed-up (95 %)", "compile cost", "break-even", "breaks", "covered", "accuracy"]
+    header = ["target", "verdict", "speed-up (95 %)", "compile cost", "breaks", "covered", "accuracy"]
     return markdown_table(header, [_zoo_row(bench) for bench in benches], left=2)
 
 
@@ -30,10 +30,9 @@ def _zoo_row(bench: Bench) -> tuple[str, ...]:
     verdict = judge(bench)
     return (
         bench.case.target,
-        verdict.advice,
+        verdict.text,
         numbers.quantity(bench.steady.speedup),
         numbers.with_unit(verdict.cost, "s"),
-        _steps(verdict.cold.steps),
         numbers.count(len(bench.trace.breaks)),
         _covered(bench),
         _accuracy(bench),
@@ -41,21 +40,16 @@ def _zoo_row(bench: Bench) -> tuple[str, ...]:
 
 
 def describe_shapes(study: ShapeStudy, passes: int) -> str:
-    """A shape study as Markdown, the recommendation first."""
-    ranking = study.ranking(passes)
+    """A shape study as Markdown, the cheapest strategy first."""
+    ranked = study.ranking(passes)
     lines = [
         f"{study.case.target}, {study.case.kind}: {plural(len(study.schedule), 'call')} a pass, "
         f"{', '.join(study.varying)} changing ({' | '.join(dict.fromkeys(study.schedule))})"
     ]
-    if ranking:
-        best = ranking[0]
-        total = numbers.with_unit(best.total(passes)[0], "s")
-        lines.append(
-            f"cheapest for {passes} pass{'' if passes == 1 else 'es'}: "
-            f"{best.strategy} ({STRATEGIES[best.strategy]}), {total}"
-        )
+    if ranked:
+        lines.append(f"cheapest for {passes} pass{'' if passes == 1 else 'es'}: {cheapest(study.passes, passes)}")
     rows = []
-    for each in [*ranking, *(each for each in study.passes if each.failed)]:
+    for each in [*ranked, *(each for each in study.passes if each.failed)]:
         if each.later is None:
             rows.append((each.strategy, "fails", "", "", "", each.failed))
             continue
@@ -78,7 +72,7 @@ def describe_bench(bench: Bench) -> str:
     verdict = judge(bench)
     steady = bench.steady
     rows = [
-        ("verdict", f"{verdict.advice}: {verdict.why}"),
+        ("verdict", verdict.text),
         ("speed-up", f"{numbers.quantity(steady.speedup)}, {steady.speedup.interval}"),
     ]
     if steady.control is not None:
@@ -88,13 +82,13 @@ def describe_bench(bench: Bench) -> str:
         ("step, compiled", numbers.quantity(steady.compiled)),
         *_untuned_rows(bench),
         ("compile cost, empty caches", numbers.with_unit(verdict.cost, "s")),
-        ("break-even, empty caches", _steps(verdict.cold.steps)),
+        ("break-even, empty caches", verdict.cold.text),
     ]
     if verdict.warm is not None:
-        rows.append(("break-even, warm caches", _steps(verdict.warm.steps)))
+        rows.append(("break-even, warm caches", verdict.warm.text))
     if verdict.mega is not None:
         size = numbers.with_unit(bench.artifact_bytes, "B")
-        rows.append(("break-even, cache artifacts", f"{_steps(verdict.mega.steps)}, {size}"))
+        rows.append(("break-even, cache artifacts", f"{verdict.mega.text}, {size}"))
     rows += [(f"compiling: {name}", numbers.with_unit(seconds, "s")) for name, seconds in bench.trace.phases.items()]
     rows += _step_rows(bench)
     rows.append(("accuracy", _accuracy(bench)))
@@ -148,7 +142,7 @@ def _plan_table(bench: Bench) -> str:
         (
             plural(restarts, "restart"),
             CACHE_STATES[cache],
-            *(f"{each.advice} ({numbers.significant(each.ratio)}×)" for each in plans),
+            *(each.text for each in plans),
         )
         for restarts, cache, plans in plan_rows(bench)
     ]
@@ -172,7 +166,3 @@ def _accuracy(bench: Bench) -> str:
     within, compared = "within" if accuracy.holds else "OUTSIDE", plural(accuracy.tensors, "tensor")
     text = f"{within} the bound, {compared} against float64"
     return f"{text}; output error {size(accuracy.output.compiled)}, eager {size(accuracy.output.eager)}"
-
-
-def _steps(steps: float | None) -> str:
-    return "never" if steps is None else f"{numbers.count(steps)} steps"

@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from benchkit import numbers
 from benchkit.results import Quantity
 from compile_bench.capture.trace import Recompile
 from compile_bench.targets.case import Case
 
 Strategy = Literal["eager", "automatic", "static", "dynamic", "mark_dynamic", "buckets", "padding"]
 
-# Sorted by the work that they cause the user. Of strategies that take the same time, the first is recommended.
+# Sorted by the work that they cause the user, the simplest first.
 STRATEGIES: Mapping[Strategy, str] = {
-    "automatic": "torch.compile as it is: a size that changes once is symbolic from then on",
     "eager": "no compiling",
+    "automatic": "torch.compile as it is: a size that changes once is symbolic from then on",
     "mark_dynamic": "torch._dynamo.mark_dynamic on the dimensions that change, before the first call",
     "dynamic": "torch.compile(dynamic=True): every size symbolic",
     "static": "torch.compile(dynamic=False): code for every shape",
@@ -63,18 +64,30 @@ class Passes:
 
 
 def ranking(passes: Sequence[Passes], count: int) -> list[Passes]:
-    """The strategies that can be used, sorted by the seconds of a number of passes.
+    """The strategies that can be used, sorted by the seconds of a number of passes."""
+    return sorted((each for each in passes if not each.failed), key=lambda each: each.total(count)[0])
 
-    Where the intervals of several overlap with that of the cheapest, the one that asks the least of the user is first.
-    """
-    ranked = sorted((each for each in passes if not each.failed), key=lambda each: each.total(count)[0])
-    if len(ranked) < 2:
-        return ranked
-    highest = ranked[0].total(count)[2]
-    tied = [each for each in ranked if each.total(count)[1] <= highest]
+
+def tied(passes: Sequence[Passes], count: int) -> list[Passes]:
+    """The cheapest strategy and those whose p20–p80 overlap with its, the simplest first; empty if none can be used."""
+    ranked = ranking(passes, count)
+    highest = ranked[0].total(count)[2] if ranked else 0.0
     order = list(STRATEGIES)
-    best = min(tied, key=lambda each: order.index(each.strategy))
-    return [best, *(each for each in ranked if each is not best)]
+    overlapping = (each for each in ranked if each.total(count)[1] <= highest)
+    return sorted(overlapping, key=lambda each: order.index(each.strategy))
+
+
+def cheapest(passes: Sequence[Passes], count: int) -> str:
+    """The cheapest strategy for a number of passes and those tied with it, in words; empty if none can be used."""
+    ranked, level = ranking(passes, count), tied(passes, count)
+    if not ranked:
+        return ""
+    name = ranked[0].strategy
+    text = f"{name} ({STRATEGIES[name]}), {numbers.with_unit(ranked[0].total(count)[0], 's')}"
+    if len(level) > 1:
+        simplest = "simpler" if len(level) == 2 else "simplest"
+        text += f"; tied: {', '.join(each.strategy for each in level)}; the {simplest} is {level[0].strategy}"
+    return text
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from benchkit import numbers
 from benchkit.results import Quantity
 from compile_bench.measure.measurements import Accuracy, FirstSteps, Steady
 from compile_bench.targets.case import FIRST_STEPS, Case
@@ -28,6 +29,9 @@ PLAN_RESTARTS = (0, 10)
 # threads wait for one another, so other work slows eager code more than a generated loop in one thread. On two cores
 # that other builds kept busy 90 % of the time, two compiled linear layers of 64 seemed 51 times as fast.
 BUSY = 25.0
+
+# Stands beside every recommendation of a case whose results could not be compared with float64.
+NOT_COMPARED = "results not compared"
 
 
 class Measured(Protocol):
@@ -76,6 +80,16 @@ class BreakEven:
     low: float | None
     high: float | None
 
+    @property
+    def text(self) -> str:
+        """The number of steps, with its interval if both ends are known; ``never``."""
+        if self.steps is None:
+            return "never"
+        text = numbers.count(self.steps)
+        if self.low is not None and self.high is not None:
+            text += f" ({numbers.count(self.low)}–{numbers.count(self.high)})"
+        return f"{text} steps"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -89,6 +103,7 @@ class Verdict:
         warm: Break-even with caches of an earlier process; None if that was not measured.
         cost: Compile cost: seconds that the first steps take longer than eager's, with empty caches.
         mega: Break-even with cache artifacts; None if that was not measured.
+        not_compared: Why the results could not be compared with float64; empty if they were.
     """
 
     advice: Advice
@@ -97,6 +112,15 @@ class Verdict:
     warm: BreakEven | None
     cost: float
     mega: BreakEven | None = None
+    not_compared: str = ""
+
+    @property
+    def text(self) -> str:
+        """The advice with the price or the reason: a faster step is worth compiling only if the run is long enough."""
+        if self.advice != "compile":
+            return f"{self.advice}: {self.why}"
+        text = "compile" if self.cold.steps == FIRST_STEPS else f"only for runs over {self.cold.text}"
+        return f"{text}; {NOT_COMPARED}" if self.not_compared else text
 
 
 @dataclass(frozen=True)
@@ -111,6 +135,7 @@ class Plan:
         ratio: Time of the whole run, eager over compiled.
         low: The ratio at the lower end of the speed-up's interval.
         high: The ratio at the upper end.
+        compared: Whether the results were compared with float64.
     """
 
     steps: int
@@ -120,6 +145,13 @@ class Plan:
     ratio: float
     low: float
     high: float
+    compared: bool = True
+
+    @property
+    def text(self) -> str:
+        """The advice and the ratio."""
+        mark = f" ({NOT_COMPARED})" if self.advice == "compile" and not self.compared else ""
+        return f"{self.advice}{mark}, {numbers.significant(self.ratio)}×"
 
 
 def judge(bench: Measured) -> Verdict:
@@ -136,6 +168,7 @@ def judge(bench: Measured) -> Verdict:
         after(bench.warm),
         cost(bench.cold, bench.eager),
         after(bench.mega),
+        bench.accuracy.skipped,
     )
 
 
@@ -148,15 +181,19 @@ def difference(speedup: Quantity, control: Quantity | None) -> Difference:
         control: Eager's time over its own in the same rounds: what drift, caches and the order of calls do to a ratio.
     """
     low, high = _ends(speedup)
-    least, most = 1.0, 1.0
-    if control is not None:
-        # Its two samples are interchangeable, so a control on one side of 1 could as well have been on the other.
-        lowest, highest = _ends(control)
-        off = max(highest, 1 / lowest, 1.0)
-        least, most = 1 / off, off
-    if low > most:
+    off = _control_width(control)
+    if low > off:
         return "faster"
-    return "slower" if high < least else "none"
+    return "slower" if high < 1 / off else "none"
+
+
+def _control_width(control: Quantity | None) -> float:
+    """The largest ratio that the control's interval allows in either direction; 1 without a control."""
+    if control is None:
+        return 1.0
+    # Its two samples are interchangeable, so a control on one side of 1 could as well have been on the other.
+    lowest, highest = _ends(control)
+    return max(highest, 1 / lowest, 1.0)
 
 
 def _advice(bench: Measured) -> tuple[Advice, str]:
@@ -169,7 +206,12 @@ def _advice(bench: Measured) -> tuple[Advice, str]:
         return "don't", "the whole interval of the speed-up is below 1 and below what eager shows against itself"
     if seen == "faster":
         return "compile", "the whole interval of the speed-up is above 1 and above what eager shows against itself"
-    return "inconclusive", "the interval of the speed-up is within what eager shows against itself"
+    low, high = _ends(bench.steady.speedup)
+    if low <= 1 <= high:
+        return "inconclusive", "the interval of the speed-up contains 1"
+    off = _control_width(bench.steady.control)
+    span = f"{numbers.significant(1 / off)}–{numbers.significant(off)}×"
+    return "inconclusive", f"the interval reaches into {span}, which eager shows against itself"
 
 
 def busy(bench: Measured) -> str:
@@ -237,7 +279,8 @@ def plan(bench: Measured, steps: int, restarts: int, cache: CacheState) -> Plan 
         advice = "don't" if high < 1 else "inconclusive"
     elif advice == "inconclusive" and high < 1:
         advice = "don't"
-    return Plan(steps, restarts, cache, advice, ratio(bench.steady.speedup.value), low, high)
+    middle = ratio(bench.steady.speedup.value)
+    return Plan(steps, restarts, cache, advice, middle, low, high, compared=not bench.accuracy.skipped)
 
 
 def plan_rows(bench: Measured) -> list[tuple[int, CacheState, list[Plan]]]:

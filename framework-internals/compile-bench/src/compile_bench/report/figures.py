@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure as MatplotlibFigure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from benchkit import numbers
 from benchkit.report import Figure
-from benchkit.report.plotting import COLOURS, HATCHES, MARKERS, new_figure
+from benchkit.report.plotting import (
+    COLOURS,
+    HATCHES,
+    MARKERS,
+    hover,
+    hover_points,
+    label_ticks,
+    new_figure,
+    new_panels,
+)
 from benchkit.results import Quantity, Results
 from compile_bench.measure.records import ShapesRecord
+from compile_bench.measure.verdict import PLAN_STEPS
 from compile_bench.report.autotuning import Autotuned, autotuned, signed_seconds
 from compile_bench.report.queries import (
+    CACHES,
     RUNNING,
     MeasuredCase,
     Model,
@@ -41,18 +53,18 @@ _FIRST_STEPS = (
     "once, for the innermost phase."
 )
 _BREAK_EVEN = (
-    "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. The band is the 95 % interval of "
-    "the speed-up."
+    "Time of a whole run, eager over compiled: above 1 compiling has paid for itself. A line is drawn at both ends of "
+    "the speed-up's 95 % interval, with a band between them."
 )
 _SPEEDUP = (
-    "Eager over compiled, a step after all compiling: median of the rounds' ratios with its 95 % interval, by mode. "
-    "Left of the line at 1 compiling makes the step slower."
+    "Mode default. Left: time of an eager step over that of a compiled one, after all compiling, with its 95 % "
+    "interval. Right: length of a run from which on compiling it is worth its price."
 )
 _AUTOTUNING = (
     "A step of the same mode without autotuning over one with it, in alternation in one process, with its 95 % "
     "interval; the seconds are what autotuning adds to the first steps."
 )
-_MODELS = f"The same for every model: the first {FIRST_STEPS} steps with empty caches, mode default."
+_MODELS = f"The first {FIRST_STEPS} steps of every model with empty caches, mode default, divided in the same way."
 _SHAPES = "Time of all passes through the schedule together, compiling included, over the cheapest strategy's."
 
 
@@ -60,18 +72,23 @@ def figures(results: Results) -> Sequence[Figure]:
     """The figures that the records suffice for."""
     found: list[Figure] = []
     cases = measured_cases(results)
+
+    def add(name: str, caption: str, alt: str, draw: Callable[[], MatplotlibFigure]) -> None:
+        found.append(Figure(name, caption, draw, alt))
+
+    default = [case for case in in_order(results, cases) if case.mode == "default"]
+    if default:
+        add("speedup", _SPEEDUP, "Speed-up and break-even of every model", partial(draw_speedup, default))
     if main := compiled_alone(cases):
-        found.append(Figure("first_step", _FIRST_STEPS, partial(draw_first_steps, named_starts(main))))
-        found.append(Figure("break_even", _BREAK_EVEN, partial(draw_break_even, main)))
-    if cases:
-        found.append(Figure("speedup", _SPEEDUP, partial(draw_speedup, cases, models(results, cases))))
+        add("first_step", _FIRST_STEPS, "Seconds by phase of compiling", partial(draw_first_steps, named_starts(main)))
+        add("break_even", _BREAK_EVEN, "Gain of a run by its length", partial(draw_break_even, main))
     if len(tuned := autotuned(results, cases)) > 2:
         rows = models(results, [each.case for each in tuned])
-        found.append(Figure("autotuning", _AUTOTUNING, partial(draw_autotuning, tuned, rows)))
+        add("autotuning", _AUTOTUNING, "What autotuning gains", partial(draw_autotuning, tuned, rows))
     if len(starts := model_starts(results, cases)) > 1:
-        found.append(Figure("models", _MODELS, partial(draw_first_steps, starts)))
+        add("models", _MODELS, "Seconds by phase of compiling, for each model", partial(draw_first_steps, starts))
     if studies := ShapesRecord.select(results):
-        found.append(Figure("shapes", _SHAPES, partial(draw_shapes, studies[0])))
+        add("shapes", _SHAPES, "Cost of each strategy for changing shapes", partial(draw_shapes, studies[0]))
     return found
 
 
@@ -92,7 +109,7 @@ def draw_first_steps(starts: Sequence[NamedStart]) -> MatplotlibFigure:
         seconds = np.array([each[name] for each in parts])
         if not seconds.any():
             continue
-        axes.barh(
+        bars = axes.barh(
             labels,
             seconds,
             left=left,
@@ -103,15 +120,22 @@ def draw_first_steps(starts: Sequence[NamedStart]) -> MatplotlibFigure:
             linewidth=0.5,
             height=0.7,
         )
+        for bar, each, second in zip(bars, starts, seconds, strict=True):
+            if second:
+                hover(bar, f"{_named(each)}: {name} {numbers.with_unit(second, 's')}")
         left += seconds
     for row, total in enumerate(left):
         _annotate(axes, numbers.with_unit(total, "s"), (total, row), 4, "data")
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel(f"seconds of the first {FIRST_STEPS} steps")
+    axes.set_xlabel(f"first {FIRST_STEPS} steps of a process, seconds (lower is better)")
     figure.legend(loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure
+
+
+def _named(start: NamedStart) -> str:
+    return ", ".join(filter(None, (start.title, start.caches)))
 
 
 def _annotate(axes: Axes, text: str, place: tuple[float, float], right: int, coordinates: Any) -> None:
@@ -119,48 +143,91 @@ def _annotate(axes: Axes, text: str, place: tuple[float, float], right: int, coo
     axes.annotate(text, place, xycoords=coordinates, xytext=(right, 0), textcoords="offset points", va="center")
 
 
-def draw_speedup(cases: Sequence[MeasuredCase], rows: Sequence[Model]) -> MatplotlibFigure:
-    """A row for each model and kind, a mark for each mode."""
-    modes = _modes(cases)
-    figure, axes = new_figure(8.0, 1.8 + 0.36 * len(rows))
-    for index, mode in enumerate(modes):
-        own = [case for case in cases if case.mode == mode]
-        offset = (index - (len(modes) - 1) / 2) * 0.7 / len(modes)
-        places = [rows.index(case.model) + offset for case in own]
-        _draw_marks(axes, [case.steady.speedup for case in own], places, mode, index)
-    _finish_rows(axes, rows, "times as fast as eager")
-    figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+# How a verdict is drawn: its name in the legend, marker, colour, and whether the marker is filled.
+_ADVICE = {
+    "compile": ("faster", "o", COLOURS[0], True),
+    "not compared": ("faster, results not compared", "D", COLOURS[0], False),
+    "inconclusive": ("inconclusive", "o", COLOURS[0], False),
+    "don't": ("slower, or results outside their bounds", "X", COLOURS[5], True),
+}
+_CACHE_MARKERS = {"empty caches": "o", "warm caches": "s", "cache artifacts": "^"}
+
+
+def draw_speedup(cases: Sequence[MeasuredCase]) -> MatplotlibFigure:
+    """A row for each case: its speed-up, and beside it the length of a run from which on compiling is worth it."""
+    figure, ((gain, price),) = new_panels(1, 2, width=9.0, height=1.7 + 0.2 * len(cases), sharey="all", sharex=False)
+    for row, case in enumerate(cases):
+        _draw_gain(gain, case, row)
+        _draw_price(price, case, row)
+    gain.axvline(1.0, color="#444444", linewidth=1.0)
+    gain.set_yticks(range(len(cases)), [title(case, mode=False) for case in cases])
+    gain.set_ylim(len(cases) - 0.5, -0.5)
+    _times_axis(gain, "x")
+    gain.set_xlabel("eager step / compiled step (higher is better)")
+    price.set_xscale("log")
+    price.margins(x=0.12)
+    low, high = price.get_xlim()
+    label_ticks(price.xaxis, within_decades=(1.0,) if high / low > 30 else (1.0, 2.0, 3.0, 4.0, 5.0, 7.0))
+    price.set_xlabel("break-even, steps (lower is better)")
+    _legend_once(figure, (gain, price))
     return figure
+
+
+def _draw_gain(axes: Axes, case: MeasuredCase, row: int) -> None:
+    verdict = case.verdict
+    by_speed_alone = verdict.advice == "compile" and verdict.not_compared
+    name, marker, colour, filled = _ADVICE["not compared" if by_speed_alone else verdict.advice]
+    speedup = case.steady.speedup
+    axes.errorbar(
+        [speedup.value],
+        [row],
+        xerr=np.array([_whiskers(speedup)]).T,
+        label=name,
+        color=colour,
+        marker=marker,
+        markerfacecolor=colour if filled else "white",
+        markersize=6,
+        linestyle="none",
+        capsize=2,
+        linewidth=1.2,
+    )
+    hover_points(axes, [speedup.value], [row], [f"{title(case, mode=False)}: {numbers.quantity(speedup)}"])
+
+
+def _draw_price(axes: Axes, case: MeasuredCase, row: int) -> None:
+    """A mark for each state of the caches; in words where compiling does not pay."""
+    verdict = case.verdict
+    if verdict.advice != "compile":
+        text = "never" if verdict.advice == "don't" else "inconclusive"
+        axes.annotate(text, (0.02, row), xycoords=("axes fraction", "data"), va="center", fontsize=9)
+        return
+    for caches, even in zip(CACHES.values(), (verdict.cold, verdict.warm, verdict.mega), strict=True):
+        if even is None or even.steps is None:
+            continue
+        axes.plot(
+            [even.steps],
+            [row],
+            label=caches,
+            color=COLOURS[2],
+            marker=_CACHE_MARKERS[caches],
+            markersize=6,
+            linestyle="none",
+        )
+        hover_points(axes, [even.steps], [row], [f"{title(case, mode=False)}, {caches}: {even.text}"])
+
+
+def _legend_once(figure: MatplotlibFigure, panels: Sequence[Axes]) -> None:
+    """One legend for several panels, in which equal series have one entry."""
+    entries: dict[str, Any] = {}
+    for axes in panels:
+        handles, names = axes.get_legend_handles_labels()
+        entries |= {name: handle for handle, name in zip(handles, names, strict=True) if name not in entries}
+    figure.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=3, fontsize=9, frameon=False)
 
 
 def _modes(cases: Sequence[MeasuredCase]) -> list[str]:
     """The modes of the cases: PyTorch's in their order, then those with a scope."""
     return sorted({case.mode for case in cases}, key=lambda mode: (mode_index(mode), mode))
-
-
-def _draw_marks(axes: Axes, speedups: Sequence[Quantity], places: Sequence[float], label: str, index: int) -> None:
-    """The marks and intervals of one series, one at each place of the rows."""
-    axes.errorbar(
-        [speedup.value for speedup in speedups],
-        places,
-        xerr=np.array([_whiskers(speedup) for speedup in speedups]).T,
-        label=label,
-        color=COLOURS[index % len(COLOURS)],
-        marker=MARKERS[index % len(MARKERS)],
-        markersize=5,
-        linestyle="none",
-        capsize=2,
-        linewidth=1.2,
-    )
-
-
-def _finish_rows(axes: Axes, rows: Sequence[Model], label: str) -> None:
-    """A row for each model and kind, from the top, and a line at 1."""
-    axes.axvline(1.0, color="#444444", linewidth=1.0)
-    axes.set_yticks(range(len(rows)), [f"{target} {kind}" for target, kind in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    _times_axis(axes, "x")
-    axes.set_xlabel(label)
 
 
 def draw_autotuning(found: Sequence[Autotuned], rows: Sequence[Model]) -> MatplotlibFigure:
@@ -171,13 +238,30 @@ def draw_autotuning(found: Sequence[Autotuned], rows: Sequence[Model]) -> Matplo
         own = [each for each in found if each.case.mode == mode]
         offset = (index - (len(modes) - 1) / 2) * 0.4
         places = [rows.index(each.case.model) + offset for each in own]
-        label = f"{mode} against {' or '.join(sorted({each.untuned_mode for each in own}))}"
-        _draw_marks(axes, [each.speed for each in own], places, label, index)
+        speeds = [each.speed for each in own]
+        axes.errorbar(
+            [speed.value for speed in speeds],
+            places,
+            xerr=np.array([_whiskers(speed) for speed in speeds]).T,
+            label=f"{mode} against {' or '.join(sorted({each.untuned_mode for each in own}))}",
+            color=COLOURS[index % len(COLOURS)],
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=5,
+            linestyle="none",
+            capsize=2,
+            linewidth=1.2,
+        )
+        texts = [f"{title(each.case)}: {numbers.quantity(each.speed)} of {each.untuned_mode}" for each in own]
+        hover_points(axes, [speed.value for speed in speeds], places, texts)
     for row, model in enumerate(rows):
         costs = [each.extra_cost for each in found if each.case.model == model and each.extra_cost is not None]
         if costs:
             _annotate(axes, signed_seconds(max(costs)), (1.0, row), 6, ("axes fraction", "data"))
-    _finish_rows(axes, rows, "times as fast as without autotuning")
+    axes.axvline(1.0, color="#444444", linewidth=1.0)
+    axes.set_yticks(range(len(rows)), [" ".join(model) for model in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    _times_axis(axes, "x")
+    axes.set_xlabel("step without autotuning / step with it (higher is better)")
     figure.legend(loc="outside lower center", ncols=1, fontsize=9, frameon=False)
     return figure
 
@@ -187,33 +271,46 @@ _LINES = {"empty caches": "-", "warm caches": "--", "cache artifacts": ":"}
 
 def draw_break_even(cases: Sequence[MeasuredCase]) -> MatplotlibFigure:
     """Total time of a run, eager over compiled, against its number of steps."""
-    figure, axes = new_figure(7.0, 4.4)
-    steps = np.geomspace(FIRST_STEPS, 1e6, 200)
+    figure, axes = new_figure(8.0, 4.6)
+    steps = np.geomspace(30, 1e6, 300)
     for index, case in enumerate(cases):
         colour, speedup = COLOURS[index % len(COLOURS)], case.steady.speedup
+        assert speedup.low is not None
+        assert speedup.high is not None
         for caches, start in case.starts:
-            ratio = partial(_run_ratio, steps, case.steady.eager.value, case.eager.total, start.total)
-            axes.plot(
-                steps,
-                ratio(speedup.value),
-                color=colour,
-                linestyle=_LINES[caches],
-                marker=MARKERS[index % len(MARKERS)],
-                markevery=(20 + 7 * index, 50),
-                label=f"{title(case)}, {caches}",
+            ratio = partial(_run_ratio, eager_step=case.steady.eager.value, starts=(case.eager.total, start.total))
+            name = f"{title(case)}, {caches}"
+            low, high = ratio(steps, speedup=speedup.low), ratio(steps, speedup=speedup.high)
+            axes.fill_between(
+                steps, low, high, facecolor=_lighter(colour), edgecolor=colour, linestyle=_LINES[caches], label=name
             )
-            assert speedup.low is not None
-            assert speedup.high is not None
-            axes.fill_between(steps, ratio(speedup.low), ratio(speedup.high), color=colour, alpha=0.12, linewidth=0)
+            shown = np.array(PLAN_STEPS)
+            values = ratio(shown, speedup=speedup.value)
+            axes.plot(shown, values, color=colour, marker=MARKERS[index % len(MARKERS)], linestyle="none")
+            texts = [
+                f"{name}, {numbers.count(count)} steps: {numbers.significant(value)}×"
+                for count, value in zip(shown, values, strict=True)
+            ]
+            hover_points(axes, PLAN_STEPS, values.tolist(), texts)
     axes.axhline(1.0, color="#444444", linewidth=1.0)
-    axes.set_ylim(bottom=0.05)
-    _finish_curves(axes, "steps of the run, in one process", "time of the run, eager / compiled")
+    axes.set_ylim(bottom=0.0)
+    axes.set_xscale("log")
+    label_ticks(axes.xaxis)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}×"))
+    axes.set_xlabel("steps of the run, in one process")
+    axes.set_ylabel("time of the run, eager / compiled (higher is better)")
     figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     return figure
 
 
-def _run_ratio(steps: Any, eager_step: float, eager_start: float, compiled_start: float, speedup: float) -> Any:
-    """Time of a run of these numbers of steps, eager over compiled."""
+def _lighter(colour: str) -> tuple[float, ...]:
+    """The colour for a band between two lines of ``colour``: opaque, so that bands that cross stay apart."""
+    return tuple(1 - 0.45 * (1 - part) for part in to_rgb(colour))
+
+
+def _run_ratio(steps: Any, *, eager_step: float, starts: tuple[float, float], speedup: float) -> Any:
+    """Time of a run of these numbers of steps, eager over compiled; ``starts`` are the seconds of the first steps."""
+    eager_start, compiled_start = starts
     more = steps - FIRST_STEPS
     return (eager_start + more * eager_step) / (compiled_start + more * eager_step / speedup)
 
@@ -229,6 +326,11 @@ def draw_shapes(record: ShapesRecord) -> MatplotlibFigure:
     }
     cheapest = np.min(list(totals.values()), axis=0)
     for index, (strategy, total) in enumerate(totals.items()):
+        at = [int(np.argmin(abs(passes - count))) for count in record.ranked_for]
+        texts = [
+            f"{strategy}, {numbers.count(passes[each])} passes: {numbers.with_unit(total[each], 's')}" for each in at
+        ]
+        hover_points(axes, passes[at].tolist(), (total / cheapest)[at].tolist(), texts)
         axes.plot(
             passes,
             total / cheapest,
@@ -237,18 +339,13 @@ def draw_shapes(record: ShapesRecord) -> MatplotlibFigure:
             marker=MARKERS[index % len(MARKERS)],
             markevery=(3 * index, 20),
         )
-    _finish_curves(axes, "passes through the schedule, in one process", "total time / the cheapest strategy's")
+    axes.set_xscale("log")
+    label_ticks(axes.xaxis)
+    _times_axis(axes, "y")
+    axes.set_xlabel("passes through the schedule, in one process")
+    axes.set_ylabel("total time / the cheapest strategy's (lower is better)")
     figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     return figure
-
-
-def _finish_curves(axes: Axes, xlabel: str, ylabel: str) -> None:
-    """Logarithmic axes of a ratio against a count."""
-    axes.set_xscale("log")
-    _times_axis(axes, "y")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: numbers.count(value)))
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
 
 
 def _times_axis(axes: Axes, which: str) -> None:
@@ -257,8 +354,10 @@ def _times_axis(axes: Axes, which: str) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
     steps: Sequence[float] = (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0)
-    if high / low > 4:
+    if high / low > 10:
         steps = (1.0, 2.0, 5.0)
+    elif high / low > 4:
+        steps = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
     elif high / low < 1.5:
         steps = (1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 7.0, 7.5, 8.0, 8.5, 9.0, 9.5)
     axis.set_major_locator(LogLocator(subs=steps))

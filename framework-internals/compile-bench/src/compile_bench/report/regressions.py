@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from benchkit import numbers
 from benchkit.results import Results
-from compile_bench.measure.measurements import KernelTime
-from compile_bench.report.queries import MeasuredCase, Model, in_order, title
+from compile_bench.measure.measurements import KernelTime, StepProfile
+from compile_bench.report.queries import MeasuredCase, Model, case_named, in_order, title
 from compile_bench.report.tables import eager_to_compiled, table
 
 # Number of kernels that a row names for eager, and for compiled.
@@ -16,6 +16,30 @@ _NAMED = 3
 # Backends of fused attention differ in their number of kernels: 3 to 5, forward and backward. With fewer than this
 # share of eager's kernels, some attention is no longer fused.
 _STILL_FUSED = 0.5
+
+
+def explain_slower(case: MeasuredCase, cases: Iterable[MeasuredCase]) -> str:
+    """Why a compiled step is slower and what to do, by its profiles; the verdict's reason without profiles of a GPU."""
+    before, after = case.record.eager_profile, case.record.compiled_profile
+    if before is None or after is None:
+        return case.verdict.why
+    if _unfused(before, after):
+        count = f"{numbers.count(before.fused_attention)} → {numbers.count(after.fused_attention)}"
+        return (
+            f"attention is no longer fused ({count} fused kernels a step); "
+            "use a torch after 2.11, or tell the model that nothing is masked"
+        )
+    if before.busy_seconds is None or after.busy_seconds is None:
+        return case.verdict.why
+    if after.busy_seconds > before.busy_seconds:
+        busy = eager_to_compiled(before.busy_seconds, after.busy_seconds, "s")
+        return f"the compiler's kernels are slower (GPU at work {busy}); leave this model eager"
+    busy, step = (numbers.with_unit(each, "s") for each in (after.busy_seconds, case.steady.compiled.value))
+    text = f"the GPU waits for the host (at work for {busy} of {step}); use CUDA graphs"
+    graphs = case_named(cases, case.model, "reduce-overhead")
+    if graphs is not None and graphs.verdict.advice == "compile":
+        text += f", mode reduce-overhead: {numbers.quantity(graphs.steady.speedup)} of eager"
+    return text
 
 
 def slower_table(results: Results, cases: Sequence[MeasuredCase]) -> str:
@@ -38,11 +62,15 @@ def attention_table(results: Results, cases: Sequence[MeasuredCase]) -> str:
         before, after = case.record.eager_profile, case.record.compiled_profile
         if before is None or after is None:
             continue
-        if after.fused_attention < before.fused_attention * _STILL_FUSED:
+        if _unfused(before, after):
             count = f"{numbers.count(before.fused_attention)} → {numbers.count(after.fused_attention)}"
             rows.setdefault(case.model, (count, []))[1].append(case.mode)
     header = ["case", "modes", "fused attention a step, eager → compiled"]
     return table(header, [(" ".join(model), ", ".join(modes), count) for model, (count, modes) in rows.items()])
+
+
+def _unfused(before: StepProfile, after: StepProfile) -> bool:
+    return after.fused_attention < before.fused_attention * _STILL_FUSED
 
 
 def _row(case: MeasuredCase) -> tuple[str, ...]:

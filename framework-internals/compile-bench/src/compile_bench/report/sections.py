@@ -10,7 +10,7 @@ from benchkit.report import ReportSpec
 from benchkit.results import Results
 from compile_bench.measure.records import ShapesRecord, Toolchain
 from compile_bench.measure.serialize import plural
-from compile_bench.measure.verdict import BUSY
+from compile_bench.measure.verdict import BUSY, NOT_COMPARED
 from compile_bench.report.autotuning import autotuning_section
 from compile_bench.report.breaks import counted_breaks, natural_breaks
 from compile_bench.report.figures import figures
@@ -26,9 +26,10 @@ from compile_bench.report.queries import (
 )
 from compile_bench.report.regressions import attention_table, slower_table
 from compile_bench.report.shapes import shapes_section
-from compile_bench.report.sweep import sweep_section
+from compile_bench.report.sweep import models_section
 from compile_bench.report.tables import (
     accuracy_table,
+    break_even_table,
     compilation_table,
     cudagraph_reasons,
     first_steps_table,
@@ -36,23 +37,70 @@ from compile_bench.report.tables import (
     profile_table,
     scope_table,
     steady_table,
-    step_range,
-    verdict_table,
 )
 from compile_bench.report.triage import triage_context
 from compile_bench.targets.case import FIRST_STEPS
+from compile_bench.targets.workloads import workload
 
 
 def finding(results: Results) -> str:
-    """What the run found, in one sentence."""
+    """What the run found, in at most two sentences: the case that opens the report, and the range of all others."""
     cases = measured_cases(results)
     if not cases:
         return "No case could be measured to the end."
     case = headline(cases)
-    return (
-        f"{title(case)}: torch.compile costs {numbers.with_unit(case.verdict.cost, 's')} up front with "
-        f"empty caches and makes a step {numbers.quantity(case.steady.speedup)} as fast; {_advice(case)}."
+    about = workload(case.record.target, case.device)
+    name = f"{title(case)} ({about})" if about else title(case)
+    seen = _seen(case) if case.verdict.advice != "compile" else NOT_COMPARED * bool(case.verdict.not_compared)
+    sentence = f"A compiled step of {name} is {numbers.quantity(case.steady.speedup)} as fast as the eager one"
+    sentence += f" ({seen})" if seen else ""
+    sentence += f", for {numbers.with_unit(case.verdict.cost, 's')} of compiling"
+    if case.verdict.advice == "compile":
+        sentence += f", paid for after {_paid_after(case)}"
+    return f"{sentence}. {_others(case, cases)}".strip()
+
+
+def _paid_after(case: MeasuredCase) -> str:
+    """The break-even with empty caches, and the earliest other one."""
+    verdict = case.verdict
+    others = [
+        (even.steps, name)
+        for even, name in ((verdict.warm, CACHES["warm"]), (verdict.mega, CACHES["mega"]))
+        if even is not None and even.steps is not None
+    ]
+    text = verdict.cold.text
+    if others:
+        steps, name = min(others)
+        text += f", or {numbers.count(steps)} with {name}"
+    return text
+
+
+def _others(case: MeasuredCase, cases: Sequence[MeasuredCase]) -> str:
+    """The best and the worst case of mode default, as a sentence; empty without another case."""
+    found = sorted(
+        (each for each in cases if each.mode == "default"), key=lambda each: each.steady.speedup.value, reverse=True
     )
+    if len(found) < 2:
+        return ""
+    if len(found) == 2:
+        other = found[found[0] is case]
+        return f"{title(other)}: {numbers.quantity(other.steady.speedup)}, {_seen(other)}."
+    advices = [each.verdict.advice for each in found]
+    faster, slower = advices.count("compile"), advices.count("don't")
+    best, worst = (
+        f"{numbers.with_unit(each.steady.speedup.value, '×')} ({title(each)})" for each in (found[0], found[-1])
+    )
+    targets = plural(len({each.record.target for each in found}), "model")
+    return (
+        f"In mode default {faster} of {len(found)} cases ({targets}) are faster and {slower} slower, "
+        f"from {best} down to {worst}."
+    )
+
+
+def _seen(case: MeasuredCase) -> str:
+    if not case.accuracy.holds:
+        return "results outside their bounds"
+    return {"compile": "faster", "don't": "slower", "inconclusive": "inconclusive"}[case.verdict.advice]
 
 
 def context(results: Results) -> dict[str, Any]:
@@ -64,9 +112,9 @@ def context(results: Results) -> dict[str, Any]:
     return {
         "answers": _answers(headline(cases)) if cases else [],
         "case_names": list(dict.fromkeys(title(case, mode=False) for case in main_job)),
-        "verdict_table": verdict_table(undisturbed),
+        "break_even_table": break_even_table(undisturbed),
         "plan": plan_table(undisturbed),
-        "sweep": sweep_section(results, cases),
+        "models": models_section(results, cases),
         "slower_table": slower_table(results, cases),
         "attention_table": attention_table(results, cases),
         "autotuning": autotuning_section(results, cases),
@@ -108,7 +156,7 @@ def _answers(case: MeasuredCase) -> list[tuple[str, str]]:
         ("It costs", f"{_costs(case)} than eager for the first {FIRST_STEPS} steps ({title(case)})."),
         ("It gives", f"a step {numbers.quantity(case.steady.speedup)} as fast{_memory_clause(case)}."),
         ("It breaks", f"{breaks} and {recompiles} in {plural(compilation.graphs, 'graph')}; {right}."),
-        ("Use it when", f"{_advice(case)}."),
+        ("Use it", f"{_advice(case)}."),
     ]
 
 
@@ -132,11 +180,9 @@ def _memory_clause(case: MeasuredCase) -> str:
 
 def _advice(case: MeasuredCase) -> str:
     verdict = case.verdict
-    if verdict.advice != "compile":
-        return f"{verdict.advice}, since {verdict.why}"
-    text = f"compile from {step_range(verdict.cold)} steps on"
+    text = verdict.text
     for even, name in ((verdict.warm, CACHES["warm"]), (verdict.mega, CACHES["mega"])):
-        text += f", {step_range(even)} with {name}" if even else ""
+        text += f", with {name} {even.text}" if even and verdict.advice == "compile" else ""
     return text
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from benchkit import numbers
 from benchkit.report import markdown_table
 from compile_bench.measure.records import ShapesRecord
-from compile_bench.measure.shapes import STRATEGIES, Passes, ranking
+from compile_bench.measure.shapes import Passes, cheapest
 from compile_bench.report.queries import title
 from compile_bench.report.tables import table
 
@@ -15,7 +15,6 @@ from compile_bench.report.tables import table
 def shapes_section(record: ShapesRecord) -> dict[str, Any]:
     """What changes, a table of the strategies, and the cheapest strategy for each number of passes."""
     strategies = list(record.strategies.values())
-    best = [(count, ranked[0].strategy) for count in record.ranked_for if (ranked := ranking(strategies, count))]
     again = [
         (each.strategy, f"`{entry.place}`", entry.cause, f"`{entry.guard}`")
         for each in strategies
@@ -28,7 +27,7 @@ def shapes_section(record: ShapesRecord) -> dict[str, Any]:
         "varying": ", ".join(f"`{name}`" for name in record.varying),
         "table": markdown_table(header, [_row(each, record.ranked_for) for each in strategies]),
         "recompile_table": table(["strategy", "place", "cause", "guard that failed"], again, left=4),
-        "best": [(_passes(count), strategy, STRATEGIES[strategy]) for count, strategy in best],
+        "cheapest": [(_passes(count), text) for count in record.ranked_for if (text := cheapest(strategies, count))],
     }
 
 

@@ -8,8 +8,8 @@ from benchkit import numbers
 from benchkit.report import markdown_table
 from compile_bench.measure.measurements import ErrorPair
 from compile_bench.measure.serialize import plural
-from compile_bench.measure.verdict import CACHE_STATES, PLAN_STEPS, BreakEven, plan_rows
-from compile_bench.report.queries import MeasuredCase, NamedStart, case_named, start_parts, title
+from compile_bench.measure.verdict import CACHE_STATES, PLAN_STEPS, plan_rows
+from compile_bench.report.queries import CACHES, MeasuredCase, NamedStart, case_named, start_parts, title
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, left: int = 1) -> str:
@@ -17,38 +17,15 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], *, left: int 
     return markdown_table(header, rows, left=left) if rows else ""
 
 
-def verdict_table(cases: Sequence[MeasuredCase]) -> str:
-    """Advice, speed-up, compile cost and break-even of each case."""
+def break_even_table(cases: Sequence[MeasuredCase]) -> str:
+    """Break-even by what a process finds in its caches, of the cases that were measured with more than empty ones."""
     rows = []
     for case in cases:
         verdict = case.verdict
-        rows.append(
-            (
-                title(case),
-                verdict.advice,
-                numbers.quantity(case.steady.speedup),
-                numbers.with_unit(verdict.cost, "s"),
-                *(_break_even(even) for even in (verdict.cold, verdict.warm, verdict.mega)),
-            )
-        )
-    header = ["case", "verdict", "speed-up (95 %)", "compile cost, empty caches"]
-    header += ["break-even, empty caches", "warm caches", "cache artifacts"]
-    return table(header, rows, left=2)
-
-
-def step_range(even: BreakEven) -> str:
-    """Steps until compiling has paid for itself, with the interval."""
-    if even.steps is None:
-        return "∞"
-    if even.high is None or even.low is None:
-        return numbers.count(even.steps)
-    return f"{numbers.count(even.steps)} ({numbers.count(even.low)}–{numbers.count(even.high)})"
-
-
-def _break_even(even: BreakEven | None) -> str:
-    if even is None:
-        return "–"
-    return "never" if even.steps is None else f"{step_range(even)} steps"
+        if verdict.warm or verdict.mega:
+            evens = (verdict.cold, verdict.warm, verdict.mega)
+            rows.append((title(case), *("–" if even is None else even.text for even in evens)))
+    return table(["break-even", *CACHES.values()], rows)
 
 
 def plan_table(cases: Sequence[MeasuredCase]) -> dict[str, str]:
@@ -59,7 +36,7 @@ def plan_table(cases: Sequence[MeasuredCase]) -> dict[str, str]:
         (
             numbers.count(restarts),
             CACHE_STATES[cache],
-            *(f"{plan.advice}, {numbers.significant(plan.ratio)}×" for plan in plans),
+            *(plan.text for plan in plans),
         )
         for restarts, cache, plans in plan_rows(cases[0])
     ]
@@ -82,7 +59,7 @@ def scope_table(cases: Sequence[MeasuredCase]) -> str:
             numbers.quantity(case.steady.speedup),
             numbers.count(case.compilation.graphs),
             numbers.count(case.compilation.kernels),
-            _break_even(case.verdict.cold),
+            case.verdict.cold.text,
         )
         for case in shown
     ]
