@@ -67,6 +67,10 @@ def autotuning_section(results: Results, cases: Sequence[MeasuredCase]) -> dict[
         "slower": sum(each.gain < 0 for each in found),
         "equal": sum(each.gain == 0 for each in found),
         "borrowed": any(each.borrowed for each in found),
+        "ends": [
+            f"{title(each.case)}, {numbers.quantity(each.speed)}"
+            for each in (pick(found, key=lambda each: each.speed.value) for pick in (max, min))
+        ],
     }
 
 

@@ -27,7 +27,7 @@ def explain_slower(case: MeasuredCase, cases: Iterable[MeasuredCase]) -> str:
         count = f"{numbers.count(before.fused_attention)} → {numbers.count(after.fused_attention)}"
         return (
             f"attention is no longer fused ({count} fused kernels a step); "
-            "use a torch after 2.11, or tell the model that nothing is masked"
+            "often a mask that torch up to 2.11 adds: use a later torch, or tell the model that nothing is masked"
         )
     if before.busy_seconds is None or after.busy_seconds is None:
         return case.verdict.why
@@ -66,7 +66,7 @@ def attention_table(results: Results, cases: Sequence[MeasuredCase]) -> str:
             count = f"{numbers.count(before.fused_attention)} → {numbers.count(after.fused_attention)}"
             rows.setdefault(case.model, (count, []))[1].append(case.mode)
     header = ["case", "modes", "fused attention a step, eager → compiled"]
-    return table(header, [(" ".join(model), ", ".join(modes), count) for model, (count, modes) in rows.items()])
+    return table(header, [(" ".join(model), ", ".join(modes), count) for model, (count, modes) in rows.items()], left=2)
 
 
 def _unfused(before: StepProfile, after: StepProfile) -> bool:
