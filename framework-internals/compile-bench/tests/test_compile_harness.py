@@ -316,7 +316,7 @@ def test_the_zoo_goes_on_after_a_target_that_fails(monkeypatch):
     result = command("zoo", "bad", "good", "--device", "cpu")
     assert result.exit_code == 3
     assert "bad (compiled, default) was ended after its time limit of 5 s" in result.output
-    assert "steps | 2.00× (1.90–2.10) |" in result.output
+    assert "| x | compile | 2.00× (1.90–2.10) |" in result.output
 
 
 def test_the_zoo_is_listed():
