@@ -14,6 +14,11 @@ from benchkit.errors import UserError, machine_fault
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+def printable(text: str) -> str:
+    """Return a text whose control characters are shown, so that a name cannot steer the terminal."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
     """Turn errors that the user can fix, and those of the operating system, into one line and exit status 2.
@@ -34,8 +39,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         line = str(fault)
     else:
         return
-    # Control characters in a name must not reach the terminal.
-    print(f"{program}: {_CONTROL.sub(lambda found: repr(found[0])[1:-1], line)}", file=sys.stderr)
+    print(f"{program}: {printable(line)}", file=sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:  # standard output itself cannot be written, and Python would try once more when it exits

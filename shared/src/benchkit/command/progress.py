@@ -1,47 +1,91 @@
-"""Progress bars and spinners on a terminal; without a terminal nothing is printed."""
+"""Progress of long work: a bar or a spinner on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import length_hint
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from benchkit.command.errors import printable
+
 T = TypeVar("T")
 
-
-def _progress() -> Progress:
-    # On standard error, because standard output may be piped.
-    console = Console(stderr=True)
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        transient=True,
-    )
+# Without a terminal: seconds until the first line, and from one line to the next. Shorter work prints nothing.
+_FIRST_LINE, _NEXT_LINE = 10.0, 30.0
 
 
 def track(items: Iterable[T], description: str, *, total: int | None = None) -> Iterator[T]:
-    """Iterate with a progress bar on a terminal.
+    """Iterate and show how many items are done.
 
     Args:
         items: The items.
-        description: Text beside the bar.
+        description: Text beside the bar, or at the start of a line.
         total: Number of items, if ``items`` has no length.
     """
-    with _progress() as progress:
-        yield from progress.track(items, total=total, description=description)
+    with _shown(description, total or length_hint(items) or None) as advance:
+        for item in items:
+            yield item
+            advance()
 
 
 @contextmanager
 def working(description: str) -> Iterator[None]:
-    """Show a spinner and the elapsed time while the block runs, on a terminal."""
-    with _progress() as progress:
-        progress.add_task(description, total=None)
+    """Show the elapsed time while the block runs."""
+    with _shown(description, None):
         yield
+
+
+@contextmanager
+def _shown(description: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """Show progress on standard error, because standard output may be piped; yields what counts an item."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        lines = _Lines(description, total)
+        with lines.printed():
+            yield lines.advance
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn())
+    with Progress(*columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda: progress.advance(task)
+
+
+class _Lines:
+    """Prints a line now and then from a thread, so that one long item does not look like a hang."""
+
+    def __init__(self, description: str, total: int | None) -> None:
+        self._description, self._total = printable(description), total
+        self._start, self._done, self._ended = time.monotonic(), 0, threading.Event()
+
+    def advance(self) -> None:
+        self._done += 1
+
+    @contextmanager
+    def printed(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._print_until_the_end, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            thread.join()
+
+    def _print_until_the_end(self) -> None:
+        if self._ended.wait(_FIRST_LINE):
+            return
+        self._print("")
+        while not self._ended.wait(_NEXT_LINE):
+            self._print("")
+        self._print("ended after ")
+
+    def _print(self, state: str) -> None:
+        counted = "" if self._total is None else f"{self._done} of {self._total}, "
+        seconds = f"{time.monotonic() - self._start:.0f} s"
+        print(f"{self._description}: {counted}{state}{seconds}", file=sys.stderr, flush=True)

@@ -1,0 +1,59 @@
+"""Progress without a terminal: plain lines for long work, nothing for short work."""
+
+from __future__ import annotations
+
+import io
+import threading
+from contextlib import redirect_stderr
+
+import pytest
+
+from benchkit.command import progress
+
+
+class Log(io.StringIO):
+    """A log that tells when it has its n-th line."""
+
+    def __init__(self, lines: int) -> None:
+        super().__init__()
+        self._lines, self.full = lines, threading.Event()
+
+    def flush(self) -> None:
+        super().flush()
+        if self.getvalue().count("\n") >= self._lines:
+            self.full.set()
+
+
+@pytest.fixture
+def soon(monkeypatch) -> None:
+    monkeypatch.setattr(progress, "_FIRST_LINE", 0)
+    monkeypatch.setattr(progress, "_NEXT_LINE", 0.001)
+
+
+def test_long_work_is_a_line_now_and_then_and_one_at_its_end(soon):
+    with redirect_stderr(Log(2)) as log, progress.working("timing \x1b[31m[red]x"):
+        assert log.full.wait(60)
+    lines = log.getvalue().splitlines()
+    assert {line.split(": ")[0] for line in lines} == {"timing \\x1b[31m[red]x"}
+    assert lines[0].endswith(": 0 s")
+    assert lines[-1].split(": ")[1].startswith("ended after ")
+
+
+def test_a_line_tells_how_many_items_are_done(soon):
+    with redirect_stderr(Log(2)) as log:
+        for item in progress.track(["a", "b"], "letters"):
+            assert item == "a" or log.full.wait(60)
+    assert log.getvalue().splitlines()[-1].startswith("letters: 2 of 2, ended after ")
+
+
+def test_short_work_prints_nothing_without_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "_FIRST_LINE", 3600)
+    with progress.working("quick"):
+        assert list(progress.track(iter([1, 2]), "numbers", total=2)) == [1, 2]
+    assert "".join(capsys.readouterr()) == ""
+
+
+def test_an_error_ends_the_lines(soon):
+    with redirect_stderr(io.StringIO()), pytest.raises(KeyError), progress.working("failing"):
+        raise KeyError("a")
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
