@@ -1,13 +1,14 @@
-"""Write ``framework-internals/README.md``: every committed report, by machine, with its one-line finding.
+"""Write ``framework-internals/README.md``: one table of every committed report, a row for each lens.
 
-The page opens with the end-to-end step; a machine with a GPU is preferred. It is a pure function of the
-``results.json`` files and leaves quick runs out.
+The first row is the end-to-end step. The page is a pure function of the ``results.json`` files and leaves quick runs
+out.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,11 @@ import jinja2
 
 from benchkit.command import one_line_errors
 from benchkit.markdown import inert
+from benchkit.report import markdown_table
+from benchkit.report import render as render_report
 from benchkit.results import Results, load, write_text_atomically
 from benchkit.run import Lens, report_directories
 from whole_step.measure import build_lens as build_end_to_end
-from whole_step.report import variant_count, variant_table
 
 ROOT = Path(__file__).resolve().parents[1]
 HOUSE = ROOT / "framework-internals"
@@ -33,24 +35,36 @@ LENSES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One report in the index."""
+    """One report in the index; the paths start at the index.
 
-    lens: str
+    Attributes:
+        report: Path of the report.
+        figure: Path of the report's first figure; empty if it has none.
+        headline: The finding in one sentence.
+        results: What the report was computed from.
+    """
+
     report: str
-    finding: str
+    figure: str
+    headline: str
     results: Results
 
 
 @dataclass(frozen=True)
-class WholeStep:
-    """The end-to-end report that opens the index."""
+class Row:
+    """A lens, or the end-to-end step, in the index.
 
-    machine: str
-    report: str
-    figure: str
-    finding: str
-    table: str
-    variant_count: str
+    Attributes:
+        name: Name of the lens.
+        page: What the name links to; empty for the end-to-end step.
+        question: What it answers.
+        entries: Its reports by machine.
+    """
+
+    name: str
+    page: str
+    question: str
+    entries: Mapping[str, Entry]
 
 
 def build_lens(name: str) -> Lens:
@@ -60,50 +74,54 @@ def build_lens(name: str) -> Lens:
     return lens
 
 
-def entries() -> dict[str, list[Entry]]:
-    """Return the reports by machine: machines in alphabetical order, lenses in the order of ``LENSES``."""
-    found: dict[str, list[Entry]] = {}
-    for name in LENSES:
-        for directory in report_directories(HOUSE / name):
-            if directory.name.endswith("-quick"):
-                continue
-            report_spec = build_lens(name).report
-            results = load(directory / "results.json", migrate=report_spec.migrate)
-            report = str((directory / "report.md").relative_to(HOUSE))
-            finding = report_spec.finding(results)
-            found.setdefault(directory.name, []).append(Entry(name, report, finding, results))
-    return dict(sorted(found.items()))
+def entries(lens: Lens) -> dict[str, Entry]:
+    """Return the reports of a lens by machine."""
+    found = {}
+    for directory in report_directories(lens.root):
+        if directory.name.endswith("-quick"):
+            continue
+        results = load(directory / "results.json", migrate=lens.report.migrate)
+        home = directory.relative_to(HOUSE)
+        # The first figure of a report carries its finding.
+        figure = re.search(r"\]\((figures/[^)]+)\)", render_report(results, lens.report))
+        found[directory.name] = Entry(
+            f"{home}/report.md",
+            f"{home}/{figure[1]}" if figure else "",
+            lens.report.one_sentence(results),
+            results,
+        )
+    return found
 
 
-def measured_on(entries: Iterable[Entry]) -> str:
-    """Describe the hardware of these reports; if it differs, name the lenses that ran on each."""
+def rows() -> list[Row]:
+    """Return the end-to-end step and the lenses, in the order of ``LENSES``."""
+    whole = Row("end to end", "", "one training step, with the parts of every lens", entries(build_end_to_end(HOUSE)))
+    lenses = [Row(name, f"{name}/README.md", question, entries(build_lens(name))) for name, question in LENSES.items()]
+    return [whole, *lenses]
+
+
+def measured_on(found: Iterable[tuple[str, Entry]]) -> str:
+    """Describe the hardware and the dates of these reports; if the hardware differs, name the lenses that ran on each.
+
+    Args:
+        found: The name of each lens, and its report on the machine.
+    """
     lenses: dict[str, list[str]] = {}
-    for entry in entries:
-        found = entry.results.environment
-        described = f"{found.gpu.name}, CUDA {found.gpu.cuda}" if found.gpu else f"{found.cpu}, {found.cores} cores"
-        lenses.setdefault(described, []).append(entry.lens)
-    if len(lenses) == 1:
-        return next(iter(lenses))
-    return "; ".join(f"{described} ({', '.join(names)})" for described, names in lenses.items())
-
-
-def whole_step() -> WholeStep | None:
-    """Return the end-to-end report to show, or None if there is none."""
-    lens = build_end_to_end(HOUSE)
-    found = {
-        path: load(path / "results.json") for path in report_directories(HOUSE) if not path.name.endswith("-quick")
-    }
-    if not found:
-        return None
-    directory, results = max(found.items(), key=lambda item: item[1].environment.gpu is not None)
-    return WholeStep(
-        directory.name,
-        str((directory / "report.md").relative_to(HOUSE)),
-        str((directory / "figures" / "throughput.svg").relative_to(HOUSE)),
-        lens.report.finding(results),
-        variant_table(results),
-        variant_count(results),
-    )
+    dates = []
+    for name, entry in found:
+        environment = entry.results.environment
+        hardware = (
+            f"{environment.gpu.name}, CUDA {environment.gpu.cuda}"
+            if environment.gpu
+            else f"{environment.cpu}, {environment.cores} cores"
+        )
+        lenses.setdefault(hardware, []).append(name)
+        dates.append(environment.date[:10])
+    described = [
+        hardware if len(lenses) == 1 else f"{hardware} ({', '.join(names)})" for hardware, names in lenses.items()
+    ]
+    first, last = min(dates), max(dates)
+    return f"{'; '.join(described)}; measured {first if first == last else f'from {first} to {last}'}"
 
 
 def render() -> str:
@@ -116,9 +134,29 @@ def render() -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    machines = {machine: (measured_on(reports), reports) for machine, reports in entries().items()}
-    text = environment.get_template("index.md.j2").render(lenses=LENSES, machines=machines, whole_step=whole_step())
-    return inert(text)
+    found = rows()
+    machines = {
+        machine: measured_on((row.name, row.entries[machine]) for row in found if machine in row.entries)
+        for machine in sorted({machine for row in found for machine in row.entries})
+    }
+    cells = [
+        [_lens_cell(row), *(_report_cell(row.name, row.entries.get(machine), machine) for machine in machines)]
+        for row in found
+    ]
+    table = markdown_table(["lens", *machines], cells, left=1 + len(machines))
+    return inert(environment.get_template("index.md.j2").render(table=table, machines=machines))
+
+
+def _lens_cell(row: Row) -> str:
+    name = f"[{row.name}]({row.page})" if row.page else f"**{row.name}**"
+    return f"{name}: {row.question}"
+
+
+def _report_cell(lens: str, entry: Entry | None, machine: str) -> str:
+    if entry is None:
+        return "–"
+    figure = f"<br>[![{lens} on {machine}]({entry.figure})]({entry.report})" if entry.figure else ""
+    return f"{entry.headline} [Report]({entry.report}){figure}"
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -200,14 +201,29 @@ def test_only_runs_what_it_names(house, capsys):
 
 
 def test_the_index_says_which_reports_are_of_which_hardware():
-    def entry(lens, cpu):
-        return index_reports.Entry(
-            lens, "", "", SimpleNamespace(environment=SimpleNamespace(gpu=None, cpu=cpu, cores=2))
-        )
+    def entry(cpu, day=1):
+        machine = SimpleNamespace(gpu=None, cpu=cpu, cores=2, date=f"2026-01-0{day}T00:00:00Z")
+        return index_reports.Entry("", "", "", SimpleNamespace(environment=machine))
 
-    assert index_reports.measured_on([entry("one", "A"), entry("two", "A")]) == "A, 2 cores"
-    mixed = [entry("one", "A"), entry("two", "B"), entry("three", "A")]
-    assert index_reports.measured_on(mixed) == "A, 2 cores (one, three); B, 2 cores (two)"
+    same = [("one", entry("A")), ("two", entry("A"))]
+    assert index_reports.measured_on(same) == "A, 2 cores; measured 2026-01-01"
+    mixed = [("one", entry("A", 3)), ("two", entry("B")), ("three", entry("A"))]
+    described = "A, 2 cores (one, three); B, 2 cores (two); measured from 2026-01-01 to 2026-01-03"
+    assert index_reports.measured_on(mixed) == described
+
+
+def test_the_index_is_one_table_with_a_headline_and_a_figure_for_each_machine():
+    text = index_reports.render()
+    (table,) = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    header, _, *lines = table.splitlines()
+    machines = [cell.strip() for cell in header.strip("|").split("|")][1:]
+    assert machines == sorted({path.name for path in HOUSE.glob("*/reports/*") if not path.name.endswith("-quick")})
+    assert len(lines) == 1 + len(run_all.LENSES)
+    for line in lines:
+        for cell in re.split(r"(?<!\\)\|", line.strip("|"))[1:]:
+            assert len(cell.split("[Report](")[0].split()) <= 30, cell
+            figure = re.search(r"<br>\[!\[.+\]\((\S+\.svg)\)\]", cell)[1]
+            assert (HOUSE / figure).is_file()
 
 
 def test_a_quick_run_leaves_the_index_alone(house, monkeypatch, capsys):

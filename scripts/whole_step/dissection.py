@@ -9,10 +9,10 @@ from typing import Any
 
 from benchkit.device import Device
 from jax_baseline.timing.engines import Engine, make_engine
+from whole_step.kernel_groups import Work, by_group, device_kernels, operator_calls
 
 # Autograd's own span around a compiled forward or backward that Inductor made.
 _COMPILED = "## Call CompiledFxGraph"
-_ON_DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _PROFILED_STEPS = 3
 
 # The measured hop of dispatcher-trace that stands for a dispatch key. A key that dispatcher-trace does not measure
@@ -45,6 +45,7 @@ class DissectedEngine:
         Returns:
             On a GPU, ``kernels`` (a count) and ``kernel_seconds``. Overlapping kernels of torch count once; kernels of
             JAX run one after another and are summed.
+            ``groups`` has ``seconds`` and ``calls`` of each kernel group; on a CPU of torch's operators.
             For torch also ``operators`` (calls) and ``hops`` (calls by kind of hop).
             For torch on a CPU also ``profiled_seconds``, the duration of the profiled step, and two parts of it:
             ``operator_seconds``, the operators' own time, and ``compiled_seconds``, the time in compiled programs
@@ -54,15 +55,16 @@ class DissectedEngine:
             if self._device == "cpu":
                 return {}
             times = self._engine.kernel_times(_PROFILED_STEPS)
-            return {"kernels": sum(k.calls for k in times), "kernel_seconds": sum(k.seconds for k in times)}
-        from dispatcher_trace.capture import profile
+            groups = by_group([Work(k.name, 0.0, k.seconds, k.calls) for k in times], steps=1)
+            total = {"kernels": sum(k.calls for k in times), "kernel_seconds": sum(k.seconds for k in times)}
+            return {**total, "groups": groups}
+        from dispatcher_trace.capture.profile import profiled
 
-        with profile.profiled() as profiled:
+        with profiled() as profile:
             start = time.perf_counter()
             self._engine.run(_PROFILED_STEPS)
             seconds = (time.perf_counter() - start) / _PROFILED_STEPS
-        found = per_step(profiled.events, profile.operator_spans(profiled.events), _PROFILED_STEPS)
-        return {**found, "profiled_seconds": seconds, "hops": self._hops()}
+        return {**per_step(profile.events, _PROFILED_STEPS), "profiled_seconds": seconds, "hops": self._hops()}
 
     def _hops(self) -> dict[str, int]:
         from dispatcher_trace import trace
@@ -88,18 +90,18 @@ def make_dissected_engine(
     return DissectedEngine(make_engine(spec, model, training, device), spec["framework"], device)
 
 
-def per_step(events: Sequence[Mapping[str, Any]], spans: Sequence[Any], steps: int) -> dict[str, Any]:
+def per_step(events: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """Compute the times and counts of one step from a profile of several.
 
     Args:
-        events: Events of the Chrome trace.
-        spans: Spans of the operators in it, with their own time in seconds.
+        events: Events of the Chrome trace of torch's profiler.
         steps: Number of steps that were profiled.
     """
-    on_device = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in _ON_DEVICE]
-    found: dict[str, Any] = {"operators": len(spans) / steps}
-    if on_device:
-        return found | {"kernels": len(on_device) / steps, "kernel_seconds": covered(on_device) * 1e-6 / steps}
+    operators = operator_calls(events)
+    found: dict[str, Any] = {"operators": len(operators) / steps}
+    if kernels := device_kernels(events):
+        times = {"kernels": len(kernels) / steps, "kernel_seconds": sum(each.seconds for each in kernels) / steps}
+        return {**found, **times, "groups": by_group(kernels, steps)}
     compiled = [
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "cpu_op" and e["name"].startswith(_COMPILED)
     ]
@@ -111,8 +113,9 @@ def per_step(events: Sequence[Mapping[str, Any]], spans: Sequence[Any], steps: i
         and any(start <= e["ts"] < stop for start, stop in compiled)
     ]
     return found | {
-        "operator_seconds": sum(span.seconds for span in spans) / steps,
+        "operator_seconds": sum(each.seconds for each in operators) / steps,
         "compiled_seconds": (covered(compiled) - covered(inside)) * 1e-6 / steps,
+        "groups": by_group(operators, steps),
     }
 
 

@@ -17,7 +17,7 @@ from jax_baseline.timing.engines import EngineSpec, bench_config
 from jax_baseline.timing.records import EngineFigures
 from torch_baseline.config import GPTConfig, TrainConfig
 from whole_step.dissection import make_dissected_engine
-from whole_step.report import REPORT
+from whole_step.report import PEER, REPORT
 from whole_step.variants import variants
 
 NAME = "end-to-end"
@@ -115,6 +115,8 @@ def _record_variants(
             values["last loss"] = Quantity(last[name], "nats")
         if (over := asked["variants"][name]["over"]) in measured:
             values["change"] = comparison.speedup(name, over=over)
+        if PEER in measured and PEER not in (name, over):
+            values[f"over {PEER}"] = comparison.speedup(name, over=PEER)
         run.record("variant", {"variant": name}, values)
         for what, why in engine.missing.items():
             asked_for = {"inspection": "last loss"}.get(what, what)
@@ -152,4 +154,5 @@ def _record_dissections(run: Run, apart: Mapping[str, Mapping[str, Any]]) -> Non
     for name, found in apart.items():
         values = {key: Quantity(found[key], unit) for key, unit in units.items() if key in found}
         if values:
-            run.record("dissection", {"variant": name}, values, {"hops": found.get("hops", {})})
+            data = {"hops": found.get("hops", {}), "groups": found["groups"]}
+            run.record("dissection", {"variant": name}, values, data)

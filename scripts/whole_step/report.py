@@ -2,38 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Quantity, Record, Results, numbers
-from benchkit.report import Figure, ReportSpec, markdown_table
-from benchkit.report.plotting import COLOURS, HATCHES, label_ticks, new_figure
+from benchkit.report import Figure, ReportSpec, markdown_table, paired_ratio_note
+from benchkit.report.plotting import COLOURS, HATCHES, hover, label_ticks, new_figure
 from benchkit.timing.limits import datasheet
 from jax_baseline.timing.bench import steps_taken
+from jax_baseline.timing.measurements import configure as configure_bench
+from whole_step.causes import Share, changes, has_groups, parts_of_steps
 from whole_step.dissection import dispatch_seconds
 
-
-class Share(NamedTuple):
-    """One part of a step's time."""
-
-    name: str
-    seconds: float
+# The strongest way to run the step in PyTorch alone; each variant is compared with it beside the reference.
+PEER = "compiled"
 
 
 def finding(results: Results) -> str:
-    """Sum the run up in one sentence."""
+    """Say which variant is fastest, and what this repository's kernels give at best and at worst."""
     records = results.select("variant")
     if not records:
         return "Nothing was measured."
-    best = max(records, key=lambda record: record["rate"].value)
-    first = results.one("variant", variant=results.configuration["reference"])
-    return (
-        f"One training step of {results.configuration['preset']} runs at {_rate(first)} in {_title(results, first)}, "
-        f"and at {_rate(best)}, {numbers.quantity(best['speedup'])} as fast, in {_title(results, best)}"
-        f"{_losses(results)}."
-    )
+    own = _own_kernels(results, numbers.quantity)
+    kernels = f" With this repository's kernels for its own, {', '.join(own)}." if own else ""
+    return f"{scope(results)}: {_fastest(results, numbers.quantity)}.{kernels}"
+
+
+def headline(results: Results) -> str:
+    """The finding in one sentence without intervals, for the index."""
+    if not results.select("variant"):
+        return "Nothing was measured."
+    own = _own_kernels(results, _without_interval)
+    kernels = f"; with this repository's kernels {own[0]}" if own else ""
+    return f"{scope(results)}: {_fastest(results, _without_interval)}{kernels}."
+
+
+def _without_interval(ratio: Quantity) -> str:
+    return numbers.with_unit(ratio.value, ratio.unit)
+
+
+def scope(results: Results) -> str:
+    """Say which step the run measured."""
+    asked = results.configuration
+    alone = ", one block alone" if asked.get("layers") == 1 else ""
+    return f"`{asked['preset']}`{alone}, batch {asked['batch_size']}, {asked['dtype']}"
+
+
+def _fastest(results: Results, shown: Callable[[Quantity], str]) -> str:
+    best = max(results.select("variant"), key=lambda record: record["rate"].value)
+    said = f"{_title(results, best)} is fastest at {numbers.count(best['rate'].value)} tokens/s"
+    for over in (PEER, str(results.configuration["reference"])):
+        if (ratio := ratio_over(results, best, over)) is not None:
+            return f"{said}, {shown(ratio)} {_plain_pytorch(over)}"
+    return said
+
+
+def _plain_pytorch(name: str) -> str:
+    return "torch.compile" if name == PEER else "eager PyTorch"
+
+
+def _own_kernels(results: Results, shown: Callable[[Quantity], str]) -> list[str]:
+    """Compare the variants with this repository's kernels to PyTorch's own, compiled and eager: worst and best."""
+    found: list[str] = []
+    for plain in (PEER, str(results.configuration["reference"])):
+        ratios = [
+            ratio
+            for record in results.select("variant")
+            if (engine := _engine(results, record))["parts"] and engine["compiled"] == (plain == PEER)
+            if (ratio := ratio_over(results, record, plain)) is not None
+        ]
+        if ratios:
+            low, high = (choose(ratios, key=lambda ratio: ratio.value) for choose in (min, max))
+            upto = f" to {shown(high)}" if len(ratios) > 1 else ""
+            runs, of = ("", "") if found else ("runs ", " of its speed")
+            found.append(f"{_plain_pytorch(plain)} {runs}at {shown(low)}{upto}{of}")
+    return found
+
+
+def _engine(results: Results, record: Record) -> dict[str, Any]:
+    engine: dict[str, Any] = results.configuration["variants"][record.labels["variant"]]["engine"]
+    return engine
+
+
+def ratio_over(results: Results, record: Record, over: str) -> Quantity | None:
+    """Return the paired speed of a variant over another; None if it is the same one, or the run has no such ratio.
+
+    Args:
+        results: The run.
+        record: The record of the variant.
+        over: Name of the other variant: the reference, :data:`PEER`, or what the variant is based on.
+    """
+    name = record.labels["variant"]
+    if name == over:
+        return None
+    if over == results.configuration["reference"]:
+        return record["speedup"]
+    based_on = results.configuration["variants"][name]["over"]
+    return record.values.get("change" if based_on == over else f"over {over}")
 
 
 def context(results: Results) -> dict[str, Any]:
@@ -41,9 +108,13 @@ def context(results: Results) -> dict[str, Any]:
     return {
         "asked": results.configuration,
         "steps_before": steps_before(results),
-        "variant_count": variant_count(results),
         "variant_table": variant_table(results),
-        "changes": _changes(results),
+        "losses": losses(results),
+        "disagreement": _disagreement(results),
+        "scope": scope(results),
+        "elsewhere": _batch_elsewhere(results),
+        "changes": changes(results),
+        "has_groups": has_groups(results),
         "share_table": _share_table(results),
         "hop_rows": [(str(record.labels["kind"]), _hop_cost(record["cost"])) for record in results.select("hop")],
         "uncertain_hops": any((record["cost"].low or 0.0) <= 0 for record in results.select("hop")),
@@ -71,10 +142,20 @@ def _peak(results: Results) -> str:
     return numbers.with_unit(sheet.flops[results.configuration["dtype"]], "FLOP/s")
 
 
-def variant_count(results: Results) -> str:
-    """Return the number of variants as a word."""
-    count = len(results.configuration["variants"])
-    return {4: "four", 6: "six"}.get(count, str(count))
+def _disagreement(results: Results) -> str:
+    """Say where the medians of the rates and the paired ratios over the reference disagree."""
+    records = results.select("variant")
+    return paired_ratio_note(
+        {_title(results, record): record["rate"].value for record in records},
+        {_title(results, record): record["speedup"].value for record in records},
+        results.configuration["variants"][results.configuration["reference"]]["title"],
+    )
+
+
+def _batch_elsewhere(results: Results) -> int:
+    """Return the batch size of jax-baseline's table of the same step."""
+    bench: Any = configure_bench("cuda" if results.environment.gpu else "cpu", False)["bench"]
+    return int(bench["batch_size"])
 
 
 def figures(results: Results) -> Sequence[Figure]:
@@ -84,9 +165,10 @@ def figures(results: Results) -> Sequence[Figure]:
         found.append(
             Figure(
                 "throughput",
-                f"Tokens per second of the same training step of {results.configuration['preset']}, "
-                f"{variant_count(results)} variants; whiskers from the 20th to the 80th percentile of the rounds.",
+                f"Tokens per second of the same training step ({scope(results)}); whiskers from the 20th to the 80th "
+                "percentile of the rounds, × is the paired ratio over eager PyTorch.",
                 lambda: _draw_throughput(results),
+                alt="Speed of each variant of the step",
             )
         )
     if parts_of_steps(results):
@@ -101,6 +183,7 @@ def figures(results: Results) -> Sequence[Figure]:
                     "engine, the optimizer's own code, and waiting."
                 ),
                 lambda: _draw_shares(results),
+                alt="Parts of each step's time",
             )
         )
     return found
@@ -115,7 +198,9 @@ def variant_table(results: Results) -> str:
     """Return a row for each variant: speed, memory, compilation, loss. The index of reports shows it too."""
     records = results.select("variant")
     has_mfu = any("MFU" in record.values for record in records)
-    header = ["the step", "tokens/s", "against eager", *(["MFU", "peak memory"] if has_mfu else [])]
+    peer = results.configuration["variants"].get(PEER, {}).get("title", "")
+    header = ["the step", "tokens/s", "against eager", *([f"against {peer}"] if peer else [])]
+    header += ["MFU", "peak memory"] if has_mfu else []
     header += ["first step", f"loss after {steps_before(results)} steps"]
     rows = []
     for record in records:
@@ -126,6 +211,7 @@ def variant_table(results: Results) -> str:
                 _title(results, record),
                 numbers.quantity(record["rate"]).replace(" tokens/s", ""),
                 "1" if reference else numbers.quantity(record["speedup"]),
+                *([_over_peer(results, record)] if peer else []),
                 *optional,
                 numbers.with_unit(record["first step"].value, "s"),
                 f"{record['last loss'].value:.4f}" if "last loss" in record.values else "–",
@@ -134,85 +220,11 @@ def variant_table(results: Results) -> str:
     return markdown_table(header, rows)
 
 
-def _changes(results: Results) -> list[dict[str, str]]:
-    """Return what each variant changes and how fast it is, compared with the variant that it is based on."""
-    found = []
-    for record in results.select("variant"):
-        variant = results.configuration["variants"][record.labels["variant"]]
-        if "change" not in record.values:
-            continue
-        over = results.one("variant", variant=variant["over"])
-        found.append(
-            {
-                "title": _title(results, record),
-                "over": _title(results, over),
-                "change": variant["change"],
-                "lens": variant["lens"],
-                "speedup": numbers.quantity(record["change"]),
-                "verdict": _verdict(record["change"]),
-                "counts": _counts(results, str(over.labels["variant"]), str(record.labels["variant"])),
-            }
-        )
-    return found
-
-
-def _verdict(change: Quantity) -> str:
-    assert change.low is not None
-    assert change.high is not None
-    if change.low > 1:
-        return "faster"
-    return "slower" if change.high < 1 else "no difference that this run can resolve"
-
-
-def _counts(results: Results, before: str, after: str) -> str:
-    """Compare the numbers of operators, hops and kernels of two variants, where both were counted."""
-    old, new = (results.select("dissection", variant=name) for name in (before, after))
-    if not old or not new:
-        return ""
-    parts = [
-        f"{what} {_change(old[0][key].value, new[0][key].value)}"
-        for key, what in (("operators", "operator calls"), ("kernels", "GPU kernels"))
-        if key in old[0].values and key in new[0].values
-    ]
-    hops = [sum(record.data["hops"].values()) for record in (old[0], new[0])]
-    if all(hops):
-        parts.append(f"hops above the backend {_change(*hops)}")
-    return ", ".join(parts)
-
-
-def _change(before: float, after: float) -> str:
-    if before == after:
-        return f"{numbers.count(before)} in both"
-    return f"{numbers.count(before)} → {numbers.count(after)}"
-
-
-def parts_of_steps(results: Results) -> dict[str, list[Share]]:
-    """Return the parts of each profiled step, by variant.
-
-    The parts add up to the step. Where the step was slower while it was profiled they add up to more, and the last
-    part is 0.
-    """
-    costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
-    found = {}
-    for record in results.select("dissection"):
-        step = results.one("variant", variant=record.labels["variant"])["step"].value
-        if "kernel_seconds" in record.values:
-            busy = min(record["kernel_seconds"].value, step)
-            found[str(record.labels["variant"])] = [Share("kernels", busy), Share("GPU idle", step - busy)]
-        elif "operator_seconds" in record.values:
-            dispatch = dispatch_seconds(record.data["hops"], costs)
-            # On a CPU the profiler slows what it times, and the machine may be faster or slower than it was before.
-            scale = step / record["profiled_seconds"].value
-            operators = max(record["operator_seconds"].value * scale - dispatch, 0.0)
-            compiled = record["compiled_seconds"].value * scale
-            rest = max(step - operators - compiled - dispatch, 0.0)
-            found[str(record.labels["variant"])] = [
-                Share("kernels of operators", operators),
-                Share("compiled kernels", compiled),
-                Share("dispatcher", dispatch),
-                Share("rest", rest),
-            ]
-    return found
+def _over_peer(results: Results, record: Record) -> str:
+    if record.labels["variant"] == PEER:
+        return "1"
+    ratio = ratio_over(results, record, PEER)
+    return "–" if ratio is None else numbers.quantity(ratio)
 
 
 def _share_table(results: Results) -> str:
@@ -264,21 +276,16 @@ def _title(results: Results, record: Record) -> str:
     return title
 
 
-def _rate(record: Record) -> str:
-    return f"{numbers.count(record['rate'].value)} tokens/s"
-
-
-def _losses(results: Results) -> str:
-    """How far the last losses lie apart; empty where no two are known."""
+def losses(results: Results) -> str:
+    """Say how far the last losses lie apart; empty where no two are known."""
     records = results.select("variant")
-    losses = [record["last loss"].value for record in records if "last loss" in record.values]
-    if len(losses) < 2:
+    known = [record["last loss"].value for record in records if "last loss" in record.values]
+    if len(known) < 2:
         return ""
-    which = "all" if len(losses) == len(records) else "the"
+    which = f"all {len(known)} variants" if len(known) == len(records) else f"the {len(known)} variants with a loss"
     return (
-        f"; after {steps_before(results)} equal steps the losses of {which} {len(losses)} variants"
-        f"{'' if which == 'all' else ' of which they are known'} lie within "
-        f"{numbers.error_size(max(losses) - min(losses))} nats of one another"
+        f"After {steps_before(results)} equal steps the losses of {which} lie within "
+        f"{numbers.error_size(max(known) - min(known))} nats of one another."
     )
 
 
@@ -289,7 +296,9 @@ def _draw_throughput(results: Results) -> MatplotlibFigure:
         rate = record["rate"]
         assert rate.low is not None
         assert rate.high is not None
-        axes.barh(index, rate.value, height=0.68, color=COLOURS[index], hatch=HATCHES[index], edgecolor="white")
+        look = index % len(COLOURS)
+        bar = axes.barh(index, rate.value, height=0.68, color=COLOURS[look], hatch=HATCHES[look], edgecolor="white")
+        hover(bar[0], f"{_title(results, record)}: {numbers.quantity(rate)}")
         axes.errorbar(
             rate.value, index, xerr=[[rate.value - rate.low], [rate.high - rate.value]], color="black", capsize=3
         )
@@ -302,33 +311,34 @@ def _draw_throughput(results: Results) -> MatplotlibFigure:
     axes.set_xlim(0, 1.35 * max(record["rate"].high or 0.0 for record in records))
     axes.locator_params(axis="x", nbins=6)
     label_ticks(axes.xaxis)
-    axes.set_xlabel("tokens/s")
+    axes.set_xlabel("tokens/s, higher is better")
     return figure
 
 
 def _draw_shares(results: Results) -> MatplotlibFigure:
     shares: Mapping[str, list[Share]] = parts_of_steps(results)
     figure, axes = new_figure(7.5, 0.55 * len(shares) + 1.3)
-    for row, parts in enumerate(shares.values()):
-        left = 0.0
+    for row, (name, parts) in enumerate(shares.items()):
+        left, whole = 0.0, sum(part.seconds for part in parts)
         for index, share in enumerate(parts):
-            axes.barh(
+            bar = axes.barh(
                 row,
                 share.seconds * 1e3,
                 left=left,
                 height=0.68,
-                color=COLOURS[index],
-                hatch=HATCHES[index],
+                color=COLOURS[index % len(COLOURS)],
+                hatch=HATCHES[(index + index // len(COLOURS)) % len(HATCHES)],
                 edgecolor="white",
                 label=share.name if row == 0 else None,
             )
+            hover(bar[0], f"{results.configuration['variants'][name]['title']}, {share.name}: {_share(share, whole)}")
             left += share.seconds * 1e3
     axes.set_yticks(range(len(shares)), [results.configuration["variants"][name]["title"] for name in shares])
     axes.invert_yaxis()
     axes.grid(visible=False, axis="y")
-    axes.set_xlabel("ms a step")
+    axes.set_xlabel("ms a step, lower is better")
     figure.legend(loc="outside upper center", ncols=4, fontsize=9, frameon=False)
     return figure
 
 
-REPORT = ReportSpec("whole_step", context, figures, finding)
+REPORT = ReportSpec("whole_step", context, figures, finding, headline=headline)

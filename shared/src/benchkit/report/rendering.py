@@ -46,9 +46,11 @@ class ReportSpec:
         package: Name of the import package whose ``templates/report.md.j2`` extends ``report_base.md.j2``.
         context: Computes the template's variables from the results.
         figures: Makes the figures; the template places each with ``{{ figure("name") }}``.
-        finding: Computes one sentence from the results that says what the run found. The report begins with it, and the
-            index of reports contains it.
+        finding: Computes what the run found, in at most two sentences and 60 words, from the results: scope, strongest
+            peer, worst result beside the best. The report begins with it.
         migrate: Turns the records of an older document into today's, see :func:`benchkit.results.load`.
+        headline: Computes the finding in one sentence of at most 30 words, for the index of reports. The default is the
+            first sentence of the finding.
     """
 
     package: str
@@ -56,6 +58,13 @@ class ReportSpec:
     figures: Callable[[Results], Sequence[Figure]]
     finding: Callable[[Results], str]
     migrate: Callable[[Results], Results] | None = None
+    headline: Callable[[Results], str] | None = None
+
+    def one_sentence(self, results: Results) -> str:
+        """The headline, or the first sentence of the finding if the lens has none."""
+        if self.headline is not None:
+            return self.headline(results)
+        return re.split(r"(?<=[.!?]) (?=[A-Z`])", self.finding(results))[0]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
