@@ -46,4 +46,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return markdown
     markdown = pages.draw_diagrams(path, pages.link_to_source_pages(site, path, markdown))
     markdown = pages.distinct_heading(path, markdown)
-    return for_python_markdown(markdown)
+    return for_python_markdown(pages.with_machine_switch(site, path, markdown))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let a report's figures show values under the pointer."""
+    return pages.with_hover_values(_ROOT / page.file.src_uri, html)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MISSING = [name for name in ("mkdocs", "material", "mkdocstrings", "griffe") if importlib.util.find_spec(name) is None]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 REPORT = "framework-internals/dispatcher-trace/reports/cpu/report.html"
+WHOLE_STEP = "framework-internals/reports/cpu/report.html"
 CATALOGUE = "framework-internals/compile-bench/catalogue/CATALOGUE.html"
 VIEWER = "framework-internals/dispatcher-trace/reports/cpu/gpt_step.html"
 pytestmark = [
@@ -57,6 +58,8 @@ class Outline(HTMLParser):
         self.ids |= {values[name] for name in ("id", "name") if name in values}
         if tag == "a" and "href" in values:
             self.links.add(values["href"])
+        elif tag == "svg" and values.get("role") == "img":  # a figure that is in the page instead of beside it
+            self.elements["img"] += 1
         elif tag in ("img", "script", "iframe") and "src" in values:
             self.loads.add(values["src"])
         elif tag == "link" and values.get("rel") in ("stylesheet", "icon"):
@@ -287,6 +290,47 @@ def test_the_reader_chooses_light_or_dark_and_it_stays(built, browser):
         seen.append(page.evaluate(scheme))
     page.reload()
     assert [*seen, page.evaluate(scheme)] == ["default", "default", "slate", "slate"]
+
+
+def test_the_other_machine_is_at_the_same_place_of_its_report(built, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 500})
+    page.goto((built / WHOLE_STEP).as_uri())
+    assert page.locator(".machine-switch [aria-current=page]").inner_text() == "cpu"
+    page.locator("#what-explains-the-difference").scroll_into_view_if_needed()
+    page.evaluate("document.getElementById('what-explains-the-difference').scrollIntoView()")
+    page.get_by_role("link", name="nvidia-h200", exact=True).first.click()
+    page.wait_for_url("**/nvidia-h200/report.html#what-explains-the-difference")
+    page.goto((built / WHOLE_STEP).as_uri())
+    page.evaluate(
+        """sessionStorage.setItem("sections above", '["gone", "what-this-does-not-show"]'); location.hash = "gone";"""
+    )
+    page.reload()
+    page.wait_for_url("**#what-this-does-not-show")
+
+
+def test_a_table_is_sorted_by_a_click_and_by_a_key(built, browser):
+    page = browser.new_page()
+    page.goto((built / WHOLE_STEP).as_uri())
+    column = "[...document.querySelector('article table').tBodies[0].rows].map((row) => row.cells[1].innerText)"
+
+    def rates() -> list[float]:
+        return [float(text.split(" ")[0].replace(",", "")) for text in page.evaluate(column)]
+
+    before = rates()
+    button = page.get_by_role("button", name="tokens/s")
+    button.click()
+    assert rates() == sorted(before) != before
+    button.press("Enter")
+    assert rates() == sorted(before, reverse=True)
+
+
+def test_a_figure_shows_its_values_under_the_pointer(built, browser):
+    page = browser.new_page()
+    page.goto((built / WHOLE_STEP).as_uri())
+    titles = page.locator("article svg.figure").first.locator("title")
+    assert "tokens/s" in titles.first.text_content()
+    ids = page.evaluate("[...document.querySelectorAll('article [id]')].map(({ id }) => id)")
+    assert len(ids) == len(set(ids))
 
 
 def test_the_viewer_and_the_catalogue_search(built, browser):

@@ -138,6 +138,28 @@ def test_the_examples_have_the_order_of_their_table(site):
     assert [Path(example).parent.name for example in examples[:4]] == ["csrc", "vector_add", "scale", "bias_gelu"]
 
 
+def test_a_report_leads_to_the_same_report_of_the_other_machine(site):
+    page = "framework-internals/custom-ops/reports/cpu/report.md"
+    text = pages.with_machine_switch(site, page, "# A\n\nB")
+    assert text.startswith("# A\n\n<nav ")
+    assert re.findall(r'href="([^"]+)"', text) == ["../cpu/report.html", "../nvidia-h200/report.html"]
+    assert re.findall(r'href="([^"]+)" aria-current', text) == ["../cpu/report.html"]
+    assert pages.with_machine_switch(site, "README.md", "# A") == "# A"
+    assert pages.with_machine_switch(site, "framework-internals/versions/report.md", "# A") == "# A"
+
+
+def test_a_figure_with_values_under_the_pointer_is_inside_its_page(tmp_path):
+    (tmp_path / "figures").mkdir()
+    drawing = '<?xml version="1.0"?>\n<svg width="1"><g id="a"><title>3 ms</title><use xlink:href="#a"/></g></svg>'
+    (tmp_path / "figures" / "speed.svg").write_text(drawing)
+    (tmp_path / "figures" / "plain.svg").write_text("<svg/>")
+    html = '<img alt="Speed" src="figures/speed.svg" /> <img alt="Plain" src="figures/plain.svg" />'
+    shown = pages.with_hover_values(tmp_path / "report.md", html)
+    assert shown.startswith('<svg class="figure" role="img" aria-label="Speed" width="1"><g id="speed-a"><title>3 ms')
+    assert 'xlink:href="#speed-a"' in shown
+    assert shown.endswith('<img alt="Plain" src="figures/plain.svg" />')
+
+
 def test_a_source_is_fenced_with_more_ticks_than_it_has(tmp_path):
     path = tmp_path / "ticks.py"
     path.write_text('TEXT = """\n````python\n"""\n')

@@ -44,6 +44,7 @@ _PAGES = (
 )
 _LENS_PAGES = ("*.md", "csrc/**/*.md", "catalogue/*.md", "reports/*/report.md")
 _MERMAID = re.compile(r"^```mermaid\n.*?^```$", re.MULTILINE | re.DOTALL)
+_SHOWN_FIGURE = re.compile(r'<img alt="(?P<alt>[^"]*)" src="(?P<path>figures/[^"]+\.svg)" ?/?>')
 _SOURCES = ("examples/*.py", "examples/*.sh", f"{HOUSE}/*/examples/*.py")
 
 Navigation = Sequence["str | Mapping[str, str | Navigation]"]
@@ -160,6 +161,49 @@ def distinct_heading(page: str, text: str) -> str:
     if path.name != "NOTES.md" and path.parent.parent.name != "reports":
         return text
     return re.sub(r"^# .+$", rf"\g<0> · {path.parent.name}", text, count=1, flags=re.MULTILINE)
+
+
+def with_machine_switch(site: Site, page: str, text: str) -> str:
+    """Return a report with links to the same report of the other machines below its heading.
+
+    Args:
+        site: The site.
+        page: Path from the root.
+        text: The page's Markdown.
+    """
+    path = PurePosixPath(page)
+    machines = [_machine(other) for other in site.pages if other.startswith(f"{path.parent.parent}/")]
+    if path.parent.parent.name != "reports" or len(machines) < 2:
+        return text
+    links = " ".join(
+        f'<a href="../{machine}/report.html"{" aria-current=page" if machine == _machine(page) else ""}>{machine}</a>'
+        for machine in machines
+    )
+    heading, _, rest = text.partition("\n")
+    return f'{heading}\n\n<nav class="machine-switch" aria-label="Machine">Measured on {links}</nav>\n{rest}'
+
+
+def with_hover_values(page: Path, html: str) -> str:
+    """Return the HTML of a page with those figures inside it that show values under the pointer.
+
+    A picture that a page only refers to shows no titles.
+
+    Args:
+        page: Path of the page's Markdown, beside which the figures are.
+        html: The page as HTML.
+    """
+
+    def inside(image: re.Match[str]) -> str:
+        text = (page.parent / image["path"]).read_text(encoding="utf-8")
+        if "<title>" not in text:
+            return image[0]
+        drawing = text[text.index("<svg") :]
+        drawing = re.sub(r"<metadata>.*?</metadata>", "", drawing, flags=re.DOTALL)
+        # Names are unique within a figure, and now have to be unique within the page.
+        drawing = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{PurePosixPath(image['path']).stem}-", drawing)
+        return drawing.replace("<svg", f'<svg class="figure" role="img" aria-label="{image["alt"]}"', 1)
+
+    return _SHOWN_FIGURE.sub(inside, html)
 
 
 def source_page(path: Path) -> str:

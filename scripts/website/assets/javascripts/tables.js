@@ -14,3 +14,41 @@ document$.subscribe(() => {
   // Material puts its tables into their boxes when it mounts the page, which is after this.
   requestAnimationFrame(() => document.querySelectorAll(".md-typeset__scrollwrap").forEach((box) => observer.observe(box)));
 });
+
+// A click on a column's heading sorts by it, a second one the other way round. Cells begin with a number in a unit, or with text.
+document$.subscribe(() => {
+  const units = { ns: 1e-9, "µs": 1e-6, ms: 1e-3, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, TiB: 2 ** 40, k: 1e3, M: 1e6, G: 1e9, T: 1e12 };
+  const number = (text) => {
+    const found = /^([+−-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)(?: ([nµm]s\b|[KMGT]iB|[kMGT](?=B|FLOP)))?/.exec(text);
+    return found ? Number(found[1].replaceAll(",", "").replace("−", "-")) * (units[found[2]] ?? 1) : NaN;
+  };
+  const sort = (table, column, way) => {
+    const keyed = [...table.tBodies[0].rows].map((row) => {
+      const text = row.cells[column].textContent.trim();
+      return { row, text, value: number(text) };
+    });
+    keyed.sort((a, b) => {
+      const [known, other] = [!isNaN(a.value), !isNaN(b.value)];
+      if (known !== other) return known ? -1 : 1; // what was not measured stays below
+      return way * (known ? a.value - b.value : a.text.localeCompare(b.text));
+    });
+    table.tBodies[0].append(...keyed.map(({ row }) => row));
+  };
+  for (const table of document.querySelectorAll("article table:not([class])")) {
+    if (table.tBodies[0].rows.length < 3) continue;
+    [...table.tHead.rows[0].cells].forEach((cell, column) => {
+      if (!cell.textContent.trim()) return;
+      const button = document.createElement("button");
+      button.type = "button";
+      button.title = "Sort";
+      button.append(...cell.childNodes);
+      cell.append(button);
+      button.addEventListener("click", () => {
+        const way = cell.ariaSort === "ascending" ? "descending" : "ascending";
+        for (const other of table.tHead.rows[0].cells) other.removeAttribute("aria-sort");
+        cell.ariaSort = way;
+        sort(table, column, way === "ascending" ? 1 : -1);
+      });
+    });
+  }
+});
