@@ -19,7 +19,7 @@ from jax_baseline.timing.engines import Preparation
 from whole_step import measure
 from whole_step.causes import parts_of_steps
 from whole_step.dissection import covered, dispatch_seconds, per_step
-from whole_step.kernel_groups import GROUPS, group_of
+from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import REPORT, finding, steps_before
 from whole_step.variants import every_operator, norm, variants
 
@@ -236,6 +236,34 @@ def test_an_operator_of_the_backward_pass_belongs_with_its_forward_operator():
     groups = per_step(events, steps=1)["groups"]
     assert groups["norm"] == pytest.approx({"seconds": 17e-6, "calls": 3})
     assert groups["elementwise"] == pytest.approx({"seconds": 2e-6, "calls": 1})
+
+
+def test_the_operators_of_a_real_step_are_in_their_groups():
+    from dispatcher_trace.capture.profile import profiled
+    from torch_baseline.config import GPTConfig
+    from torch_baseline.model import GPT
+
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, block_size=16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
+    with profiled() as profile:
+        model(tokens, tokens).backward()
+        optimizer.step()
+    operators = {work.names.split()[-1]: work for work in operator_calls(profile.events)}
+    found = {name: group_of(work.names) for name, work in operators.items()}
+    expected = {
+        "aten::mm": "matmul",
+        "aten::scaled_dot_product_attention": "attention",
+        "aten::rms_norm": "norm",
+        "aten::pow": "norm",
+        "aten::gelu": "elementwise",
+        "aten::gelu_backward": "elementwise",
+        "aten::_log_softmax_backward_data": "loss",
+        "aten::addcdiv_": "optimizer",
+    }
+    assert {name: found[name] for name in expected} == expected
+    groups = per_step(profile.events, steps=1)["groups"]
+    assert all(group["calls"] > 0 for group in groups.values())
 
 
 def test_a_launch_gives_a_kernel_the_names_of_its_operator():
