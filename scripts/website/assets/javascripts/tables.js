@@ -35,7 +35,7 @@ document$.subscribe(() => {
     table.tBodies[0].append(...keyed.map(({ row }) => row));
   };
   for (const table of document.querySelectorAll("article table:not([class])")) {
-    if (table.tBodies[0].rows.length < 3) continue;
+    if (table.tBodies[0].rows.length < 3 || table.querySelector("td :is(img, svg)")) continue; // the index is prose and figures
     [...table.tHead.rows[0].cells].forEach((cell, column) => {
       if (!cell.textContent.trim()) return;
       const button = document.createElement("button");
