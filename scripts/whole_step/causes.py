@@ -37,12 +37,14 @@ def parts_of_steps(results: Results) -> dict[str, list[Share]]:
     part is 0. Kernels are split by group where the run recorded the groups.
     """
     costs = {str(record.labels["kind"]): record["cost"].value for record in results.select("hop")}
+    groups = has_groups(results)
     found = {}
     for record in results.select("dissection"):
         step = results.one("variant", variant=record.labels["variant"])["step"].value
         if "kernel_seconds" in record.values:
             busy = min(record["kernel_seconds"].value, step)
-            found[str(record.labels["variant"])] = [*_split(record, "kernels", busy), Share("GPU idle", step - busy)]
+            kernels = _by_group(record, busy) if groups else [Share("kernels", busy)]
+            found[str(record.labels["variant"])] = [*kernels, Share("GPU idle", step - busy)]
         elif "operator_seconds" in record.values:
             dispatch = dispatch_seconds(record.data["hops"], costs)
             # On a CPU the profiler slows what it times, and the machine may be faster or slower than it was before.
@@ -50,8 +52,9 @@ def parts_of_steps(results: Results) -> dict[str, list[Share]]:
             operators = max(record["operator_seconds"].value * scale - dispatch, 0.0)
             compiled = record["compiled_seconds"].value * scale
             rest = max(step - operators - compiled - dispatch, 0.0)
+            kernels = _by_group(record, operators) if groups else [Share("kernels of operators", operators)]
             found[str(record.labels["variant"])] = [
-                *_split(record, "kernels of operators", operators),
+                *kernels,
                 Share("compiled kernels", compiled),
                 Share("dispatcher", dispatch),
                 Share("rest", rest),
@@ -60,8 +63,9 @@ def parts_of_steps(results: Results) -> dict[str, list[Share]]:
 
 
 def has_groups(results: Results) -> bool:
-    """Tell whether the run recorded the kernel time by group."""
-    return any(record.data.get("groups") for record in results.select("dissection"))
+    """Tell whether the run recorded the kernel time of every step by group."""
+    records = results.select("dissection")
+    return bool(records) and all(record.data.get("groups") for record in records)
 
 
 def changes(results: Results) -> list[Change]:
@@ -100,11 +104,9 @@ def verdict(change: Quantity) -> str:
     return "slower" if change.high < 1 else "no difference that this run can resolve"
 
 
-def _split(record: Record, whole: str, seconds: float) -> list[Share]:
+def _by_group(record: Record, seconds: float) -> list[Share]:
     """Divide the time of the kernels among their groups."""
-    groups = record.data.get("groups")
-    if not groups:
-        return [Share(whole, seconds)]
+    groups = record.data["groups"]
     total = sum(group["seconds"] for group in groups.values()) or 1.0
     return [Share(name, seconds * group["seconds"] / total) for name, group in groups.items()]
 
@@ -112,8 +114,6 @@ def _split(record: Record, whole: str, seconds: float) -> list[Share]:
 def _differences(before: Sequence[Share], after: Sequence[Share]) -> str:
     """List the changes of a step's parts, the largest first."""
     old, new = (dict(parts) for parts in (before, after))
-    if old.keys() != new.keys():  # one has groups, the other has none
-        return f"the step {_signed(sum(new.values()) - sum(old.values()))}"
     step = sum(old.values())
     deltas = sorted(((new[name] - old[name], name) for name in old), key=lambda item: -abs(item[0]))
     large = sum(abs(delta) >= _SMALL * step for delta, _ in deltas)

@@ -64,7 +64,7 @@ class ReportSpec:
         """The headline, or the first sentence of the finding if the lens has none."""
         if self.headline is not None:
             return self.headline(results)
-        return re.split(r"(?<=[.!?]) (?=[A-Z`])", self.finding(results))[0]
+        return re.split(r"(?<=[.!?]) ", self.finding(results))[0]
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:

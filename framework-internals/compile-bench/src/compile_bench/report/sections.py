@@ -60,6 +60,16 @@ def finding(results: Results) -> str:
     return f"{sentence}. {_others(case, cases)}".strip()
 
 
+def one_sentence(results: Results) -> str:
+    """The finding in at most 30 words, for the index: the best and the worst case."""
+    cases = measured_cases(results)
+    found = [case for case in cases if case.mode == "default"]
+    if len(found) > 2:
+        return _others(headline(cases), cases)
+    shown = [f"{title(case)} {numbers.with_unit(case.steady.speedup.value, '×')} ({_seen(case)})" for case in found]
+    return f"A compiled step beside the eager one: {', '.join(shown) or 'no case could be measured to the end'}."
+
+
 def _paid_after(case: MeasuredCase) -> str:
     """The break-even with empty caches, and the earliest other one."""
     verdict = case.verdict
@@ -141,7 +151,7 @@ def context(results: Results) -> dict[str, Any]:
     }
 
 
-REPORT = ReportSpec("compile_bench", context, figures, finding, migrate)
+REPORT = ReportSpec("compile_bench", context, figures, finding, migrate, one_sentence)
 
 
 def _answers(case: MeasuredCase) -> list[tuple[str, str]]:
