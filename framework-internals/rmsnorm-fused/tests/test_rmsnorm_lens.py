@@ -17,6 +17,7 @@ from benchkit.environment import Gpu, capture
 from benchkit.report import render
 from benchkit.results import Recorder
 from benchkit.run import Run
+from benchkit.timing.limits import memory_limits
 from benchkit.timing.statistics import worst
 from rmsnorm_fused import lens
 from rmsnorm_fused.bench import candidates, measure, training
@@ -63,6 +64,9 @@ def results(tmp_path_factory):
     found, absent = {EAGER: FORMULA, TORCH: candidates.Candidate(candidates._torch_rms_norm)}, {"`cuda`": "no GPU"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lens, "usable", lambda device: ({**found, "cpp": FORMULA}, absent))
+        patch.setattr(
+            lens, "memory_limits", lambda device: memory_limits(device, bytes_per_tensor=1 << 20, seconds=0.01)
+        )
         patch.setattr(lens, "product_limits", lambda device: lens_product_limits())
         patch.setattr(training.GPTConfig, "preset", lambda name: GPTConfig(n_layer=1, n_embd=32, block_size=16))
         lens.collect(run)
@@ -125,7 +129,8 @@ def test_the_report_renders(results):
     for title in ("Deterministic gradients", "A quantised result", "In a training step", "The same in bfloat16"):
         assert title in text
     drawn = figures(results)
-    assert {f.name for f in drawn} == {"headline", "roofline", "widths-forward", "widths-backward", "batches-calls"}
+    names = {"headline", "roofline", "widths-forward", "widths-backward", "batches-calls", "training"}
+    assert {f.name for f in drawn} == names
     for figure in drawn:
         figure.draw()
 
@@ -170,6 +175,12 @@ def called(name, time, gradient, rows=1):
     return Record("call", {**labels, "gradient": gradient}, {"time": seconds(time)})
 
 
+def trained(norm, speedup):
+    values = {"time": seconds(0.06), "rate": Quantity(5e5, "tokens/s"), "loss": Quantity(11.0, "nats")}
+    values |= {} if speedup is None else {"speedup": Quantity(speedup, "×", speedup, speedup, 9, "bootstrap 95%")}
+    return Record("training", {"mode": "compiled", "norm": norm}, values)
+
+
 @pytest.fixture(scope="module")
 def on_h200(results):
     gpu = Gpu("NVIDIA H200", "9.0", 132, 1 << 37, 60 << 20, "13.0")
@@ -203,6 +214,10 @@ def on_h200(results):
         called(QUACK, 1.3e-5, gradient=False),
         called(QUACK, 1.4e-5, gradient=True),
         Record("memory", {"implementation": "cuda"}, {"peak": Quantity(3 * (1 << 28), "B")}),
+        timed("quantised", "headline", EAGER, 2.7e-3, fraction=0.04),
+        timed("quantised", "headline", "triton", 1.6e-4, fraction=0.59),
+        trained("nn.RMSNorm", None),
+        trained("cuda", 0.94),
     ]
     return replace(
         results, environment=environment, configuration=lens.configure("cuda", False), records=tuple(records)
@@ -221,9 +236,42 @@ def test_the_targets_are_computed_from_the_records(on_h200):
         "| small batches, kernel, against the fastest of the others | ≥ 1.00× | 0.950× (cuda at 8 × 4096) | **no** |",
         "| small batches, call from Python | ≤ 10.0 µs | 6.40 µs (cuda at 8 × 4096) | yes | 13.0 µs (quack at 1 ×",
         "| forward, against the eager formula | ≥ 12.0× | 12.5× (cuda) | yes | 12.2× (quack) |",
-        "4 of the 13 targets",
+        "| a float8 result | ≥ 90.0 % | 59.0 % (triton) | **no** |",
+        "| the compiled training step, against nn.RMSNorm | ≥ 1.00× | 0.940× (cuda) | **no** |",
+        "4 of the 19 targets",
     ):
         assert line in text
+
+
+def test_the_finding_names_the_strongest_peer_and_the_worst_results(on_h200):
+    text = finding(on_h200)
+    assert "1.02× the speed of the fastest other implementation (quack)" in text
+    assert EAGER not in text
+    assert "Its worst: 59 % of the limit (a float8 result) and 0.940× the speed of nn.RMSNorm" in text
+    assert "(the compiled training step, `gpt2-124m`)" in text
+
+
+def test_what_exceeds_the_limit_is_named(on_h200):
+    above = timed("forward", "add", "cuda", 2.5e-4, fraction=1.055)
+    text = render(replace(on_h200, records=(*on_h200.records, above)), lens.REPORT)
+    assert "can exceed 100 %: `cuda` reaches 105.5 % (forward with a residual)." in " ".join(text.split())
+    assert "can exceed 100 %." in " ".join(render(replace(on_h200, records=()), lens.REPORT).split())
+
+
+def test_one_pass_with_two_times_is_explained_beside_them(results):
+    """The backward pass of one implementation alone finds its operands in the cache; beside others it does not."""
+    record = results.one("determinism", implementation="cpp")
+    other = results.one("backward", group="headline", implementation="cpp")
+    twice = replace(record, values={**record.values, "default": seconds(2 * other["time"].value)})
+    records = tuple(twice if each is record else each for each in results.records)
+    text = render(replace(results, records=records), lens.REPORT)
+    assert "here and" in text
+    assert "beside the others: both rotate through more operands than the last-level cache holds" in text
+    before = tuple(each for each in records if each.name != "memory limit")
+    assert "beside the others: this run used one set" in render(replace(results, records=before), lens.REPORT)
+    same = replace(record, values={**record.values, "default": other["time"]})
+    records = tuple(same if each is record else each for each in results.records)
+    assert "beside the others:" not in render(replace(results, records=records), lens.REPORT)
 
 
 def test_targets_are_for_one_machine_and_shape(on_h200):
@@ -244,7 +292,8 @@ def test_the_report_of_a_gpu_has_kernels_calls_and_memory(on_h200):
     assert "(`cuda`) against 1.90 µs" in text
     assert "| `cuda` | 768 MiB | 3.00 |" in text
     drawn = {figure.name: figure for figure in figures(on_h200)}
-    assert drawn.keys() == {"headline", "add", "roofline", "widths-forward", "batches-kernels", "batches-calls"}
+    names = {"headline", "add", "roofline", "widths-forward", "batches-kernels", "batches-calls", "training"}
+    assert drawn.keys() == names
     for figure in drawn.values():
         figure.draw()
 
@@ -485,27 +534,29 @@ def test_the_worst_share_is_the_largest():
     assert worst(iter((0.5, 0.75, 0.25))) == 0.75
 
 
-@pytest.mark.parametrize("faster", ["clone", "kernel"])
-def test_the_copy_of_a_gpu_is_the_faster_of_two(monkeypatch, faster):
-    x, sets = torch.randn(4), [(torch.randn(3), torch.randn(3))]
+@pytest.mark.parametrize("faster", [0, 1])
+@pytest.mark.parametrize(("device", "which"), [("cuda", "forward"), ("cpu", "forward"), ("cpu", "backward")])
+def test_the_copy_is_the_faster_of_two(monkeypatch, faster, device, which):
+    x, dy, sets = torch.randn(16), torch.randn(16), [(torch.randn(16), torch.randn(16))]
+    streaming = SimpleNamespace(copy=lambda x, out: out.copy_(-x), combine=lambda x, y, out: out.copy_(-x - y))
+    monkeypatch.setattr(measure, "streaming_stores", lambda: streaming)
 
     def compare(ways, *, device, inputs, seconds):
-        assert torch.equal(ways["clone"](x, x), x)
-        assert torch.equal(ways["kernel"](x, x), -x)
-        assert (device, inputs, seconds) == ("cuda", sets, measure._CHOICE_SECONDS)
-        return {way: SimpleNamespace(median=1.0 if way == faster else 2.0) for way in ways}
+        assert (inputs, seconds) == (sets, measure._CHOICE_SECONDS)
+        return {way: SimpleNamespace(median=1.0 if place == faster else 2.0) for place, way in enumerate(ways)}
 
     monkeypatch.setattr(measure, "compare", compare)
-    copy = measure._plain_copy("cuda", sets)
-    assert torch.equal(copy(x, None), x if faster == "clone" else -x)
+    found = measure._plain_copy(device, sets, which)(x, dy)
+    right = x if which == "forward" else x + dy
+    assert torch.equal(found, -right if faster else right)
+    assert found.data_ptr() != x.data_ptr()
 
 
-def test_the_copy_of_a_cpu_is_a_clone_and_is_not_chosen(monkeypatch):
+def test_the_copy_of_a_cpu_without_streaming_stores_is_torchs(monkeypatch):
+    monkeypatch.setattr(measure, "streaming_stores", lambda: None)
     monkeypatch.setattr(measure, "compare", lambda *_, **__: pytest.fail("there is nothing to choose"))
     x = torch.randn(4)
-    found = measure._plain_copy("cpu", [(x,)])(x)
-    assert torch.equal(found, x)
-    assert found.data_ptr() != x.data_ptr()
+    assert torch.equal(measure._plain_copy("cpu", [(x,)])(x), x)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchkit import UserError, report
 from benchkit.device import resolve_device
@@ -17,7 +18,10 @@ from benchkit.environment import Gpu, capture
 from benchkit.report import plotting
 from benchkit.results import Recorder, load
 from benchkit.run import report_directories
+from benchkit.timing import Timing, limits
+from benchkit.timing.comparison import last_level_cache
 from benchkit.timing.limits import datasheet, fraction_of_limit, memory_limits, product_limits
+from benchkit.timing.streaming_stores import streaming_stores
 
 HERE = Path(__file__).parent
 
@@ -190,12 +194,51 @@ def test_limits_are_measured_and_agree_with_the_byte_formula():
     }
     assert set(found) == {"1 read 1 write", "2 reads 1 write"}
     for record in found.values():
+        assert record["tensor"].value == 1 << 22
+        assert record["cache"].value == last_level_cache()
+        if streaming_stores() is not None:  # the limit is the faster of the two kinds of stores
+            assert record["ordinary"].value <= record["bandwidth"].value
         rate = record["bandwidth"]
         assert rate.unit == "B/s"
         assert 1e8 < rate.low <= rate.value <= rate.high < 1e13
     rates = {record.labels["dtype"]: record["rate"] for record in product_limits("cpu", size=128, seconds=0.05)}
     assert set(rates) == {"float32", "bfloat16"}
     assert 1e8 < rates["float32"].value < 1e14
+
+
+def test_a_cpus_limit_is_measured_well_beyond_its_last_level_cache(monkeypatch):
+    sizes = []
+
+    def compare(ways, *, inputs, **_):
+        sizes.extend(tensor.numel() * tensor.element_size() for tensor in inputs[0])
+        return {way: Timing((1.0,), 1, "wall-clock", 1.0) for way in ways}
+
+    monkeypatch.setattr(limits, "compare", compare)
+    for cache, size in ((1 << 20, 64 << 20), (40 << 20, 160 << 20)):
+        monkeypatch.setattr(limits, "last_level_cache", lambda cache=cache: cache)
+        next(iter(memory_limits("cpu")))
+        assert sizes[-2:] == [size, size]
+
+
+def test_the_last_level_cache_is_the_highest_that_linux_states(tmp_path):
+    for index, (level, size) in enumerate((("1", "32K"), ("3", "32768K"), ("2", "1024K"))):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "level").write_text(f"{level}\n")
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    assert last_level_cache(tmp_path) == 32 << 20
+    assert last_level_cache(tmp_path / "none") == 32 << 20
+
+
+def test_streaming_stores_write_what_ordinary_stores_do():
+    streaming = streaming_stores()
+    if streaming is None:
+        pytest.skip("no C compiler, or not x86-64")
+    x, y = torch.randn(1 << 12), torch.randn(1 << 12)
+    assert torch.equal(streaming.copy(x, torch.empty_like(x)), x)
+    bits = streaming.combine(x, y, torch.empty_like(x)).view(torch.int32)
+    assert torch.equal(bits, x.view(torch.int32) ^ y.view(torch.int32))
+    with pytest.raises(ValueError, match="a multiple of 64 bytes, got 20 bytes"):
+        streaming.copy(x[:5], y[:5])
 
 
 def test_the_fraction_of_a_limit_and_the_datasheet():

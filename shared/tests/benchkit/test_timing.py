@@ -68,6 +68,18 @@ def test_the_first_call_is_apart_from_the_samples():
     assert max(found.samples) < 0.05
 
 
+def test_a_cpus_inputs_rotate_through_more_than_its_cache(monkeypatch):
+    """A time must not depend on what ran before: one function alone would find its operands in the cache."""
+    import torch
+
+    monkeypatch.setattr(comparison, "last_level_cache", lambda: 1 << 20)
+    sets = comparison.rotating_inputs(lambda: (torch.rand(1 << 17),), device="cpu")
+    assert len(sets) == 8  # of half a mebibyte
+    seen = []
+    compare({"": lambda x: (seen.append(x.data_ptr()), time.sleep(2e-3))}, inputs=sets, rounds=8)
+    assert len(set(seen[-8:])) == 8  # one call a sample, and each finds the next set
+
+
 def test_inputs_rotate_and_every_variant_sees_each_set():
     seen: dict[str, list[int]] = {"a": [], "b": []}
     compare(
@@ -77,8 +89,7 @@ def test_inputs_rotate_and_every_variant_sees_each_set():
     )
     for values in seen.values():
         sampled = values[3:]  # after the first call and two warm-up calls
-        assert len(sampled) % 3 == 0
-        assert sampled == [0, 1, 2] * (len(sampled) // 3)
+        assert sampled == [index % 3 for index in range(len(sampled))]
 
 
 def test_block_is_called_with_every_result():

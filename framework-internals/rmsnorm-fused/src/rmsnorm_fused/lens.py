@@ -135,7 +135,6 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
     configuration = run.configuration
     rows, columns = configuration["headline"]
     headline = Case("headline", rows, columns, getattr(torch, configuration["dtype"]))
-    limits = partial(memory_limits, run.device, bytes_per_tensor=rows * columns * headline.dtype.itemsize)
     a_shape = 15.0 if run.device == "cuda" else 4.0  # seconds for all candidates, some of which compile for the shape
     all_calls = (
         a_shape + configuration["call_seconds"]
@@ -147,7 +146,7 @@ def _steps(run: Run, candidates: Mapping[str, Candidate]) -> Iterator[Step]:
         if case.group == "batches":
             batches[case] = names
 
-    yield Step("The memory limits", lambda: _keep(run, limits()), 0)
+    yield Step("The memory limits", lambda: _keep(run, memory_limits(run.device)), 0)
     for case in cases(configuration, run.device):
         yield Step(_title(case), partial(measure_shape, case), a_shape)
     for gradient in (False, True):

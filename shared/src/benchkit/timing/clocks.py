@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,7 +67,8 @@ def make_sampler(
         wait(function(*inputs[index % len(inputs)]))
 
     if device == "cpu" or clock == "wall-clock":
-        run, calls = _long_enough("wall-clock", len(inputs), lambda calls: _wall_clock(function, inputs, calls, wait))
+        rotation = itertools.cycle(inputs)  # over all samples: a sample need not be a whole pass
+        run, calls = _long_enough("wall-clock", 1, lambda calls: _wall_clock(function, rotation, calls, wait))
         return Sampler(run, calls, "wall-clock", first_call, "")
 
     note = ""
@@ -94,7 +95,7 @@ def _waiter(device: Device, block: Callable[[Any], object] | None) -> Callable[[
 
 
 def _long_enough(method: str, sets: int, make: Callable[[int], Callable[[], float]]) -> tuple[Callable[[], float], int]:
-    """Choose the number of calls so that a sample is long enough for its clock, in whole passes over the input sets.
+    """Choose the number of calls so that a sample is long enough for its clock, in multiples of ``sets``.
 
     One call is no basis for an estimate: the first calls after a pause are several times slower than those of a sample.
 
@@ -119,13 +120,12 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def _wall_clock(
-    function: Callable[..., object], inputs: Inputs, calls: int, wait: Callable[[Any], object]
+    function: Callable[..., object], rotation: Iterator[tuple[Any, ...]], calls: int, wait: Callable[[Any], object]
 ) -> Callable[[], float]:
-    rotation = [inputs[index % len(inputs)] for index in range(calls)]
-
     def run() -> float:
+        sets = list(itertools.islice(rotation, calls))
         start = time.perf_counter()
-        for arguments in rotation:
+        for arguments in sets:
             wait(function(*arguments))
         return time.perf_counter() - start
 

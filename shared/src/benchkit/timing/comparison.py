@@ -22,8 +22,9 @@ import gc
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchkit.results import Quantity
@@ -127,7 +128,7 @@ def compare(
         functions: The functions, by name.
         device: Where the functions do their work.
         inputs: Sets of positional arguments that successive calls rotate through: one sequence for all functions, or
-            one per name. :func:`rotating_inputs` makes sets that keep a GPU's L2 cache cold.
+            one per name. :func:`rotating_inputs` makes sets that keep the caches cold.
         clock: ``auto`` is the wall clock on a CPU. On a GPU it is a CUDA graph, or CUDA events for a function that
             cannot be captured; the timing's ``note`` then says why.
         block: Called with each result to wait for it, such as ``jax.block_until_ready``. It requires the wall clock.
@@ -211,26 +212,44 @@ def capturable_stream(device: Device) -> Iterator[None]:
 def rotating_inputs(
     make: Callable[[], tuple[Any, ...]], *, device: Device, at_most: int = 16, cold_factor: float = 4.0
 ) -> list[tuple[Any, ...]]:
-    """Make enough sets of inputs that a rotation through them finds nothing in the GPU's L2 cache.
+    """Make enough sets of inputs that a rotation through them finds nothing in the last cache before the memory.
+
+    Otherwise a time depends on what ran before: a function that is compared with others finds its operands evicted, and
+    one that is timed alone finds them in the cache.
 
     Args:
         make: Makes one set; the bytes of its tensors are counted.
-        device: On a CPU one set is enough, because the caller chooses the size of the working set.
+        device: Whose cache to exceed: a GPU's L2, or a CPU's last level.
         at_most: Largest number of sets.
-        cold_factor: Size of all sets together, as a multiple of the L2 cache.
+        cold_factor: Size of all sets together, as a multiple of the cache.
 
     Returns:
         Between 1 and ``at_most`` sets; at least 2 on a GPU.
     """
-    sets = [make()]
-    if device == "cpu":
-        return sets
     import torch
 
-    cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    sets = [make()]
+    if device == "cuda":
+        cache, fewest = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size, 2
+    else:
+        cache, fewest = last_level_cache(), 1
     one = sum(leaf.numel() * leaf.element_size() for leaf in sets[0] if isinstance(leaf, torch.Tensor))
-    count = min(max(math.ceil(cold_factor * cache / max(one, 1)), 2), at_most)
+    count = min(max(math.ceil(cold_factor * cache / max(one, 1)), fewest), at_most)
     return sets + [make() for _ in range(count - 1)]
+
+
+def last_level_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the CPU's last-level cache, as Linux states it; 32 MiB where it does not.
+
+    Args:
+        folder: Has a folder for each cache of one core.
+    """
+    sizes: dict[int, int] = {}
+    with suppress(OSError, ValueError):
+        for cache in folder.glob("index*"):
+            size = (cache / "size").read_text().strip().removesuffix("K")  # Linux states kibibytes
+            sizes[int((cache / "level").read_text())] = int(size) << 10
+    return sizes[max(sizes)] if sizes else 32 << 20
 
 
 @contextmanager

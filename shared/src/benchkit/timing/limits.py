@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from benchkit.results import Quantity, Record
 from benchkit.timing.clocks import Inputs
-from benchkit.timing.comparison import measure, rotating_inputs
+from benchkit.timing.comparison import compare, last_level_cache, measure, rotating_inputs
+from benchkit.timing.streaming_stores import streaming_stores
 
 if TYPE_CHECKING:
     import torch
@@ -76,46 +77,62 @@ def fraction_of_limit(bytes_moved: float, seconds: float, bytes_per_second: floa
 
 
 def memory_limits(device: Device, *, bytes_per_tensor: int | None = None, seconds: float = 0.5) -> Iterator[Record]:
-    """Measure copy-like bandwidths.
+    """Measure the bandwidth of a memory that is far larger than the caches: the limit of a memory-bound kernel.
 
-    The records are called ``memory limit``, with the label ``traffic`` and the value ``bandwidth`` (B/s).
+    The records are called ``memory limit``, with the label ``traffic``. The bytes of an operand are counted once for
+    each read and once for each write that the operation needs. On a CPU, an ordinary store reads the line that it
+    writes into the cache first (write-allocate), which is not counted: by ordinary stores, a copy moves half as much
+    again as it counts. So each kind of traffic is measured with ordinary stores (PyTorch's operators) and with
+    streaming stores, which avoid that read, and the limit is the faster of the two.
 
     Args:
         device: The device to measure.
-        bytes_per_tensor: Size of each operand; by default much larger than the last-level cache.
+        bytes_per_tensor: Size of each operand; by default 256 MiB on a GPU, and on a CPU four times the last-level
+            cache, but at least 64 MiB.
         seconds: How long to sample each kind of traffic.
 
     Yields:
         One record for 1 read 1 write (``copy_``), one for 2 reads 1 write (``add``) and, on a GPU, one for 2 reads
-        2 writes (a Triton kernel, because PyTorch has no operator with that traffic).
+        2 writes (a Triton kernel, because PyTorch has no operator with that traffic). The values are ``bandwidth``
+        (B/s) and ``tensor`` (B); on a CPU also ``cache`` (B), the size of the last-level cache, and, where a C compiler
+        makes streaming stores possible, ``ordinary`` (B/s), the bandwidth by ordinary stores.
     """
     import torch
 
     # Larger tensors are no better on a GPU: in a CUDA graph, a copy of 1 GiB ran at two thirds of the rate of 256 MiB
     # (H200, driver 580, 2026-11-20). Without a graph both ran at the same rate.
-    size = bytes_per_tensor or (256 << 20 if device == "cuda" else 64 << 20)
+    size = bytes_per_tensor or (256 << 20 if device == "cuda" else max(4 * last_level_cache(), 64 << 20))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    count = size // dtype.itemsize
 
     def tensors(number: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-        return lambda: tuple(torch.rand(count, device=device).to(dtype) for _ in range(number))
+        return lambda: tuple(torch.rand(size // dtype.itemsize, device=device).to(dtype) for _ in range(number))
 
-    kinds: list[tuple[Traffic, int, Callable[..., Any]]] = [
-        ("1 read 1 write", 2, lambda x, out: out.copy_(x)),
-        ("2 reads 1 write", 3, lambda x, y, out: torch.add(x, y, out=out)),
-    ]
+    for traffic, operands, ways in _ways(device):
+        inputs = rotating_inputs(tensors(operands), device=device)
+        timings = compare(ways, device=device, inputs=inputs, seconds=seconds)
+        rates = {way: timings[way].quantity().per(operands * size, "B/s") for way in ways}
+        values = {"bandwidth": max(rates.values(), key=lambda rate: rate.value), "tensor": Quantity(size, "B")}
+        if device == "cpu":
+            values["cache"] = Quantity(last_level_cache(), "B")
+            if len(rates) > 1:
+                values["ordinary"] = rates["ordinary"]
+        yield Record("memory limit", {"traffic": traffic}, values)
+
+
+def _ways(device: Device) -> Iterator[tuple[Traffic, int, dict[str, Callable[..., Any]]]]:
+    """Each kind of traffic, its number of operands, and the functions that move it into the last operand, by name."""
+    import torch
+
+    copy: dict[str, Callable[..., Any]] = {"ordinary": lambda x, out: out.copy_(x)}
+    add: dict[str, Callable[..., Any]] = {"ordinary": lambda x, y, out: torch.add(x, y, out=out)}
+    if device == "cpu" and (streaming := streaming_stores()) is not None:
+        copy["streaming"], add["streaming"] = streaming.copy, streaming.combine
+    yield "1 read 1 write", 2, copy
+    yield "2 reads 1 write", 3, add
     if device == "cuda":
         from benchkit.timing.stream_kernels import add_and_subtract
 
-        kinds.append(("2 reads 2 writes", 4, add_and_subtract))
-    for traffic, operands, function in kinds:
-        inputs = rotating_inputs(tensors(operands), device=device)
-        timing = measure(function, device=device, inputs=inputs, seconds=seconds)
-        yield Record(
-            "memory limit",
-            {"traffic": traffic},
-            {"bandwidth": timing.quantity().per(operands * size, "B/s"), "tensor": Quantity(size, "B")},
-        )
+        yield "2 reads 2 writes", 4, {"ordinary": add_and_subtract}
 
 
 def product_limits(device: Device, *, size: int | None = None, seconds: float = 0.5) -> Iterator[Record]:

@@ -20,6 +20,7 @@ from benchkit.run import Run
 from benchkit.timing import Inputs, capturable_stream, rotating_inputs
 from benchkit.timing.limits import fraction_of_limit
 from benchkit.timing.statistics import worst
+from benchkit.timing.streaming_stores import streaming_stores
 from rmsnorm_fused.bench.accuracy import Part, expected, expected_quantised, expected_row_scales
 from rmsnorm_fused.bench.candidates import (
     COPY,
@@ -354,9 +355,9 @@ def _timings(run: Run, case: Case, candidates: Mapping[str, Candidate], which: P
 
 
 def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> Callable[..., Any] | None:
-    """An operator with as many reads and writes as the pass, into new memory; None if PyTorch has no such operator."""
+    """A function with as many reads and writes as the pass, into new memory; None on a CPU with a residual."""
     if not case.residual:
-        return _plain_copy(device, sets) if which == "forward" else (lambda x, dy: x + dy)
+        return _plain_copy(device, sets, which)
     if device == "cpu":
         return None
     from benchkit.timing.stream_kernels import add_and_subtract
@@ -364,15 +365,23 @@ def _copy(case: Case, which: Pass, device: Device, sets: Sequence[Tensors]) -> C
     return lambda x, residual, *_: add_and_subtract(x, residual, torch.empty_like(x), torch.empty_like(x))
 
 
-def _plain_copy(device: Device, sets: Sequence[Tensors]) -> Callable[..., Any]:
-    """A copy of the first tensor of each set, one read and one write, by the faster of two ways on a GPU.
+def _plain_copy(device: Device, sets: Sequence[Tensors], which: Pass = "forward") -> Callable[..., Any]:
+    """One read and one write of the first tensor of a set, or a read of the second too, by the fastest way.
 
-    In a CUDA graph, ``clone`` is a memcpy node, which beyond 256 MiB is up to a third slower than a kernel (H200,
-    driver 580). A kernel that changes the sign moves the same bytes.
+    On a GPU, ``clone`` in a CUDA graph is a memcpy node, which beyond 256 MiB is up to a third slower than a kernel
+    (H200, driver 580). A kernel that changes the sign moves the same bytes. On a CPU, streaming stores save the read of
+    each line that an ordinary store writes, see :mod:`benchkit.timing.streaming_stores`.
     """
-    ways: dict[str, Callable[..., Any]] = {"clone": lambda x, *_: x.clone(), "kernel": lambda x, *_: torch.neg(x)}
-    if device == "cpu":
-        return ways["clone"]
+    first = which == "forward"
+    ways: dict[str, Callable[..., Any]] = {"torch": (lambda x, *_: x.clone()) if first else (lambda x, dy: x + dy)}
+    if device == "cuda" and first:
+        ways["kernel"] = lambda x, *_: torch.neg(x)
+    if device == "cpu" and (streaming := streaming_stores()) is not None:
+        ways["streaming"] = lambda x, *dy: (
+            streaming.copy(x, torch.empty_like(x)) if first else streaming.combine(x, *dy, torch.empty_like(x))
+        )
+    if len(ways) == 1:
+        return ways["torch"]
     timings = compare(ways, device=device, inputs=sets, seconds=_CHOICE_SECONDS)
     return ways[min(ways, key=lambda way: timings[way].median)]
 

@@ -10,30 +10,20 @@ from benchkit.report import ReportSpec, markdown_table
 from rmsnorm_fused.bench.accuracy import ARITHMETIC_FACTOR
 from rmsnorm_fused.bench.candidates import ABOUT, COPY, EAGER, LIGER, OWN, QUACK, SEPARATE
 from rmsnorm_fused.bench.training import BASELINE
-from rmsnorm_fused.report.figures import ITEM_BYTES, OPERATIONS, PASSES, figures, implementations, shape, width_records
+from rmsnorm_fused.report.answer import above_the_limit, determinism_notes, eager_speedups, finding, headline_rows
+from rmsnorm_fused.report.figures import (
+    ITEM_BYTES,
+    OPERATIONS,
+    PASSES,
+    figures,
+    implementations,
+    shape,
+    shown,
+    width_records,
+)
 from rmsnorm_fused.report.targets import GPU, TARGETS, Measured, Target, applies, fastest, others
 
 _NONE = "–"
-
-
-def finding(results: Results) -> str:
-    """One sentence about this package's fastest implementation at the headline shape."""
-    parts = []
-    for which in PASSES:
-        record = fastest(results.select(which, group="headline"), OWN)
-        if record is not None:
-            parts.append(
-                f"{which} {numbers.percent(record['fraction'].value, 0)} of the copy limit and "
-                f"{numbers.with_unit(record['speedup'].value, '×')} the speed of the eager formula "
-                f"({_shown(record.labels['implementation'])})"
-            )
-    if not parts:
-        return f"RMSNorm at {shape(results)}: none of this package's kernels can run here."
-    return f"RMSNorm at {shape(results)}: {'; '.join(parts)}."
-
-
-def _shown(name: object) -> str:
-    return f"`{name}`" if name in OWN else str(name)
 
 
 def _target_rows(results: Results) -> list[tuple[str, ...]]:
@@ -65,7 +55,7 @@ def _pass_table(records: Sequence[Record]) -> str:
         name, values = record.labels["implementation"], record.values
         limit_share = "100 %" if name == COPY else numbers.percent(record["fraction"].value) if limited else ""
         return (
-            _shown(name),
+            shown(name),
             numbers.quantity(record["time"]),
             numbers.with_unit(record["bandwidth"].value, "B/s"),
             *((limit_share,) if limited else ()),
@@ -105,7 +95,7 @@ def _width_table(results: Results, which: str) -> str:
         return time if name == COPY else f"{time} ({numbers.percent(record['fraction'].value, 0)})"
 
     rows = [(f"{rows} × {width}", *(cell(name, width) for name in names)) for width, rows in shapes]
-    return markdown_table(("rows × columns", *map(_shown, names)), rows)
+    return markdown_table(("rows × columns", *map(shown, names)), rows)
 
 
 def _width_sentence(results: Results, which: str) -> str:
@@ -146,7 +136,7 @@ def _batch_table(results: Results, records: Sequence[Record]) -> str:
         for rows in results.configuration["batches"]
         if any(place[1:] == (rows, columns) for place in by_place)
     ]
-    return markdown_table(("rows × columns", *map(_shown, names)), rows)
+    return markdown_table(("rows × columns", *map(shown, names)), rows)
 
 
 def _batch_tables(results: Results) -> dict[str, str]:
@@ -179,7 +169,7 @@ def _batch_sentence(records: Sequence[Record]) -> str:
     return (
         f"The fastest of this package's implementations is the fastest of all at {ahead} of {shapes} "
         f"shape{'s' if shapes > 1 else ''}. Its worst shape is {rows} × {columns}: "
-        f"{numbers.with_unit(own['time'].value, 's')} ({_shown(own.labels['implementation'])}) against "
+        f"{numbers.with_unit(own['time'].value, 's')} ({shown(own.labels['implementation'])}) against "
         f"{numbers.with_unit(other['time'].value, 's')} ({other.labels['implementation']})."
     )
 
@@ -191,7 +181,7 @@ def _determinism_rows(results: Results) -> list[tuple[str, ...]]:
     return [
         (
             f"{record.labels['rows']} × {record.labels['columns']}",
-            _shown(record.labels["implementation"]),
+            shown(record.labels["implementation"]),
             numbers.quantity(record["default"]),
             repeat(record, "default repeats"),
             numbers.quantity(record["deterministic"]),
@@ -209,7 +199,7 @@ def _determinism_sentence(results: Results) -> str:
     worst = max(records, key=lambda record: record["speedup"].value)
     return (
         f"A deterministic pass takes at most {numbers.quantity(worst['speedup'])} the time of the default "
-        f"({_shown(worst.labels['implementation'])} at {worst.labels['rows']} × {worst.labels['columns']})."
+        f"({shown(worst.labels['implementation'])} at {worst.labels['rows']} × {worst.labels['columns']})."
     )
 
 
@@ -218,7 +208,7 @@ def _memory_rows(results: Results) -> list[tuple[str, ...]]:
     tensor = rows * columns * ITEM_BYTES[results.configuration["dtype"]]
     return [
         (
-            _shown(record.labels["implementation"]),
+            shown(record.labels["implementation"]),
             numbers.with_unit(record["peak"].value, "B"),
             numbers.significant(record["peak"].value / tensor, 3),
         )
@@ -234,7 +224,7 @@ def _quantised_sentence(results: Results) -> str:
     one, two = (numbers.with_unit(record["time"].value, "s") for record in (own, separate))
     ratio = numbers.with_unit(separate["time"].value / own["time"].value, "×")
     return (
-        f"One kernel ({_shown(own.labels['implementation'])}) takes {one}. A norm followed by a kernel that scales and "
+        f"One kernel ({shown(own.labels['implementation'])}) takes {one}. A norm followed by a kernel that scales and "
         f"rounds takes {two}, {ratio} as long."
     )
 
@@ -243,7 +233,7 @@ def _training_rows(results: Results) -> list[tuple[str, ...]]:
     return [
         (
             str(record.labels["mode"]),
-            _shown(record.labels["norm"]),
+            shown(record.labels["norm"]),
             numbers.quantity(record["time"]),
             numbers.with_unit(record["rate"].value, "tokens/s"),
             numbers.quantity(record["speedup"]) if "speedup" in record.values else "1",
@@ -261,7 +251,7 @@ def _training_sentence(results: Results) -> str:
             best = max(own, key=lambda record: record["speedup"].value)
             speed = best["speedup"]
             verdict = "no measurable difference" if _covers_one(best) else f"{numbers.quantity(speed)} the speed"
-            parts.append(f"{mode}, {verdict} with {_shown(best.labels['norm'])}")
+            parts.append(f"{mode}, {verdict} with {shown(best.labels['norm'])}")
     if not parts:
         return ""
     return f"Compared with the model's {BASELINE}: {'; '.join(parts)}."
@@ -278,7 +268,7 @@ def _clock_notes(results: Results) -> list[str]:
     for name in (*PASSES, "determinism", "quantised"):
         for record in results.select(name):
             if record.data["note"]:
-                notes[f"{_shown(record.labels['implementation'])}, {name}", str(record.data["note"])] = None
+                notes[f"{shown(record.labels['implementation'])}, {name}", str(record.data["note"])] = None
     return [f"{what}: {note}" for what, note in notes]
 
 
@@ -287,7 +277,7 @@ def _limit_rows(results: Results) -> list[tuple[str, str, str]]:
         (
             str(record.labels["traffic"]),
             numbers.quantity(record["bandwidth"]),
-            f"{numbers.with_unit(record['tensor'].value, 'B')} per tensor",
+            f"{numbers.with_unit(record['tensor'].value, 'B')} per tensor{_ordinary(record)}",
         )
         for record in results.select("memory limit")
     ]
@@ -302,13 +292,20 @@ def _limit_rows(results: Results) -> list[tuple[str, str, str]]:
     return memory + products
 
 
+def _ordinary(record: Record) -> str:
+    """The bandwidth without streaming stores, where the record has both."""
+    if "ordinary" not in record.values:
+        return ""
+    return f"; with ordinary stores, which first read each line that they write, {numbers.quantity(record['ordinary'])}"
+
+
 def _context(results: Results) -> dict[str, Any]:
     """The variables of the template."""
     timed = [record for name in (*PASSES, "call", "quantised") for record in results.select(name)]
     target_rows = _target_rows(results) if applies(results) else []
     return {
         "shape": shape(results),
-        "about": [(_shown(name), ABOUT[name]) for name in implementations(timed, copy=True)],
+        "about": [(shown(name), ABOUT[name]) for name in implementations(timed, copy=True)],
         "names": implementations(timed),
         "quack": QUACK,
         "liger": LIGER,
@@ -317,6 +314,11 @@ def _context(results: Results) -> dict[str, Any]:
         "limit_rows": _limit_rows(results),
         "target_rows": target_rows,
         "targets_met": sum(row[3] == "yes" for row in target_rows),
+        "headline_rows": headline_rows(results),
+        "eager_speedups": eager_speedups(results),
+        "above_the_limit": above_the_limit(results),
+        "streaming": any("ordinary" in record.values for record in results.select("memory limit")),
+        "rotated": any("cache" in record.values for record in results.select("memory limit")),
         "headline": _pass_tables(results, "headline"),
         "add": _pass_tables(results, "add"),
         "widths": {which: _width_table(results, which) for which in PASSES if results.select(which, group="widths")},
@@ -326,6 +328,7 @@ def _context(results: Results) -> dict[str, Any]:
         "calls_together": "call_seconds" in results.configuration and bool(results.select("call")),
         "determinism_rows": _determinism_rows(results),
         "determinism_sentence": _determinism_sentence(results),
+        "determinism_notes": determinism_notes(results),
         "memory_rows": _memory_rows(results),
         "quantised": _pass_table(results.select("quantised")) if results.select("quantised") else "",
         "quantised_sentence": _quantised_sentence(results),

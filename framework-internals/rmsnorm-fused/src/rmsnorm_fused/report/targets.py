@@ -118,6 +118,27 @@ def _over_widths(which: str, columns: range) -> Measure:
     return measure
 
 
+def _in_dtype(which: str, dtype: str) -> Measure:
+    def measure(results: Results, names: Sequence[str]) -> Measured | None:
+        best = _best(_of(results.select(which, group="dtypes", dtype=dtype), names), "fraction")
+        return None if best is None else Measured(best["fraction"].value, str(best.labels["implementation"]))
+
+    return measure
+
+
+def _quantised(results: Results, names: Sequence[str]) -> Measured | None:
+    best = _best(_of(results.select("quantised"), names), "fraction")
+    return None if best is None else Measured(best["fraction"].value, str(best.labels["implementation"]))
+
+
+def _training_step(mode: str) -> Measure:
+    def measure(results: Results, names: Sequence[str]) -> Measured | None:
+        best = _best((r for r in results.select("training", mode=mode) if r.labels["norm"] in names), "speedup")
+        return None if best is None else Measured(best["speedup"].value, str(best.labels["norm"]))
+
+    return measure
+
+
 def _small_kernels(results: Results, names: Sequence[str]) -> Measured | None:
     """The shortest time of all other implementations divided by that of ``names``, at the worst shape."""
     found = []
@@ -153,4 +174,10 @@ TARGETS = (
     Target("small batches, call from Python", 10e-6, "seconds", _small_calls),
     Target(f"forward, against the {EAGER}", 12.0, "times", _at_headline("forward", "speedup")),
     Target(f"backward, against the {EAGER}", 16.0, "times", _at_headline("backward", "speedup")),
+    Target("forward in float32", 0.97, "share", _in_dtype("forward", "float32")),
+    Target("backward in float32, CUDA", 0.93, "share", _in_dtype("backward", "float32"), ("cuda",)),
+    Target("backward in float32, Triton", 0.93, "share", _in_dtype("backward", "float32"), ("triton",)),
+    Target("a float8 result", 0.90, "share", _quantised),
+    Target("the eager training step, against nn.RMSNorm", 1.0, "times", _training_step("eager")),
+    Target("the compiled training step, against nn.RMSNorm", 1.0, "times", _training_step("compiled")),
 )

@@ -1,0 +1,111 @@
+"""Copies on a CPU that write past the caches: the memory traffic of a copy without the reads that stores cause.
+
+An ordinary store first reads the line that it writes into the cache (write-allocate), so that a copy of N bytes moves
+3 N over the bus. A streaming store does not: the same copy moves 2 N. PyTorch has no operator with streaming stores, so
+the machine's C compiler makes this one; it takes less than a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+# The exclusive or costs nothing beside the memory and is right for the bits of every dtype. The widest vectors: with 16
+# bytes a store the copy was no faster than with ordinary stores, with 64 bytes 1.4 times (EPYC, 2 cores, 2026-11-24).
+_SOURCE = """
+#include <immintrin.h>
+#include <stddef.h>
+
+#if defined(__AVX512F__)
+typedef __m512i vector;
+#define LOAD _mm512_load_si512
+#define STREAM _mm512_stream_si512
+#define XOR _mm512_xor_si512
+#elif defined(__AVX2__)
+typedef __m256i vector;
+#define LOAD _mm256_load_si256
+#define STREAM _mm256_stream_si256
+#define XOR _mm256_xor_si256
+#else
+typedef __m128i vector;
+#define LOAD _mm_load_si128
+#define STREAM _mm_stream_si128
+#define XOR _mm_xor_si128
+#endif
+
+void copy(const vector *x, vector *out, size_t bytes, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (size_t i = 0; i < bytes / sizeof(vector); ++i) STREAM(out + i, LOAD(x + i));
+}
+
+void combine(const vector *x, const vector *y, vector *out, size_t bytes, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+  for (size_t i = 0; i < bytes / sizeof(vector); ++i) STREAM(out + i, XOR(LOAD(x + i), LOAD(y + i)));
+}
+"""
+_LINE = 64  # bytes
+
+
+class StreamingStores:
+    """The two functions on as many threads as torch uses for an operator.
+
+    Args:
+        library: The compiled source.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the bytes of ``x`` to ``out``: one read and one write.
+
+        Args:
+            x: Contiguous tensor on the CPU whose bytes are a multiple of 64.
+            out: Contiguous tensor of the same size.
+        """
+        return self._run(self._library.copy, x, out)
+
+    def combine(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the exclusive or of the bits of ``x`` and ``y`` to ``out``: two reads and one write.
+
+        Args:
+            x: Contiguous tensor on the CPU whose bytes are a multiple of 64.
+            y: The other operand, of the same size.
+            out: Contiguous tensor of the same size.
+        """
+        return self._run(self._library.combine, x, y, out)
+
+    def _run(self, function: Callable[..., None], *tensors: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        size = tensors[0].numel() * tensors[0].element_size()
+        if size % _LINE or any(tensor.data_ptr() % _LINE for tensor in tensors):
+            raise ValueError(f"expected aligned tensors of a multiple of {_LINE} bytes, got {size} bytes")
+        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors)
+        function(*pointers, ctypes.c_size_t(size), torch.get_num_threads())
+        return tensors[-1]
+
+
+@cache
+def streaming_stores() -> StreamingStores | None:
+    """Compile the functions once per process; None without a C compiler with OpenMP, or on a CPU that is not x86-64."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "streaming.c"), Path(folder, "streaming.so")
+        source.write_text(_SOURCE)
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        command = [*compiler, "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(library)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=60)
+            return StreamingStores(ctypes.CDLL(str(library)))
+        except (OSError, subprocess.SubprocessError):
+            return None
