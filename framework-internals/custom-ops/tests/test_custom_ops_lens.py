@@ -8,17 +8,21 @@ import pytest
 import torch
 
 import custom_ops
-from benchkit import Record
+from benchkit import Quantity, Record, numbers
 from benchkit.report import render
 from benchkit.results import Recorder, load
 from benchkit.run import Run, measure_and_write
 from custom_ops import lens
 from custom_ops.bench import speed
-from custom_ops.bench.cases import COMPILED, benchmark_cases
+from custom_ops.bench.cases import COMPILED, OURS, benchmark_cases
 from custom_ops.bench.measure import largest_error
+from custom_ops.report import targets
 from custom_ops.report.spec import REPORT
+from custom_ops.report.targets import finding
 from custom_ops.roads.wrappers import SHIPPED
 
+TENSOR = Quantity(1 << 27, "B")
+H200 = load(Path(__file__).resolve().parents[1] / "reports" / "nvidia-h200" / "results.json")
 COMMITTED = load(Path(__file__).resolve().parents[1] / "reports" / "cpu" / "results.json")
 
 SMALL = {
@@ -31,6 +35,7 @@ SMALL = {
     "correctness_count": 2000,
     "attention": {
         "lengths": [32, 64],
+        "causal_lengths": [128],
         "head_sizes": [16, 32],
         "tokens": 64,
         "width": 32,
@@ -110,10 +115,65 @@ def test_a_call_is_slower_or_faster_only_where_the_interval_says_so() -> None:
     assert "gains only if it replaces several calls." in slower
 
 
+def test_the_finding_has_the_strongest_peer_and_the_worst_result() -> None:
+    """torch's own operators are not the strongest if torch.compile is faster; the worst stands beside the best."""
+    text = finding(H200)
+    assert text.startswith("bias_gelu on 134,217,728 float32 elements reaches 1.01× the speed of torch.compile")
+    worst = min(record["speedup"].value for record in H200.select("attention", form=OURS))
+    assert f"Its worst: attention backward at {numbers.with_unit(worst, '×')} (bfloat16, head size 128, 16,384" in text
+    assert "misaligned operands at 0.674× of torch.add" in text
+    slow = [
+        replace(r, values={**r.values, "speedup": Quantity(0.1, "×")}) if r.labels.get("part") == "both" else r
+        for r in COMMITTED.records
+    ]
+    assert "with both at 0.100× of torch's" in finding(replace(COMMITTED, records=tuple(slow)))
+
+
+def test_attention_has_its_line_among_what_is_worth_it_and_what_is_not() -> None:
+    parts = render(H200, REPORT).partition("Not worth it at this size")
+    assert "- flash_attention, forward, in float32, 2.87–6.22× as fast as PyTorch's fastest back end" in parts[0]
+    assert "- flash_attention, backward, in bfloat16, 0.668–0.779× as fast" in parts[2].partition("The bytes decide")[0]
+    mixed = rendered_with("speedup", 0.9, 1.2, op=None, form=OURS, dtype="float32", direction="forward")
+    assert (
+        "- flash_attention, forward, in float32, " in mixed.partition("It depends")[2].partition("The bytes decide")[0]
+    )
+
+
+def test_the_targets_hold_what_is_missed_too() -> None:
+    rows = {row[0]: row for row in targets.rows(H200)}
+    for what in (
+        "attention, backward, bfloat16, 4,096 tokens and more",
+        "attention, forward, bfloat16, 1,024 tokens",
+        "vector_add, misaligned operands, against torch.add",
+        "the eager training step with flash_attention, against torch",
+    ):
+        assert rows[what][3] == "**no**"
+    assert rows["bias_gelu, of the memory limit"][3] == "yes"
+    on_cpu = {row[0]: row[3] for row in targets.rows(COMMITTED)}
+    assert {"attention, forward, float32", "attention, backward, bfloat16"} <= on_cpu.keys()
+
+
+def test_what_exceeds_the_limit_is_explained_beside_the_table() -> None:
+    speed = targets.largest(COMMITTED, "vector_add")[0]
+    values = {"bandwidth": Quantity(3e10, "B/s"), "tensor": TENSOR}
+    records = [record for record in COMMITTED.records if record.name not in ("memory limit", "speed")]
+
+    def text(rate: float, cache: bool) -> str:
+        limit = Record("memory limit", {"traffic": "2 reads 1 write"}, values | ({"cache": TENSOR} if cache else {}))
+        fast = replace(speed, values={**speed.values, "rate": Quantity(rate, "B/s")})
+        others = [r for r in COMMITTED.select("speed") if r.labels["op"] == "vector_add" and r is not speed]
+        slow = [replace(r, values={**r.values, "rate": Quantity(1e10, "B/s")}) for r in others]
+        return " ".join(render(replace(COMMITTED, records=(*records, *slow, fast, limit)), REPORT).split())
+
+    assert "vector_add in float32 (custom_ops) reaches 130 % of the limit: this run timed" in text(3.9e10, cache=False)
+    assert "reaches 130 % of the limit: the limit is the rate of one kernel" in text(3.9e10, cache=True)
+    assert "of the limit:" not in text(2.9e10, cache=True)
+
+
 def test_an_operator_whose_interval_lies_on_both_sides_is_undecided() -> None:
     text = rendered_with("speedup", 0.9, 1.2, op="scale", dtype="float32")
     clause = "- scale in float32, "
-    assert clause in text.partition("Undecided in this run")[2].partition("The bytes decide")[0]
+    assert clause in text.partition("It depends")[2].partition("The bytes decide")[0]
     decided = rendered_with("speedup", 1.1, 1.2, op="scale", dtype="float32")
     assert clause in decided.partition("Worth it on")[2].partition("Not worth it")[0]
 

@@ -251,6 +251,15 @@ def test_the_finding_names_the_strongest_peer_and_the_worst_results(on_h200):
     assert "(the compiled training step, `gpt2-124m`)" in text
 
 
+def test_a_slower_compiled_step_has_its_cause_beside_it(on_h200):
+    cause = "The compiler fuses the formula with the operators around it"
+    assert cause not in render(on_h200, lens.REPORT)  # the formula is not among the norms
+    faster = replace(on_h200, records=(*on_h200.records, trained(EAGER, 1.01)))
+    assert cause in render(faster, lens.REPORT)
+    slower = replace(on_h200, records=(*on_h200.records, trained(EAGER, 0.9)))
+    assert cause not in render(slower, lens.REPORT)
+
+
 def test_what_exceeds_the_limit_is_named(on_h200):
     above = timed("forward", "add", "cuda", 2.5e-4, fraction=1.055)
     text = render(replace(on_h200, records=(*on_h200.records, above)), lens.REPORT)

@@ -53,6 +53,7 @@ def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
     longest = 14 if gpu else 10
     return {
         "lengths": [256] if quick else [1024, 4096, 16384] if gpu else [128, 512],
+        "causal_lengths": [] if quick or gpu else [2048, 8192],  # with a causal mask and the first head size only
         "head_sizes": [64] if quick else [64, 128],
         "tokens": 16384 if gpu else 512,
         "width": 2048 if gpu else 128,
@@ -192,6 +193,11 @@ def _collect_attention(run: Run) -> None:
             tokens=sizes["tokens"], width=width, seconds=seconds,
         )  # fmt: skip
         _keep(run, f"attention's speed in {speed.name_of(dtype)}", speeds)
+        longer = partial(
+            attention.speeds, device, sizes["causal_lengths"], head_sizes[:1], [dtype],
+            tokens=sizes["tokens"], width=width, seconds=seconds, masks=(True,),
+        )  # fmt: skip
+        _keep(run, f"attention's speed on longer sequences in {speed.name_of(dtype)}", longer)
     length = sizes["kernel_length"]
     kernels = partial(attention.kernels, device, length, head_sizes, dtypes, width=width, seconds=seconds)
     _keep(run, "attention's kernels", kernels)

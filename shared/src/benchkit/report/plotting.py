@@ -139,9 +139,16 @@ def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def draw_limit(axes: Axes, value: float, label: str = "") -> None:
-    """Draw a dashed horizontal line at a limit, with a label above its right end."""
-    axes.axhline(value, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2)
+def draw_limit(axes: Axes, value: float, label: str = "", *, above: bool = False) -> None:
+    """Draw a dashed horizontal line at a limit, with a label above its right end.
+
+    Args:
+        axes: Axes of a figure.
+        value: The limit, in the axis's unit.
+        label: What the limit is.
+        above: Whether the line and its label cover the data, which otherwise cover them.
+    """
+    axes.axhline(value, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2, zorder=5 if above else None)
     axes.annotate(
         label,
         xy=(1.0, value),
@@ -152,4 +159,6 @@ def draw_limit(axes: Axes, value: float, label: str = "") -> None:
         va="bottom",
         fontsize=9,
         color=LIMIT_COLOUR,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6} if above else None,
+        zorder=5 if above else None,
     )

@@ -78,6 +78,7 @@ def speeds(
     tokens: int,
     width: int,
     seconds: float,
+    masks: Sequence[bool] = (False, True),
 ) -> Iterator[Record]:
     """Time attention and each fused back end of torch: records ``attention``.
 
@@ -91,6 +92,7 @@ def speeds(
         tokens: Tokens of a batch; a longer sequence is a batch of one.
         width: heads × head size.
         seconds: Sampling time for each shape and direction.
+        masks: Whether to time attention with a causal mask, without one, or both.
 
     Yields:
         Labels ``dtype``, ``head_size``, ``length``, ``causal``, ``direction`` (``forward`` or ``backward``), ``form``
@@ -101,7 +103,7 @@ def speeds(
     for dtype in dtypes:
         for head_size in head_sizes:
             for length in lengths:
-                for causal in (False, True):
+                for causal in masks:
                     shape = Shape(max(tokens // length, 1), max(width // head_size, 1), length, head_size, causal)
                     yield from _both_directions(shape, dtype, device, seconds=seconds)
 

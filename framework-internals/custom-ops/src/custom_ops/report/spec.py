@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchkit import Record, Results, numbers
+from benchkit import Quantity, Record, Results, numbers
 from benchkit.report import Figure, ReportSpec
 from custom_ops.bench import build_costs
 from custom_ops.bench.cases import COMPILED, OURS
-from custom_ops.report import attention
+from custom_ops.report import attention, targets
 from custom_ops.report.figures import attention_figure, calls_figure, speed_figure
 from custom_ops.roads.wrappers import SHIPPED
 
@@ -44,7 +44,11 @@ def _context(results: Results) -> dict[str, Any]:
         "speed_rows": [_speed_row(results, record) for record in largest_speeds],
         "large": max((_count(record) for record in largest_speeds), default=0),
         "compiled": _compiled_how(results),
-        "limits": [(record.labels["traffic"], record["bandwidth"]) for record in results.select("memory limit")],
+        "limits": [
+            (record.labels["traffic"], record["bandwidth"], record.values.get("ordinary"))
+            for record in results.select("memory limit")
+        ],
+        "limit_tensor": next((record["tensor"] for record in results.select("memory limit")), None),
         "products": [(record.labels["dtype"], record["rate"]) for record in results.select("product limit")],
         "clock": next((record.labels["clock"] for record in results.select("speed", form=OURS)), None),
         "fusion_rows": [_fusion_row(results, record) for record in results.select("fusion")],
@@ -63,41 +67,13 @@ def _context(results: Results) -> dict[str, Any]:
         "bit_equal": _bit_equal(results),
         "training_rows": [_training_row(record) for record in results.select("training")],
         "preset": next((record.labels["preset"] for record in results.select("training")), None),
+        "target_rows": (target_rows := targets.rows(results)),
+        "targets_met": sum(row[3] == "yes" for row in target_rows),
+        "above_the_limit": _above_the_limit(results),
+        "rotated": any("cache" in record.values for record in results.select("memory limit")),
         **_gains(results),
         **attention.context(results),
     }
-
-
-def _finding(results: Results) -> str:
-    sentences = (_speed_finding(results), attention.finding(results), _call_finding(results))
-    return " ".join(sentence for sentence in sentences if sentence) or "This run's measurements failed."
-
-
-def _speed_finding(results: Results) -> str | None:
-    found = [results.select("speed", op=op, form=OURS, dtype="float32") for op in ("bias_gelu", "vector_add")]
-    if not all(found):
-        return None
-    gelu, add = (max(records, key=_count) for records in found)
-    exact = "bit-equal to torch.add" if _bit_equal(results) else "not bit-equal to torch.add"
-    return (
-        f"On {numbers.count(_count(gelu))} float32 elements, bias_gelu in one kernel is "
-        f"{numbers.quantity(gelu['speedup'])} as fast as torch's two kernels and reaches {_share(results, gelu)} of "
-        f"the memory limit; vector_add, which has nothing to fuse, is {exact} and runs at "
-        f"{numbers.quantity(add['speedup'])} its speed."
-    )
-
-
-def _call_finding(results: Results) -> str | None:
-    counts = [_count(record) for record in results.select("call")]
-    if not counts:
-        return None
-    own, peer = (
-        results.one("call", form=form, count=min(counts), grad=False)["time"].value for form in (SHIPPED, "torch.add")
-    )
-    return (
-        f"A call on {min(counts)} element takes {numbers.with_unit(own, 's')} from Python; torch.add takes "
-        f"{numbers.with_unit(peer, 's')}."
-    )
 
 
 def _count(record: Record) -> int:
@@ -109,10 +85,27 @@ def _share(results: Results, record: Record) -> str:
     return numbers.percent(record["rate"].value / limits[0]["bandwidth"].value, 0) if limits else "–"
 
 
+def _above_the_limit(results: Results) -> str:
+    """The operator that exceeds its limit by the most at the largest size; empty if none does."""
+    over = [
+        (share, f"{record.labels['op']} in {record.labels['dtype']} ({record.labels['form']})")
+        for record in results.select("speed", count=_largest_count(results))
+        for limit in results.select("memory limit", traffic=record.labels["limit"])
+        if (share := record["rate"].value / limit["bandwidth"].value) > 1.005
+    ]
+    if not over:
+        return ""
+    share, what = max(over)
+    return f"{what} reaches {numbers.percent(share, 0)} of the limit"
+
+
+def _largest_count(results: Results) -> int:
+    return max(map(_count, results.select("speed", form=OURS)), default=0)
+
+
 def _largest_of_each(results: Results) -> list[Record]:
-    records = results.select("speed", form=OURS)
-    largest = max(map(_count, records), default=0)
-    return [record for record in records if _count(record) == largest]
+    largest = _largest_count(results)
+    return [record for record in results.select("speed", form=OURS) if _count(record) == largest]
 
 
 def _bit_equal(results: Results) -> bool:
@@ -318,40 +311,53 @@ def _training_row(record: Record) -> tuple[str, ...]:
 
 
 def _gains(results: Results) -> dict[str, list[str]]:
-    """The operators at the largest size, as clauses: the interval of the speed-up lies above 1.05, below, or around."""
-    gains: dict[str, list[str]] = {"worth": [], "not_worth": [], "undecided": []}
+    """The operators at the largest size and attention, as clauses.
+
+    The interval of the speed-up lies above 1.05, below, or around it; for attention, the range over all shapes does.
+    """
+    clauses: dict[str, list[str]] = {"worth": [], "not_worth": [], "undecided": []}
+    every: list[tuple[Quantity, str]] = []
     for record in _largest_of_each(results):
         gain = record["speedup"]
+        text = (
+            f"{record.labels['op']} in {record.labels['dtype']}, {numbers.quantity(gain)} as fast as torch's operators"
+        )
+        speed, peer = targets.beside_the_strongest(results, record)
+        if peer == COMPILED:
+            text += f", {numbers.with_unit(speed, '×')} as fast as torch.compile"
+        every.append((gain, text))
+    for gain, text in (*every, *attention.gains(results)):
         low, high = gain.low or gain.value, gain.high or gain.value
         verdict = "worth" if low > 1.05 else "not_worth" if high < 1.05 else "undecided"
-        gains[verdict].append(f"{record.labels['op']} in {record.labels['dtype']}, {numbers.quantity(gain)}")
-    return gains
+        clauses[verdict].append(text)
+    return clauses
 
 
 def _figures(results: Results) -> Sequence[Figure]:
     """The figures for which there are records."""
     speeds, figures = results.select("speed", form=OURS), []
+    if results.select("attention"):
+        caption = (
+            "Attention beside PyTorch's fastest back end over the length of the sequence: the operations of the "
+            "definition, divided by the time. The dashed line is the rate of matrix products alone in the same run."
+        )
+        alt = "Operations per second of attention over tokens"
+        figures.append(Figure("attention", caption, lambda: attention_figure(results), alt))
     if speeds:
         replayed = speeds[0].labels["clock"] == "cuda-graph"
         timed = "kernels alone, replayed from a CUDA graph" if replayed else "whole calls"
         caption = (
             f"The bytes that a fused kernel must move, divided by the time of each form ({timed}), in float32. "
-            "Small operands fit in a cache and may exceed the memory limit."
+            "The dashed line is the memory limit; small operands fit in a cache and may exceed it."
         )
-        figures.append(Figure("speed", caption, lambda: speed_figure(results)))
-    if results.select("attention"):
-        caption = (
-            "The operations in the definition of attention, divided by the time. Dashed lines: the rate of matrix "
-            "products alone, measured in the same run."
-        )
-        figures.append(Figure("attention", caption, lambda: attention_figure(results)))
+        figures.append(Figure("speed", caption, lambda: speed_figure(results), "Bandwidth over the number of elements"))
     if results.select("call") and results.select("wrapper"):
         caption = (
             "The time of one call from Python, for each way to reach the same kernel. Bars are medians; lines reach "
             "from the 20th to the 80th percentile."
         )
-        figures.append(Figure("calls", caption, lambda: calls_figure(results)))
+        figures.append(Figure("calls", caption, lambda: calls_figure(results), "Call time by wrapper"))
     return figures
 
 
-REPORT = ReportSpec("custom_ops", _context, _figures, _finding)
+REPORT = ReportSpec("custom_ops", _context, _figures, targets.finding)

@@ -254,7 +254,20 @@ def _training_sentence(results: Results) -> str:
             parts.append(f"{mode}, {verdict} with {shown(best.labels['norm'])}")
     if not parts:
         return ""
-    return f"Compared with the model's {BASELINE}: {'; '.join(parts)}."
+    return f"Compared with the model's {BASELINE}: {'; '.join(parts)}.{_fusion_sentence(results)}"
+
+
+def _fusion_sentence(results: Results) -> str:
+    """Why the compiled step is slower with this package's kernels, if the formula is clearly faster there."""
+    steps = results.select("training", mode="compiled")
+    own = max((r["speedup"].high or r["speedup"].value for r in steps if r.labels["norm"] in OWN), default=None)
+    formula = next((r["speedup"].low or r["speedup"].value for r in steps if r.labels["norm"] == EAGER), None)
+    if own is None or formula is None or own >= formula:
+        return ""
+    return (
+        " The compiler fuses the formula with the operators around it; a kernel of this package it calls as it is, "
+        "which costs a pass over memory."
+    )
 
 
 def _covers_one(record: Record) -> bool:
