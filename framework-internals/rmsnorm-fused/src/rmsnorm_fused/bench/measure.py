@@ -377,9 +377,8 @@ def _plain_copy(device: Device, sets: Sequence[Tensors], which: Pass = "forward"
     if device == "cuda" and first:
         ways["kernel"] = lambda x, *_: torch.neg(x)
     if device == "cpu" and (streaming := streaming_stores()) is not None:
-        ways["streaming"] = lambda x, *dy: (
-            streaming.copy(x, torch.empty_like(x)) if first else streaming.combine(x, *dy, torch.empty_like(x))
-        )
+        move: Callable[..., Any] = streaming.copy if first else streaming.combine
+        ways["streaming"] = lambda *tensors: move(*tensors[: 1 if first else 2], torch.empty_like(tensors[0]))
     if len(ways) == 1:
         return ways["torch"]
     timings = compare(ways, device=device, inputs=sets, seconds=_CHOICE_SECONDS)

@@ -218,14 +218,15 @@ def _memory_rows(results: Results) -> list[tuple[str, ...]]:
 
 def _quantised_sentence(results: Results) -> str:
     records = results.select("quantised")
-    own, separate = fastest(records, OWN), fastest(records, (SEPARATE,))
-    if own is None or separate is None:
+    own, separate, peer = fastest(records, OWN), fastest(records, (SEPARATE,)), fastest(records, others(records))
+    if own is None or separate is None or peer is None:
         return ""
-    one, two = (numbers.with_unit(record["time"].value, "s") for record in (own, separate))
-    ratio = numbers.with_unit(separate["time"].value / own["time"].value, "×")
+    one, two, other = (numbers.with_unit(record["time"].value, "s") for record in (own, separate, peer))
     return (
-        f"One kernel ({shown(own.labels['implementation'])}) takes {one}. A norm followed by a kernel that scales and "
-        f"rounds takes {two}, {ratio} as long."
+        f"One kernel ({shown(own.labels['implementation'])}) takes {one}. The fastest other implementation "
+        f"({peer.labels['implementation']}) takes {other}, and a norm followed by a kernel that scales and "
+        f"rounds {two}: {numbers.with_unit(peer['time'].value / own['time'].value, '×')} and "
+        f"{numbers.with_unit(separate['time'].value / own['time'].value, '×')} as long."
     )
 
 
