@@ -129,6 +129,14 @@ def test_the_finding_has_the_strongest_peer_and_the_worst_result() -> None:
     assert "with both at 0.100× of torch's" in finding(replace(COMMITTED, records=tuple(slow)))
 
 
+@pytest.mark.parametrize("results", [COMMITTED, H200], ids=["cpu", "h200"])
+def test_the_line_of_the_index_is_short_and_has_the_worst(results) -> None:
+    line = targets.headline(results)
+    worst = min(record["speedup"].value for record in results.select("attention", form=OURS))
+    assert numbers.significant(worst) in line
+    assert len(line.split()) <= 30
+
+
 def test_attention_has_its_line_among_what_is_worth_it_and_what_is_not() -> None:
     parts = render(H200, REPORT).partition("Not worth it at this size")
     assert "- flash_attention, forward, in float32, 2.87–6.22× as fast as PyTorch's fastest back end" in parts[0]

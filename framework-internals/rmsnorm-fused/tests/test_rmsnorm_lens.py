@@ -251,6 +251,12 @@ def test_the_finding_names_the_strongest_peer_and_the_worst_results(on_h200):
     assert "(the compiled training step, `gpt2-124m`)" in text
 
 
+def test_the_line_of_the_index_is_short_and_has_the_worst(on_h200):
+    line = lens.REPORT.headline(on_h200)
+    assert "at its worst 0.940× the speed of nn.RMSNorm (the compiled training step" in line
+    assert len(line.split()) <= 30
+
+
 def test_a_slower_compiled_step_has_its_cause_beside_it(on_h200):
     cause = "The compiler fuses the formula with the operators around it"
     assert cause not in render(on_h200, lens.REPORT)  # the formula is not among the norms

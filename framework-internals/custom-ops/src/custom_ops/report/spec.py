@@ -360,4 +360,4 @@ def _figures(results: Results) -> Sequence[Figure]:
     return figures
 
 
-REPORT = ReportSpec("custom_ops", _context, _figures, targets.finding)
+REPORT = ReportSpec("custom_ops", _context, _figures, targets.finding, headline=targets.headline)

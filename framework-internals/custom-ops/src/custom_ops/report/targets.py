@@ -152,6 +152,20 @@ def finding(results: Results) -> str:
     return f"{'; '.join(best)}." + (f" Its worst: {' and '.join(worst)}." if worst else "")
 
 
+def headline(results: Results) -> str:
+    """Both directions of attention over every shape, and the share of the memory limit: the line of the index."""
+    gelu = [numbers.percent(share, 0) for record, share in shares(results, "bias_gelu")][:1]
+    parts = [f"bias_gelu reaches {share} of the memory limit" for share in gelu]
+    speeds = [
+        f"{range_of(record['speedup'].value for record in records)} ({dtype})"
+        for dtype in dict.fromkeys(str(record.labels["dtype"]) for record in own(results))
+        if (records := own(results, dtype=dtype))
+    ]
+    if speeds:
+        parts.append(f"attention, forward and backward, runs at {' and '.join(speeds)} the speed of PyTorch's fastest")
+    return f"{'; '.join(parts)}." if parts else finding(results)
+
+
 def _operators_clause(results: Results) -> str | None:
     for record in largest(results, "bias_gelu"):
         if record.labels["dtype"] == "float32":

@@ -46,6 +46,19 @@ def finding(results: Results) -> str:
     return f"RMSNorm at {shape(results)} reaches {shares} of the copy limit{beside}.{_worst(results)}"
 
 
+def headline(results: Results) -> str:
+    """The shares of the limit, and the worst speed beside another implementation: the line of the index."""
+    shares = [
+        f"{numbers.percent(record['fraction'].value, 0)} {which}"
+        for which in PASSES
+        if (record := fastest(results.select(which, group="headline"), OWN)) and "fraction" in record.values
+    ]
+    slowest = min(comparisons(results), key=lambda entry: entry.speed, default=None)
+    if not shares or slowest is None:
+        return finding(results)
+    return f"{shape(results)}: {' and '.join(shares)} of the copy limit; at its worst {slowest}."
+
+
 def _worst(results: Results) -> str:
     share = min(_shares(results), key=lambda entry: entry[0], default=None)
     slowest = min(comparisons(results), key=lambda entry: entry.speed, default=None)

@@ -10,7 +10,14 @@ from benchkit.report import ReportSpec, markdown_table
 from rmsnorm_fused.bench.accuracy import ARITHMETIC_FACTOR
 from rmsnorm_fused.bench.candidates import ABOUT, COPY, EAGER, LIGER, OWN, QUACK, SEPARATE
 from rmsnorm_fused.bench.training import BASELINE
-from rmsnorm_fused.report.answer import above_the_limit, determinism_notes, eager_speedups, finding, headline_rows
+from rmsnorm_fused.report.answer import (
+    above_the_limit,
+    determinism_notes,
+    eager_speedups,
+    finding,
+    headline,
+    headline_rows,
+)
 from rmsnorm_fused.report.figures import (
     ITEM_BYTES,
     OPERATIONS,
@@ -361,4 +368,4 @@ def _context(results: Results) -> dict[str, Any]:
     }
 
 
-REPORT = ReportSpec("rmsnorm_fused", _context, figures, finding)
+REPORT = ReportSpec("rmsnorm_fused", _context, figures, finding, headline=headline)
