@@ -139,26 +139,24 @@ def label_ticks(axis: Axis, within_decades: Sequence[float] = ()) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def draw_limit(axes: Axes, value: float, label: str = "", *, above: bool = False) -> None:
-    """Draw a dashed horizontal line at a limit, with a label above its right end.
+def draw_limit(axes: Axes, value: float, label: str = "", *, left: bool = False) -> None:
+    """Draw a dashed horizontal line at a limit, with a label above one of its ends.
 
     Args:
         axes: Axes of a figure.
         value: The limit, in the axis's unit.
         label: What the limit is.
-        above: Whether the line and its label cover the data, which otherwise cover them.
+        left: Whether the label is at the left end and the line over the data, for data that reach the limit.
     """
-    axes.axhline(value, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2, zorder=5 if above else None)
+    axes.axhline(value, color=LIMIT_COLOUR, linestyle="--", linewidth=1.2, zorder=5 if left else None)
     axes.annotate(
         label,
-        xy=(1.0, value),
+        xy=(0.0 if left else 1.0, value),
         xycoords=("axes fraction", "data"),
-        xytext=(-2, 3),
+        xytext=(2 if left else -2, 3),
         textcoords="offset points",
-        ha="right",
+        ha="left" if left else "right",
         va="bottom",
         fontsize=9,
         color=LIMIT_COLOUR,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6} if above else None,
-        zorder=5 if above else None,
     )

@@ -42,7 +42,7 @@ def speed_figure(results: Results) -> Figure:
                 hover_points(axes, [place], [rate], [f"{op}, {form}, {place:,} elements: {rate:,.3g} GB/s"])
         traffic = str(results.select("speed", op=op)[0].labels["limit"])
         for limit in results.select("memory limit", traffic=traffic):
-            draw_limit(axes, limit["bandwidth"].value / 1e9, "memory limit", above=True)
+            draw_limit(axes, limit["bandwidth"].value / 1e9, "memory limit", left=True)
         axes.set_title(f"{op}: {traffic}", fontsize=11)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
