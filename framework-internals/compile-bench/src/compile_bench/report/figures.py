@@ -104,15 +104,15 @@ def draw_first_steps(starts: Sequence[NamedStart]) -> MatplotlibFigure:
     figure, axes = new_figure(8.0, 1.6 + (0.42 if two_lines else 0.26) * len(starts))
     labels = [f"{each.title}\n{each.caches}" if two_lines else each.title for each in starts]
     parts = [start_parts(each.start) for each in starts]
-    left = np.zeros(len(starts))
+    left = [0.0] * len(starts)
     for index, name in enumerate(parts[0]):
-        seconds = np.array([each[name] for each in parts])
-        if not seconds.any():
+        rows = [row for row, each in enumerate(parts) if each[name]]  # without bars that have an edge and no length
+        if not rows:
             continue
         bars = axes.barh(
-            labels,
-            seconds,
-            left=left,
+            rows,
+            [parts[row][name] for row in rows],
+            left=[left[row] for row in rows],
             label=name,
             color=PART_COLOURS[index],
             hatch=PART_HATCHES[index],
@@ -120,12 +120,12 @@ def draw_first_steps(starts: Sequence[NamedStart]) -> MatplotlibFigure:
             linewidth=0.5,
             height=0.7,
         )
-        for bar, each, second in zip(bars, starts, seconds, strict=True):
-            if second:
-                hover(bar, f"{_named(each)}: {name} {numbers.with_unit(second, 's')}")
-        left += seconds
+        for bar, row in zip(bars, rows, strict=True):
+            hover(bar, f"{_named(starts[row])}: {name} {numbers.with_unit(parts[row][name], 's')}")
+            left[row] += parts[row][name]
     for row, total in enumerate(left):
         _annotate(axes, numbers.with_unit(total, "s"), (total, row), 4, "data")
+    axes.set_yticks(range(len(starts)), labels)
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.grid(visible=False, axis="y")
@@ -343,7 +343,7 @@ def draw_shapes(record: ShapesRecord) -> MatplotlibFigure:
     label_ticks(axes.xaxis)
     _times_axis(axes, "y")
     axes.set_xlabel("passes through the schedule, in one process")
-    axes.set_ylabel("total time / the cheapest strategy's (lower is better)")
+    axes.set_ylabel("total time / the cheapest's (lower is better)")
     figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     return figure
 
