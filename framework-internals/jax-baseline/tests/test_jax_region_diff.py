@@ -247,16 +247,22 @@ def test_the_report_is_made_of_the_record():
     assert DiffRecord.of(through_json) == diff_record(LABELS, *programs())
     environment = SimpleNamespace(gpu=None)
     results = Results("jax-baseline", environment=environment, configuration={}, records=(through_json,))
-    assert hlo_sections.clauses(results) == [
-        "for the same gradients of `tiny` XLA runs 5 kernels that move 3.99 KiB, Inductor 2 that move 1.20 KiB"
-    ]
     told = hlo_sections.context(results)["diffs"][0]
-    assert told["explained"][0].startswith("#### `block*/attention`, forward")
+    assert (told["compilers"]["XLA"]["kernels"], told["compilers"]["XLA"]["bytes"]) == ("5", "3.99 KiB")
+    assert (told["compilers"]["Inductor"]["kernels"], told["compilers"]["Inductor"]["bytes"]) == ("2", "1.20 KiB")
+    part = told["explained"][0]
+    assert part["summary"].startswith("`block*/attention`, forward: XLA runs 3 kernels, moving 2.79 KiB in 3.00 ms; ")
+    assert part["details"].startswith("#### `block*/attention`, forward")
+    assert "XLA runs" not in part["details"], "the totals stand outside the fold"
+    assert told["slowest"].startswith(
+        "`block*/attention` differs most in time: its kernels take 3.00 ms in XLA and 1.00 ms in Inductor"
+    )
+    assert "Only XLA writes 2 × `float32[4,8,8]` to memory there" in told["slowest"]
     assert [row[0] for row in told["rows"]] == ["block*/attention", "block*/mlp"]
-    drawn = [figure.draw() for figure in hlo_sections.figures(results)]
-    assert [figure.axes[0].get_xlabel() for figure in drawn] == [
-        "memory traffic of the kernels (MiB)",
-        "time of the kernels (ms)",
+    (figure,) = hlo_sections.figures(results)
+    assert [axes.get_xlabel().replace("\n", " ") for axes in figure.draw().axes] == [
+        "time of the kernels (ms), lower is better",
+        "bytes that they read and write (MiB), lower is better",
     ]
 
 

@@ -38,9 +38,11 @@ def paired_ratio_note(rates: Mapping[str, float], ratios: Mapping[str, float], r
     for pair in combinations(others, 2):
         first, second = sorted(pair, key=lambda name: -rates[name])
         if ratios[first] < ratios[second] and rates[first] > rates[second]:
+            digits = 3 if ratios[first] < 0.99 * ratios[second] else 4
+            shown = (f"{numbers.significant(ratios[name], digits)}×" for name in (first, second))
             found.append(
                 f"{first} is faster than {second} by the medians and slower by the paired ratios "
-                f"({numbers.significant(ratios[first])}× and {numbers.significant(ratios[second])}×)"
+                f"({' and '.join(shown)})"
             )
     if not found:
         return ""

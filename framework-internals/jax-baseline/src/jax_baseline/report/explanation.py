@@ -13,8 +13,17 @@ _QUOTED_LINES = 16
 _QUOTED_COLUMNS = 180
 
 
-def explain(region: Region) -> str:
+def summary(region: Region) -> str:
+    """Name a region, and say in one sentence how much the two compilers differ in it."""
+    return f"`{region.name or 'not assigned'}`, {region.phase}: {_totals(region, list(region.compiled))}"
+
+
+def explain(region: Region, *, with_summary: bool = True) -> str:
     """Describe the differences in a region, most bytes first.
+
+    Args:
+        region: The region.
+        with_summary: Whether to repeat the totals of :func:`summary`.
 
     Returns:
         Markdown: a heading, the totals, a list of differences, and the quoted sources.
@@ -34,8 +43,8 @@ def explain(region: Region) -> str:
         for name in names
         if (libraries := region.compiled[name].libraries)
     ]
-    summary = " ".join([_totals(region, names), *_accounted(region, names)])
-    text = f"#### `{region.name or 'not assigned'}`, {region.phase}\n\n{summary}\n\n"
+    totals = " ".join([*([_totals(region, names)] if with_summary else []), *_accounted(region, names)])
+    text = f"#### `{region.name or 'not assigned'}`, {region.phase}\n\n{totals}\n\n"
     text += "\n".join(f"- {point}" for point in points)
     return text + "".join(_quote(name, quote) for name, quote in region.quotes.items())
 

@@ -8,16 +8,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit import Quantity, Results, numbers
 from benchkit.report import Figure
-from benchkit.report.plotting import COLOURS, HATCHES, label_ticks, new_figure
+from benchkit.report.plotting import COLOURS, HATCHES, hover, label_ticks, new_figure, new_panels
 from jax_baseline.diff.records import CompilerTotals, DiffRecord, LongKernel, StepRecord, TargetRecord
 from jax_baseline.diff.region_diff import CompiledRegion, Region
 from jax_baseline.hlo import RegionCount
 from jax_baseline.hlo.kernels import join_ops
-from jax_baseline.report.explanation import explain
+from jax_baseline.report.explanation import explain, summary
 
 _COMPILERS = ("XLA", "Inductor")
 _PHASES = {"forward": "forward", "backward": "backward", "other": "update"}
@@ -26,38 +27,41 @@ _NO_REGION = "(no scope)"
 
 @dataclass(frozen=True)
 class _Panel:
-    """A figure with one bar for each region and compiler."""
+    """A panel with one bar for each region and compiler."""
 
-    name: str
-    caption: str
     axis: str
     unit: float
+    name: str
     figure: Callable[[CompiledRegion], float | None]
 
 
 _PANELS = (
-    _Panel(
-        "bytes",
-        "Bytes that kernels read and write",
-        "memory traffic of the kernels (MiB)",
-        2**20,
-        lambda compiled: compiled.bytes,
-    ),
-    _Panel("seconds", "Time that kernels take", "time of the kernels (ms)", 1e-3, lambda compiled: compiled.seconds),
+    _Panel("time of the kernels (ms), lower is better", 1e-3, "s", lambda compiled: compiled.seconds),
+    _Panel("bytes that they read and write (MiB),\nlower is better", 2**20, "B", lambda compiled: compiled.bytes),
 )
 
 
-def clauses(results: Results) -> list[str]:
-    """Return the clauses of this half for the first sentence of the report."""
-    record = next(iter(DiffRecord.select(results)), None)
-    if record is None:
-        return []
-    xla, inductor = (record.compilers[name] for name in _COMPILERS)
-    return [
-        f"for the same gradients of `{record.preset}` XLA runs {numbers.count(xla.kernels.value)} kernels that move "
-        f"{numbers.quantity(xla.bytes)}, Inductor {numbers.count(inductor.kernels.value)} that move "
-        f"{numbers.quantity(inductor.bytes)}"
+def slowest_part(record: DiffRecord) -> str:
+    """Name the part of the model in which XLA's kernels take longest beside Inductor's; empty without times."""
+    times: dict[str, list[float]] = {}
+    for region in record.regions:
+        seconds = (region.compiled[name].seconds or 0.0 for name in _COMPILERS)
+        times[region.name] = [sum(pair) for pair in zip(times.get(region.name, (0.0, 0.0)), seconds, strict=True)]
+    name = max(times, key=lambda name: times[name][0] - times[name][1], default="")
+    if not name or times[name][0] <= times[name][1]:
+        return ""
+    xla, inductor = (numbers.with_unit(seconds, "s") for seconds in times[name])
+    regions = [region for region in record.regions if region.name == name]
+    text = f"`{name}` differs most in time: its kernels take {xla} in XLA and {inductor} in Inductor"
+    calls = [
+        call for region in regions for call in region.compiled["Inductor"].libraries if call.startswith("torch.ops")
     ]
+    if calls:
+        text += f", which calls `{calls[0].removeprefix('torch.ops.').removesuffix('.default')}`"
+    written = max((one for region in regions for one in region.only["XLA"]), key=lambda one: one.bytes, default=None)
+    if written:
+        text += f". Only XLA writes {written.count} × `{written.tensor}` to memory there"
+    return f"{text}."
 
 
 def context(results: Results) -> dict[str, Any]:
@@ -77,25 +81,30 @@ def figures(results: Results) -> Sequence[Figure]:
     found = [
         Figure(
             "step_parts",
-            "Time of one training step by part of the model: the profiler's times of XLA's kernels, with the blocks "
-            "merged.",
+            "The profiler's times of XLA's kernels in one training step, with the blocks merged.",
             partial(_draw_step, record),
+            alt="Time of one training step by part of the model",
         )
         for record in StepRecord.select(results)
         if record.kernels_timed.value  # 0 if the profiler has no access to the GPU's activity
     ]
-    for record in DiffRecord.select(results):
-        found += [
-            Figure(
-                _figure_name(panel, record),
-                f"{panel.caption} in both compilers, by part of the model: the same loss and gradients of the same "
-                "weights and tokens.",
-                partial(_draw_regions, record, panel),
-            )
-            for panel in _PANELS
-            if _is_drawn(panel, record)
-        ]
-    return found
+    return found + [
+        Figure(
+            f"regions_{record.attention}",
+            f"The same loss and gradients in both compilers ({scope(record)}; JAX: `{record.attention}` attention). "
+            "A part without a bar is inside another part's kernel, or was not timed.",
+            partial(_draw_regions, record),
+            alt=f"Time and bytes of both compilers by part of the model, JAX with {record.attention} attention",
+        )
+        for record in DiffRecord.select(results)
+        if _panels(record)
+    ]
+
+
+def scope(record: DiffRecord) -> str:
+    """Say what both compilers compiled."""
+    blocks = f"{record.layers} block{'s' if record.layers > 1 else ''}"
+    return f"`{record.preset}`, {blocks}, {record.batch_size} sequences, {record.dtype}"
 
 
 def _step(record: StepRecord) -> dict[str, Any]:
@@ -148,13 +157,13 @@ def _kernel_row(kernel: LongKernel) -> list[str]:
     ]
 
 
-def _figure_name(panel: _Panel, record: DiffRecord) -> str:
-    return f"regions_{panel.name}_{record.attention}"
-
-
-def _is_drawn(panel: _Panel, record: DiffRecord) -> bool:
-    """Whether any region has this figure. Times are missing if they were not measured."""
-    return any(panel.figure(compiled) for region in record.regions for compiled in region.compiled.values())
+def _panels(record: DiffRecord) -> list[_Panel]:
+    """Return the panels that any region has a figure for. Times are missing if they were not measured."""
+    return [
+        panel
+        for panel in _PANELS
+        if any(panel.figure(compiled) for region in record.regions for compiled in region.compiled.values())
+    ]
 
 
 def _longer_than_step(record: DiffRecord, step: StepRecord | None) -> str:
@@ -179,9 +188,14 @@ def _diff(record: DiffRecord, step: StepRecord | None) -> dict[str, Any]:
         "difference": None if difference is None else numbers.error_size(difference.value),
         "shorter_step": _longer_than_step(record, step),
         "has_values": bool(record.common.value),
-        "figures": [_figure_name(panel, record) for panel in _PANELS if _is_drawn(panel, record)],
+        "scope": scope(record),
+        "figure": f"regions_{record.attention}" if _panels(record) else "",
+        "slowest": slowest_part(record),
         "rows": [_diff_row(region) for region in record.regions],
-        "explained": [explain(regions[key]) for key in record.explained],
+        "explained": [
+            {"summary": summary(regions[key]), "details": explain(regions[key], with_summary=False)}
+            for key in record.explained
+        ],
         "notes": [f"{compiler}: {note}" for compiler, notes in record.notes.items() for note in notes],
     }
 
@@ -233,7 +247,7 @@ def _target(records: Sequence[TargetRecord]) -> dict[str, Any]:
 def _draw_step(record: StepRecord) -> MatplotlibFigure:
     groups = [group for group in record.summary.regions if group.seconds]
     names = list(dict.fromkeys(group.region or _NO_REGION for group in groups))
-    figure, axes = new_figure(7.0, 0.9 + 0.42 * len(names))
+    figure, axes = new_figure(7.0, 0.9 + 0.36 * len(names))
     left = np.zeros(len(names))
     for index, (phase, label) in enumerate(_PHASES.items()):
         times = np.array(
@@ -242,10 +256,12 @@ def _draw_step(record: StepRecord) -> MatplotlibFigure:
                 for name in names
             ]
         )
-        axes.barh(
+        bars = axes.barh(
             range(len(names)), times * 1e3, left=left * 1e3, label=label, height=0.62,
             color=COLOURS[index], hatch=HATCHES[index], edgecolor="white",
         )  # fmt: skip
+        for bar, name, seconds in zip(bars, names, times, strict=True):
+            hover(bar, f"{name}, {label}: {numbers.with_unit(seconds, 's')}")
         left += times
     for index, total in enumerate(left):
         axes.annotate(
@@ -255,42 +271,47 @@ def _draw_step(record: StepRecord) -> MatplotlibFigure:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * left.max() * 1e3)
-    axes.set_xlabel("time of the kernels in one step (ms)")
+    axes.set_xlabel("time of the kernels in one step (ms), lower is better")
     axes.grid(visible=False, axis="y")
     label_ticks(axes.xaxis)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
-def _draw_regions(record: DiffRecord, panel: _Panel) -> MatplotlibFigure:
-    """Draw one bar for each region and compiler."""
+def _draw_regions(record: DiffRecord) -> MatplotlibFigure:
+    """Draw a panel for time and one for bytes, with one bar for each region and compiler."""
     regions = [region for region in record.regions if any(one.bytes for one in region.compiled.values())]
-    figure, axes = new_figure(7.0, 1.0 + 0.5 * len(regions))
-    for index, compiler in enumerate(_COMPILERS):
-        values = np.array([(panel.figure(region.compiled[compiler]) or 0) / panel.unit for region in regions])
-        positions = np.arange(len(regions)) + (index - 0.5) * 0.38
-        axes.barh(
-            positions,
-            values,
-            height=0.36,
-            label=compiler,
-            color=COLOURS[index],
-            hatch=HATCHES[index],
-            edgecolor="white",
-        )
-        for position, value, region in zip(positions, values, regions, strict=True):
-            inside = not value and region.fused_into[compiler]
-            axes.annotate(
-                "inside another part's kernel" if inside else numbers.significant(value),
-                (value, position), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8,
-            )  # fmt: skip
-    axes.set_yticks(
+    panels = _panels(record)
+    figure, (row,) = new_panels(
+        1, len(panels), width=2.2 + 3.6 * len(panels), height=1.0 + 0.36 * len(regions), sharey="all", sharex=False
+    )
+    for axes, panel in zip(row, panels, strict=True):
+        for index, compiler in enumerate(_COMPILERS):
+            _draw_bars(axes, panel, regions, index, compiler)
+        axes.margins(x=0.15)
+        axes.set_xlabel(panel.axis)
+        axes.grid(visible=False, axis="y")
+        axes.locator_params(axis="x", nbins=5)
+        label_ticks(axes.xaxis)
+    row[0].set_yticks(
         range(len(regions)), [f"{region.name or '(not assigned)'}, {_PHASES[region.phase]}" for region in regions]
     )
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel(panel.axis)
-    axes.grid(visible=False, axis="y")
-    label_ticks(axes.xaxis)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    row[0].invert_yaxis()
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     return figure
+
+
+def _draw_bars(axes: Axes, panel: _Panel, regions: Sequence[Region], index: int, compiler: str) -> None:
+    positions = np.arange(len(regions)) + (index - 0.5) * 0.38
+    figures = [panel.figure(region.compiled[compiler]) or 0.0 for region in regions]
+    bars = axes.barh(
+        positions, np.array(figures) / panel.unit, height=0.36, label=compiler, color=COLOURS[index],
+        hatch=HATCHES[index], edgecolor="white",
+    )  # fmt: skip
+    for bar, position, figure, region in zip(bars, positions, figures, regions, strict=True):
+        hover(bar, f"{compiler}, {region.name}, {_PHASES[region.phase]}: {numbers.with_unit(figure, panel.name)}")
+        text = numbers.significant(figure / panel.unit) if figure else "–"
+        axes.annotate(
+            text, (figure / panel.unit, position), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5
+        )

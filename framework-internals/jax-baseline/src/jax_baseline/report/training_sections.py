@@ -1,8 +1,8 @@
-"""The report sections on parity and throughput: sentences, tables and figures, computed from the records."""
+"""The report sections on parity, meshes and scaling: sentences, tables and figures, computed from the records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,59 +11,42 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as MatplotlibFigure
 from numpy.typing import NDArray
 
-from benchkit import Quantity, Results, numbers
+from benchkit import Results, numbers
 from benchkit.environment import commit_label
-from benchkit.report import Figure, markdown_table
-from benchkit.report.plotting import COLOURS, HATCHES, MARKERS, label_ticks, new_figure
+from benchkit.report import Figure
+from benchkit.report.plotting import COLOURS, MARKERS, hover_points, new_panels
 from jax_baseline.parity import QUANTITIES
 from jax_baseline.parity.records import ConvergedRecord, ConvergenceRecord, MeshRecord, MistakeRecord, ParityRecord
-from jax_baseline.timing.records import EngineRecord, ScalingFigures, ScalingRecord
+from jax_baseline.report.engine_sections import interval, optional
+from jax_baseline.timing.records import ScalingFigures, ScalingRecord
 
 # A mistake counts as caught if the comparison finds it in this many steps, which take seconds.
 _CAUGHT_WITHIN = 4
-_STAGES = ("trace", "lower", "compile")
 
 
-def clauses(results: Results) -> list[str]:
-    """Return the clauses of this half for the first sentence of the report."""
-    parts = []
-    if parities := ParityRecord.select(results):
-        within = [record for record in parities if record.divergence is None]
-        shown = next((record for record in parities if record.dtype == "float32"), parities[0])
-        loss = shown.deviations["loss"]
-        parts.append(
-            f"with the same weights JAX stays within its bounds of torch in {len(within)} of {len(parities)} dtypes "
-            f"(largest loss difference over {shown.steps} steps in {shown.dtype} {numbers.error_size(loss.jax.value)} "
-            f"nats; a permuted reference differs from torch by {numbers.error_size(loss.control.value)})"
-        )
-    if mistakes := _mistakes(results):
-        caught = [record for record in mistakes if _caught(record)]
-        parts.append(
-            f"of {len(mistakes)} planted porting mistakes {len(caught)} are caught within {_CAUGHT_WITHIN} steps"
-        )
-    if best := fastest(results, "jax"):
-        rival = fastest(results, "torch")
-        parts.append(
-            f"`{best.engine}` trains {_preset(results)} at {_rate(best)}"
-            + (f", `{rival.engine}` at {_rate(rival)}" if rival else "")
-        )
-    return parts
+def verdict(results: Results) -> str:
+    """Return the sentence on parity for the finding; empty if nothing was compared."""
+    parities, mistakes = ParityRecord.select(results), _mistakes(results)
+    caught = f"{sum(map(_caught, mistakes))} of {len(mistakes)} planted mistakes are caught" if mistakes else ""
+    if not parities:
+        return caught
+    within = [record for record in parities if record.divergence is None]
+    same = "computes the same as torch" if len(within) == len(parities) else "deviates from torch"
+    preset = results.configuration["parity"]["preset"]
+    share = f"`{preset}` is within the bounds of rounding in {len(within)} of {len(parities)} dtypes"
+    return f"JAX {same}: {', and '.join(part for part in (share, caught) if part)}"
 
 
 def context(results: Results) -> dict[str, Any]:
     """Return the variables of the template for this half."""
-    parities, engines = ParityRecord.select(results), EngineRecord.select(results)
+    parities = ParityRecord.select(results)
     return {
         "parity": results.configuration["parity"],
-        "bench": results.configuration["bench"],
         "times_control": {record.dtype: numbers.count(record.times_control.value) for record in parities},
         "parity_rows": [_parity_row(record) for record in parities],
         "divergences": [(record.dtype, record.divergence) for record in parities if record.divergence],
         "first_losses": [row for record in parities if record.dtype == "float32" for row in _loss_rows(record)],
         "mistakes": _mistakes_section(results),
-        "has_mfu": any(record.figures.mfu for record in engines),
-        "engine_table": _engine_table(engines, results.configuration["bench"]["reference"]),
-        "compile_rows": [_compile_row(record) for record in engines],
         "meshes": _meshes(results),
         "scaling": _scaling(results),
         "convergence": _convergence(results),
@@ -145,21 +128,17 @@ def _scaling_row(record: ScalingRecord, figures: ScalingFigures) -> list[str]:
     low, high = (efficiency.value if end is None else end for end in (efficiency.low, efficiency.high))
     return [
         f"{record.data} × {record.fsdp}",
-        _interval(figures.rate),
+        interval(figures.rate),
         numbers.quantity(figures.step),
         numbers.quantity(figures.step_of_one),
         f"{numbers.percent(efficiency.value)} ({numbers.percent(low)}–{numbers.percent(high)})",
-        _optional(figures.peak_memory),
+        optional(figures.peak_memory),
         _collectives(record),
     ]
 
 
 def _collectives(record: MeshRecord | ScalingRecord) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(record.collectives.items())) or "none"
-
-
-def _optional(figure: Quantity | None) -> str:
-    return "–" if figure is None else numbers.quantity(figure)
 
 
 def _convergence(results: Results) -> dict[str, Any] | None:
@@ -179,51 +158,19 @@ def _convergence(results: Results) -> dict[str, Any] | None:
 
 
 def figures(results: Results) -> Sequence[Figure]:
-    """Return the figures that the records allow."""
-    parities, engines = ParityRecord.select(results), EngineRecord.select(results)
-    found = [
+    """Return the figure of the losses, if they were compared."""
+    parities = ParityRecord.select(results)
+    if not parities:
+        return []
+    return [
         Figure(
             "losses",
-            "Loss by step in float32. The line is torch; the circles are JAX with the same weights and batches.",
-            partial(_draw_losses, record),
+            "Difference of the loss from torch at each step: JAX (filled) and permuted references (hollow), which show "
+            "the effect of rounding. The dashed line is the bound for JAX. Steps with equal losses have no marker.",
+            partial(_draw_differences, parities),
+            alt="Difference of the loss from torch by step, one panel for each dtype",
         )
-        for record in parities
-        if record.dtype == "float32"
     ]
-    found += [
-        Figure(
-            f"differences-{record.dtype}",
-            f"Difference of the loss from torch at each step in {record.dtype}: JAX (filled) and permuted references "
-            "(hollow). The dashed line is the bound for JAX, which follows the permuted references. Steps with equal "
-            "losses have no marker.",
-            partial(_draw_differences, record),
-        )
-        for record in parities
-    ]
-    if engines:
-        found.append(
-            Figure(
-                "throughput",
-                f"Tokens per second of one whole training step of {_preset(results)}. Whiskers show the 20th to the "
-                "80th percentile of the rounds.",
-                partial(_draw_throughput, engines),
-            )
-        )
-    return found
-
-
-def fastest(results: Results, framework: str) -> EngineRecord | None:
-    """Return the engine of a framework with the highest median rate; None if none was timed."""
-    engines = EngineRecord.select(results, framework=framework)
-    return max(engines, key=lambda record: record.figures.rate.value, default=None)
-
-
-def _rate(record: EngineRecord) -> str:
-    return f"{numbers.count(record.figures.rate.value)} tokens/s"
-
-
-def _preset(results: Results) -> str:
-    return f"`{results.configuration['bench']['preset']}`"
 
 
 def _parity_row(record: ParityRecord) -> list[str]:
@@ -248,88 +195,36 @@ def _loss_rows(record: ParityRecord) -> list[list[str]]:
     return rows
 
 
-def _engine_table(engines: Sequence[EngineRecord], reference: str) -> str:
-    columns: list[tuple[str, Callable[[EngineRecord], str]]] = []
-    if any(record.figures.mfu for record in engines):
-        columns.append(("MFU", lambda record: numbers.percent(record.figures.mfu.value) if record.figures.mfu else "–"))
-    if any(record.figures.peak_memory for record in engines):
-        columns.append(("peak memory", lambda record: _optional(record.figures.peak_memory)))
-    header = ["engine", "tokens/s", "step", f"speed over {reference}", *(name for name, _ in columns)]
-    rows = [
-        [
-            record.engine,
-            _interval(record.figures.rate),
-            numbers.quantity(record.figures.step),
-            "1" if record.engine == reference else numbers.quantity(record.figures.speedup),
-            *(cell(record) for _, cell in columns),
+def _draw_differences(records: Sequence[ParityRecord]) -> MatplotlibFigure:
+    """Draw one panel for each dtype."""
+    figure, (row,) = new_panels(1, len(records), width=3.2 * len(records), height=3.4, sharey="col")
+    for axes, record in zip(row, records, strict=True):
+        torch, jax = np.array(record.torch), np.array(record.jax)
+        steps = np.arange(len(torch))
+        for number, losses in enumerate(record.controls):
+            label = "permuted references" if number == 0 else None
+            _markers(axes, steps, np.abs(np.array(losses) - torch), COLOURS[0], "none", label)
+        differences = np.abs(jax - torch)
+        _markers(axes, steps, differences, COLOURS[5], COLOURS[5], "JAX")
+        axes.step(
+            steps, record.bounds, where="mid", color=COLOURS[5], linestyle="--", linewidth=1.0, label="JAX's bound"
+        )
+        shown = [step for step in steps if differences[step] > 0]
+        texts = [
+            f"{record.dtype}, step {step}: JAX {numbers.error_size(differences[step])}, "
+            f"bound {numbers.error_size(record.bounds[step])} nats"
+            for step in shown
         ]
-        for record in sorted(engines, key=lambda record: -record.figures.rate.value)
-    ]
-    return markdown_table(header, rows)
-
-
-def _interval(rate: Quantity) -> str:
-    ends = "" if rate.low is None or rate.high is None else f" ({numbers.count(rate.low)}–{numbers.count(rate.high)})"
-    return f"{numbers.count(rate.value)}{ends}"
-
-
-def _compile_row(record: EngineRecord) -> list[str]:
-    stages = [_optional(record.figures.compile_stages.get(stage)) for stage in _STAGES]
-    return [record.engine, numbers.quantity(record.figures.first_step), *stages, f"{record.figures.loss.value:.6f}"]
-
-
-def _draw_losses(record: ParityRecord) -> MatplotlibFigure:
-    figure, axes = new_figure(7.0, 3.6)
-    steps = np.arange(len(record.torch))
-    axes.plot(steps, record.torch, color=COLOURS[0], linewidth=1.4, label="torch")
-    axes.plot(steps, record.jax, MARKERS[0], color=COLOURS[5], markersize=5, markerfacecolor="none", label="JAX")
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per byte)")
-    axes.legend(frameon=False)
-    return figure
-
-
-def _draw_differences(record: ParityRecord) -> MatplotlibFigure:
-    figure, axes = new_figure(7.0, 3.6)
-    torch, jax = np.array(record.torch), np.array(record.jax)
-    steps = np.arange(len(torch))
-    for number, losses in enumerate(record.controls):
-        label = "permuted references" if number == 0 else None
-        _markers(axes, steps, np.abs(np.array(losses) - torch), COLOURS[0], "none", label)
-    _markers(axes, steps, np.abs(jax - torch), COLOURS[5], COLOURS[5], "JAX")
-    axes.step(steps, record.bounds, where="mid", color=COLOURS[5], linestyle="--", linewidth=1.0, label="bound for JAX")
-    axes.set_yscale("log")
-    axes.set_xlabel("step")
-    axes.set_ylabel("|Δ loss| against torch (nats per byte)")
-    axes.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+        hover_points(axes, shown, [differences[step] for step in shown], texts)
+        axes.set_yscale("log")
+        axes.set_title(record.dtype, fontsize=10)
+        axes.set_xlabel("training step")
+    row[0].set_ylabel("|Δ loss| to torch (nats per byte),\nlower is closer")
+    handles, labels = row[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
     return figure
 
 
 def _markers(axes: Axes, steps: NDArray, differences: NDArray, colour: str, fill: str, label: str | None) -> None:
     shown = np.where(differences > 0, differences, np.nan)
-    axes.plot(steps, shown, MARKERS[0], color=colour, markerfacecolor=fill, markersize=4, label=label)
-
-
-def _draw_throughput(records: Sequence[EngineRecord]) -> MatplotlibFigure:
-    records = sorted(records, key=lambda record: record.figures.rate.value)
-    figure, axes = new_figure(7.0, 0.9 + 0.5 * len(records))
-    for index, record in enumerate(records):
-        rate = record.figures.rate
-        style = 0 if record.framework == "torch" else 1
-        whiskers = None
-        if rate.low is not None and rate.high is not None:
-            whiskers = [[rate.value - rate.low], [rate.high - rate.value]]
-        axes.barh(
-            index, rate.value, xerr=whiskers, color=COLOURS[style], hatch=HATCHES[style], edgecolor="white", height=0.6,
-            error_kw={"capsize": 4, "elinewidth": 1.2},
-        )  # fmt: skip
-        axes.annotate(
-            numbers.count(rate.value), (max(rate.value, rate.high or 0), index), xytext=(8, 0),
-            textcoords="offset points", va="center", fontsize=9,
-        )  # fmt: skip
-    axes.set_yticks(range(len(records)), [record.engine for record in records])
-    axes.set_xlabel("tokens per second")
-    axes.grid(visible=False, axis="y")
-    axes.set_xlim(0, 1.18 * max(record.figures.rate.high or record.figures.rate.value for record in records))
-    label_ticks(axes.xaxis)
-    return figure
+    axes.plot(steps, shown, MARKERS[0], color=colour, markerfacecolor=fill, markersize=4, label=label, linestyle="none")

@@ -1,0 +1,307 @@
+"""The report sections on throughput: what each engine is, how fast it is, and what slows the slow ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from matplotlib.figure import Figure as MatplotlibFigure
+
+from benchkit import Quantity, Results, numbers
+from benchkit.report import Figure, markdown_table, paired_ratio_note
+from benchkit.report.plotting import COLOURS, HATCHES, hover, label_ticks, new_figure
+from jax_baseline.diff.records import DiffRecord
+from jax_baseline.report.hlo_sections import scope, slowest_part
+from jax_baseline.timing.engines import EngineSpec
+from jax_baseline.timing.records import EngineRecord, ModelRecord
+
+_STAGES = ("trace", "lower", "compile")
+_ATTENTIONS = {"xla": "XLA's", "cudnn": "cuDNN's"}
+
+# By the field in which a faster engine differs: why it is faster, which is inferred from how the two work, and what to
+# do. The attention's reason is measured, see :func:`_attention_evidence`.
+_REASONS = {
+    "compiled": "Eager mode writes the result of each operator to memory and reads it again (inferred)",
+    "scan": "The loop stacks what each block keeps for the backward pass and copies slices of the stacks in every "
+    "iteration (inferred)",
+    "donate": "Without donation each step writes a second copy of weights and moments (inferred)",
+    "remat": "The backward pass computes each block a second time",
+}
+_REMEDIES = {
+    "attention": "train with `--attention {attention}`",
+    "compiled": "compile the model",
+    "scan": "leave `--scan` off, unless the first step ({slow_first} instead of {fast_first}) matters more",
+    "donate": "donate the state",
+    "remat": "leave `--remat` off, unless memory is short",
+}
+
+
+def context(results: Results) -> dict[str, Any]:
+    """Return the variables of the template for this part."""
+    engines = by_ratio(results)
+    reference = results.configuration["bench"]["reference"]
+    return {
+        "bench": results.configuration["bench"],
+        "has_mfu": any(record.figures.mfu for record in engines),
+        "engine_table": _engine_table(engines, reference) if engines else "",
+        "ratio_note": _ratio_note(engines, reference),
+        "reasons": [*_reasons(results, engines), *_behind(results)],
+        "compile_rows": [_compile_row(record) for record in engines],
+    }
+
+
+def by_ratio(results: Results) -> list[EngineRecord]:
+    """Return the engines, the fastest by the paired ratio first."""
+    return sorted(EngineRecord.select(results), key=lambda record: -record.figures.speedup.value)
+
+
+def fastest(results: Results, framework: str) -> EngineRecord | None:
+    """Return the engine of a framework with the highest paired ratio; None if none was timed."""
+    return next((record for record in by_ratio(results) if record.framework == framework), None)
+
+
+def verdict(results: Results) -> str:
+    """Return the sentence on speed for the finding: the best of each framework, and the worst result of the run."""
+    jax, torch = fastest(results, "jax"), fastest(results, "torch")
+    if jax is None or torch is None:
+        return ""
+    bench = results.configuration["bench"]
+    sequences = f"{bench['batch_size']} sequence{'' if bench['batch_size'] == 1 else 's'}"
+    what = f"`{bench['preset']}`, {sequences}, {bench['dtype']}{', one block' if bench.get('layers') == 1 else ''}"
+    reference = bench["reference"]
+    best = f"`{jax.engine}` {_times(jax)}" + ("" if jax.engine == reference else f" `{reference}`")
+    rival = "" if torch.engine == reference else f", `{torch.engine}` {_times(torch)}"
+    return f"its best step ({what}) is {_compared(jax, torch)}: {best}{rival}{_worst(results)}"
+
+
+def figures(results: Results) -> Sequence[Figure]:
+    """Return the figure of the throughput, if engines were timed."""
+    engines = by_ratio(results)
+    if not engines:
+        return []
+    bench = results.configuration["bench"]
+    return [
+        Figure(
+            "throughput",
+            f"Tokens per second of one whole training step of `{bench['preset']}`; in parentheses the paired ratio "
+            f"over `{bench['reference']}`. Whiskers show the 20th to the 80th percentile of the rounds.",
+            partial(_draw_throughput, engines, bench["reference"]),
+            alt="Tokens per second of each engine",
+        )
+    ]
+
+
+def _times(record: EngineRecord) -> str:
+    return f"{numbers.significant(record.figures.speedup.value)}×"
+
+
+def _ends(figure: Quantity) -> tuple[float, float]:
+    return (figure.value if figure.low is None else figure.low, figure.value if figure.high is None else figure.high)
+
+
+def _compared(jax: EngineRecord, torch: EngineRecord) -> str:
+    """Compare two ratios over the same reference by their intervals."""
+    (low, high), (rival_low, rival_high) = _ends(jax.figures.speedup), _ends(torch.figures.speedup)
+    if high < rival_low:
+        return "slower than torch's"
+    return "faster than torch's" if low > rival_high else "as fast as torch's"
+
+
+def _worst(results: Results) -> str:
+    """Name the worst result of JAX: its slowest engine, or its loss and gradients beside Inductor's."""
+    engines = by_ratio(results)
+    slowest = [record for record in engines if record.framework == "jax"][-1]
+    diffs = [record for record in DiffRecord.select(results) if record.compilers["XLA"].time]
+    beside = {record.compilers["Inductor"].time.value / record.compilers["XLA"].time.value: record for record in diffs}
+    if beside and min(beside) < slowest.figures.speedup.value:
+        record = beside[min(beside)]
+        xla, inductor = (numbers.quantity(record.compilers[name].time) for name in ("XLA", "Inductor"))
+        return f"; at worst, loss and gradients ({record.batch_size} sequences) take XLA {xla}, Inductor {inductor}"
+    twin = _faster_twin(slowest, engines)
+    cause = _traits(slowest.spec).get(twin[1], "").removeprefix("JAX, ") if twin else ""
+    return f"; the worst, `{slowest.engine}`{f' ({cause})' if cause else ''}, is {_times(slowest)}"
+
+
+def _traits(spec: EngineSpec) -> dict[str, str]:
+    """Describe a variant, by the field that makes it so."""
+    if spec.framework == "torch":
+        traits = {"compiled": "torch.compile" if spec.compiled else "PyTorch, eager"}
+    else:
+        traits = {"attention": f"JAX, {_ATTENTIONS.get(spec.attention, spec.attention)} attention"}
+    optional = {
+        "donate": (not spec.donate, "state copied and not donated"),
+        "scan": (spec.scan, "blocks in one loop (`scan`)"),
+        "remat": (spec.remat, "blocks recomputed in the backward pass"),
+        "steps_per_dispatch": (spec.steps_per_dispatch > 1, f"{spec.steps_per_dispatch} steps per dispatch"),
+        "low_precision_residual": (spec.low_precision_residual, "residual stream in the compute dtype"),
+        "options": (bool(spec.options), f"`{spec.options}`"),
+    }
+    return traits | {name: words for name, (given, words) in optional.items() if given}
+
+
+def _faster_twin(record: EngineRecord, engines: Sequence[EngineRecord]) -> tuple[EngineRecord, str] | None:
+    """Return the fastest engine that differs from a slow one in a single field, and that field."""
+    if _ends(record.figures.speedup)[1] >= 1:
+        return None
+    for other in engines:  # the fastest first
+        names = [
+            one.name for one in fields(EngineSpec) if getattr(record.spec, one.name) != getattr(other.spec, one.name)
+        ]
+        if len(names) == 1 and _ends(other.figures.speedup)[0] > _ends(record.figures.speedup)[1]:
+            return other, names[0]
+    return None
+
+
+def _engine_table(engines: Sequence[EngineRecord], reference: str) -> str:
+    columns: list[tuple[str, Callable[[EngineRecord], str]]] = [
+        ("tokens/s", lambda record: interval(record.figures.rate)),
+        ("step", lambda record: numbers.quantity(record.figures.step)),
+    ]
+    if any(record.figures.mfu for record in engines):
+        columns.append(("MFU", lambda record: numbers.percent(record.figures.mfu.value) if record.figures.mfu else "–"))
+    if any(record.figures.peak_memory for record in engines):
+        columns.append(("peak memory", lambda record: optional(record.figures.peak_memory)))
+    header = ["engine", "what it is (bold: what slows it)", f"speed over {reference}", *(name for name, _ in columns)]
+    rows = []
+    for record in engines:
+        twin = _faster_twin(record, engines)
+        traits = _traits(record.spec)
+        if twin and twin[1] in traits:
+            traits[twin[1]] = f"**{traits[twin[1]]}**"
+        ratio = "1" if record.engine == reference else numbers.quantity(record.figures.speedup)
+        slow = _ends(record.figures.speedup)[1] < 1
+        cells = [f"`{record.engine}`", ", ".join(traits.values()), f"**{ratio}**" if slow else ratio]
+        rows.append([*cells, *(cell(record) for _, cell in columns)])
+    return markdown_table(header, rows, left=2)
+
+
+def _ratio_note(engines: Sequence[EngineRecord], reference: str) -> str:
+    if not any(record.engine == reference for record in engines):
+        return ""
+    return paired_ratio_note(
+        {f"`{record.engine}`": record.figures.rate.value for record in engines},
+        {f"`{record.engine}`": record.figures.speedup.value for record in engines},
+        f"`{reference}`",
+    )
+
+
+def _reasons(results: Results, engines: Sequence[EngineRecord]) -> list[str]:
+    """Return why each slow engine is slow and what to do, the slowest first."""
+    reference = results.configuration["bench"]["reference"]
+    found = []
+    for record in reversed(engines):
+        twin = _faster_twin(record, engines)
+        if twin is None:
+            continue
+        other, name = twin
+        text = f"**`{record.engine}` is {_times(record)} `{reference}`.** `{other.engine}` differs in one setting"
+        text += f" (`{name}`) and is {_times(other) if other.engine != reference else 'the reference'}"
+        if record.figures.peak_memory and other.figures.peak_memory:
+            memory = (numbers.quantity(one.figures.peak_memory) for one in (record, other) if one.figures.peak_memory)
+            text += f"; peak memory {' against '.join(memory)}"
+        reason = _attention_evidence(results, record, other) if name == "attention" else _REASONS.get(name, "")
+        remedy = _REMEDIES.get(name, "use `{engine}`").format(
+            attention=other.spec.attention,
+            engine=other.engine,
+            slow_first=numbers.quantity(record.figures.first_step),
+            fast_first=numbers.quantity(other.figures.first_step),
+        )
+        found.append(f"{'. '.join(part for part in (text, reason) if part)}. What to do: {remedy}.")
+    return found
+
+
+def _attention_evidence(results: Results, slow: EngineRecord, fast: EngineRecord) -> str:
+    """Compare the attention's kernels of two engines, as measured in a few blocks beside Inductor."""
+    by_attention = {record.attention: record for record in DiffRecord.select(results)}
+    pair = [by_attention.get(one.spec.attention) for one in (slow, fast)]
+    costs = [_attention_cost(record) for record in pair if record]
+    if len(costs) < 2 or not pair[0] or None in (seconds for seconds, _ in costs):
+        return ""
+    (slow_seconds, slow_bytes), (fast_seconds, fast_bytes) = costs
+    layers, batch_size = pair[0].layers, pair[0].batch_size
+    text = (
+        f"Measured in {layers} blocks with {batch_size} sequences, the attention's kernels take "
+        f"{numbers.with_unit(slow_seconds, 's')} and move {numbers.with_unit(slow_bytes, 'B')}, `{fast.engine}`'s "
+        f"take {numbers.with_unit(fast_seconds, 's')} and move {numbers.with_unit(fast_bytes, 'B')}: XLA writes the "
+        "scores of all pairs of positions to memory and reads them again"
+    )
+    for model in ModelRecord.select(results):
+        whole, training = model.model["n_layer"], results.configuration["bench"]["batch_size"]
+        scaled = (slow_seconds - fast_seconds) * whole / layers * training / batch_size
+        steps = slow.figures.step.value - fast.figures.step.value
+        text += (
+            f". Scaled to {whole} blocks and {training} sequences the difference is {numbers.with_unit(scaled, 's')} "
+            f"(inferred); the steps differ by {numbers.with_unit(steps, 's')}"
+        )
+    return text
+
+
+def _attention_cost(record: DiffRecord) -> tuple[float, int]:
+    """Return time and bytes of XLA's kernels of the attention, forward and backward."""
+    parts = [region.compiled["XLA"] for region in record.regions if region.name.endswith("/attention")]
+    return sum(part.seconds or 0.0 for part in parts), sum(part.bytes for part in parts)
+
+
+def _behind(results: Results) -> list[str]:
+    """Return why JAX's best step is slower than torch's best, where it is: the part that differs most."""
+    jax, torch = fastest(results, "jax"), fastest(results, "torch")
+    record = next(iter(DiffRecord.select(results)), None)
+    if not (jax and torch and record) or not _compared(jax, torch).startswith("slower"):
+        return []
+    part = slowest_part(record)
+    if not part:
+        return []
+    advice = "use `torch-compile` for speed"
+    if results.environment.gpu is None:
+        advice += "; JAX's other attention, cuDNN's, needs a CUDA GPU"
+    return [
+        f"**JAX's best, `{jax.engine}`, is slower than torch's, `{torch.engine}`.** Measured in the loss and gradients "
+        f"({scope(record)}): {part} What to do: {advice}."
+    ]
+
+
+def interval(rate: Quantity) -> str:
+    """Format a rate with its interval, both as counts."""
+    ends = "" if rate.low is None or rate.high is None else f" ({numbers.count(rate.low)}–{numbers.count(rate.high)})"
+    return f"{numbers.count(rate.value)}{ends}"
+
+
+def optional(figure: Quantity | None) -> str:
+    """Format a figure that may be missing."""
+    return "–" if figure is None else numbers.quantity(figure)
+
+
+def _compile_row(record: EngineRecord) -> list[str]:
+    stages = [optional(record.figures.compile_stages.get(stage)) for stage in _STAGES]
+    return [record.engine, numbers.quantity(record.figures.first_step), *stages, f"{record.figures.loss.value:.6f}"]
+
+
+def _draw_throughput(records: Sequence[EngineRecord], reference: str) -> MatplotlibFigure:
+    figure, axes = new_figure(7.0, 1.2 + 0.42 * len(records))
+    names = {"torch": "PyTorch", "jax": "JAX"}
+    for index, record in enumerate(records):
+        rate = record.figures.rate
+        style = 0 if record.framework == "torch" else 1
+        low, high = _ends(rate)
+        (bar,) = axes.barh(
+            index, rate.value, xerr=[[rate.value - low], [high - rate.value]], color=COLOURS[style],
+            hatch=HATCHES[style], edgecolor="white", height=0.6, error_kw={"capsize": 4, "elinewidth": 1.2},
+            label=names.pop(record.framework, None),
+        )  # fmt: skip
+        ratio = "reference" if record.engine == reference else _times(record)
+        hover(bar, f"{record.engine}: {interval(rate)} tokens/s, {ratio}")
+        axes.annotate(
+            f"{numbers.count(rate.value)} ({ratio})", (high, index), xytext=(8, 0),
+            textcoords="offset points", va="center", fontsize=9,
+        )  # fmt: skip
+    axes.set_yticks(range(len(records)), [record.engine for record in records])
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens per second (higher is better)")
+    axes.grid(visible=False, axis="y")
+    axes.set_xlim(0, 1.4 * max(_ends(record.figures.rate)[1] for record in records))
+    axes.locator_params(axis="x", nbins=6)
+    label_ticks(axes.xaxis)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    return figure

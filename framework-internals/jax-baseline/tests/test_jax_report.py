@@ -1,0 +1,113 @@
+"""The first screen of the report: what each engine is, what slows it, and what the finding says of it."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchkit import Quantity
+from benchkit.report.plotting import save
+from benchkit.results import Results, load
+from jax_baseline.parity.records import ParityRecord
+from jax_baseline.report import engine_sections, sections, training_sections
+from jax_baseline.report.migrate import migrate
+from jax_baseline.timing.engines import ENGINES
+from jax_baseline.timing.records import EngineFigures, EngineRecord
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = {"preset": "tiny", "batch_size": 2, "dtype": "float32", "reference": "torch-compile"}
+
+
+def _engine(name: str, rate: float, ratio: float, *, half_width: float = 0.01) -> EngineRecord:
+    speedup = Quantity(ratio, "×", ratio - half_width, ratio + half_width, 8, "bootstrap 95%")
+    figures = EngineFigures(
+        rate=Quantity(rate, "tokens/s", rate * 0.99, rate * 1.01, 8, "p20-p80"),
+        step=Quantity(256 / rate, "s"),
+        first_step=Quantity(2.0, "s"),
+        loss=Quantity(5.0, "nats"),
+        speedup=speedup,
+    )
+    return EngineRecord(name, ENGINES[name].framework, ENGINES[name], figures)
+
+
+def _results(*engines: EngineRecord) -> Results:
+    configuration = {"bench": BENCH, "parity": {"preset": "tiny"}}
+    records = tuple(engine.record() for engine in engines)
+    return Results("jax-baseline", SimpleNamespace(gpu=None), configuration, records)
+
+
+REFERENCE = _engine("torch-compile", 1000, 1.0, half_width=0.0)
+ENGINE_SET = (REFERENCE, _engine("cudnn", 1010, 1.01), _engine("jit-donated", 430, 0.43))
+
+
+@pytest.fixture(params=["cpu", "nvidia-h200"])
+def committed(request) -> Results:
+    return load(ROOT / "reports" / request.param / "results.json", migrate=migrate)
+
+
+def test_a_slow_engine_has_its_cause_beside_its_ratio_and_a_remedy_below():
+    context = engine_sections.context(_results(*ENGINE_SET))
+    row = next(line for line in context["engine_table"].splitlines() if "`jit-donated`" in line)
+    assert "| **JAX, XLA's attention** | **0.430× (0.420–0.440)** |" in row
+    (reason,) = context["reasons"]
+    assert "`cudnn` differs in one setting (`attention`) and is 1.01×" in reason
+    assert reason.endswith("What to do: train with `--attention cudnn`.")
+
+
+def test_an_engine_that_differs_in_two_settings_has_no_single_cause():
+    slow = _engine("jit-scan", 430, 0.43)  # from cudnn: attention and scan
+    assert engine_sections.context(_results(*ENGINE_SET[:2], slow))["reasons"] == []
+
+
+def test_the_causes_of_the_committed_reports_are_measured(committed):
+    reasons = engine_sections.context(committed)["reasons"]
+    assert reasons
+    assert "Measured in " in reasons[0]
+    assert "`block*/attention`" in reasons[0] or "the attention's kernels take" in reasons[0]
+    assert all("What to do: " in reason for reason in reasons)
+
+
+def test_rates_that_order_engines_otherwise_than_the_ratios_are_noted(committed):
+    assert "The medians and the paired ratios disagree" in engine_sections.context(committed)["ratio_note"]
+    consistent = _results(*ENGINE_SET)
+    assert engine_sections.context(consistent)["ratio_note"] == ""
+
+
+def test_the_finding_names_scope_strongest_peer_and_worst_result():
+    finding = sections.finding(_results(*ENGINE_SET))
+    assert finding == (
+        "Its best step (`tiny`, 2 sequences, float32) is as fast as torch's: `cudnn` 1.01× `torch-compile`; "
+        "the worst, `jit-donated` (XLA's attention), is 0.430×."
+    )
+    slower = (REFERENCE, _engine("cudnn", 900, 0.9))
+    assert "is slower than torch's: `cudnn` 0.900× `torch-compile`" in sections.finding(_results(*slower))
+    assert sections.finding(_results()) == "This run was interrupted before it measured anything."
+
+
+def test_the_losses_are_drawn_as_differences_with_a_panel_for_each_dtype(committed, tmp_path):
+    (figure,) = training_sections.figures(committed)
+    drawn = figure.draw()
+    parities = ParityRecord.select(committed)
+    assert [axes.get_title() for axes in drawn.axes] == [record.dtype for record in parities]
+    largest = max(abs(a - b) for a, b in zip(parities[0].jax, parities[0].torch, strict=True))
+    line = next(line for line in drawn.axes[0].lines if line.get_label() == "JAX")
+    assert max(y for y in line.get_ydata() if y == y) == pytest.approx(largest)
+
+
+def test_every_axis_says_its_direction_and_every_bar_its_value(committed, tmp_path):
+    for figure in sections.figures(committed):
+        drawn = figure.draw()
+        labels = " ".join(axes.get_xlabel() + axes.get_ylabel() for axes in drawn.axes)
+        assert "lower is" in labels or "higher is" in labels, figure.name
+        save(drawn, tmp_path / "figure.svg")
+        titles = ElementTree.parse(tmp_path / "figure.svg").iter("{http://www.w3.org/2000/svg}title")  # noqa: S314 # ours
+        assert len(list(titles)) >= 3, figure.name
+
+
+def test_an_engine_without_an_interval_is_shown_by_its_value():
+    bare = replace(ENGINE_SET[2], figures=replace(ENGINE_SET[2].figures, speedup=Quantity(0.43, "×")))
+    assert "| **0.430×** |" in engine_sections.context(_results(REFERENCE, ENGINE_SET[1], bare))["engine_table"]
