@@ -1,7 +1,9 @@
-"""The figures: a trace as a path through the keys, and the training step on a time axis."""
+"""The figures: the paths of all conditions side by side, and a trace hop by hop."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -9,61 +11,82 @@ from typing import Any
 from matplotlib.figure import Figure as MatplotlibFigure
 
 from benchkit.report import Figure
-from benchkit.report.plotting import COLOURS, new_figure
+from benchkit.report.plotting import COLOURS, hover, new_figure
 from benchkit.results import Record, Results
+from dispatcher_trace.report.cases import FOUR_MODES
 
-# Prefixes of keys in the dispatcher's order of priority. Other keys come below, in order of arrival.
-_RANK = ("Autocast", "Autograd", "ADInplaceOrView", "BackendSelect")
+# Prefixes of keys in the dispatcher's order of priority (c10/core/DispatchKey.h). Other keys come below, in order of
+# arrival.
+_RANK = (
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchBatched",
+    "Autocast",
+    "Autograd",
+    "ADInplaceOrView",
+    "FuncTorchDynamicLayerBackMode",
+    "BackendSelect",
+)
 _SHOWN = (("a @ b", "f32", "autocast"), ("a @ b", "bf16", "requires_grad"))
 
 
 def figures(results: Results) -> list[Figure]:
-    """A figure for each trace in :data:`_SHOWN`, and the timeline of the GPT step."""
+    """The paths of the expressions that are traced under every condition, and each trace in :data:`_SHOWN`."""
+    paths = [trace for trace in results.select("trace", dtype="f32") if trace.labels["expression"] in FOUR_MODES]
     made = []
+    if paths:
+        caption = (
+            "The path from the call to the kernel, in f32. The number is the position in the path; the text is the"
+            " operator. A key further left has a higher priority."
+        )
+        alt = "Dispatch keys on the path of each expression under each condition"
+        made.append(Figure("paths", caption, partial(draw_paths, paths), alt))
+    how_to_read = (
+        ": hops from left to right in order of arrival. A filled mark is a call, whose key set the dispatcher computed;"
+        " an empty one is a redispatch. The number in it is the depth of nesting; the text names the operator called."
+        " Grey is the backward, with the node that ran."
+    )
     for expression, dtype, mode in _SHOWN:
         for trace in results.select("trace", expression=expression, dtype=dtype, mode=mode):
-            caption = (
-                f"The trace of {expression} in {dtype} under {mode}: hops from left to right in order of arrival, keys"
-                " from top to bottom by priority. A filled mark is a call, whose key set the dispatcher computed; an"
-                " empty one is a redispatch. The number in it is the depth of nesting; the text names the operator"
-                " called. Grey is the backward, with the node that ran."
-            )
-            made.append(Figure(f"trace_{mode}_{dtype}", caption, partial(draw_trace, trace)))
-    caption = (
-        "The training step of the GPT: when the kernels of each key ran. A kernel's bar includes the kernels that it"
-        " called, so the bar of a composite or autograd kernel spans those below it. The backward is shaded. The times"
-        " are of the traced run, and most of them are the tracer's own."
-    )
-    made += [Figure("timeline", caption, partial(draw_timeline, record)) for record in results.select("timeline")]
+            what = f"`{expression}` in {dtype} under {mode}"
+            caption = f"{what}{how_to_read if not any(each.name.startswith('trace') for each in made) else ', drawn in the same way.'}"
+            made.append(Figure(f"trace_{mode}_{dtype}", caption, partial(draw_trace, trace), f"Every hop of {what}"))
     return made
 
 
-def draw_timeline(record: Record) -> MatplotlibFigure:
-    """Keys over time: a bar for each hop."""
-    data = record.data
-    keys = _ordered(data["keys"])
-    level = {key: len(keys) - 1 - index for index, key in enumerate(keys)}
-    figure, axes = new_figure(width=9.0, height=1.2 + 0.5 * len(keys))
-    bars: dict[str, list[tuple[float, float]]] = {key: [] for key in keys}
-    for index, start, stop in zip(data["key"], data["start_us"], data["stop_us"], strict=True):
-        bars[data["keys"][index]].append((start / 1e3, (stop - start) / 1e3))
-    for key, spans in bars.items():
-        # Thousands of bars: drawn as pixels, to keep the file small.
-        axes.broken_barh(spans, (level[key] - 0.36, 0.72), color=COLOURS[0], linewidth=0.3, rasterized=True)
-    during = [
-        (start, stop)
-        for start, stop, backward in zip(data["start_us"], data["stop_us"], data["backward"], strict=True)
-        if backward
-    ]
-    if during:
-        axes.axvspan(
-            min(start for start, _ in during) / 1e3, max(stop for _, stop in during) / 1e3, color="#EEEEEE", zorder=0
-        )
-    axes.set_yticks(list(level.values()), list(level))
-    axes.set_ylim(-0.6, len(keys) - 0.4)
-    axes.set_xlabel("time from the start of the trace, ms")
-    axes.set_ylabel("dispatch key")
+def draw_paths(traces: Sequence[Record]) -> MatplotlibFigure:
+    """A row for each trace, a column for each key on a main path."""
+    keys = _ordered(list(dict.fromkeys(key for trace in traces for _, key in trace.data["main_path"])))
+    figure, axes = new_figure(width=9.0, height=1.0 + 0.42 * len(traces))
+    for y, trace in enumerate(traces):
+        hops = [(operator.removeprefix("aten::"), key) for operator, key in trace.data["main_path"]]
+        # Several hops at one key stand beside one another, with their texts above and below in turn.
+        beside = [[other for other, (_, there) in enumerate(hops) if there == key] for _, key in hops]
+        ranks = [others.index(number) for number, others in enumerate(beside)]
+        xs = [
+            keys.index(key) + 0.44 * (rank - (len(others) - 1) / 2)
+            for (_, key), rank, others in zip(hops, ranks, beside, strict=True)
+        ]
+        axes.plot(xs, [y] * len(xs), color="#888888", linewidth=1.0, zorder=1)
+        for number, (x, rank, (operator, key)) in enumerate(zip(xs, ranks, hops, strict=True), start=1):
+            mark = axes.scatter(x, y, s=130, facecolor=COLOURS[0], zorder=2)
+            hover(mark, f"{_name(trace)}, {number}: {operator} at {key}")
+            axes.text(x, y, str(number), ha="center", va="center", fontsize=7, color="white", zorder=3)
+            above = (0, -13) if rank % 2 else (0, 7)
+            axes.annotate(operator, (x, y), above, textcoords="offset points", ha="center", fontsize=6.5)
+    wrapped = [re.sub(r"(?<=[a-z])(?=Dynamic|Batched|FrontMode|BackMode)", "\n", key) for key in keys]
+    axes.set_xticks(range(len(keys)), wrapped, fontsize=8)
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.set_xlim(-0.5, len(keys) - 0.5)
+    axes.set_yticks(range(len(traces)), [_name(trace) for trace in traces])
+    axes.set_ylim(len(traces) - 0.5, -0.7)
+    axes.set_xlabel("dispatch key, highest priority first →")
+    axes.set_ylabel("expression and condition")
     return figure
+
+
+def _name(trace: Record) -> str:
+    return f"{trace.labels['expression']}, {trace.labels['mode']}"
 
 
 def draw_trace(trace: Record) -> MatplotlibFigure:
@@ -80,7 +103,8 @@ def draw_trace(trace: Record) -> MatplotlibFigure:
     for row, y in zip(rows, ys, strict=True):
         called = row["how"] == "call"
         face, ink = (COLOURS[0], "white") if called else ("white", "black")
-        axes.scatter(row["number"], y, s=150, facecolor=face, edgecolor=COLOURS[0], linewidth=1.3, zorder=2)
+        mark = axes.scatter(row["number"], y, s=150, facecolor=face, edgecolor=COLOURS[0], linewidth=1.3, zorder=2)
+        hover(mark, f"hop {row['number']}, {row['how']}: {row['operator']} at {row['key']}")
         axes.text(row["number"], y, str(row["depth"]), ha="center", va="center", fontsize=7, color=ink, zorder=3)
         if called:
             name = row["operator"].removeprefix("aten::")
@@ -89,8 +113,8 @@ def draw_trace(trace: Record) -> MatplotlibFigure:
     axes.set_ylim(-0.5, len(keys) + 0.2)
     axes.set_xlim(0.3, max(xs) + 1.6)
     axes.set_xticks([number for number in xs if number == 1 or number % 5 == 0])
-    axes.set_xlabel("hop, in order of arrival")
-    axes.set_ylabel("dispatch key")
+    axes.set_xlabel("number of the hop, in order of arrival →")
+    axes.set_ylabel("dispatch key, highest priority on top")
     return figure
 
 

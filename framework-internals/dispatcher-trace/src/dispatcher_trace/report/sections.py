@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from benchkit import numbers
 from benchkit.environment import commit_label
 from benchkit.report import ReportSpec, markdown_table
 from benchkit.results import Record, Results
-from dispatcher_trace.report.cases import EVERY_MODE, MODES, PAGE, PERFETTO, SHOWN
+from dispatcher_trace.report.cases import EVERY_MODE, FOUR_MODES, MODES, PAGE, PERFETTO, SHOWN
 from dispatcher_trace.report.figures import figures
 from dispatcher_trace.report.migrate import migrate
 
@@ -60,25 +61,36 @@ def autocast_order(results: Results) -> list[tuple[str, str, str]]:
 
 
 def headline(results: Results) -> str:
-    """The finding of the run in one sentence."""
+    """The finding of the run: the paths of the two expressions, and how often the prediction holds, at worst too."""
     counted = totals(results)
     if not counted["traces"]:
         return "The run ended before the first trace."
-    parts = []
-    plain = results.select("trace", expression="a + b", dtype="f32", mode="plain")
-    if plain:
-        parts.append(f"`a + b` on plain f32 tensors goes {path(plain[0])}")
+    plain = [
+        f"{'plain f32 ' if expression == FOUR_MODES[0] else ''}`{expression}` goes {path(trace)}"
+        for expression in FOUR_MODES
+        for trace in results.select("trace", expression=expression, dtype="f32", mode="plain")
+    ]
+    paths = [", ".join(plain)] if plain else []
     order = autocast_order(results)
     if order and len({(first[:8], second[:8]) for _, first, second in order}) == 1:
-        parts.append(f"under autocast {order[0][1]} comes before {order[0][2]} in every trace that has both")
+        paths.append(f"under autocast {order[0][1]} comes before {order[0][2]}")
+    sentences = ["; ".join(paths)] if paths else []
+    equal = f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal"
     outside, inside = agreement_share(results, functorch=False), agreement_share(results, functorch=True)
     if outside is not None and inside is not None:
-        parts.append(
-            f"the static prediction gives the right keys for {numbers.percent(outside, 2)} of the catalogue's operator "
-            f"calls outside functorch and {numbers.percent(inside, 2)} inside"
+        worst = min(results.select("agreement"), key=_agreed_share)
+        sentences.append(
+            f"The static prediction is right for {numbers.percent(outside, 2)} of the catalogue's calls outside "
+            f"functorch, {numbers.percent(inside, 2)} inside and, at worst, {numbers.percent(_agreed_share(worst), 2)} "
+            f"under `{worst.labels['mode']}`; {equal}"
         )
-    parts.append(f"{counted['bit_equal']} of {counted['traces']} traced results are bit-equal to the untraced ones")
-    return f"{'; '.join(parts)}."
+    else:
+        sentences.append(equal)
+    return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
+
+
+def _agreed_share(record: Record) -> float:
+    return record["agreed"].value / record["calls"].value
 
 
 def agreement_share(results: Results, *, functorch: bool) -> float | None:
@@ -93,13 +105,17 @@ def context(results: Results) -> dict[str, Any]:
     return {
         "size": results.configuration["size"],
         "totals": totals(results),
-        "conditions": conditions_table(results),
+        "paths": paths_table(results),
+        "same_in_bf16": same_in_bf16(results),
+        "others": others_table(results),
+        "on_gpu": results.environment.gpu is not None,
         "order": autocast_order(results),
         "disagreements": disagreements(results),
         "operator_differences": operator_differences(results),
         "modes": modes_table(results),
         "agreement": agreement_table(results),
         "causes": causes(results),
+        "cpu_in_causes": any("AutogradCPU" in line for line in causes(results)),
         "catalogue": catalogue(results),
         "refused": refused(results),
         "programs": programs_table(results),
@@ -128,8 +144,40 @@ def operator_differences(results: Results) -> list[str]:
     return [f"{condition}: {difference}" for condition, difference in found if difference]
 
 
-def conditions_table(results: Results) -> str:
-    """One row for each trace."""
+def paths_table(results: Results) -> str:
+    """One row for each condition of the two expressions that are traced under all of them, in f32."""
+    return _traces_table([trace for trace in _paths(results) if trace.labels["dtype"] == "f32"])
+
+
+def others_table(results: Results) -> str:
+    """One row for each other trace; empty if there is none."""
+    shown = [trace for trace in _paths(results) if trace.labels["dtype"] == "f32"]
+    return _traces_table([trace for trace in results.select("trace") if trace not in shown])
+
+
+def same_in_bf16(results: Results) -> str:
+    """Whether the two expressions take the same paths in bf16; empty if they were not traced in it."""
+    found = {
+        dtype: {
+            (trace.labels["expression"], trace.labels["mode"]): path(trace)
+            for trace in _paths(results)
+            if trace.labels["dtype"] == dtype
+        }
+        for dtype in ("f32", "bf16")
+    }
+    if not found["bf16"]:
+        return ""
+    if other := [case for case, taken in found["bf16"].items() if found["f32"].get(case) != taken]:
+        cases = (f"`{case[0]}` under {case[1]} it is {found['bf16'][case]}" for case in other)
+        return f"In bf16 the path is another: for {'; for '.join(cases)}."
+    return f"In bf16 the paths of the first {len(found['bf16'])} rows are the same."
+
+
+def _paths(results: Results) -> list[Record]:
+    return [trace for trace in results.select("trace") if trace.labels["expression"] in FOUR_MODES]
+
+
+def _traces_table(traces: Sequence[Record]) -> str:
     rows = [
         [
             f"`{trace.labels['expression']}`",
@@ -142,10 +190,11 @@ def conditions_table(results: Results) -> str:
             _predicted(trace),
             "yes" if trace.data["bit_equal"] else "no",
         ]
-        for trace in results.select("trace")
+        for trace in traces
     ]
     header = ["expression", "dtype", "condition", "path to the kernel", "hops", "operator calls"]
-    return markdown_table([*header, "seen by the profiler", "predicted", "bit-equal"], rows, left=4)
+    header += ["seen by the profiler", "predicted", "bit-equal"]
+    return markdown_table(header, rows, left=4) if rows else ""
 
 
 def _predicted(record: Record) -> str:
@@ -167,7 +216,7 @@ def disagreements(results: Results) -> list[str]:
 
 
 def shown(results: Results) -> list[dict[str, str]]:
-    """The traces that the report shows hop by hop: title, tree, table of reasons, and name of the figure."""
+    """The traces that the report shows hop by hop: summary, title, tree, table of reasons, and name of the figure."""
     traces = [
         trace
         for expression, dtype, mode in SHOWN
@@ -181,6 +230,7 @@ def shown(results: Results) -> list[dict[str, str]]:
         found.append(
             {
                 "title": _condition(trace),
+                "summary": f"{_condition(trace).replace('`', '')}, {numbers.count(trace['hops'].value)} hops",
                 "tree": "\n".join(trace.data["lines"]),
                 "table": markdown_table(header, cells, left=5),
                 "figure": f"trace_{trace.labels['mode']}_{trace.labels['dtype']}",
@@ -267,22 +317,14 @@ def autocast_claim(results: Results) -> str:
 
 
 def modes_table(results: Results) -> str:
-    """The same call under every mode; empty if fewer than two modes were traced."""
+    """All keys that the same call visits under every mode; empty if fewer than two modes were traced."""
     traces = [
         trace for mode in MODES for trace in results.select("trace", expression=EVERY_MODE, dtype="f32", mode=mode)
     ]
-    rows = [
-        [
-            trace.labels["mode"],
-            path(trace),
-            ", ".join(dict.fromkeys(trace.data["keys"])),
-            numbers.count(trace["calls"].value),
-            numbers.count(trace["hops"].value),
-        ]
-        for trace in traces
-    ]
-    header = ["condition", "path to the kernel", "keys visited, in order of first arrival", "operator calls", "hops"]
-    return markdown_table(header, rows, left=3) if len(rows) > 1 else ""
+    rows = [[trace.labels["mode"], ", ".join(dict.fromkeys(trace.data["keys"]))] for trace in traces]
+    return (
+        markdown_table(["condition", "keys visited, in order of first arrival"], rows, left=2) if len(rows) > 1 else ""
+    )
 
 
 def agreement_table(results: Results) -> str:
@@ -293,7 +335,7 @@ def agreement_table(results: Results) -> str:
             numbers.count(record["entries"].value),
             numbers.count(record["calls"].value),
             numbers.count(record["calls"].value - record["agreed"].value),
-            numbers.percent(record["agreed"].value / record["calls"].value, 2),
+            numbers.percent(_agreed_share(record), 2),
             str(len(record.data["errors"])),
         ]
         for record in results.select("agreement")

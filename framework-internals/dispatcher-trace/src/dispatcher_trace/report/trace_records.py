@@ -1,4 +1,4 @@
-"""What the report records of a trace: its hops as rows, and the GPT step by line, by operator and on a time axis."""
+"""What the report records of a trace: its hops as rows, and the GPT step by line and by operator."""
 
 from __future__ import annotations
 
@@ -84,15 +84,6 @@ def record_gpt_step(run: Run, trace: Trace, profiled: Profile) -> None:
     run.record("source_lines", data=[asdict(row) for row in by_line.summarize(trace.calls)])
     costs = operator_costs(profiled, trace.all_calls)
     run.record("operator_cost", data=[asdict(item) for item in costs if item.share >= THRESHOLD])
-    hops = trace.hops
-    keys = list(dict.fromkeys(hop.key for hop in hops))
-    columns = {
-        "key": [keys.index(hop.key) for hop in hops],
-        "start_us": [hop.start_ns // 1000 for hop in hops],
-        "stop_us": [hop.stop_ns // 1000 for hop in hops],
-        "backward": [int(bool(hop.node)) for hop in hops],
-    }
-    run.record("timeline", data={"keys": keys, **columns})
     page = trace.to_html("One training step of the GPT, every hop")
     write_text_atomically(run.recorder.directory / PAGE, page)
     document = json.dumps(trace.to_perfetto(), separators=(",", ":")).encode()

@@ -113,12 +113,13 @@ def _worst(results: Results) -> str:
     """Name the worst result of JAX: its slowest engine, or its loss and gradients beside Inductor's."""
     engines = by_ratio(results)
     slowest = [record for record in engines if record.framework == "jax"][-1]
-    diffs = [record for record in DiffRecord.select(results) if record.compilers["XLA"].time]
-    beside = {record.compilers["Inductor"].time.value / record.compilers["XLA"].time.value: record for record in diffs}
-    if beside and min(beside) < slowest.figures.speedup.value:
-        record = beside[min(beside)]
-        xla, inductor = (numbers.quantity(record.compilers[name].time) for name in ("XLA", "Inductor"))
-        return f"; at worst, loss and gradients ({record.batch_size} sequences) take XLA {xla}, Inductor {inductor}"
+    for record in DiffRecord.select(results):
+        xla, inductor = (record.compilers[name].time for name in ("XLA", "Inductor"))
+        if xla and inductor and inductor.value / xla.value < slowest.figures.speedup.value:
+            return (
+                f"; at worst, loss and gradients ({record.batch_size} sequences) take XLA {numbers.quantity(xla)}, "
+                f"Inductor {numbers.quantity(inductor)}"
+            )
     twin = _faster_twin(slowest, engines)
     cause = _traits(slowest.spec).get(twin[1], "").removeprefix("JAX, ") if twin else ""
     return f"; the worst, `{slowest.engine}`{f' ({cause})' if cause else ''}, is {_times(slowest)}"
@@ -215,12 +216,14 @@ def _reasons(results: Results, engines: Sequence[EngineRecord]) -> list[str]:
 def _attention_evidence(results: Results, slow: EngineRecord, fast: EngineRecord) -> str:
     """Compare the attention's kernels of two engines, as measured in a few blocks beside Inductor."""
     by_attention = {record.attention: record for record in DiffRecord.select(results)}
-    pair = [by_attention.get(one.spec.attention) for one in (slow, fast)]
-    costs = [_attention_cost(record) for record in pair if record]
-    if len(costs) < 2 or not pair[0] or None in (seconds for seconds, _ in costs):
+    if slow.spec.attention not in by_attention or fast.spec.attention not in by_attention:
         return ""
-    (slow_seconds, slow_bytes), (fast_seconds, fast_bytes) = costs
-    layers, batch_size = pair[0].layers, pair[0].batch_size
+    measured = by_attention[slow.spec.attention]
+    slow_seconds, slow_bytes = _attention_cost(measured)
+    fast_seconds, fast_bytes = _attention_cost(by_attention[fast.spec.attention])
+    if not slow_seconds or not fast_seconds:
+        return ""
+    layers, batch_size = measured.layers, measured.batch_size
     text = (
         f"Measured in {layers} blocks with {batch_size} sequences, the attention's kernels take "
         f"{numbers.with_unit(slow_seconds, 's')} and move {numbers.with_unit(slow_bytes, 'B')}, `{fast.engine}`'s "
@@ -239,7 +242,7 @@ def _attention_evidence(results: Results, slow: EngineRecord, fast: EngineRecord
 
 
 def _attention_cost(record: DiffRecord) -> tuple[float, int]:
-    """Return time and bytes of XLA's kernels of the attention, forward and backward."""
+    """Return time and bytes of XLA's kernels of the attention, forward and backward; 0 seconds if it was not timed."""
     parts = [region.compiled["XLA"] for region in record.regions if region.name.endswith("/attention")]
     return sum(part.seconds or 0.0 for part in parts), sum(part.bytes for part in parts)
 

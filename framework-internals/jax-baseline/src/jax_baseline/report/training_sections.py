@@ -209,7 +209,7 @@ def _draw_differences(records: Sequence[ParityRecord]) -> MatplotlibFigure:
         axes.step(
             steps, record.bounds, where="mid", color=COLOURS[5], linestyle="--", linewidth=1.0, label="JAX's bound"
         )
-        shown = [step for step in steps if differences[step] > 0]
+        shown = [step for step in range(len(steps)) if differences[step] > 0]
         texts = [
             f"{record.dtype}, step {step}: JAX {numbers.error_size(differences[step])}, "
             f"bound {numbers.error_size(record.bounds[step])} nats"
