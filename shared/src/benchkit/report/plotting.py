@@ -58,7 +58,7 @@ def new_figure(width: float = 7.0, height: float = 4.0) -> tuple[Figure, Axes]:
 def new_panels(
     rows: int, columns: int, *, width: float, height: float, sharey: Literal["all", "col"], sharex: bool = True
 ) -> tuple[Figure, list[list[Axes]]]:
-    """An empty figure of several panels.
+    """An empty figure of several panels that share axes.
 
     Args:
         rows: Number of rows.

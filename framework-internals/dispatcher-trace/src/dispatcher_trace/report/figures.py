@@ -40,7 +40,7 @@ def figures(results: Results) -> list[Figure]:
         )
         alt = "Dispatch keys on the path of each expression under each condition"
         made.append(Figure("paths", caption, partial(draw_paths, paths), alt))
-    how_to_read = (
+    reading = (
         ": hops from left to right in order of arrival. A filled mark is a call, whose key set the dispatcher computed;"
         " an empty one is a redispatch. The number in it is the depth of nesting; the text names the operator called."
         " Grey is the backward, with the node that ran."
@@ -48,8 +48,9 @@ def figures(results: Results) -> list[Figure]:
     for expression, dtype, mode in _SHOWN:
         for trace in results.select("trace", expression=expression, dtype=dtype, mode=mode):
             what = f"`{expression}` in {dtype} under {mode}"
-            caption = f"{what}{how_to_read if not any(each.name.startswith('trace') for each in made) else ', drawn in the same way.'}"
-            made.append(Figure(f"trace_{mode}_{dtype}", caption, partial(draw_trace, trace), f"Every hop of {what}"))
+            figure = partial(draw_trace, trace)
+            made.append(Figure(f"trace_{mode}_{dtype}", f"{what}{reading}", figure, f"Every hop of {what}"))
+            reading = ", drawn in the same way."
     return made
 
 

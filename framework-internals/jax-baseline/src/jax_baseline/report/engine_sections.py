@@ -164,7 +164,9 @@ def _engine_table(engines: Sequence[EngineRecord], reference: str) -> str:
         columns.append(("MFU", lambda record: numbers.percent(record.figures.mfu.value) if record.figures.mfu else "–"))
     if any(record.figures.peak_memory for record in engines):
         columns.append(("peak memory", lambda record: optional(record.figures.peak_memory)))
-    header = ["engine", "what it is (bold: what slows it)", f"speed over {reference}", *(name for name, _ in columns)]
+    any_slow = any(_faster_twin(record, engines) for record in engines)
+    what = f"what it is{' (bold: what slows it)' if any_slow else ''}"
+    header = ["engine", what, f"speed over {reference}", *(name for name, _ in columns)]
     rows = []
     for record in engines:
         twin = _faster_twin(record, engines)
