@@ -63,16 +63,16 @@ def _results(*records: Record) -> Results:
 
 def test_the_order_of_autocast_and_autograd_is_read_from_the_trace() -> None:
     usual = _results(_trace(["AutocastCPU", "AutogradCPU", "CPU"]))
-    assert "AutocastCPU comes before AutogradCPU" in sections.headline(usual)
+    assert "AutocastCPU comes before AutogradCPU" in sections.finding(usual)
     turned = _results(_trace(["AutogradCPU", "AutocastCPU", "CPU"]))
-    assert "AutogradCPU comes before AutocastCPU" in sections.headline(turned)
+    assert "AutogradCPU comes before AutocastCPU" in sections.finding(turned)
     neither = _results(_trace(["CPU"]))
-    assert "comes before" not in sections.headline(neither)
+    assert "comes before" not in sections.finding(neither)
 
 
 def test_disagreements_and_unequal_results_are_reported() -> None:
     results = _results(_trace(["AutocastCPU"], predicted={1: "AutogradCPU"}, bit_equal=False))
-    assert "0 of 1 traced results are bit-equal." in sections.headline(results)
+    assert "0 of 1 traced results are bit-equal." in sections.finding(results)
     assert "hop 1, `aten::mm` at AutocastCPU; predicted AutogradCPU" in sections.disagreements(results)[0]
     assert "| no |" in sections.paths_table(results)
 
@@ -101,7 +101,7 @@ def test_agreement_is_summed_inside_and_outside_functorch() -> None:
     assert (
         "The static prediction is right for 99.50 % of the catalogue's calls outside functorch, 95.00 % inside and, "
         "at worst, 95.00 % under `vmap`; 1 of 1 traced results are bit-equal."
-    ) in sections.headline(results)
+    ) in sections.finding(results)
     assert "| autocast | 3 | 300 | 1 | 99.67 % | 0 |" in sections.agreement_table(results)
     (line,) = sections.causes(results)
     assert line == "`aten::detach_`, 7 calls: visited AutogradCPU, predicted AutogradCPU → CPU; by hand"
@@ -146,9 +146,18 @@ def test_the_finding_has_the_paths_of_both_expressions_and_the_worst_agreement()
     results = _results(
         plus, _trace(["AutogradCPU", "CPU"], mode="plain"), _trace(["AutocastCPU", "AutogradCPU", "CPU"])
     )
-    assert sections.headline(results).startswith(
+    assert sections.finding(results).startswith(
         "Plain f32 `a + b` goes `add.Tensor` AutogradCPU → CPU, `a @ b` goes `mm` AutogradCPU → CPU; "
         "under autocast AutocastCPU comes before AutogradCPU. "
+    )
+
+
+def test_the_line_of_the_index_has_the_path_and_the_worst_agreement() -> None:
+    traces = _trace(["AutogradCPU", "CPU"], mode="plain"), _agreement("plain", 100, 1, functorch=False)
+    headline = sections.headline(_results(*traces, _agreement("vmap", 100, 5, functorch=True)))
+    assert headline == (
+        "`a @ b` goes `mm` AutogradCPU → CPU; the prediction is right for 99.00 % of calls outside functorch, "
+        "at worst 95.00 % (`vmap`)."
     )
 
 

@@ -83,6 +83,10 @@ def test_the_finding_names_scope_strongest_peer_and_worst_result():
         "Its best step (`tiny`, 2 sequences, float32) is as fast as torch's: `cudnn` 1.01× `torch-compile`; "
         "the worst, `jit-donated` (XLA's attention), is 0.430×."
     )
+    assert sections.headline(_results(*ENGINE_SET)) == (
+        "one `tiny` step (2 sequences): JAX 1.01× `torch-compile`, torch 1.00×; "
+        "the worst, `jit-donated` (XLA's attention), is 0.430×."
+    )
     slower = (REFERENCE, _engine("cudnn", 900, 0.9))
     assert "is slower than torch's: `cudnn` 0.900× `torch-compile`" in sections.finding(_results(*slower))
     assert sections.finding(_results()) == "This run was interrupted before it measured anything."

@@ -31,7 +31,9 @@ def build_lens(root: Path) -> Lens:
     Args:
         root: Folder of the subproject.
     """
-    report = ReportSpec("jax_baseline", sections.context, sections.figures, sections.finding, migrate)
+    report = ReportSpec(
+        "jax_baseline", sections.context, sections.figures, sections.finding, migrate, sections.headline
+    )
     return Lens(
         "jax-baseline", root, configure, collect, report, lambda run, seconds: scaling.sweep(run, root, seconds)
     )

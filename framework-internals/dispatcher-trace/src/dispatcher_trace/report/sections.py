@@ -60,7 +60,7 @@ def autocast_order(results: Results) -> list[tuple[str, str, str]]:
     return found
 
 
-def headline(results: Results) -> str:
+def finding(results: Results) -> str:
     """The finding of the run: the paths of the two expressions, and how often the prediction holds, at worst too."""
     counted = totals(results)
     if not counted["traces"]:
@@ -87,6 +87,19 @@ def headline(results: Results) -> str:
     else:
         sentences.append(equal)
     return " ".join(f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences)
+
+
+def headline(results: Results) -> str:
+    """The finding in one sentence, for the index of reports."""
+    plain = results.select("trace", expression=EVERY_MODE, dtype="f32", mode="plain")
+    outside, records = agreement_share(results, functorch=False), results.select("agreement")
+    if not plain or outside is None:
+        return finding(results)
+    worst = min(records, key=_agreed_share)
+    return (
+        f"`{EVERY_MODE}` goes {path(plain[0])}; the prediction is right for {numbers.percent(outside, 2)} of calls "
+        f"outside functorch, at worst {numbers.percent(_agreed_share(worst), 2)} (`{worst.labels['mode']}`)."
+    )
 
 
 def _agreed_share(record: Record) -> float:
@@ -495,4 +508,4 @@ def threads(results: Results) -> dict[str, int]:
     return counted
 
 
-SPEC = ReportSpec("dispatcher_trace", context, figures, headline, migrate)
+SPEC = ReportSpec("dispatcher_trace", context, figures, finding, migrate, headline)

@@ -73,7 +73,7 @@ def verdict(results: Results) -> str:
     reference = bench["reference"]
     best = f"`{jax.engine}` {_times(jax)}" + ("" if jax.engine == reference else f" `{reference}`")
     rival = "" if torch.engine == reference else f", `{torch.engine}` {_times(torch)}"
-    return f"its best step ({what}) is {_compared(jax, torch)}: {best}{rival}{_worst(results)}"
+    return f"its best step ({what}) is {_compared(jax, torch)}: {best}{rival}{_worst(results, scope=True)}"
 
 
 def figures(results: Results) -> Sequence[Figure]:
@@ -109,17 +109,26 @@ def _compared(jax: EngineRecord, torch: EngineRecord) -> str:
     return "faster than torch's" if low > rival_high else "as fast as torch's"
 
 
-def _worst(results: Results) -> str:
+def headline(results: Results) -> str:
+    """Return the clauses on speed for the index: shorter than :func:`verdict`."""
+    jax, torch = fastest(results, "jax"), fastest(results, "torch")
+    if jax is None or torch is None:
+        return ""
+    bench = results.configuration["bench"]
+    speeds = f"JAX {_times(jax)} `{bench['reference']}`, torch {_times(torch)}"
+    return f"one `{bench['preset']}` step ({bench['batch_size']} sequences): {speeds}{_worst(results, scope=False)}"
+
+
+def _worst(results: Results, *, scope: bool) -> str:
     """Name the worst result of JAX: its slowest engine, or its loss and gradients beside Inductor's."""
     engines = by_ratio(results)
     slowest = [record for record in engines if record.framework == "jax"][-1]
     for record in DiffRecord.select(results):
         xla, inductor = (record.compilers[name].time for name in ("XLA", "Inductor"))
         if xla and inductor and inductor.value / xla.value < slowest.figures.speedup.value:
-            return (
-                f"; at worst, loss and gradients ({record.batch_size} sequences) take XLA {numbers.quantity(xla)}, "
-                f"Inductor {numbers.quantity(inductor)}"
-            )
+            sequences = f" ({record.batch_size} sequences)" if scope else ""
+            times = f"XLA {numbers.quantity(xla)}, Inductor {numbers.quantity(inductor)}"
+            return f"; at worst, loss and gradients{sequences} take {times}"
     twin = _faster_twin(slowest, engines)
     cause = _traits(slowest.spec).get(twin[1], "").removeprefix("JAX, ") if twin else ""
     return f"; the worst, `{slowest.engine}`{f' ({cause})' if cause else ''}, is {_times(slowest)}"

@@ -21,6 +21,12 @@ def finding(results: Results) -> str:
     return " ".join(found) or "This run was interrupted before it measured anything."
 
 
+def headline(results: Results) -> str:
+    """Return the finding in one sentence, for the index of reports."""
+    clauses = [clause for clause in (training_sections.headline(results), engine_sections.headline(results)) if clause]
+    return f"{'; '.join(clauses)}." if clauses else finding(results)
+
+
 def context(results: Results) -> dict[str, Any]:
     """Return the variables of the template."""
     parts = (training_sections, engine_sections, hlo_sections)

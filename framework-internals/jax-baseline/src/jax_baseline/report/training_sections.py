@@ -37,6 +37,13 @@ def verdict(results: Results) -> str:
     return f"JAX {same}: {', and '.join(part for part in (share, caught) if part)}"
 
 
+def headline(results: Results) -> str:
+    """Return the clause on parity for the index: shorter than :func:`verdict`."""
+    parities = ParityRecord.select(results)
+    within = sum(record.divergence is None for record in parities)
+    return f"JAX matches torch in {within} of {len(parities)} dtypes" if parities else ""
+
+
 def context(results: Results) -> dict[str, Any]:
     """Return the variables of the template for this half."""
     parities = ParityRecord.select(results)
