@@ -1,4 +1,4 @@
-"""A GPT whose norm, activation and attention can be replaced by other operators.
+"""A GPT whose norm, activation, attention and loss can be replaced by other operators.
 
 Pre-norm blocks with RMSNorm (Zhang and Sennrich 2019), rotary positions (Su et al. 2021), an MLP with a biased
 tanh-GELU, causal attention and, by default, a tied embedding.
@@ -25,6 +25,7 @@ from torch_baseline.config import GPTConfig
 NormFactory = Callable[[int, float], nn.Module]
 Activation = Callable[[Tensor, Tensor], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 Weights = dict[str, NDArray[np.float32]]
 
 INIT_STD = 0.02
@@ -78,6 +79,11 @@ def causal_attention_by(kernel: str) -> Attention:
     return attend
 
 
+def linear_cross_entropy(x_BTC: Tensor, weight_VC: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the mean :func:`cross_entropy` of the logits x·Wᵀ."""
+    return cross_entropy(F.linear(x_BTC, weight_VC).flatten(0, 1), targets_BT.flatten())
+
+
 class GPT(nn.Module):
     """A decoder-only transformer.
 
@@ -89,6 +95,8 @@ class GPT(nn.Module):
             nonlinearity can be one kernel. ``bias_F`` has the dtype of the weights, ``x_BTF`` that of the computation.
         attention: Called as ``attention(q_BHTD, k_BHTD, v_BHTD)`` with rotated queries and keys, which are views of
             (B, T, H, D) memory. It must be causal and scale by 1/√D.
+        loss: Called as ``loss(x_BTC, weight_VC, targets_BT)`` with the normed residual stream and the matrix of the
+            logits, so that the logits and their cross-entropy can be one operator. Returns the mean in nats.
     """
 
     # One pair of tables for float64 models and one for all others. With a single pair, each kernel of a compiled step
@@ -106,9 +114,11 @@ class GPT(nn.Module):
         norm: NormFactory = rms_norm,
         activation: Activation = bias_gelu,
         attention: Attention = causal_attention,
+        loss: Loss = linear_cross_entropy,
     ) -> None:
         super().__init__()
         self.config = config
+        self.loss = loss
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(
             Block(config, norm=norm, activation=activation, attention=attention) for _ in range(config.n_layer)
@@ -147,10 +157,10 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BTC = block(x_BTC, cos_TD, sin_TD)
         x_BTC = self.norm(x_BTC.to(wide))
-        logits_BTV = F.linear(x_BTC, self.embedding.weight) if self.head is None else self.head(x_BTC)
-        if targets_BT is None:
-            return logits_BTV
-        return cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        if targets_BT is not None:
+            weight_VC = self.embedding.weight if self.head is None else self.head.weight
+            return self.loss(x_BTC, weight_VC, targets_BT)
+        return F.linear(x_BTC, self.embedding.weight) if self.head is None else self.head(x_BTC)
 
     def load_numpy(self, weights: Mapping[str, NDArray]) -> None:
         """Copy weights by the names of :func:`parameter_shapes`; parameters keep their dtype and device.

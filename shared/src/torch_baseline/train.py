@@ -149,7 +149,7 @@ def train(
         device: ``"cpu"`` or ``"cuda"``.
         resume: Whether to continue from ``last.pt`` in ``config.out``. The result is bit for bit that of a run without
             interruption.
-        parts: Replacements that are passed to :class:`GPT`: ``norm``, ``activation``, ``attention``.
+        parts: Replacements that are passed to :class:`GPT`: ``norm``, ``activation``, ``attention``, ``loss``.
         report: Called in every process with each event.
 
     Returns:

@@ -16,6 +16,7 @@ from torch_baseline.model import (
     causal_attention_by,
     cross_entropy,
     init_numpy,
+    linear_cross_entropy,
     rms_norm,
 )
 
@@ -185,7 +186,7 @@ def test_weights_that_do_not_fit_are_refused(small):
 
 
 def test_replaced_parts_are_what_runs(small):
-    calls = {"norm": 0, "activation": 0, "attention": 0}
+    calls = {"norm": 0, "activation": 0, "attention": 0, "loss": 0}
 
     class CountingNorm(nn.Module):
         def __init__(self, width, eps):
@@ -207,15 +208,21 @@ def test_replaced_parts_are_what_runs(small):
         assert q.shape == k.shape == v.shape == (2, 3, 16, 16)
         return causal_attention(q, k, v) - 1
 
+    def loss(x, weight, targets):
+        calls["loss"] += 1
+        assert (x.shape, weight.shape, targets.shape) == ((2, 16, 48), (256, 48), (2, 16))
+        return 2 * linear_cross_entropy(x, weight, targets)
+
     tokens = torch.from_numpy(np.random.default_rng(6).integers(0, 256, (2, 16)))
-    plain = GPT(small)(tokens)
+    plain = GPT(small)(tokens, tokens)
     for part, changed in (
         ({"norm": CountingNorm}, False),
         ({"activation": activation}, True),
         ({"attention": attention}, True),
+        ({"loss": loss}, True),
     ):
-        assert bool((GPT(small, **part)(tokens) != plain).any()) is changed
-    assert calls == {"norm": 5, "activation": 2, "attention": 2}
+        assert bool((GPT(small, **part)(tokens, tokens) != plain).any()) is changed
+    assert calls == {"norm": 5, "activation": 2, "attention": 2, "loss": 1}
 
 
 def test_a_norm_without_its_weight_is_refused(small):

@@ -43,7 +43,7 @@ class EngineSpec:
             configuration is that of each device.
         fsdp: JAX only: number of devices that share one replica.
         parts: torch only: ``module:function`` without arguments that returns keyword arguments of
-            :class:`torch_baseline.model.GPT`: norm, activation or attention.
+            :class:`torch_baseline.model.GPT`: norm, activation, attention or loss.
         options: Compiler options. For torch, names of ``torch.compile`` options to switch on, separated by commas; for
             JAX, ``XLA_FLAGS``.
     """
