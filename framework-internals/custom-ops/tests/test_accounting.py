@@ -11,8 +11,11 @@ from custom_ops.bench.accounting import (
     bias_gelu_traffic,
     bias_gelu_unfused_traffic,
     count_launches,
+    cross_entropy_traffic,
+    cross_entropy_unfused_traffic,
     vector_add_traffic,
 )
+from custom_ops.bench.cases import benchmark_cases
 
 
 def test_known_figures() -> None:
@@ -27,6 +30,14 @@ def test_bias_gelu_moves_half_of_what_its_two_operators_do() -> None:
     assert bias_gelu_traffic(x, bias) == Traffic(launches=1, read=880, written=800)
     assert bias_gelu_unfused_traffic(x, bias) == Traffic(launches=2, read=1680, written=1600)
     assert bias_gelu_backward_traffic(x, bias) == Traffic(launches=1, read=1680, written=880)
+
+
+def test_the_loss_moves_the_logits_twice_and_torch_six_times() -> None:
+    logits, targets = torch.empty(10, 20), torch.zeros(10, dtype=torch.int64)
+    assert cross_entropy_traffic(logits, targets) == Traffic(launches=1, read=800 + 80, written=800 + 40)
+    unfused = cross_entropy_unfused_traffic(logits, targets)
+    assert unfused.launches == 4
+    assert unfused.bytes == 6 * 800 + 2 * (40 + 80 + 40)
 
 
 def test_an_operand_not_contiguous_costs_a_copy() -> None:
@@ -44,4 +55,9 @@ def test_profiler_counts_what_was_predicted(device: str) -> None:
     assert count_launches(lambda: custom_ops.vector_add(a.t(), b), device=device) == 2
     assert count_launches(lambda: custom_ops.axpb(a, b, 2.0), device=device) == 1
     assert count_launches(lambda: custom_ops.bias_gelu(a, b[0]), device=device) == 1
+    targets = torch.arange(64, device=device)
+    case = benchmark_cases()["cross_entropy"]
+    for form, traffic in (("custom_ops", cross_entropy_traffic), ("torch", cross_entropy_unfused_traffic)):
+        launches = count_launches(lambda form=form: case.forms[form](a.clone(), targets), device=device)
+        assert launches == traffic(a, targets).launches + 1  # the copy
     assert count_launches(lambda: 2.0 * a + b, device=device) == axpb_unfused_traffic(a).launches

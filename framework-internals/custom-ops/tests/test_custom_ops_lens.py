@@ -45,6 +45,7 @@ SMALL = {
         "memory_lengths": [32],
         "seconds": 0.01,
     },
+    "loss": {"rows": 32, "width": 16, "classes": 64},
     "preset": "tiny",
     "seconds": 0.01,
 }

@@ -5,6 +5,7 @@
 
 #include "../bias_gelu/kernels.h"
 #include "../conv_bn_relu/kernels.h"
+#include "../cross_entropy/kernels.h"
 #include "../scale/kernels.h"
 
 namespace custom_ops {
@@ -16,6 +17,7 @@ namespace custom_ops {
   void bias_gelu_cpu(const BiasGelu& call, int64_t begin, int64_t end);                                 \
   void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);           \
   void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);        \
+  void cross_entropy_cpu(const CrossEntropy& call, int64_t begin, int64_t end);                         \
   }
 CUSTOM_OPS_LEVEL_DECLARED(baseline)
 #ifdef __x86_64__
@@ -65,5 +67,6 @@ CUSTOM_OPS_BY_LEVEL(scale_shift_relu_cpu, ScaleShiftRelu)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_cpu, BiasGelu)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_rows_cpu, BiasGeluBackward)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_columns_cpu, BiasGeluBackward)
+CUSTOM_OPS_BY_LEVEL(cross_entropy_cpu, CrossEntropy)
 
 }  // namespace custom_ops

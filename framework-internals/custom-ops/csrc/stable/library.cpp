@@ -9,6 +9,7 @@ void define(Library& library) {
   define_elementwise(library);
   define_bias_gelu(library);
   define_conv_bn_relu(library);
+  define_cross_entropy(library);
   define_flash_attention(library);
 }
 
@@ -16,6 +17,7 @@ void implement_cpu(Library& library) {
   implement_elementwise_cpu(library);
   implement_bias_gelu_cpu(library);
   implement_conv_bn_relu_cpu(library);
+  implement_cross_entropy_cpu(library);
   implement_flash_attention_cpu(library);
 }
 
@@ -24,6 +26,7 @@ void implement_cuda(Library& library) {
   implement_elementwise_cuda(library);
   implement_bias_gelu_cuda(library);
   implement_conv_bn_relu_cuda(library);
+  implement_cross_entropy_cuda(library);
   implement_flash_attention_cuda(library);
 }
 #endif

@@ -18,6 +18,7 @@ using Library = torch::stable::detail::StableLibrary;
 CUSTOM_OPS_GROUP(elementwise)
 CUSTOM_OPS_GROUP(bias_gelu)
 CUSTOM_OPS_GROUP(conv_bn_relu)
+CUSTOM_OPS_GROUP(cross_entropy)
 CUSTOM_OPS_GROUP(flash_attention)
 #undef CUSTOM_OPS_GROUP
 

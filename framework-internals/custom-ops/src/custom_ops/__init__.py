@@ -7,6 +7,7 @@ of a function, or :func:`load`, compiles the library.
 from custom_ops.builds.loading import BuildInfo, build_info, load, load_if_built
 from custom_ops.operators.bias_gelu import bias_gelu
 from custom_ops.operators.conv_bn_relu import ConvBnRelu2d, conv_bn_relu, fold_batch_norm, fuse
+from custom_ops.operators.cross_entropy import linear_cross_entropy
 from custom_ops.operators.elementwise import axpb, scale, vector_add
 from custom_ops.operators.flash_attention import flash_attention
 
@@ -20,6 +21,7 @@ __all__ = [
     "flash_attention",
     "fold_batch_norm",
     "fuse",
+    "linear_cross_entropy",
     "load",
     "scale",
     "vector_add",

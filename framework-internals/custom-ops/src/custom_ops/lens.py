@@ -17,7 +17,7 @@ from benchkit.errors import first_line
 from benchkit.results import Json, Record
 from benchkit.run import Lens, Run
 from benchkit.timing.limits import memory_limits, product_limits
-from custom_ops.bench import attention, build_costs, measure, speed, training
+from custom_ops.bench import attention, build_costs, loss, measure, speed, training
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.builds.loading import load
 from custom_ops.operators.checks import DTYPES
@@ -43,9 +43,16 @@ def configure(device: Device, quick: bool) -> Mapping[str, Json]:
         "large_count": 2**18 if quick else 2 ** (27 if gpu else 22),
         "correctness_count": 100_003 if quick else 500_003,
         "attention": _attention_sizes(gpu, quick),
+        "loss": _loss_sizes(gpu, quick),
         "preset": None if quick else "gpt2-124m" if gpu else "tiny",
         "seconds": 0.05 if quick else 0.3 if gpu else 0.1,
     }
+
+
+def _loss_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
+    """The last layer of GPT-2 for eight sequences on a GPU; a few ten milliseconds per call on a CPU."""
+    rows, width, classes = (64, 32, 512) if quick else (8192, 768, 50_304) if gpu else (512, 256, 8192)
+    return {"rows": rows, "width": width, "classes": classes}
 
 
 def _attention_sizes(gpu: bool, quick: bool) -> dict[str, Json]:
@@ -79,6 +86,7 @@ def collect(run: Run) -> None:
     _collect_calls(run)
     _collect_speed(run)
     _collect_attention(run)
+    _collect_loss(run)
     _collect_training(run)
     if run.device == "cpu":
         run.absent("The CUDA kernels", "this run was on a CPU")
@@ -178,6 +186,16 @@ def _collect_speed(run: Run) -> None:
         for dtype in dtypes:
             peak = partial(speed.peak_memory, device, large, dtype, columns=columns)
             _keep(run, f"bias_gelu's peak memory in {speed.name_of(dtype)}", peak)
+
+
+def _collect_loss(run: Run) -> None:
+    dtypes = [getattr(torch, name) for name in run.configuration["dtypes"]]
+    compiled = run.configuration["builds"] and run.device == "cuda"
+    measured = partial(
+        loss.losses, run.device, dtypes=dtypes, compiled=compiled, seconds=run.configuration["seconds"],
+        **run.configuration["loss"],
+    )  # fmt: skip
+    _keep(run, "the loss of a language model", measured)
 
 
 def _collect_attention(run: Run) -> None:

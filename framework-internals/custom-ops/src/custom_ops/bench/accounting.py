@@ -99,10 +99,31 @@ def bias_gelu_backward_unfused_traffic(x: Tensor, bias: Tensor) -> Traffic:
     return elementwise(x, inputs=2) + kernel(reads=(x,), writes=(bias,))
 
 
+def cross_entropy_traffic(logits: Tensor, targets: Tensor) -> Traffic:
+    """One kernel that reads the logits and the targets, and writes the losses and the gradient over the logits."""
+    rows = logits.numel() // logits.shape[1]
+    losses = Traffic(written=rows * (8 if logits.dtype == torch.float64 else 4))
+    return kernel(reads=(logits, targets), writes=(logits,)) + losses
+
+
+def cross_entropy_unfused_traffic(logits: Tensor, targets: Tensor) -> Traffic:
+    """Autograd's kernels for ``F.cross_entropy`` of float32 logits.
+
+    They compute the log-softmax; its element at each target; the gradient of that, which is zero elsewhere; and the
+    gradient of the logits. On a GPU a separate kernel writes the zeros.
+    """
+    of_rows = logits.new_empty(targets.shape)
+    zeros = kernel(reads=(), writes=(logits,))
+    chosen = kernel(reads=(of_rows, targets), writes=(of_rows,))
+    back = chosen + zeros if logits.is_cuda else chosen + Traffic(written=zeros.written)
+    return elementwise(logits, inputs=1) + chosen + back + elementwise(logits, inputs=2)
+
+
 # On a CPU the profiler sees operators, not kernels. Of those in this package's examples, these pass over the data.
 _CPU_KERNELS = {
     "aten::add", "aten::mul", "aten::clone", "aten::gelu", "aten::gelu_backward", "aten::sum", "aten::relu",
-    "aten::native_batch_norm",
+    "aten::native_batch_norm", "aten::_log_softmax", "aten::nll_loss_forward", "aten::nll_loss_backward",
+    "aten::_log_softmax_backward_data",
 }  # fmt: skip
 _OURS = ("custom_ops::", "custom_ops_kernels::")
 

@@ -14,6 +14,7 @@ import custom_ops
 from custom_ops.bench import accounting
 from custom_ops.bench.accounting import Traffic
 from custom_ops.operators import calls
+from custom_ops.operators.checks import wide
 
 OURS = "custom_ops"
 COMPILED = "torch.compile"
@@ -75,6 +76,30 @@ def _gelu_backward(grad: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Tenso
     return dx, dx.sum(0)
 
 
+def _logits(count: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    columns = min(columns, count)
+    rows = count // columns
+    return torch.randn(rows, columns, device=device).to(dtype), torch.randint(columns, (rows,), device=device)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return calls.cross_entropy_gradient_(logits, targets, logits.shape[1], -100), logits
+
+
+def _unfused_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.detach().requires_grad_()
+    losses = F.cross_entropy(logits.to(wide(logits.dtype)), targets, reduction="none")
+    return losses.detach(), torch.autograd.grad(losses, logits, torch.ones_like(losses))[0]
+
+
+def _formula_of_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    wide_logits = logits.to(wide(logits.dtype))
+    normaliser = wide_logits.logsumexp(1, keepdim=True)
+    chosen = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    gradient = (wide_logits - normaliser).exp() - chosen.to(wide_logits.dtype)
+    return (normaliser - wide_logits.gather(1, targets[:, None]))[:, 0], gradient.to(logits.dtype)
+
+
 def benchmark_cases() -> Mapping[str, BenchmarkCase]:
     """All memory-bound operators that are a single kernel, by name."""
     found = (
@@ -102,6 +127,11 @@ def benchmark_cases() -> Mapping[str, BenchmarkCase]:
             lambda grad, x, bias: accounting.bias_gelu_backward_traffic(x, bias),
             lambda grad, x, bias: accounting.bias_gelu_backward_unfused_traffic(x, bias), "2 reads 1 write",
             _gelu_backward,
+        ),
+        BenchmarkCase(
+            "cross_entropy", _logits, {OURS: _cross_entropy, "torch": _unfused_cross_entropy},
+            accounting.cross_entropy_traffic, accounting.cross_entropy_unfused_traffic, "1 read 1 write",
+            _formula_of_cross_entropy,
         ),
     )  # fmt: skip
     return {case.op: case for case in found}

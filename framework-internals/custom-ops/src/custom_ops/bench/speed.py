@@ -55,7 +55,7 @@ def operators(
             for count in counts:
                 forms = dict(case.forms)
                 if compiled and case.compiled is not None:
-                    forms[COMPILED] = _compiled(case.compiled)
+                    forms[COMPILED] = compiled_for_one_size(case.compiled)
                 yield from _one(case, forms, device, count, dtype, columns=columns, seconds=seconds)
 
 
@@ -97,7 +97,7 @@ def _timed(
         yield form, comparison[form].method, {"time": time, "rate": time.per(moved, "B/s"), "speedup": speedup}
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_for_one_size(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function from scratch for the one size with which it is called.
 
     Without the reset, a second size would compile it for dynamic sizes, with block sizes chosen for the first size.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from benchkit import Quantity, Record, compare
 from benchkit.device import Device
 from torch_baseline.config import GPTConfig, TrainConfig
 from torch_baseline.data import batch, load_corpus
-from torch_baseline.model import GPT, bias_gelu, causal_attention
+from torch_baseline.model import GPT
 from torch_baseline.optim import make_optimizer
 from torch_baseline.train import make_train_step
 
@@ -25,12 +26,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return custom_ops.flash_attention(q, k, v, True)[0]
 
 
-# The activation and the attention of each variant.
-PARTS = {
-    BASELINE: (bias_gelu, causal_attention),
-    "bias_gelu": (custom_ops.bias_gelu, causal_attention),
-    "flash_attention": (bias_gelu, _attention),
-    "both": (custom_ops.bias_gelu, _attention),
+# What each variant replaces in the model.
+PARTS: dict[str, dict[str, Any]] = {
+    BASELINE: {},
+    "bias_gelu": {"activation": custom_ops.bias_gelu},
+    "flash_attention": {"attention": _attention},
+    "linear_cross_entropy": {"loss": custom_ops.linear_cross_entropy},
+    "all": {"activation": custom_ops.bias_gelu, "attention": _attention, "loss": custom_ops.linear_cross_entropy},
 }
 
 
@@ -52,8 +54,8 @@ def training_steps(device: Device, preset: str, *, seconds: float) -> Iterator[R
     tokens = batch(load_corpus().train, config.seed, 0, config.batch_size, shape.block_size)
     inputs = [tuple(torch.from_numpy(part).to(device) for part in tokens)]
     steps: dict[str, Step] = {}
-    for name, (activation, attention) in PARTS.items():
-        model = GPT(shape, seed=config.seed, activation=activation, attention=attention).to(device)
+    for name, parts in PARTS.items():
+        model = GPT(shape, seed=config.seed, **parts).to(device)
         steps[name] = make_train_step(model, make_optimizer(model, config), config)
     losses = {name: step(*inputs[0]).item() for name, step in steps.items()}
     timings = compare(steps, device=device, inputs=inputs, clock="wall-clock", seconds=seconds)

@@ -24,7 +24,7 @@ from native_build import (
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 FILE_NAME = "_C.abi3.so"
 
-EXAMPLES = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "flash_attention")
+EXAMPLES = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "cross_entropy", "flash_attention")
 
 
 def units(*, cuda: bool) -> list[Unit]:
@@ -41,7 +41,7 @@ def units(*, cuda: bool) -> list[Unit]:
     found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
     found.append(Unit(CSRC / "flash_attention" / "cpu.cpp"))
     found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
-    for name in ("bias_gelu", "conv_bn_relu", "scale"):
+    for name in ("bias_gelu", "conv_bn_relu", "cross_entropy", "scale"):
         for level, instructions in instruction_levels().items():
             # No code here reads the floating-point status flags; without this flag GCC does not vectorise comparisons.
             options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)

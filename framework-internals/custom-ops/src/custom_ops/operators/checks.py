@@ -128,6 +128,72 @@ def check_conv_bn_relu(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor) 
             )
 
 
+def check_cross_entropy(logits: Tensor, targets: Tensor, classes: int, ignore_index: int) -> None:
+    """Check the arguments of cross_entropy and of cross_entropy_gradient_.
+
+    Raises:
+        ValueError: If the devices differ, or the shapes or the number of classes do not match.
+        TypeError: If the dtypes have no kernel.
+    """
+    op = "cross_entropy"
+    if logits.dim() != 2:
+        raise ValueError(
+            f"{op}: argument 'logits': expected two dimensions (rows, classes), got {_sizes(logits.shape)}"
+        )
+    if targets.dim() != 1 or targets.shape[0] != logits.shape[0]:
+        raise ValueError(
+            f"{op}: argument 'targets': expected shape {[logits.shape[0]]}, an element for each row of 'logits', "
+            f"got {_sizes(targets.shape)}"
+        )
+    _check_device(op, "logits", logits, "targets", targets)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"{op}: argument 'targets': expected dtype torch.int64, got {targets.dtype}")
+    _check_kernel_dtype(op, "logits", logits)
+    if not 1 <= classes <= logits.shape[1]:
+        raise ValueError(
+            f"{op}: argument 'classes': expected 1 to {logits.shape[1]}, the columns of 'logits', got {classes}"
+        )
+
+
+def check_linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, mode: str
+) -> None:
+    """Check the arguments of linear_cross_entropy.
+
+    Raises:
+        ValueError: If the devices or shapes do not match, or the reduction or the mode is unknown.
+        TypeError: If the dtypes differ or have no kernel.
+    """
+    op = "linear_cross_entropy"
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: argument 'reduction': expected 'mean', 'sum' or 'none', got {reduction!r}")
+    if mode not in ("fast", "least_memory"):
+        raise ValueError(f"{op}: argument 'mode': expected 'fast' or 'least_memory', got {mode!r}")
+    if mode == "least_memory" and reduction == "none":
+        raise ValueError(
+            f"{op}: argument 'mode': expected 'fast' for reduction 'none', got 'least_memory', whose gradients are "
+            "sums over rows"
+        )
+    if x.dim() < 1:
+        raise ValueError(f"{op}: argument 'x': expected one dimension or more, got []")
+    for name, tensor, shape in (("weight", weight, ["V", x.shape[-1]]), ("bias", bias, [weight.shape[:1].numel()])):
+        if tensor is None:
+            continue
+        _check_device(op, "x", x, name, tensor)
+        _check_dtype(op, "x", x, name, tensor)
+        if tensor.dim() != len(shape) or tensor.shape[-1] != shape[-1]:
+            raise ValueError(f"{op}: argument '{name}': expected shape {shape}, got {_sizes(tensor.shape)}")
+    _check_device(op, "x", x, "targets", targets)
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"{op}: argument 'targets': expected dtype torch.int64 or torch.int32, got {targets.dtype}")
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: argument 'targets': expected shape {_sizes(x.shape[:-1])}, a class for each row of 'x', "
+            f"got {_sizes(targets.shape)}"
+        )
+    _check_kernel_dtype(op, "x", x)
+
+
 def check_flash_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> None:
     """Check the arguments of flash_attention.
 

@@ -65,6 +65,8 @@ def _context(results: Results) -> dict[str, Any]:
         "cancelled": _cancelled(results),
         "accuracy_rows": [_accuracy_row(record) for record in results.select("accuracy")],
         "bit_equal": _bit_equal(results),
+        "loss_rows": [_loss_row(record) for record in results.select("loss")],
+        "loss": next(iter(results.select("loss")), None),
         "training_rows": [_training_row(record) for record in results.select("training")],
         "preset": next((record.labels["preset"] for record in results.select("training")), None),
         "target_rows": (target_rows := targets.rows(results)),
@@ -299,6 +301,17 @@ def _cancelled(results: Results) -> str:
 def _accuracy_row(record: Record) -> tuple[str, ...]:
     errors = (f"{record[name].value:.2e}" for name in ("error", "torch_error"))
     return str(record.labels["result"]), str(record.labels["dtype"]), *errors
+
+
+def _loss_row(record: Record) -> tuple[str, ...]:
+    return (
+        str(record.labels["form"]),
+        str(record.labels["dtype"]),
+        numbers.quantity(record["time"]),
+        numbers.quantity(record["speedup"]),
+        numbers.quantity(record["peak"]) if "peak" in record.values else "–",
+        f"{record['loss'].value:.6f}",
+    )
 
 
 def _training_row(record: Record) -> tuple[str, ...]:

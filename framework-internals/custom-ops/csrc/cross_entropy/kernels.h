@@ -1,0 +1,31 @@
+// The interface of the kernels for a binding.
+//
+//   loss = log Σ exp(logits) − logits[target]        gradient of the logits = softmax(logits) − onehot(target)
+//
+// logits are (rows, columns), contiguous. Only the first `classes` columns are logits; the others are padding, whose gradient
+// is zero. Arithmetic is in float32 for the 16-bit dtypes and in the dtype itself for float32 and float64.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/dtype.h"
+
+namespace custom_ops {
+
+struct CrossEntropy {
+  Dtype dtype;
+  void* logits;  // overwritten by their gradient if `gradient`, else only read
+  const int64_t* targets;  // (rows,)
+  void* losses;  // (rows,), float32, or float64 for float64
+  int64_t rows;
+  int64_t columns;
+  int64_t classes;
+  int64_t ignore_index;  // a row with this target has a loss and a gradient of zero
+  bool gradient;
+};
+
+// Any other target below 0 or from `classes` on gives NaN, in the loss and in the gradient.
+void cross_entropy_cpu(const CrossEntropy& call, int64_t begin_row, int64_t end_row);
+int cross_entropy_cuda(const CrossEntropy& call, void* stream);  // a cudaStream_t; returns a cudaError_t
+
+}  // namespace custom_ops

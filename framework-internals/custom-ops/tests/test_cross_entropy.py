@@ -1,0 +1,396 @@
+"""linear_cross_entropy and its kernel, on a CPU and on a GPU: results, derivatives, registration, errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import fresh_cache, get_code
+from torch.nn import functional as F
+
+import custom_ops
+from custom_ops.operators import calls, cross_entropy
+from custom_ops.operators.checks import DTYPES, wide
+from custom_ops.operators.cross_entropy import linear_cross_entropy, reference
+
+IGNORED = -100
+
+
+def tiny(dtype: torch.dtype) -> float:
+    """What underflow may lose: half the spacing of subnormals in the dtype, or a result that exp2 flushes."""
+    information = torch.finfo(dtype)
+    return max(information.smallest_normal * information.eps, 2 * torch.finfo(wide(dtype)).smallest_normal)
+
+
+def logits_of(dtype: torch.dtype, rows: int, columns: int, device: str, scale: float = 3.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + columns)
+    logits = torch.randn(rows, columns, generator=generator).mul(scale).to(device, dtype)
+    targets = torch.randint(columns, (rows,), generator=generator)
+    targets[3::5] = IGNORED
+    return logits, targets.to(device)
+
+
+def exact_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses and the gradients of the logits in float64."""
+    logits = logits.double().detach().requires_grad_()
+    losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+    return losses.detach(), torch.autograd.grad(losses.sum(), logits)[0]
+
+
+def rounding(logits: Tensor) -> Tensor:
+    """Bounds the relative error of each row's sum of exponentials, in the arithmetic of the logits' dtype.
+
+    An exponential inherits the rounding of its argument, at most the spread of the row; a sum is rounded at each step,
+    and a thread or a vector lane adds at most a 32nd of the row.
+    """
+    spread = logits.double().amax(1) - logits.double().amin(1)
+    return torch.finfo(wide(logits.dtype)).eps * (logits.shape[1] / 32 + 16 + spread)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns", "padding"), [(1, 1, 0), (5, 7, 1), (33, 100, 28), (9, 4099, 5), (2, 70_001, 0)]
+)
+def test_rows_against_float64(dtype: torch.dtype, rows: int, columns: int, padding: int, device: str) -> None:
+    logits, targets = logits_of(dtype, rows, columns, device)
+    losses, gradients = exact_rows(logits, targets)
+    padded = F.pad(logits, (0, padding), value=float("nan"))
+    ours = calls.cross_entropy(padded, targets, columns, IGNORED)
+    unit, error = torch.finfo(dtype).eps, rounding(logits)
+    assert ours.dtype == wide(dtype)
+    assert ((ours.double() - losses).abs() <= error * (1 + losses)).all()
+    assert torch.equal(calls.cross_entropy_gradient_(padded, targets, columns, IGNORED), ours)
+    size = gradients.abs() + (gradients < 0)  # of the softmax before the one is subtracted, at most
+    assert (
+        (padded[:, :columns].double() - gradients).abs()
+        <= unit / 2 * gradients.abs() + error[:, None] * size + tiny(dtype)
+    ).all()
+    assert (padded[:, columns:] == 0).all()
+    assert (padded[targets == IGNORED] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_not_aligned(dtype: torch.dtype, device: str) -> None:
+    logits, targets = logits_of(dtype, 6, 999, device)
+    memory = torch.empty(logits.numel() + 1, dtype=dtype, device=device)
+    unaligned = memory[1:].view_as(logits).copy_(logits)
+    losses = calls.cross_entropy_gradient_(logits, targets, 999, IGNORED)
+    assert torch.equal(calls.cross_entropy_gradient_(unaligned, targets, 999, IGNORED), losses) or device == "cuda"
+    # On a GPU another address divides the row among other threads, so the sum may differ in its last digits.
+    torch.testing.assert_close(unaligned, logits, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_extreme_logits(dtype: torch.dtype, device: str) -> None:
+    infinity, nan = float("inf"), float("nan")
+    rows = torch.tensor(
+        [[1e4, -1e4, 0], [-1e30, -1e30, -1e30], [-infinity, 2, 2], [2, -infinity, -infinity],
+         [infinity, 0, 0], [nan, 0, 0], [-infinity, -infinity, -infinity]],
+        dtype=dtype, device=device,
+    )  # fmt: skip
+    targets = torch.tensor([0, 1, 2, 0, 0, 1, 0], device=device)
+    losses = calls.cross_entropy_gradient_(rows, targets, 3, IGNORED).tolist()
+    assert losses[:4] == pytest.approx([0, math.log(3), math.log(2), 0], rel=1e-6)
+    assert all(math.isnan(loss) for loss in losses[4:])
+    third = 1 / 3
+    expected = torch.tensor([[0, 0, 0], [third, -2 * third, third], [0, 0.5, -0.5], [0, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(rows[:4].double().cpu(), expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    assert rows[4:].isnan().any(1).all()
+
+
+def test_results_do_not_depend_on_the_threads() -> None:
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            logits, targets = logits_of(torch.float32, 1000, 96, "cpu")
+            found.append((calls.cross_entropy_gradient_(logits, targets, 96, IGNORED), logits))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+class Operands(NamedTuple):
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    targets: Tensor
+
+
+def operands(dtype: torch.dtype, device: str = "cpu", rows: int = 33, width: int = 24, classes: int = 101) -> Operands:
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+        for shape in ((rows, width), (classes, width), (classes,))
+    )
+    targets = torch.randint(classes, (rows,), generator=generator)
+    targets[::6] = IGNORED
+    return Operands(x, weight, bias, targets.to(device))
+
+
+def exact_and_bounds(given: Operands, reduction: Any, grad: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Loss and gradients in float64, and how far those of the dtype may be from them.
+
+    The logits are rounded to the dtype, after a sum in the wide one. Their errors shift the loss by at most twice the
+    largest, and a probability by that factor. The gradient of the logits, the scaled operand and each result are
+    rounded once more.
+    """
+    dtype = given.x.dtype
+    unit, wide_unit, lost = torch.finfo(dtype).eps, torch.finfo(wide(dtype)).eps, tiny(dtype)
+    x, weight, bias = (tensor.detach().double().requires_grad_() for tensor in given[:3])
+    targets = given.targets
+    loss = reference(x, weight, targets, bias, IGNORED, reduction)
+    exact = [loss.detach(), *torch.autograd.grad(loss, (x, weight, bias), grad.double())]
+    x, weight, bias = x.detach().abs(), weight.detach(), bias.detach()
+    logits = F.linear(given.x.detach().double(), weight, bias)
+    _, gradient = exact_rows(logits, targets)
+    counted = targets != IGNORED
+    scale = grad.double() / (counted.sum() if reduction == "mean" else 1)
+    each = scale.abs().expand(len(targets))[:, None]
+    size = F.linear(x, weight.abs(), bias.abs())
+    shift = 2 * ((len(weight[0]) + 2) * wide_unit * size + unit * logits.abs()).amax(1) + rounding(logits.to(dtype))
+    shift = shift * counted
+    per_row = torch.expm1(shift)[:, None] * logits.softmax(1) + unit / 2 * gradient.abs() + 2 * wide_unit + lost
+    per_row = per_row * counted[:, None]
+    absolute = gradient.abs() + per_row
+    in_sums = absolute * (unit + (sum(logits.shape) + 4) * wide_unit)
+    losses = {"mean": shift.sum() / counted.sum(), "sum": shift.sum(), "none": shift}[reduction]
+    bounds = [
+        losses + (len(targets) + 4) * wide_unit * exact[0].abs(),
+        each * ((per_row + in_sums) @ weight.abs()) + 2 * unit * exact[1].abs() + lost,
+        (each * (per_row + in_sums)).t() @ x + 2 * unit * exact[2].abs() + lost * (1 + absolute.sum(0)[:, None]),
+        (each * (per_row + in_sums)).sum(0) + 2 * unit * exact[3].abs() + lost,
+    ]
+    return exact, bounds
+
+
+WAYS = [("fast", "mean"), ("fast", "sum"), ("fast", "none"), ("least_memory", "mean"), ("least_memory", "sum")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("mode", "reduction"), WAYS)
+@pytest.mark.parametrize("classes", [101, 64, 1])
+def test_against_float64(
+    dtype: torch.dtype, mode: Any, reduction: Any, classes: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_SMALLEST_CHUNK", 8)  # several chunks, the last one incomplete
+    given = operands(dtype, device, classes=classes)
+    loss = linear_cross_entropy(*given[:2], given.targets, bias=given.bias, mode=mode, reduction=reduction)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.rand(loss.shape, generator=generator).add(0.5).to(loss)
+    results = [loss.detach(), *torch.autograd.grad(loss, given[:3], grad)]
+    for result, exact, bound in zip(results, *exact_and_bounds(given, reduction, grad), strict=True):
+        error = (result.double() - exact).abs()
+        assert (error <= bound).all(), f"error {error.max():.3g}, bound {bound.flatten()[error.argmax()]:.3g}"
+    assert loss.dtype == wide(dtype)
+    with torch.no_grad():
+        alone = linear_cross_entropy(*given[:2], given.targets, bias=given.bias, mode=mode, reduction=reduction)
+    torch.testing.assert_close(
+        alone, loss.detach(), rtol=1e-6, atol=float(exact_and_bounds(given, reduction, grad)[1][0].max())
+    )
+
+
+def test_float16_keeps_the_digits_of_small_probabilities() -> None:
+    x, weight, _, targets = operands(torch.float16, rows=2048, width=16, classes=300)
+    grad = torch.tensor(2.0**16)
+    _, bounds = exact_and_bounds(Operands(x, weight, torch.zeros(300, dtype=torch.float16), targets), "mean", grad)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    # Divided by the number of rows, as the gradient of the mean, a probability of 1/300 would be subnormal.
+    wanted = torch.autograd.grad(reference(*exact, targets), exact, grad.double())
+    found = torch.autograd.grad(linear_cross_entropy(x, weight, targets), (x, weight), grad)
+    for one, other, bound in zip(found, wanted, bounds[1:], strict=False):
+        assert ((one.double() - other).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("mode", "reduction"), WAYS)
+def test_gradcheck_twice(mode: Any, reduction: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "_SMALLEST_CHUNK", 2)
+    given = operands(torch.float64, rows=5, width=2, classes=4)
+
+    def loss(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return linear_cross_entropy(x, weight, given.targets, bias=bias, mode=mode, reduction=reduction)
+
+    assert torch.autograd.gradcheck(loss, given[:3])
+    assert torch.autograd.gradgradcheck(loss, given[:3])
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_a_second_backward_pass_gives_the_same_gradients(mode: Any) -> None:
+    given = operands(torch.bfloat16)
+    loss = linear_cross_entropy(*given[:2], given.targets, mode=mode)
+    first = torch.autograd.grad(loss, given[:2], retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, given[:2]), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
+def test_one_operand_alone_may_need_a_gradient(mode: Any, wanted: str) -> None:
+    given = operands(torch.float64)
+    frozen = given._replace(
+        **{name: getattr(given, name).detach() for name in ("x", "weight", "bias") if name != wanted}
+    )
+    gradients = [
+        torch.autograd.grad(linear_cross_entropy(o.x, o.weight, o.targets, bias=o.bias, mode=mode), getattr(o, wanted))[
+            0
+        ]
+        for o in (given, frozen)
+    ]
+    assert torch.equal(*gradients)
+
+
+def test_rows_that_are_all_ignored() -> None:
+    x, weight, _, targets = operands(torch.float32)
+    targets.fill_(IGNORED)
+    assert linear_cross_entropy(x, weight, targets).isnan()  # 0 / 0, as in torch
+    loss = linear_cross_entropy(x, weight, targets, reduction="sum")
+    assert loss == 0
+    assert all((gradient == 0).all() for gradient in torch.autograd.grad(loss, (x, weight)))
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+def test_no_rows(mode: Any) -> None:
+    x, weight, _, targets = operands(torch.float32)
+    loss = linear_cross_entropy(x[:0], weight, targets[:0], mode=mode, reduction="sum")
+    assert loss == 0
+    assert torch.equal(torch.autograd.grad(loss, weight)[0], torch.zeros_like(weight))
+
+
+def test_leading_dimensions_and_int32_targets() -> None:
+    x, weight, _, targets = operands(torch.float64, rows=12)
+    shaped = linear_cross_entropy(x.view(3, 4, -1), weight, targets.view(3, 4).int(), reduction="none")
+    assert shaped.shape == (3, 4)
+    assert torch.equal(shaped.flatten(), linear_cross_entropy(x, weight, targets, reduction="none"))
+    assert linear_cross_entropy(x[0], weight, targets[1], reduction="none").shape == ()
+
+
+def test_autocast_computes_in_its_dtype_and_returns_float32() -> None:
+    given = operands(torch.float32)
+    low = [tensor.detach().bfloat16() for tensor in given[:2]]
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(*given[:2], given.targets)
+    assert loss.dtype == torch.float32
+    assert torch.equal(loss, linear_cross_entropy(*low, given.targets))
+    gradients = torch.autograd.grad(loss, given[:2])
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+
+
+@pytest.mark.parametrize("mode", ["fast", "least_memory"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole_with_gradients(mode: Any, dynamic: bool, device: str) -> None:
+    given = operands(torch.float64, device)
+    call: Callable[..., Tensor] = lambda x, w, t: linear_cross_entropy(x.tanh(), w, t, mode=mode)  # noqa: E731
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    losses = [one(*given[:2], given.targets) for one in (compiled, call)]
+    torch.testing.assert_close(*losses)
+    gradients = [torch.autograd.grad(loss, given[:2]) for loss in losses]
+    for ours, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, other)
+
+
+@pytest.mark.slow
+def test_inductor_replaces_the_logits_in_place(device: str) -> None:
+    given = operands(torch.float32, device)
+    torch.compiler.reset()
+    with fresh_cache():  # a graph from the cache generates no code
+        forward, *_ = get_code(torch.compile(linear_cross_entropy, fullgraph=True), *given[:2], given.targets)
+    assert "custom_ops.cross_entropy_gradient_.default(" in forward
+    assert len(re.findall(r"empty_strided_\w+\(\(33, 101\)", forward)) == 1  # the logits, and no copy of them
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "cross_entropy_gradient_"])
+def test_opcheck(name: str) -> None:
+    logits, targets = logits_of(torch.float32, 5, 9, "cpu")
+    torch.library.opcheck(getattr(torch.ops.custom_ops, name).default, (logits, targets, 8, IGNORED))
+
+
+def test_a_target_that_is_no_class() -> None:
+    x, weight, _, targets = operands(torch.float32)
+    targets[2] = 101
+    with pytest.raises(
+        RuntimeError, match=r"argument 'targets': expected classes from 0 to 100 or ignore_index \(-100\), got 101"
+    ):
+        linear_cross_entropy(x, weight, targets)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_target_that_is_no_class_is_nan_on_a_gpu() -> None:
+    logits, targets = logits_of(torch.bfloat16, 5, 100, "cuda")
+    targets[0], targets[1] = 100, -1
+    losses = calls.cross_entropy_gradient_(logits, targets, 100, IGNORED)
+    assert losses.isnan().tolist() == [True, True, False, False, False]
+    assert logits[:2].isnan().all()
+
+
+X, W, T = torch.ones(4, 3), torch.ones(5, 3), torch.zeros(4, dtype=torch.int64)
+WRONG: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "weight": (
+        lambda: custom_ops.linear_cross_entropy(X, torch.ones(5, 2), T), ValueError,
+        "argument 'weight': expected shape ['V', 3], got [5, 2]",
+    ),
+    "bias": (
+        lambda: custom_ops.linear_cross_entropy(X, W, T, bias=torch.ones(4)), ValueError,
+        "argument 'bias': expected shape [5], got [4]",
+    ),
+    "dtype": (
+        lambda: custom_ops.linear_cross_entropy(X, W.half(), T), TypeError,
+        "argument 'weight': expected dtype torch.float32 like 'x', got torch.float16 "
+        "(dtypes are not promoted; use .to())",
+    ),
+    "targets": (
+        lambda: custom_ops.linear_cross_entropy(X, W, T[:3]), ValueError,
+        "argument 'targets': expected shape [4], a class for each row of 'x', got [3]",
+    ),
+    "probabilities": (
+        lambda: custom_ops.linear_cross_entropy(X, W, X[:, 0]), TypeError,
+        "argument 'targets': expected dtype torch.int64 or torch.int32, got torch.float32",
+    ),
+    "reduction": (
+        lambda: custom_ops.linear_cross_entropy(X, W, T, reduction="max"), ValueError,  # type: ignore[arg-type]
+        "argument 'reduction': expected 'mean', 'sum' or 'none', got 'max'",
+    ),
+    "mode": (
+        lambda: custom_ops.linear_cross_entropy(X, W, T, mode="slow"), ValueError,  # type: ignore[arg-type]
+        "argument 'mode': expected 'fast' or 'least_memory', got 'slow'",
+    ),
+    "rows in least memory": (
+        lambda: custom_ops.linear_cross_entropy(X, W, T, mode="least_memory", reduction="none"), ValueError,
+        "argument 'mode': expected 'fast' for reduction 'none', got 'least_memory', whose gradients are sums over rows",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refusals_name_argument_expected_and_received(case: str) -> None:
+    call, error, message = WRONG[case]
+    with pytest.raises(error) as caught:
+        call()
+    assert str(caught.value) == f"linear_cross_entropy: {message}"
+
+
+WRONG_ROWS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "one dimension": ((X[0], T, 3, 0), "argument 'logits': expected two dimensions (rows, classes), got [3]"),
+    "targets": (
+        (X, T[:2], 3, 0),
+        "argument 'targets': expected shape [4], an element for each row of 'logits', got [2]",
+    ),
+    "dtype of targets": ((X, T.int(), 3, 0), "argument 'targets': expected dtype torch.int64, got torch.int32"),
+    "classes": ((X, T, 4, 0), "argument 'classes': expected 1 to 3, the columns of 'logits', got 4"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ROWS)
+def test_the_kernel_refuses_in_the_same_words_as_its_fake(case: str) -> None:
+    arguments, message = WRONG_ROWS[case]
+    with pytest.raises(RuntimeError) as by_kernel:
+        calls.cross_entropy(*arguments)
+    with pytest.raises((ValueError, TypeError)) as by_fake:
+        cross_entropy.check_cross_entropy(*arguments)
+    assert str(by_fake.value) == f"cross_entropy: {message}"
+    assert str(by_kernel.value) == str(by_fake.value)
