@@ -186,7 +186,10 @@ def test_op_prints_the_table() -> None:
         (("expr", "a", "--tensor", "a=f32[99999999999999]"), "torch cannot make a=f32[99999999999999]@cpu (Runtime"),
         (("expr", "a", "--tensor", "a=f32[99999999999999999999]"), "; take smaller sizes, or a dtype of f32, "),
         (("expr", "a", "--tensor", "a=qint8[2]"), "--tensor: torch cannot make a=qint8[2]@cpu (RuntimeError: "),
-        (("expr", "a @ a", "--tensor", "a=f32[2,3]", "--scope", "core"), "the traced code raised RuntimeError"),
+        (
+            ("expr", "a + a", "--tensor", "a=f32[2]", "--scope", "core", "--only", "aten::ad"),
+            "--only aten::ad: no such call in the trace; near names: aten::add.Tensor",
+        ),
         (
             ("expr", "3", "--backward", "--scope", "core"),
             "found no tensor that requires a gradient in the result, of type int",
@@ -223,6 +226,76 @@ def test_bad_files_are_one_line(tmp_path: Path) -> None:
     ending = call("run", f"{file}:step")
     assert 'imported: SystemExit: 0; put the call that exits under if __name__ == "__main__":' in ending.stderr
     assert [result.exit_code for result in (missing, raising, broken, ending)] == [2, 2, 2, 2]
+
+
+def test_an_exception_leaves_the_trace_up_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def step(x):\n    y = x.sin()\n    raise ValueError('not here')\n")
+    common = ("run", f"{file}:step", "--tensor", "x=f32[2]", "--device", "cpu", "--scope", "core")
+    printed, document = call(*common), call(*common, "--format", "json")
+    assert (printed.exit_code, document.exit_code) == (2, 2)
+    assert "$1: f32[2] = aten::sin($0: f32[2])" in printed.stdout
+    assert "- The traced code raised ValueError: not here. The trace ends there." in printed.stdout
+    assert printed.stderr == document.stderr == "dispatcher-trace: the traced code raised ValueError: not here\n"
+    assert [each["operator"] for each in json.loads(document.stdout)["calls"]] == ["aten::sin"]
+
+
+def test_the_operator_that_raises_is_in_the_trace() -> None:
+    result = call("expr", "a @ a", "--tensor", "a=f32[2,3]", "--scope", "core", "--format", "tree")
+    assert result.exit_code == 2
+    assert "the traced code raised RuntimeError: mat1 and mat2" in result.stderr
+    assert re.search(r"aten::mm\(.*\n +2 AutogradCPU .* raised RuntimeError: mat1 and mat2", result.stdout)
+
+
+_CALLABLES = """
+import functools
+import torch
+
+builtin = torch.add
+partial_of_a_builtin = functools.partial(torch.add, torch.ones(2))
+
+class Module(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+    def method(self, x):
+        return x + 2
+
+module = Module()
+
+def by_position(x, /):
+    return x + 3
+"""
+
+
+@pytest.mark.parametrize("name", ["builtin", "partial_of_a_builtin", "module", "module.method", "by_position"])
+def test_every_kind_of_callable_runs(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(_CALLABLES)
+    tensors = ["--tensor", "x=f32[2]", *(("--tensor", "other=f32[2]") if name == "builtin" else ())]
+    result = call("run", f"{file}:{name}", *tensors, "--device", "cpu", "--scope", "core", "--format", "tree")
+    assert result.exit_code == 0, result.stderr
+    assert " = aten::add.Tensor($0: f32[2], " in result.stdout
+
+
+def test_a_long_trace_fits_on_ten_screens_and_says_what_it_leaves_out() -> None:
+    expression = "[(a.sin() + i).cos() for i in range(300)] and [torch.mm(a, a) for i in range(300)]"
+    common = ("expr", expression, "--tensor", "a=f32[2,2]", "--scope", "core")
+    tree, whole = call(*common, "--format", "tree"), call(*common, "--format", "tree", "--max-lines", "0")
+    lines = tree.stdout.splitlines()
+    assert len(lines) == 401
+    left = len(whole.stdout.splitlines()) - 400
+    assert lines[-1] == f"… {left:,} lines more (--max-lines 0 prints them, --depth and --only choose)"
+    assert whole.stdout.startswith(tree.stdout[:4000])
+    assert len(call(*common).stdout.splitlines()) < 420
+    only = call(*common, "--format", "tree", "--only", "aten::m?").stdout
+    assert re.findall(r" = (aten::\w+)", only)[0] == "aten::mm"  # torch 2.10 on asks mm for resolve_conj inside
+    assert "aten::sin" not in only
+    assert "… the call above 299 times more, hops " in only
+    shallow = call(*common, "--format", "tree", "--depth", "1", "--max-lines", "0").stdout
+    assert "    … 3 calls inside" in shallow
+    assert "aten::_to_copy" in whole.stdout
+    assert "aten::_to_copy" not in shallow
 
 
 @pytest.mark.filterwarnings("error")  # a coroutine that nobody awaits

@@ -9,6 +9,7 @@ import typing_extensions
 
 from dispatcher_trace import Finding, Shims, Trace, installed, record
 from dispatcher_trace.capture.types import Argument, Call
+from dispatcher_trace.render.text import key_line
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +236,8 @@ def test_the_key_set_is_shown_as_an_equation(shims: Shims) -> None:
     t = _trace(shims, lambda: a + a)
     text = t.to_markdown()
     carried = "{AutocastCPU, AutogradCPU, ADInplaceOrView, CPU}"
-    assert f"keys {{AutogradCPU, CPU}} = self {carried} ∪ other {carried} ∪ thread {{" in text
+    assert f"keys {{AutogradCPU, CPU}} = self, other {carried} − fallthrough {{" in text
+    assert key_line(t.hops[0]).startswith(f"   keys {{AutogradCPU, CPU}} = self, other {carried} ∪ thread {{")
     assert "Autocast of other devices" in text
     assert "− fallthrough {ADInplaceOrView, BackendSelect}; as predicted" in text
     assert "Evidence: " in text

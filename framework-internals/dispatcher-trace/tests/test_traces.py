@@ -5,6 +5,7 @@ These facts are not golden, because they change between versions: file and line 
 ``VariableType_2.cpp``, how often ``mm`` asks for ``resolve_conj``, sequence numbers of autograd nodes.
 """
 
+import asyncio
 import json
 import re
 import threading
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dispatcher_trace import Call, Shims, installed, record
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.types import calls_from_json
+from dispatcher_trace.render.outline import Shown
+from dispatcher_trace.render.text import tree
 from dispatcher_trace.report.programs import gpt_step
 
 
@@ -209,6 +212,86 @@ def test_hops_of_another_thread_are_recorded_apart(shims: Shims) -> None:
         ("aten::sub.Tensor", "main"),
         ("aten::sub.Tensor", "main"),
     ]
+
+
+def test_threads_and_tasks_have_numbers_that_are_not_used_again(shims: Shims) -> None:
+    a, b = _inputs()
+
+    async def work() -> None:
+        a * b
+        await asyncio.sleep(0)
+        a - b
+
+    async def two() -> None:
+        await asyncio.gather(work(), work())
+
+    with record(shims, kernels=False) as t:
+        for _ in range(2):  # the second thread may get the first one's identifier
+            thread = threading.Thread(target=lambda: a + b)
+            thread.start()
+            thread.join()
+        loop = asyncio.new_event_loop()
+        loop.run_until_complete(two())
+    loop.close()
+    firsts = [call.hops[0] for call in t.calls]
+    assert [(hop.operator, hop.thread, hop.task) for hop in firsts] == [
+        ("aten::add.Tensor", "thread 1", ""),
+        ("aten::add.Tensor", "thread 2", ""),
+        ("aten::mul.Tensor", "main", "task 1"),
+        ("aten::mul.Tensor", "main", "task 2"),
+        ("aten::sub.Tensor", "main", "task 1"),
+        ("aten::sub.Tensor", "main", "task 2"),
+    ]
+    printed = tree(t.calls)
+    assert "aten::add.Tensor($0: f32[4, 4], $1: f32[4, 4])   [thread 2]" in printed
+    assert printed.count("   [task 2]") == 2
+
+
+def test_the_tree_folds_what_repeats(shims: Shims) -> None:
+    a, b = _inputs()
+    with record(shims, kernels=False) as t:
+        for _ in range(5):
+            a * b
+            (a - b).sin()
+        a + b
+    folded = tree(t.calls, Shown(fold=True)).splitlines()
+    assert len(tree(t.calls).splitlines()) == 16 * 3
+    assert len(folded) == 3 * 3 + 1 + 3
+    assert folded[9] == "… the 3 calls above 4 times more, hops 7 to 30"
+    assert "aten::add.Tensor" in folded[10]
+
+
+def test_a_wrapper_subclass_is_named(shims: Shims) -> None:
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner: torch.Tensor) -> torch.Tensor:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+        def __init__(self, inner: torch.Tensor) -> None:
+            self.inner = inner
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return cls(function(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {})))
+
+    wrapped = Wrapped(torch.ones(6, 6))
+    with record(shims, kernels=False) as t:
+        wrapped.sin()
+    assert t.calls[0].title == "$3: Wrapped(f32[6, 6]) = aten::sin($0: Wrapped(f32[6, 6]))"
+
+
+def test_what_arguments_share_is_said_once(shims: Shims) -> None:
+    a, b = _inputs()
+    with record(shims, kernels=False) as t:
+        a + b
+        with torch.no_grad(), torch.inference_mode():
+            a * b
+    text = t.to_markdown()
+    assert "Unless a line says otherwise, its thread adds {" in text
+    lines = [line for line in text.splitlines() if line.startswith("   keys {Autograd")]
+    assert lines[0].startswith("   keys {AutogradCPU, CPU} = self, other {")
+    assert "thread" not in lines[0]
+    assert " ∪ thread {" in text  # inference mode has other sets
 
 
 def test_a_second_recording_is_refused(shims: Shims) -> None:

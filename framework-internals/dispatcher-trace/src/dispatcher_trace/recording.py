@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
+from benchkit.errors import first_line
 from dispatcher_trace.capture import profile
 from dispatcher_trace.capture.native_step import Stepper
 from dispatcher_trace.capture.recorder import RawHop, Recorder
@@ -44,6 +45,9 @@ def record(shims: Shims, *, kernels: bool | None = None, native: bool = False) -
             shims.stepper = stepper
             try:
                 yield recorded
+            except BaseException as error:
+                recorded.error = first_line(error)
+                raise
             finally:
                 shims.recorder = shims.stepper = None
                 recorded.unrecorded = recorder.unrecorded

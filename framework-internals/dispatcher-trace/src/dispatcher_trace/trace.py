@@ -13,6 +13,7 @@ from dispatcher_trace.capture.types import EVIDENCE, SCHEMA_VERSION, Call, Hop, 
 from dispatcher_trace.explain.findings import Finding, findings
 from dispatcher_trace.explain.predict import by_python_dispatcher
 from dispatcher_trace.render import perfetto, text, viewer
+from dispatcher_trace.render.outline import EVERYTHING, Shown
 
 
 class Trace:
@@ -26,9 +27,11 @@ class Trace:
             shim, by operator and key.
         match: How the profiler's view fits the trace; None when no profiler ran.
         scope: Which keys were watched.
+        error: The exception that ended the traced code, in one line; empty if it ended by itself.
     """
 
     def __init__(self, scope: Scope) -> None:
+        self.error = ""
         self.calls: list[Call] = []
         self.unrecorded: dict[str, int] = {}
         self.unshimmed: dict[str, int] = {}
@@ -56,6 +59,8 @@ class Trace:
     def notes(self) -> list[str]:
         """What this trace does not show, each in one sentence."""
         notes = [] if self.calls or self.unrecorded else ["No operator was called."]
+        if self.error:
+            notes.append(f"The traced code raised {self.error}. The trace ends there.")
         notes.append(f"Hops at {', '.join(unwatched_keys(self.scope))} are not watched.")
         for operator, count in self.unrecorded.items():
             notes.append(f"{operator} ran {_times(count)} inside a tensor subclass's constructor, unrecorded.")
@@ -90,9 +95,13 @@ class Trace:
             "evidence": EVIDENCE,
         }
 
-    def to_markdown(self) -> str:
-        """The trace as a tree, followed by the reason for each hop."""
-        return text.markdown(self.calls, self.notes)
+    def to_markdown(self, shown: Shown = EVERYTHING) -> str:
+        """The trace as a tree, followed by the reason for each hop.
+
+        Args:
+            shown: The part that is printed; everything by default.
+        """
+        return text.markdown(self.calls, self.notes, shown)
 
     def to_perfetto(self) -> dict[str, Any]:
         """The trace on a time axis, as a Chrome trace that https://ui.perfetto.dev opens.

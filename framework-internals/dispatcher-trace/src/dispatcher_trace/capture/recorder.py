@@ -1,23 +1,27 @@
-"""What a shim captures at each hop, unprocessed: keys, arguments, results, autograd nodes, times."""
+"""What a shim captures at each hop, unprocessed: keys, arguments, results, autograd nodes, times.
+
+A hop is captured in about ten microseconds, because the text of all this is made when the trace is assembled:
+:func:`fact_of` and :func:`text_of` turn what was captured into what a trace shows.
+"""
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import itertools
-import operator
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 
 from benchkit.errors import first_line
 from dispatcher_trace.capture import dispatcher, key_sets
 from dispatcher_trace.capture.types import NativeStep, TensorFact, dtype_name
-from dispatcher_trace.capture.user_stack import user_stack
+from dispatcher_trace.capture.user_stack import user_frames
 
 _REPR_LIMIT = 60
 _LAYOUTS = {
@@ -30,6 +34,36 @@ _LAYOUTS = {
 }
 _LARGEST_SEQUENCE_NUMBER = 2**62  # AccumulateGrad has the largest possible number, so that it runs first
 
+_TORCH_VALUES = frozenset({torch.device, torch.dtype, torch.layout, torch.memory_format})
+# Types of values that never change, so their text can be made later.
+_UNCHANGING = frozenset({int, float, bool, complex, str, type(None), *_TORCH_VALUES})
+_PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+class RawTensor(NamedTuple):
+    """One captured tensor. :class:`dispatcher_trace.capture.types.TensorFact` explains the fields.
+
+    Attributes:
+        subclass: Type of the tensor, if it is one of a subclass.
+    """
+
+    label: str
+    dtype: torch.dtype
+    shape: tuple[Any, ...]
+    device: torch.device
+    keys: key_sets.KeyBits
+    strides: tuple[Any, ...]
+    storage: str
+    version: int | None
+    subclass: type | None
+    pinned: bool = False
+
+
+class _Text(str):
+    """Text of a value that may change or would run code later, made when the value was captured."""
+
+    __slots__ = ()
+
 
 @dataclass(slots=True)
 class RawHop:
@@ -38,9 +72,15 @@ class RawHop:
     Attributes:
         parent: The hop whose kernel was running on this thread; None at the top level.
         carried: Union of the arguments' keys.
-        backend: The backend key that the arguments ``device`` and ``layout`` name.
+        names: Names of the arguments.
+        values: The captured arguments: a :class:`RawTensor`, a value that never changes, or a list of these.
+        tensors: The captured tensors of all arguments, in order.
+        given: The tensors themselves, while the kernel runs.
+        thread: Number of the thread; 0 is the thread that made the recorder.
+        task: Number of the asyncio task, from 1; 0 outside of any.
         native_thread: Thread identifier of the operating system, which the profiler uses.
         bumped: Labels of the arguments whose version went up.
+        frames: Code and line number of the user's frames on the stack, innermost first.
         children: The hops inside this one.
     """
 
@@ -52,35 +92,61 @@ class RawHop:
     included: key_sets.KeyBits
     excluded: key_sets.KeyBits
     carried: key_sets.KeyBits
-    arguments: list[tuple[str, Any]]
-    backend: str
+    names: Sequence[str]
+    values: list[Any]
+    tensors: list[RawTensor]
+    given: Sequence[torch.Tensor]
     thread: int
+    task: int
     native_thread: int
     node: str
-    start_ns: int
+    frames: tuple[tuple[CodeType, int], ...]
+    start_ns: int = 0
     stop_ns: int = 0
-    results: list[Any] = field(default_factory=list)
+    results: Sequence[Any] = ()
     made_node: str = ""
     error: str = ""
-    bumped: list[str] = field(default_factory=list)
-    stack: tuple[str, ...] = ()
+    bumped: Sequence[str] = ()
     native_step: NativeStep | None = None
     children: list[RawHop] = field(default_factory=list)
 
+    @property
+    def backend(self) -> str:
+        """The backend key that the arguments ``device`` and ``layout`` of a factory name; dense on a CPU by default."""
+        named = dict(zip(self.names, self.values, strict=False))
+        backend = key_sets.backend_key(torch.device(named.get("device") or "cpu").type)
+        return f"{_LAYOUTS.get(named.get('layout') or torch.strided, '')}{backend}"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The labels of one tensor object and of its storage, while the object lives."""
+
+    label: str
+    reference: weakref.ref[torch.Tensor]
+    address: int
+    storage: str
+
 
 class _PerThread(threading.local):
-    """The current hop of this thread, and whether the tracer itself is calling torch."""
+    """The current hop of this thread, its numbers, and whether the tracer itself is calling torch.
 
-    def __init__(self) -> None:
+    Args:
+        numbers: Numbers of the threads: an identifier of the operating system is used again after a thread's end.
+    """
+
+    def __init__(self, numbers: Iterator[int]) -> None:
         self.open: RawHop | None = None
         self.busy = False
+        self.number = next(numbers)
+        self.native = threading.get_native_id()
 
 
 class Recorder:
     """Collects the hops of one trace; shims call :meth:`enter` and :meth:`leave` from any thread.
 
     State that threads share is only appended to or counted up, which is atomic under the interpreter lock. The current
-    hop is kept per thread. The recorder keeps no tensor alive: it reads everything that a trace shows at the hop.
+    hop is kept per thread. The recorder keeps no tensor alive after its hop.
 
     Args:
         numbers: Text of each wrapped number, by ``id``. A wrapped number is labelled by its value.
@@ -89,16 +155,17 @@ class Recorder:
     def __init__(self, numbers: Mapping[int, str]) -> None:
         self.top: list[RawHop] = []
         self.unrecorded: dict[str, int] = {}
-        self.thread = threading.get_ident()
         self.start_ns = time.perf_counter_ns()
         self._numbers = itertools.count(1)
         self._labels = itertools.count()
         self._numbers_by_id = numbers
-        self._seen: dict[int, tuple[str, weakref.ref[torch.Tensor]]] = {}
+        self._seen: dict[int, _Seen] = {}
         self._storages: dict[int, tuple[str, list[weakref.ref[torch.Tensor]]]] = {}
         self._storage_labels = itertools.count()
+        self._tasks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._task_numbers = itertools.count(1)
         self._stepped: set[tuple[str, str, str]] = set()
-        self._local = _PerThread()
+        self._local = _PerThread(itertools.count())
 
     @property
     def busy(self) -> bool:
@@ -116,7 +183,10 @@ class Recorder:
         """
         if not torch.is_inference_mode_enabled():
             return False
-        carried = self._carried((*args, *kwargs.values()))
+        carried = 0
+        for value in (*args, *kwargs.values()):
+            for tensor in _tensors_in(value):
+                carried |= self._keys(tensor)
         keys = key_sets.computed(carried, key_sets.tls_included(), key_sets.tls_excluded())
         return key not in key_sets.key_names(keys)
 
@@ -125,7 +195,7 @@ class Recorder:
         operator: str,
         key: str,
         keyset: Any,
-        names: Sequence[str],
+        names: tuple[str, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> RawHop:
@@ -134,7 +204,12 @@ class Recorder:
         local.busy = True
         try:
             parent = local.open
-            given = [*zip(names, args, strict=False), *kwargs.items()]
+            given: list[torch.Tensor] = []
+            tensors: list[RawTensor] = []
+            values = [self._capture(value, given, tensors) for value in (*args, *kwargs.values())]
+            carried = 0
+            for tensor in tensors:
+                carried |= tensor.keys
             node = dispatcher.running_node()
             hop = RawHop(
                 number=next(self._numbers),
@@ -144,15 +219,19 @@ class Recorder:
                 keys=keyset.raw_repr(),
                 included=key_sets.tls_included(),
                 excluded=key_sets.tls_excluded(),
-                carried=self._carried(value for _, value in given),
-                arguments=self._arguments(operator, key, given),
-                backend=_backend(given),
-                thread=threading.get_ident(),
-                native_thread=threading.get_native_id(),
+                carried=carried,
+                names=(*names[: len(args)], *kwargs) if kwargs else names,
+                values=values,
+                tensors=tensors,
+                given=given,
+                thread=local.number,
+                task=self._task() if parent is None else parent.task,
+                native_thread=local.native,
                 node="" if node is None else _node_name(node),
-                start_ns=0,
-                stack=user_stack() if parent is None else parent.stack,
+                frames=user_frames() if parent is None else parent.frames,
             )
+            if operator == "aten::copy_" and key == "CUDA":
+                self._find_pinned(hop)
             (self.top if parent is None else parent.children).append(hop)
             local.open = hop
         finally:
@@ -160,9 +239,7 @@ class Recorder:
         hop.start_ns = time.perf_counter_ns() - self.start_ns
         return hop
 
-    def leave(
-        self, hop: RawHop, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException | None
-    ) -> None:
+    def leave(self, hop: RawHop, result: Any, error: BaseException | None) -> None:
         """Record how the kernel ended."""
         hop.stop_ns = time.perf_counter_ns() - self.start_ns
         local = self._local
@@ -173,18 +250,18 @@ class Recorder:
                 hop.error = first_line(error)
                 return
             outputs = result if isinstance(result, tuple) else () if result is None else (result,)
-            hop.results = [self._facts(output) for output in outputs]
-            given = [tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value)]
-            before = [fact for _, value in hop.arguments for fact in facts_in(value)]
-            bumped = (
-                fact.label
-                for fact, tensor in zip(before, given, strict=False)
-                if fact.version is not None and _version(tensor) != fact.version
-            )
-            hop.bumped = list(dict.fromkeys(bumped))
+            hop.results = [self._capture(output, [], []) for output in outputs]
+            bumped = [
+                before.label
+                for before, tensor in zip(hop.tensors, hop.given, strict=True)
+                if before.version is not None and _version(tensor) != before.version
+            ]
+            if bumped:
+                hop.bumped = list(dict.fromkeys(bumped))
             if hop.key.startswith("Autograd"):
-                hop.made_node = _made_node(outputs, given)
+                hop.made_node = _made_node(outputs, hop.given)
         finally:
+            hop.given = ()
             local.busy = False
 
     def first_of_its_kind(self, hop: RawHop) -> bool:
@@ -192,63 +269,97 @@ class Recorder:
 
         False on any thread but the one that made the recorder.
         """
-        if threading.get_ident() != self.thread:
+        if hop.thread != 0:
             return False
-        arguments = ((facts_in(value) or value) for _, value in hop.arguments)
         described = [
-            [(fact.dtype, fact.shape, fact.strides) for fact in value] if isinstance(value, list) else value
-            for value in arguments
+            [(tensor.dtype, tensor.shape, tensor.strides) for tensor in raw_tensors_in(value)] or value
+            for value in hop.values
         ]
         kind = (hop.operator, hop.key, repr(described))
         known = kind in self._stepped
         self._stepped.add(kind)
         return not known
 
-    def _arguments(self, operator: str, key: str, given: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
-        facts = [(name, self._facts(value)) for name, value in given]
-        # is_pinned is an operator call: it is made once per copy, at its kernel, where no mode of the user sees it.
-        if operator == "aten::copy_" and key == "CUDA" and dict(given).get("non_blocking"):
-            (name, target), tensor = facts[0], given[0][1]
+    def _find_pinned(self, hop: RawHop) -> None:
+        """Ask whether the target of a non-blocking copy is in pinned memory.
+
+        is_pinned is an operator call: it is made once per copy, at its kernel, where no mode of the user sees it.
+        """
+        if dict(zip(hop.names, hop.values, strict=False)).get("non_blocking"):
             with dispatcher.own_work():
-                facts[0] = name, replace(target, pinned=torch.ops.aten.is_pinned.default(tensor))
-        return facts
+                pinned = torch.ops.aten.is_pinned.default(hop.given[0])
+            hop.values[0] = hop.tensors[0] = hop.tensors[0]._replace(pinned=pinned)
 
-    def _facts(self, value: Any) -> Any:
-        """A tensor's facts, a list of them, or a short text for anything else."""
+    def _task(self) -> int:
+        """Number of the running asyncio task; 0 outside of any."""
+        loop = asyncio._get_running_loop()
+        task = None if loop is None else asyncio.current_task(loop)
+        if task is None:
+            return 0
+        number = self._tasks.get(task)
+        if number is None:
+            number = self._tasks[task] = next(self._task_numbers)
+        return number
+
+    def _capture(self, value: Any, given: list[torch.Tensor], tensors: list[RawTensor]) -> Any:
+        """Capture a value; its tensors go to both lists."""
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
-            return [self._facts(item) for item in value]
-        text = _plain(value)
-        return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 1] + "…"
+            raw = self._tensor(value)
+            given.append(value)
+            tensors.append(raw)
+            return raw
+        if type(value) in _UNCHANGING:
+            return value
+        if isinstance(value, (list, tuple)):
+            return [self._capture(item, given, tensors) for item in value]
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return _Text(repr(value))
+        return _Text(type(value).__name__)  # the repr of an object might run operators
 
-    def _tensor(self, tensor: torch.Tensor) -> TensorFact:
+    def _tensor(self, tensor: torch.Tensor) -> RawTensor:
+        if type(tensor) in _PLAIN_TENSORS:
+            return self._raw_tensor(tensor, None)
         with dispatcher.without_subclass_code():  # an attribute of a subclass would run the user's code
-            try:
-                shape = tuple(size if type(size) is int else str(size) for size in tensor.shape)
-            except RuntimeError:  # a nested tensor has no single shape
-                shape = ("?",)
-            return TensorFact(
-                label=self._label(tensor),
-                dtype=dtype_name(tensor.dtype),
-                shape=shape,
-                device=str(tensor.device),
-                keys=key_sets.key_names(self._keys(tensor)),
-                strides=_strides(tensor),
-                storage=self._storage(tensor),
-                version=_version(tensor),
-            )
+            raw = self._raw_tensor(tensor, type(tensor))
+            return raw._replace(shape=_sizes(raw.shape), strides=_sizes(raw.strides))  # the text of a symbol may change
 
-    def _storage(self, tensor: torch.Tensor) -> str:
-        address = dispatcher.storage_address(tensor)
+    def _raw_tensor(self, tensor: torch.Tensor, subclass: type | None) -> RawTensor:
+        label, storage = self._labels_of(tensor)
+        try:
+            shape: tuple[Any, ...] = tuple(tensor.shape)
+        except RuntimeError:  # a nested tensor has no single shape
+            shape = ("?",)
+        try:
+            strides: tuple[Any, ...] = tensor.stride()
+        except RuntimeError:  # sparse and nested tensors have none
+            strides = ()
+        return RawTensor(
+            label, tensor.dtype, shape, tensor.device, self._keys(tensor), strides, storage, _version(tensor), subclass
+        )
+
+    def _labels_of(self, tensor: torch.Tensor) -> tuple[str, str]:
+        """Labels of the tensor and of its storage."""
+        key, address = id(tensor), dispatcher.storage_address(tensor)
+        seen = self._seen.get(key)
+        # A freed tensor's address is used again; the reference distinguishes the old tensor from the new one.
+        if seen is not None and seen.reference() is tensor:
+            if seen.address != address:
+                seen.address, seen.storage = address, self._storage(address, seen.reference)
+            return seen.label, seen.storage
+        reference = weakref.ref(tensor)
+        label = self._numbers_by_id.get(key) or f"${next(self._labels)}"
+        self._seen[key] = seen = _Seen(label, reference, address, self._storage(address, reference))
+        return seen.label, seen.storage
+
+    def _storage(self, address: int, reference: weakref.ref[torch.Tensor]) -> str:
         if address == 0:
             return ""
         # A freed storage's address is used again. It is not freed while a tensor that was seen on it lives.
-        label, seen = self._storages.get(address, ("", []))
-        seen = [reference for reference in seen if reference() is not None]
-        if not seen:
+        label, owners = self._storages.get(address, ("", []))
+        alive = [owner for owner in owners if owner() is not None]
+        if not alive:
             label = f"s{next(self._storage_labels)}"
-        self._storages[address] = (label, [*(known for known in seen if known() is not tensor), weakref.ref(tensor)])
+        self._storages[address] = (label, [*alive, reference])
         return label
 
     def _keys(self, tensor: torch.Tensor) -> key_sets.KeyBits:
@@ -258,57 +369,53 @@ class Recorder:
             return key_sets.as_inference_tensor(keys)
         return keys
 
-    def _carried(self, values: Iterable[Any]) -> key_sets.KeyBits:
-        """Union of the keys of all tensors in these values."""
-        return functools.reduce(operator.or_, (self._keys(t) for value in values for t in tensors_in(value)), 0)
 
-    def _label(self, tensor: torch.Tensor) -> str:
-        # A freed tensor's address is used again; the reference distinguishes the old tensor from the new one.
-        address = id(tensor)
-        if address in self._numbers_by_id:
-            return self._numbers_by_id[address]
-        known = self._seen.get(address)
-        if known is not None and known[1]() is tensor:
-            return known[0]
-        label = f"${next(self._labels)}"
-        self._seen[address] = (label, weakref.ref(tensor))
-        return label
+def fact_of(tensor: RawTensor) -> TensorFact:
+    """A captured tensor as a trace shows it."""
+    subclass = "" if tensor.subclass is None else tensor.subclass.__name__
+    return TensorFact(
+        label=tensor.label,
+        dtype=dtype_name(tensor.dtype),
+        shape=_sizes(tensor.shape),
+        device=str(tensor.device),
+        keys=key_sets.key_names(tensor.keys),
+        strides=_sizes(tensor.strides),
+        storage=tensor.storage,
+        version=tensor.version,
+        pinned=tensor.pinned,
+        subclass=subclass,
+    )
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of an argument: itself, those of a list, or none."""
+def text_of(value: Any) -> str:
+    """Text of a captured value without tensors, at most 60 characters."""
+    text = _plain(value)
+    return text if len(text) <= _REPR_LIMIT else text[: _REPR_LIMIT - 1] + "…"
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_plain, value))}]"
+    return str(value) if isinstance(value, _Text) or type(value) in _TORCH_VALUES else repr(value)
+
+
+def raw_tensors_in(value: Any) -> list[RawTensor]:
+    """The captured tensors of a captured argument: itself, those of a list, or none."""
+    if isinstance(value, RawTensor):
+        return [value]
+    return [item for item in value if isinstance(item, RawTensor)] if isinstance(value, list) else []
+
+
+def _tensors_in(value: Any) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
         return [item for item in value if isinstance(item, torch.Tensor)]
-    return []
+    return ()
 
 
-def facts_in(value: Any) -> list[TensorFact]:
-    """The tensor facts of a captured argument, in the order of :func:`tensors_in`."""
-    if isinstance(value, TensorFact):
-        return [value]
-    return [fact for fact in value if isinstance(fact, TensorFact)] if isinstance(value, list) else []
-
-
-def _plain(value: Any) -> str:
-    """Text of a value that is no tensor. An object becomes the name of its type: its ``repr`` might run operators."""
-    if isinstance(value, (torch.device, torch.dtype, torch.layout, torch.memory_format)):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_plain, value))}]"
-    if value is None or isinstance(
-        value, (bool, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)
-    ):
-        return repr(value)
-    return type(value).__name__
-
-
-def _backend(given: Sequence[tuple[str, Any]]) -> str:
-    """The backend key that the arguments ``device`` and ``layout`` of a factory name; dense on a CPU by default."""
-    named = {name: value for name, value in given if value is not None and name in ("device", "layout")}
-    backend = key_sets.backend_key(torch.device(named.get("device", "cpu")).type)
-    return f"{_LAYOUTS.get(named.get('layout', torch.strided), '')}{backend}"
+def _sizes(sizes: Iterable[Any]) -> tuple[int | str, ...]:
+    return tuple(size if type(size) is int else str(size) for size in sizes)
 
 
 def _node_name(node: Any) -> str:
@@ -316,7 +423,7 @@ def _node_name(node: Any) -> str:
     return name if number > _LARGEST_SEQUENCE_NUMBER else f"{name}#{number}"
 
 
-def _made_node(outputs: tuple[Any, ...], given: list[torch.Tensor]) -> str:
+def _made_node(outputs: tuple[Any, ...], given: Sequence[torch.Tensor]) -> str:
     """The node that an output has and no argument has.
 
     Arguments that are views are skipped, also where they are outputs: reading the ``grad_fn`` of a view that was
@@ -325,18 +432,14 @@ def _made_node(outputs: tuple[Any, ...], given: list[torch.Tensor]) -> str:
     before = {tensor.grad_fn for tensor in given if not tensor._is_view()}
     views = {id(tensor) for tensor in given if tensor._is_view()}
     for output in outputs:
-        for tensor in tensors_in(output):
+        for tensor in _tensors_in(output):
             if id(tensor) not in views and tensor.grad_fn is not None and tensor.grad_fn not in before:
                 return _node_name(tensor.grad_fn)
     return ""
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
-def _strides(tensor: torch.Tensor) -> tuple[int | str, ...]:
     try:
-        return tuple(stride if type(stride) is int else str(stride) for stride in tensor.stride())
-    except RuntimeError:  # sparse and nested tensors have none
-        return ()
+        return tensor._version
+    except RuntimeError:  # an inference tensor has no counter
+        return None

@@ -121,8 +121,10 @@ class Shims:
             run = _on_one_thread(run)
 
         def shim(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(type(value) in _NUMBERS for value in args):
-                args = self._with_numbers(operator, key, args, signature.tensor_positions)
+            for value in args:
+                if type(value) in _NUMBERS:
+                    args = self._with_numbers(operator, key, args, signature.tensor_positions)
+                    break
             recorder = self.recorder
             if (
                 recorder is None
@@ -146,7 +148,7 @@ class Shims:
                 error = raised
                 raise
             finally:
-                recorder.leave(hop, result, args, kwargs, error)
+                recorder.leave(hop, result, error)
                 if self._stepped is not None and hop.parent is self._stepped and self.stepper is not None:
                     self.stepper.resume()  # control returns to the stepped kernel
             return result
@@ -340,16 +342,20 @@ def installed(scope: Scope = "all", *, only: Iterable[str] | None = None) -> Ite
         )
     try:
         shims = Shims(scope)
-        collecting = gc.isenabled()
+        collecting, frozen = gc.isenabled(), gc.get_freeze_count()
         gc.disable()  # tens of thousands of new objects stay alive, so a collection would find nothing
         try:
             with _quiet():
                 shims.install(only)
+            if not frozen:
+                gc.freeze()  # or every collection in the traced code would visit the shims: 50 µs a hop at the start
             if collecting:
                 gc.enable()
             yield shims
         finally:
             shims.remove()
+            if not frozen:
+                gc.unfreeze()
             if collecting:
                 gc.enable()
     finally:

@@ -60,6 +60,7 @@ class TensorFact:
         storage: Label of the storage, ``s0``. Tensors with the same storage share memory. Empty if there is none.
         version: Version counter when the hop began (of a result: when it ended); None for an inference tensor.
         pinned: Whether the tensor is in pinned memory. Only set for the target of a non-blocking copy from a GPU.
+        subclass: Name of the type of a tensor subclass; empty for ``torch.Tensor`` and ``torch.nn.Parameter``.
     """
 
     label: str
@@ -71,6 +72,7 @@ class TensorFact:
     storage: str = ""
     version: int | None = None
     pinned: bool = False
+    subclass: str = ""
 
     @property
     def elements(self) -> int | None:
@@ -80,7 +82,8 @@ class TensorFact:
 
     def __str__(self) -> str:
         where = "" if self.device == "cpu" else f"@{self.device}"
-        return f"{self.label}: {self.dtype}[{', '.join(map(str, self.shape))}]{where}"
+        text = f"{self.dtype}[{', '.join(map(str, self.shape))}]{where}"
+        return f"{self.label}: {self.subclass}({text})" if self.subclass else f"{self.label}: {text}"
 
 
 @dataclass(frozen=True)
@@ -194,7 +197,7 @@ class Hop:
         predicted: The key that the static prediction has at this position; empty if it has none.
         arguments: Arguments of the kernel.
         results: Results of the kernel.
-        thread: ``main``, or the name of another thread.
+        thread: ``main``, or ``thread 1``, ``autograd worker 2``: numbers of this trace, which are not used again.
         node: The autograd node whose backward made this hop, with its sequence number; empty in a forward.
         made_node: The autograd node that this hop made: the results have it and the arguments do not.
         start_ns: Start in nanoseconds from the start of the trace.
@@ -202,6 +205,7 @@ class Hop:
         error: The exception that left the kernel, or empty.
         effects: Effects on tensors, one clause each: which results share memory with arguments, whose version went up.
         native_step: What ran below, if the kernel was single-stepped.
+        task: ``task 1``, the asyncio task that made the hop, by a number of this trace; empty outside of any.
         calls: Operator calls that the kernel made, in order.
         why: The reason for this hop, in one sentence that is computed from the other fields.
     """
@@ -229,6 +233,7 @@ class Hop:
     error: str
     effects: tuple[str, ...] = ()
     native_step: NativeStep | None = None
+    task: str = ""
     calls: list[Call] = field(default_factory=list)
     why: str = ""
 

@@ -6,8 +6,10 @@ import contextlib
 import inspect
 import os
 import sys
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 import typing_extensions
@@ -33,19 +35,29 @@ def calls_user_code(file: str) -> None:
     _callers.add(file)
 
 
-def user_stack() -> tuple[str, ...]:
-    """``step.py:12 in loss``, innermost line first, at most five lines.
+def user_frames() -> tuple[tuple[CodeType, int], ...]:
+    """Code and line number of the user's frames, innermost first, at most five.
 
     Frames of torch and of the tracer are left out. The stack ends at a module that declared :func:`calls_user_code`.
     """
-    lines: list[str] = []
+    frames: list[tuple[CodeType, int]] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and len(lines) < _MAX_LINES:
+    while frame is not None and len(frames) < _MAX_LINES:
         code = frame.f_code
-        if lines and code.co_filename in _callers:
+        if frames and code.co_filename in _callers:
             break
         if not code.co_filename.startswith(_NOT_USER_CODE):
-            path = Path(code.co_filename)
-            lines.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} in {code.co_name}".lstrip("/"))
+            frames.append((code, frame.f_lineno))
         frame = frame.f_back
-    return tuple(lines)
+    return tuple(frames)
+
+
+def stack_lines(frames: Iterable[tuple[CodeType, int]]) -> tuple[str, ...]:
+    """The lines of :func:`user_frames` as text: ``step.py:12 in loss``."""
+    return tuple(f"{_place(code.co_filename)}:{line} in {code.co_name}" for code, line in frames)
+
+
+@cache
+def _place(file: str) -> str:
+    path = Path(file)
+    return f"{path.parent.name}/{path.name}".lstrip("/")

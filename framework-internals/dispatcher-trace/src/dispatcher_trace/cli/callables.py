@@ -70,8 +70,24 @@ def load_function(target: str, names: Sequence[str] = ()) -> Callable[..., Any]:
         functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         near = near_names(name, functions) if functions else ""
         raise UserError(f"{path} has no function {name!r}{near}")
+    return _taking(function, target, names)
+
+
+def _taking(function: Callable[..., Any], target: str, names: Sequence[str]) -> Callable[..., Any]:
+    """The function as one that takes the tensors by name.
+
+    A parameter that is positional only gets its tensor by position, as does a builtin, which has no signature.
+    """
     try:
-        inspect.signature(function).bind(**dict.fromkeys(names))
+        signature = inspect.signature(function)
+    except ValueError:
+        return lambda **tensors: function(*tensors.values())
+    by_position = any(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in signature.parameters.values())
+    try:
+        if by_position:
+            signature.bind(*names)
+            return lambda **tensors: function(*tensors.values())
+        signature.bind(**dict.fromkeys(names))
     except TypeError as error:
         given = f"--tensor {', '.join(names)}" if names else "no --tensor"
         raise UserError(f"{target} cannot be called with {given}: {error}") from None

@@ -21,6 +21,7 @@ from dispatcher_trace.cli.output import Format, as_text
 from dispatcher_trace.cli.tensors import parse_dtype, parse_tensors
 from dispatcher_trace.cli.tracing import record_call
 from dispatcher_trace.render import compare, text
+from dispatcher_trace.render.outline import Shown
 
 app = typer.Typer(
     add_completion=False,
@@ -28,6 +29,9 @@ app = typer.Typer(
     no_args_is_help=True,
     help="What happens between an operator call and its kernel, hop by hop.",
 )
+
+
+_TEN_SCREENS = 400  # lines
 
 
 class _Scope(StrEnum):
@@ -67,6 +71,12 @@ _ScopeOption = Annotated[
 _FormatOption = Annotated[
     Format, typer.Option("--format", help="markdown has the tree, one sentence for each hop, and the findings.")
 ]
+_Depth = Annotated[int | None, typer.Option(min=1, help="Levels of calls inside calls that a tree prints.")]
+_Only = Annotated[
+    str,
+    typer.Option(metavar="OPERATOR", help="Print only these calls: aten::mm, or a pattern: aten::_foreach_*."),
+]
+_MaxLines = Annotated[int, typer.Option(min=0, help="Lines that a tree prints at most; 0 for all.")]
 _Out = Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")]
 
 
@@ -101,8 +111,13 @@ def _add_trace_command(
         costs: _Cost = False,
         scope: _ScopeOption = _Scope.all,
         form: _FormatOption = Format.markdown,
+        depth: _Depth = None,
+        only: _Only = "",
+        max_lines: _MaxLines = _TEN_SCREENS,
         out: _Out = None,
     ) -> None:
+        failures: list[UserError] = []
+
         def job() -> str:
             if costs and form in (Format.json, Format.html, Format.perfetto):
                 raise UserError(f"--cost prints a table: use --format markdown, tree or findings, not {form.value}")
@@ -115,12 +130,18 @@ def _add_trace_command(
             # Standard output is for the trace, which may be JSON; what the user's code prints goes to standard error.
             with context(target), redirect_stdout(sys.stderr):
                 function = load(target, list(tensors))
-                recorded, cost_table = record_call(
+                recorded, cost_table, failure = record_call(
                     function, tensors, conditions, scope.value, native=native, costs=costs
                 )
-            return as_text(recorded, form, target) + cost_table
+            if failure is not None:
+                failures.append(failure)
+            shown = Shown(fold=True, depth=depth, only=only, max_lines=max_lines)
+            return as_text(recorded, form, target, shown) + cost_table
 
         _run(job, out)
+        with one_line_errors("dispatcher-trace"):  # after the trace up to there
+            for failure in failures:
+                raise failure
 
     app.command(name, help=about)(command)
 

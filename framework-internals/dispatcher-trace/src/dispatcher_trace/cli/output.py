@@ -6,6 +6,9 @@ import json
 from enum import StrEnum
 from typing import Any
 
+from benchkit import UserError
+from dispatcher_trace.capture.dispatcher import near_names
+from dispatcher_trace.render.outline import Shown, matching
 from dispatcher_trace.render.text import tree
 from dispatcher_trace.trace import Trace
 
@@ -21,14 +24,21 @@ class Format(StrEnum):
     perfetto = "perfetto"
 
 
-def as_text(recorded: Trace, form: Format, title: str) -> str:
+def as_text(recorded: Trace, form: Format, title: str, shown: Shown) -> str:
     """The trace in one format.
 
     Args:
         recorded: The trace.
         form: The format.
         title: Heading of the HTML page.
+        shown: The part that a tree prints.
+
+    Raises:
+        UserError: If ``shown.only`` names no call of the trace.
     """
+    if shown.only and not matching(recorded.calls, shown.only):
+        called = list(dict.fromkeys(call.operator for call in recorded.all_calls))
+        raise UserError(f"--only {shown.only}: no such call in the trace{near_names(shown.only, called)}")
     if not recorded.calls and form in (Format.tree, Format.findings):
         return "".join(f"{note}\n" for note in recorded.notes)
     match form:
@@ -39,11 +49,11 @@ def as_text(recorded: Trace, form: Format, title: str) -> str:
         case Format.html:
             return recorded.to_html(title)
         case Format.tree:
-            return tree(recorded.calls) + "\n"
+            return tree(recorded.calls, shown) + "\n"
         case Format.findings:
             return "".join(f"{finding}\n" for finding in recorded.findings) or "no findings\n"
         case Format.markdown:
-            return recorded.to_markdown()
+            return recorded.to_markdown(shown)
 
 
 def _json(document: dict[str, Any]) -> str:

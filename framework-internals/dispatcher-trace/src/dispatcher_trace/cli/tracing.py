@@ -26,7 +26,7 @@ def record_call(
     *,
     native: bool,
     costs: bool,
-) -> tuple[Trace, str]:
+) -> tuple[Trace, str, UserError | None]:
     """Trace a call of a function.
 
     Args:
@@ -38,25 +38,33 @@ def record_call(
         costs: Whether to time the operators in a second run.
 
     Returns:
-        The trace, and the table of operator costs; empty without ``costs``.
+        The trace, up to the exception if the traced call raises; the table of operator costs, empty without ``costs``
+        and after an exception; and the error that names the exception.
 
     Raises:
-        UserError: If the user's code raises; the message names the run.
+        UserError: If the user's code raises outside of the traced call, or before its first operator; the message
+            names the run.
     """
     on_gpu = conditions.device == "cuda"
-    with _user_errors("the traced code"):
-        call = conditions.prepare(function, tensors)
-        with trace(scope=scope, kernels=on_gpu, native=native) as recorded:
-            call()
-            if on_gpu:
-                torch.cuda.synchronize()
+    recorded: Trace | None = None
+    try:
+        with _user_errors("the traced code"):
+            call = conditions.prepare(function, tensors)
+            with trace(scope=scope, kernels=on_gpu, native=native) as recorded:
+                call()
+                if on_gpu:
+                    torch.cuda.synchronize()
+    except UserError as error:
+        if recorded is None or not recorded.calls:
+            raise
+        return recorded, "", error
     if not costs:
-        return recorded, ""
+        return recorded, "", None
     # After the trace: gradients, caches and optimizer state of an earlier run would change its operators.
     what = "the second, untraced run for --cost (leave --cost out if the code runs only once)"
     with _user_errors(what), profiled() as profile:
         call()
-    return recorded, f"\n{operator_cost.table(operator_cost.operator_costs(profile, recorded.all_calls))}\n"
+    return recorded, f"\n{operator_cost.table(operator_cost.operator_costs(profile, recorded.all_calls))}\n", None
 
 
 @contextmanager

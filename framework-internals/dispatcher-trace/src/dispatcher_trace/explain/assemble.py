@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dispatcher_trace.capture import dispatcher, key_sets
-from dispatcher_trace.capture.recorder import RawHop, Recorder, facts_in
-from dispatcher_trace.capture.types import Argument, Call, Hop, TensorFact
+from dispatcher_trace.capture.recorder import RawHop, RawTensor, Recorder, fact_of, raw_tensors_in, text_of
+from dispatcher_trace.capture.types import Argument, Call, Hop
+from dispatcher_trace.capture.user_stack import stack_lines
 from dispatcher_trace.explain.native_functions import native_function
 from dispatcher_trace.explain.predict import PredictedHop, choose, predict, redispatched_keys
 from dispatcher_trace.explain.why import explain
@@ -64,7 +65,7 @@ class _Assembler:
         self.tables = tables
         self.first_hops: list[RawHop] = []
         self.unshimmed: Counter[str] = Counter()
-        self._threads: dict[int, str] = {recorder.thread: "main"}
+        self._threads: dict[int, str] = {0: "main"}
 
     def call(self, first: RawHop) -> Call:
         """The call whose first hop this is."""
@@ -85,7 +86,7 @@ class _Assembler:
             hop.why = explain(hop, hops[-1] if hops else None, successor.key if successor else "")
             hops.append(hop)
         missed = tuple(hop.key for hop in expected[len(chain) :])
-        return Call(first.operator, hops, missed=missed, stack=first.stack)
+        return Call(first.operator, hops, missed=missed, stack=stack_lines(first.frames))
 
     def _expected(self, first: RawHop, table: dispatcher.Table) -> list[PredictedHop]:
         """The predicted hops of a call, without those at torch's own Python kernels, which are only counted.
@@ -107,7 +108,7 @@ class _Assembler:
         if not redispatched:
             computed = key_sets.key_names(key_sets.computed(raw.carried, raw.included, raw.excluded))
             removed = tuple(key for key in key_sets.key_names(raw.carried) if key not in computed)
-        thread = f"{'autograd worker' if raw.node else 'thread'} {len(self._threads)}"
+        thread = f"{'autograd worker' if raw.node else 'thread'} {raw.thread}"
         return Hop(
             number=raw.number,
             operator=raw.operator,
@@ -122,7 +123,7 @@ class _Assembler:
             where=where,
             native=native_function(raw.operator, raw.key, registration.kind),
             predicted=predicted,
-            arguments=tuple(_argument(name, value) for name, value in raw.arguments),
+            arguments=tuple(_argument(name, value) for name, value in zip(raw.names, raw.values, strict=False)),
             results=tuple(_argument("", value) for value in raw.results),
             thread=self._threads.setdefault(raw.thread, thread),
             node=raw.node,
@@ -132,6 +133,7 @@ class _Assembler:
             error=raw.error,
             effects=_own_effects(raw),
             native_step=raw.native_step,
+            task=f"task {raw.task}" if raw.task else "",
         )
 
 
@@ -165,25 +167,27 @@ def _own_effects(raw: RawHop) -> tuple[str, ...]:
 
 def _effects(raw: RawHop) -> tuple[str, ...]:
     """Which results share memory with arguments, and which versions went up."""
-    given = [fact for _, value in raw.arguments for fact in facts_in(value)]
-    labels = {fact.label for fact in given}
+    labels = {tensor.label for tensor in raw.tensors}
     memory: dict[str, str] = {}
-    for fact in given:
-        if fact.storage:
-            memory.setdefault(fact.storage, fact.label)
-    made = [fact for value in raw.results for fact in facts_in(value) if fact.label not in labels]
+    for tensor in raw.tensors:
+        if tensor.storage:
+            memory.setdefault(tensor.storage, tensor.label)
+    made = [tensor for value in raw.results for tensor in raw_tensors_in(value) if tensor.label not in labels]
     on_memory = (
-        f"{fact.label} aliases the memory of {memory[fact.storage]} ({fact.storage})"
-        for fact in made
-        if fact.storage in memory
+        f"{tensor.label} aliases the memory of {memory[tensor.storage]} ({tensor.storage})"
+        for tensor in made
+        if tensor.storage in memory
     )
     return (*on_memory, *(f"the version of {label} went up" for label in raw.bumped))
 
 
 def _argument(name: str, value: Any) -> Argument:
-    if isinstance(value, TensorFact):
-        return Argument(name, str(value), (value,))
-    if isinstance(value, list):
-        tensors = tuple(item for item in value if isinstance(item, TensorFact))
-        return Argument(name, f"[{', '.join(map(str, value))}]", tensors)
-    return Argument(name, f"{name}={value}" if name else value)
+    if isinstance(value, RawTensor):
+        fact = fact_of(value)
+        return Argument(name, str(fact), (fact,))
+    if tensors := tuple(map(fact_of, raw_tensors_in(value))):
+        facts = iter(tensors)
+        items = (str(next(facts)) if isinstance(item, RawTensor) else text_of(item) for item in value)
+        return Argument(name, f"[{', '.join(items)}]", tensors)
+    text = text_of(value)
+    return Argument(name, f"{name}={text}" if name else text)

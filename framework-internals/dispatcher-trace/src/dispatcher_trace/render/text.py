@@ -2,48 +2,96 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from benchkit import numbers
 from benchkit.markdown import block, code, inert
 from dispatcher_trace.capture.dispatcher import table_of
 from dispatcher_trace.capture.scope import watched_keys
-from dispatcher_trace.capture.types import EVIDENCE, Call, Hop, Kernel, NativeFrame, NativeStep
+from dispatcher_trace.capture.types import EVIDENCE, Call, Hop
 from dispatcher_trace.explain.findings import findings
 from dispatcher_trace.explain.native_functions import native_function
+from dispatcher_trace.render.outline import EVERYTHING, Line, Shown, outline
 
 
-def markdown(calls: Sequence[Call], notes: Iterable[str] = ()) -> str:
+def markdown(calls: Sequence[Call], notes: Iterable[str] = (), shown: Shown = EVERYTHING) -> str:
     """A trace as Markdown: the tree of calls and hops, then the reason for each hop, then findings and notes.
 
     Args:
         calls: Top-level calls.
         notes: Sentences on what the trace does not show.
+        shown: The part that is printed. The tree gets at most half of the lines, so that reasons have room.
     """
-    hops = sorted((hop for top in calls for call in top.walk() for hop in call.hops), key=lambda hop: hop.number)
+    lines = outline(calls, shown)
+    limit = shown.max_lines // 2
+    hops = sorted((line.hop for line in _first(lines, limit) if line.hop), key=lambda hop: hop.number)
+    usual = _usual_thread(hops)
     reasons = [
-        line for hop in hops for line in (f"{hop.number}. {code(hop.operator)} at {hop.key}: {hop.why}", key_line(hop))
+        part
+        for hop in hops
+        for part in (f"{hop.number}. {code(hop.operator)} at {hop.key}: {hop.why}", key_line(hop, usual))
     ]
     found = findings(calls)
-    parts = [block(tree(calls)), "", *reasons, ""]
+    parts = [block("\n".join(_limited([line.text for line in lines], limit))), ""]
+    if usual is not None:
+        parts += [f"Unless a line says otherwise, its thread adds {_set(usual[0])} and removes {_set(usual[1])}.", ""]
+    parts += [*_limited(reasons, limit), ""]
     parts += ["Findings:", "", *(f"- {finding.text(code)}" for finding in found), ""] if found else []
     parts += [f"- {note}" for note in notes]
     parts.append(f"- Evidence: {'; '.join(f'{fact}: {source}' for fact, source in EVIDENCE.items())}.")
     return inert("\n".join(parts).rstrip() + "\n")
 
 
-def key_line(hop: Hop) -> str:
-    """The key set as an equation with the keys of each argument, then the verdict on the prediction; indented."""
+def tree(calls: Sequence[Call], shown: Shown = EVERYTHING) -> str:
+    """The indented tree: the title of a call, its numbered hops, and under each hop the calls of its kernel."""
+    return "\n".join(_limited([line.text for line in outline(calls, shown)], shown.max_lines))
+
+
+def _first(lines: Sequence[Line], limit: int) -> Sequence[Line]:
+    return lines[:limit] if limit else lines
+
+
+def _limited(lines: Sequence[str], limit: int) -> list[str]:
+    """The first lines, and one that says how many are left out; all for a limit of 0."""
+    if not limit or len(lines) <= limit:
+        return list(lines)
+    left = numbers.count(len(lines) - limit)
+    return [*lines[:limit], f"… {left} lines more (--max-lines 0 prints them, --depth and --only choose)"]
+
+
+_ThreadSets = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def _usual_thread(hops: Sequence[Hop]) -> _ThreadSets | None:
+    """The include and exclude sets of the thread at most calls; None without calls."""
+    found = Counter((hop.included, hop.excluded) for hop in hops if hop.how == "call").most_common(1)
+    return found[0][0] if found else None
+
+
+def key_line(hop: Hop, usual: _ThreadSets | None = None) -> str:
+    """The key set as an equation with the keys of the arguments, then the verdict on the prediction; indented.
+
+    Args:
+        hop: The hop.
+        usual: Include and exclude set of the thread that the text names elsewhere; the line leaves them out.
+    """
     effects = f"; {'; '.join(hop.effects)}" if hop.effects else ""
     if hop.how == "redispatch":
         return f"   keys {_set(hop.keys)} from the redispatch; {hop.verdict}{effects}"
-    keys_of = dict.fromkeys((argument.name, tensor.keys) for argument in hop.arguments for tensor in argument.tensors)
-    arguments = " ∪ ".join(f"{name} {_set(keys)}" for name, keys in keys_of) or "no tensors"
-    present = dict.fromkeys([*(key for _, keys in keys_of for key in keys), *hop.included])
+    names_of: dict[tuple[str, ...], list[str]] = {}
+    for argument in hop.arguments:
+        for tensor in argument.tensors:
+            names = names_of.setdefault(tensor.keys, [])
+            if argument.name not in names:
+                names.append(argument.name)
+    arguments = " ∪ ".join(f"{', '.join(names)} {_set(keys)}" for keys, names in names_of.items()) or "no tensors"
+    present = dict.fromkeys([*(key for keys in names_of for key in keys), *hop.included])
     fell = [key for key in present if key not in (*hop.keys, *hop.removed, *hop.excluded)]
     without = f" − fallthrough {_set(fell)}" if fell else ""
-    thread = f"thread {_set(hop.included)} − thread {_set(hop.excluded)}"
-    return f"   keys {_set(hop.keys)} = {arguments} ∪ {thread}{without}; {hop.verdict}{effects}"
+    own = (hop.included, hop.excluded) != usual
+    thread = f" ∪ thread {_set(hop.included)} − thread {_set(hop.excluded)}" if own else ""
+    return f"   keys {_set(hop.keys)} = {arguments}{thread}{without}; {hop.verdict}{effects}"
 
 
 # Autocast keys of the devices that this package knows. A thread excludes all others together.
@@ -55,57 +103,6 @@ def _set(keys: Sequence[str]) -> str:
     others = [key for key in keys if key.startswith("Autocast") and key not in _AUTOCAST_SHOWN]
     shown = [key for key in keys if key not in others]
     return f"{{{', '.join([*shown, 'Autocast of other devices'] if others else shown)}}}"
-
-
-def tree(calls: Sequence[Call]) -> str:
-    """The indented tree: the title of a call, its numbered hops, and under each hop the calls of its kernel."""
-    return "\n".join(line for call in calls for line in _call_lines(call, 0))
-
-
-def _call_lines(call: Call, depth: int) -> list[str]:
-    indent = "    " * depth
-    made = f", made by hop {call.forward}" if call.forward else ""
-    node = f"   [in {call.hops[0].node}{made}]" if call.hops[0].node else ""
-    lines = [f"{indent}{call.title}{node}"]
-    for hop in call.hops:
-        lines.append(f"{indent}{hop.number:>3} {hop.key:<16} {kernel_text(hop)}")
-        if hop.native_step is not None:
-            lines += [f"{indent}      {line}" for line in native_lines(hop.native_step)]
-        for inner in hop.calls:
-            lines += _call_lines(inner, depth + 1)
-    lines += [f"{indent}      {missed:<14} predicted, not seen" for missed in call.missed]
-    lines += [f"{indent}      on the device: {device_kernel(kernel)}" for kernel in call.kernels]
-    return lines
-
-
-def kernel_text(hop: Hop) -> str:
-    """The kernel of a hop: its kind, the place of its registration, its native function."""
-    native = f", at::native::{hop.native}" if hop.native else ""
-    error = f"   raised {hop.error}" if hop.error else ""
-    verdict = "" if hop.predicted == hop.key else f"   ({hop.verdict})"
-    return f"{hop.kind}, {hop.where}{native}{verdict}{error}"
-
-
-def device_kernel(kernel: Kernel) -> str:
-    """A device kernel: name, library, grid, block, registers, shared memory and time."""
-    grid = f" grid {'×'.join(map(str, kernel.grid))}" if kernel.grid else ""
-    block = f" block {'×'.join(map(str, kernel.block))}" if kernel.block else ""
-    registers = f" registers {kernel.registers}" if kernel.registers is not None else ""
-    shared = f" shared memory {kernel.shared_memory} B" if kernel.shared_memory is not None else ""
-    library = f" ({kernel.library})" if kernel.library else ""
-    return f"{kernel.name}{library}{grid}{block}{registers}{shared} {numbers.with_unit(kernel.seconds, 's')}"
-
-
-def native_lines(step: NativeStep) -> list[str]:
-    """What ran below a kernel: one line for the number of instructions, one for each notable function."""
-    bound = "at least " if step.cut else ""
-    head = f"native step: {bound}{numbers.count(step.instructions)} instructions"
-    return [head, *(f"  {frame_text(frame)}" for frame in step.frames)]
-
-
-def frame_text(frame: NativeFrame) -> str:
-    """``at::native::… [BinaryOpsKernel.cpp.AVX512.cpp]``."""
-    return f"{frame.function} [{frame.file or frame.library}]"
 
 
 def dispatch_table(operator: str, *, every: bool = False) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from dispatcher_trace.capture.types import EVIDENCE, Call, Hop
 from dispatcher_trace.explain.findings import findings
-from dispatcher_trace.render import text
+from dispatcher_trace.render import outline, text
 
 
 def page(calls: Sequence[Call], *, title: str, notes: Sequence[str] = ()) -> str:
@@ -64,7 +64,7 @@ class _Strings:
 def _call_rows(call: Call, depth: int, strings: _Strings) -> Iterator[list[Any]]:
     """Rows in order: depth, 0 for a call or 1 for a hop, number, and the fields that the page's ``readTrace`` reads."""
     first = call.hops[0]
-    kernels = [strings(text.device_kernel(kernel)) for kernel in call.kernels]
+    kernels = [strings(outline.device_kernel(kernel)) for kernel in call.kernels]
     came_from = call.forward_source or call.source
     texts = (call.operator, call.title, came_from, first.node, ", ".join(call.missed))
     yield [depth, 0, first.number, *map(strings, texts), call.forward, int(call.agrees), kernels]
@@ -75,7 +75,7 @@ def _call_rows(call: Call, depth: int, strings: _Strings) -> Iterator[list[Any]]
 
 
 def _hop_row(hop: Hop, depth: int, strings: _Strings) -> list[Any]:
-    below = "" if hop.native_step is None else "\n".join(text.native_lines(hop.native_step))
+    below = "" if hop.native_step is None else "\n".join(outline.native_lines(hop.native_step))
     texts = (
         hop.operator,
         hop.key,
