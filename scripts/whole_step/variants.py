@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from benchkit.device import Device
 from jax_baseline.timing.engines import EngineSpec
+from lowering import Lowering
 
 
 @dataclass(frozen=True)
@@ -29,21 +31,35 @@ class Variant:
     lens: str = ""
 
 
-def norm() -> dict[str, Any]:
-    """Constructor arguments of :class:`torch_baseline.model.GPT` that make every norm one of rmsnorm-fused."""
+def norm(lowering: Lowering | None = None) -> dict[str, Any]:
+    """Constructor arguments of :class:`torch_baseline.model.GPT` that make every norm one of rmsnorm-fused.
+
+    Args:
+        lowering: Lowering under torch.compile, see :func:`rmsnorm_fused.rms_norm`.
+    """
     from rmsnorm_fused import RMSNorm
 
-    return {"norm": lambda width, eps: RMSNorm(width, eps=eps)}
+    return {"norm": lambda width, eps: RMSNorm(width, eps=eps, lowering=lowering)}
 
 
-def every_operator() -> dict[str, Any]:
-    """Constructor arguments that use rmsnorm-fused for norms, and custom-ops for bias + GELU and attention."""
+def every_operator(lowering: Lowering | None = None) -> dict[str, Any]:
+    """Constructor arguments that use rmsnorm-fused for norms, and custom-ops for bias + GELU and attention.
+
+    Args:
+        lowering: Lowering of each operator under torch.compile; None takes what was measured.
+    """
     import custom_ops
 
     def attention(q: Any, k: Any, v: Any) -> Any:
-        return custom_ops.flash_attention(q, k, v, True)[0]
+        return custom_ops.flash_attention(q, k, v, True, lowering=lowering)[0]
 
-    return {**norm(), "activation": custom_ops.bias_gelu, "attention": attention}
+    activation = partial(custom_ops.bias_gelu, lowering=lowering)
+    return {**norm(lowering), "activation": activation, "attention": attention}
+
+
+def every_kernel() -> dict[str, Any]:
+    """The same with every operator's kernel under torch.compile, which the compiler may not open."""
+    return every_operator("kernel")
 
 
 def variants(device: Device) -> Mapping[str, Variant]:
@@ -66,9 +82,16 @@ def variants(device: Device) -> Mapping[str, Variant]:
             "bias and GELU are one kernel, attention is this repository's",
             "custom-ops",
         ),
+        "lowerings": Variant(
+            "torch.compile, lowerings measured",
+            EngineSpec("torch", parts="whole_step.variants:every_operator"),
+            "compiled",
+            "norms, bias and GELU, and attention are formula or kernel, as measured in the whole step",
+            "compile-bench",
+        ),
         "operators compiled": Variant(
             "torch.compile, rmsnorm-fused, custom-ops",
-            EngineSpec("torch", parts="whole_step.variants:every_operator"),
+            EngineSpec("torch", parts="whole_step.variants:every_kernel"),
             "compiled",
             "norms, bias and GELU, and attention are kernels that the compiler may not open",
             "custom-ops",

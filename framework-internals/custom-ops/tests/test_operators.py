@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import custom_ops
+import lowering
 from custom_ops.builds import torch_internals
 from custom_ops.operators import calls
 from custom_ops.operators.checks import DTYPES, wide
@@ -309,18 +310,65 @@ def test_opcheck(name: str, layout: str) -> None:
     torch.library.opcheck(getattr(torch.ops.custom_ops, name).default, (*operands, *more))
 
 
+@pytest.mark.parametrize("chosen", ["formula", "kernel"])
 @pytest.mark.parametrize("name", CALLS)
-def test_compiles_whole_with_gradients(name: str) -> None:
+def test_both_lowerings_compile_whole_with_gradients(name: str, chosen: lowering.Choice) -> None:
     call = CALLS[name][0]
     torch.compiler.reset()
-    compiled = torch.compile(lambda *a: call(*a), fullgraph=True, dynamic=True, backend="aot_eager")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(lambda *a: call(*a), fullgraph=True, dynamic=True, backend=backend)
     operands = leaves(name)
     first = lambda result: result[0] if isinstance(result, tuple) else result  # noqa: E731
-    result, expected = first(compiled(*operands)), first(call(*operands))
+    with lowering.choose(chosen):
+        result, expected = first(compiled(*operands)), first(call(*operands))
     torch.testing.assert_close(result, expected)
+    graph = graphs[-1]  # Dynamo traces again where a number that it took for a symbol is none
+    assert lowering.in_graph(graph) == {name: {chosen}}
+    ours = [node for node in graph.graph.nodes if str(node.target).startswith("custom_ops.")]
+    assert len(ours) == (chosen == "kernel")
     gradients, others = (torch.autograd.grad(one.sum(), operands) for one in (result, expected))
     for one, other in zip(gradients, others, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["vector_add", "axpb", "bias_gelu", "conv_bn_relu", "flash_attention"])
+def test_both_lowerings_follow_autocast(name: str) -> None:
+    operands = [x.float() for x in CALLS[name][1](torch.float64)]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *a: CALLS[name][0](*a), fullgraph=True, backend="aot_eager")
+    found = []
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for chosen in ("formula", "kernel"):
+            with lowering.choose(chosen):
+                result = compiled(*operands)
+            found.append(result[0] if isinstance(result, tuple) else result)
+        expected = CALLS[name][0](*operands)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    for result in found:
+        assert result.dtype == expected.dtype
+        # Each rounds its intermediates its own way: a few units in the last place of the largest element.
+        bound = 4 * torch.finfo(expected.dtype).eps * expected.abs().max().item()
+        torch.testing.assert_close(result, expected, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_unknown_lowering_is_an_error_in_eager_mode_too(name: str) -> None:
+    function = getattr(custom_ops, name)
+    more = {"axpb": (2.5,)}.get(name, ())
+    with pytest.raises(ValueError, match="lowering: expected one of formula, kernel, measured, got 'open'"):
+        function(*CALLS[name][1](torch.float32), *more, lowering="open")
+
+
+def test_wrong_arguments_of_a_formula_are_refused() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x, bias: custom_ops.bias_gelu(x, bias, lowering="formula"), backend="eager")
+    with pytest.raises(ValueError, match="bias_gelu: argument 'bias': expected shape"):
+        compiled(torch.ones(2, 3), torch.ones(4))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -19,6 +19,7 @@ def test_info_names_every_back_end():
     assert answer.exit_code == 0
     for name in ("pytorch", "triton", "cuda", "cpp"):
         assert name in answer.output
+    assert "lowering under torch.compile on cpu-" in answer.output
 
 
 def test_check_passes():

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import lowering
 from rmsnorm_fused import RMSNorm, backends, rms_norm
 from rmsnorm_fused.bench.accuracy import expected
 from rmsnorm_fused.ops import operators
@@ -367,6 +368,52 @@ def test_compiles_whole_and_once_for_all_batches(where):
     assert counting.graphs == 1
     if where.backend != "pytorch":
         assert any(f"rmsnorm_fused.{family(where)}_forward" in name for name in counting.operators)
+
+
+@pytest.mark.parametrize(
+    ("asked", "around", "expected"),
+    [(None, None, "formula"), (None, "kernel", "kernel"), ("formula", "kernel", "formula"), ("kernel", None, "kernel")],
+)
+def test_a_compiled_norm_takes_the_lowering_of_its_call_or_context(asked, around, expected):
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(lowering.in_graph(graph))
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    module = RMSNorm(24, eps=1e-6, lowering=asked)
+    x, _ = sample("cpu")
+    with lowering.choose(around or "measured", "rms_norm"):
+        y = torch.compile(module, fullgraph=True, backend=backend)(x)
+    assert graphs == [{"rms_norm": {expected}}]
+    found, plain = (torch.autograd.grad(one.square().sum(), (x, module.weight)) for one in (y, module(x)))
+    for a, b in zip(found, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_compiled_float8_norm_has_both_lowerings():
+    torch.compiler.reset()
+    x, weight = sample("cpu", grad=False)
+
+    def function(x, weight):
+        return rms_norm(x, weight, eps=1e-6, out_dtype=torch.float8_e4m3fn, scale="dynamic")
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for choice in ("formula", "kernel"):
+        with lowering.choose(choice):
+            for found, plain in zip(compiled(x, weight), function(x, weight), strict=True):
+                torch.testing.assert_close(found.float(), plain.float(), rtol=1e-6, atol=0)
+
+
+def test_an_unknown_lowering_is_an_error():
+    with pytest.raises(ValueError, match="lowering: expected one of formula, kernel, measured, got 'open'"):
+        rms_norm(torch.ones(2, 3), eps=1e-6, lowering="open")
+
+
+def test_an_exported_norm_stays_an_operator():
+    exported = torch.export.export(RMSNorm(24, eps=1e-6), (torch.ones(2, 24),))
+    assert any("rmsnorm_fused" in str(node.target) for node in exported.graph.nodes)
 
 
 def test_compiles_whole_where_every_number_is_a_symbol(where):

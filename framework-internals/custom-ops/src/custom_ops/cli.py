@@ -23,9 +23,10 @@ from benchkit.timing.limits import memory_limits
 from custom_ops.bench import build_costs, speed
 from custom_ops.bench.cases import benchmark_cases
 from custom_ops.builds import autograd_nodes, operator_library, skeleton
-from custom_ops.builds.loading import build_info, load
+from custom_ops.builds.loading import build_info, load, operators
 from custom_ops.operators.checks import DTYPES
 from custom_ops.roads import ahead_of_time, just_in_time
+from lowering import added_table, describe
 
 app = typer.Typer(
     help="Every road from a C++/CUDA kernel to torch.ops.",
@@ -37,7 +38,7 @@ app = typer.Typer(
 
 @app.command()
 def info() -> None:
-    """Show the build of the operators in use here, and why the other builds are not; builds nothing."""
+    """Show the build in use here, why the others are not, and the measured lowerings; builds nothing."""
     with one_line_errors("custom-ops"):
         found = build_info()
         print(f"library        {found.road or 'none'}{f', {found.file}' if found.file else ''}")
@@ -47,6 +48,8 @@ def info() -> None:
         print(f"torch          {torch.__version__}")
         for what, why in found.missing.items():
             print(f"without {what}: {why}")
+        for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            print(f"\n{describe([rules.name for rules in operators()], device, added_table())}")
 
 
 def _build_library(out: Path) -> str:

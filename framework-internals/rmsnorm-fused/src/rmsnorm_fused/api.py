@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
+from lowering import Lowering, check_lowering, lower
 from rmsnorm_fused.backends import Backend, family_of, quick_call, resolve
 from rmsnorm_fused.impl import reference
 from rmsnorm_fused.ops import operators, sharding
@@ -34,6 +37,7 @@ def rms_norm(
     out_dtype: None = None,
     scale: None = None,
     backend: Backend = "auto",
+    lowering: Lowering | None = None,
 ) -> torch.Tensor: ...
 
 
@@ -49,6 +53,7 @@ def rms_norm(
     out_dtype: None = None,
     scale: None = None,
     backend: Backend = "auto",
+    lowering: Lowering | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -64,6 +69,7 @@ def rms_norm(
     out_dtype: torch.dtype | None,
     scale: torch.Tensor | Literal["dynamic"] | None,
     backend: Backend = "auto",
+    lowering: Lowering | None = None,
 ) -> Any: ...
 
 
@@ -78,6 +84,7 @@ def rms_norm(
     out_dtype: torch.dtype | None = None,
     scale: torch.Tensor | Literal["dynamic"] | None = None,
     backend: Backend = "auto",
+    lowering: Lowering | None = None,
 ) -> Any:
     """Root mean square normalisation over the last dimension (Zhang & Sennrich, 2019, arXiv:1910.07467).
 
@@ -106,6 +113,9 @@ def rms_norm(
         backend: ``"cuda"`` (CUDA C++), ``"triton"``, ``"cpp"`` (C++ on the CPU), ``"pytorch"`` (the formula) or
             ``"auto"``, the first available one in this order. ``"cuda"`` and ``"cpp"`` are compiled at the first call,
             or come prebuilt (``python -m rmsnorm_fused build``).
+        lowering: Under torch.compile, ``"formula"`` traces the PyTorch formula, which the compiler fuses with its
+            neighbours, and ``"kernel"`` keeps the operator; ``"measured"`` takes what was measured (:mod:`lowering`).
+            None is ``"measured"``, or ``"kernel"`` for a back end that is asked for by name. Eager calls ignore it.
 
     Returns:
         y (..., N), contiguous, in the dtype of ``x`` or ``out_dtype``. With a residual, the tuple (y, s); with a
@@ -117,6 +127,8 @@ def rms_norm(
             be used here or for these tensors; an explicit request never falls back.
         BuildError: If a requested back end does not compile (an exception of ``native_build``).
     """
+    if lowering is not None:
+        check_lowering(lowering)
     ordinary = casting == "exact" and out_dtype is None and scale is None
     if ordinary and (quick := quick_call(backend)) is not None:
         try:
@@ -134,10 +146,32 @@ def rms_norm(
         check_weight(x, weight)
     options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
     check_quantised(x, residual, weight, out_dtype, scale)
-    implementation = _implementation(x, backend)
-    sharding.prepare()
-    if out_dtype is not None:
-        return _quantised(implementation, x, residual, weight, options, out_dtype, scale)
+    arguments = (
+        (x, residual, weight, options) if out_dtype is None else (x, residual, weight, options, out_dtype, scale)
+    )
+    call = _normalise if out_dtype is None else _quantise
+    if not is_dynamo_compiling() or x.layout == torch.jagged:
+        return call(_implementation(x, backend), *arguments)
+    if lowering is None and backend != "auto":
+        lowering = "kernel"
+    return lower(
+        "rms_norm" if out_dtype is None else "rms_norm_float8",
+        lowering,
+        partial(call, "pytorch"),
+        lambda *arguments: call(_implementation(x, backend), *arguments),
+        *arguments,
+        sizes=(("rows", x.shape[:-1].numel()), ("columns", x.shape[-1])),
+        available=lambda: _implementation(x, backend) != "pytorch",
+    )
+
+
+def _normalise(
+    implementation: str,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    options: Options,
+) -> Any:
     if implementation == "pytorch":
         return reference.rms_norm(x, residual, weight, options)
     family = family_of(implementation)
@@ -148,6 +182,7 @@ def rms_norm(
 
 def _implementation(x: torch.Tensor, backend: Backend) -> str:
     """The implementation for a tensor; only the formula supports jagged tensors."""
+    sharding.prepare()
     if x.layout != torch.jagged:
         return resolve(backend, x.device.type)
     implementation = resolve("pytorch" if backend == "auto" else backend, x.device.type)
@@ -155,7 +190,7 @@ def _implementation(x: torch.Tensor, backend: Backend) -> str:
     return implementation
 
 
-def _quantised(
+def _quantise(
     implementation: str,
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -183,6 +218,7 @@ class RMSNorm(torch.nn.RMSNorm):
         device: Device of the weight.
         dtype: Dtype of the weight.
         backend: Same as for :func:`rms_norm`.
+        lowering: Same as for :func:`rms_norm`.
     """
 
     def __init__(
@@ -194,9 +230,11 @@ class RMSNorm(torch.nn.RMSNorm):
         dtype: Any = None,
         *,
         backend: Backend = "auto",
+        lowering: Lowering | None = None,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.backend: Backend = backend
+        self.lowering: Lowering | None = lowering
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise ``x``.
@@ -214,9 +252,10 @@ class RMSNorm(torch.nn.RMSNorm):
         if tuple(x.shape[-dimensions:]) != self.normalized_shape:
             raise ValueError(f"x: expected last dimensions {self.normalized_shape}, got shape {tuple(x.shape)}")
         if dimensions == 1:
-            return rms_norm(x, self.weight, eps=self.eps, backend=self.backend)
+            return rms_norm(x, self.weight, eps=self.eps, backend=self.backend, lowering=self.lowering)
         weight = None if self.weight is None else self.weight.flatten()
-        return rms_norm(x.flatten(-dimensions), weight, eps=self.eps, backend=self.backend).view(x.shape)
+        rows = x.flatten(-dimensions)
+        return rms_norm(rows, weight, eps=self.eps, backend=self.backend, lowering=self.lowering).view(x.shape)
 
     def extra_repr(self) -> str:
         """The arguments, for ``print(module)``."""

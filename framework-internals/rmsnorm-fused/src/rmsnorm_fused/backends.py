@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 
+from lowering.torch_private import constant_under_compile
 from native_build import BuildError, LibraryError, missing_gpu
 from rmsnorm_fused.ops.rows import register_row_kernels
-from rmsnorm_fused.torch_private import constant_under_compile
 
 if TYPE_CHECKING:
     from rmsnorm_fused.impl.native import QuickCall

@@ -16,6 +16,7 @@ from benchkit.command import one_line_errors
 from benchkit.device import resolve_device
 from benchkit.timing import rotating_inputs
 from benchkit.timing.statistics import worst
+from lowering import added_table, describe
 from native_build import ARCHITECTURES, read_record
 from rmsnorm_fused import rms_norm
 from rmsnorm_fused.backends import IMPLEMENTATIONS, unavailable
@@ -35,7 +36,7 @@ DtypeOption = Annotated[str, typer.Option(help=f"Dtype of x and the weight: {', 
 
 @app.command()
 def info() -> None:
-    """Show which back ends can be used here, and what the others lack."""
+    """Show which back ends can be used here, what the others lack, and the measured lowerings."""
     table = Table("back end", "device", "usable", box=None)
     for name in IMPLEMENTATIONS:
         for device in ("cpu", "cuda"):
@@ -46,6 +47,8 @@ def info() -> None:
                 reason = "torch sees no CUDA GPU"
             table.add_row(name, device, "yes" if reason is None else f"no: {reason}")
     Console().print(table)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        print(f"\n{describe(['rms_norm', 'rms_norm_float8'], device, added_table())}")
 
 
 @app.command()

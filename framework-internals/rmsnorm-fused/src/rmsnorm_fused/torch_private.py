@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import ParamSpec, TypeVar
 
 import torch
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def constant_under_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Make torch.compile call ``function`` during tracing and treat the result as a constant.
-
-    The public ``torch.compiler.assume_constant_result`` sets the same attribute, but imports torch._dynamo and Triton,
-    which takes seconds; ``import rmsnorm_fused`` should not.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def reshaped(result: torch.Tensor, shape: torch.Size) -> torch.Tensor:

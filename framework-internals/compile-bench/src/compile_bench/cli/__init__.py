@@ -6,6 +6,7 @@ import typer
 
 from compile_bench.cli.cataloguing import catalogue
 from compile_bench.cli.checking import check, lock
+from compile_bench.cli.lowering import lowering
 from compile_bench.cli.measuring import run, shapes, zoo
 from compile_bench.cli.triaging import triage
 
@@ -15,5 +16,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="What torch.compile costs, what it gains and what breaks the graph, for any model.",
 )
-for command in (run, triage, catalogue, check, shapes, zoo, lock):
+for command in (run, triage, lowering, catalogue, check, shapes, zoo, lock):
     app.command()(command)

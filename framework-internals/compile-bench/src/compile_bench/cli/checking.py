@@ -32,9 +32,9 @@ from compile_bench.measure.verdict import busy
 from compile_bench.targets.case import Case
 
 if TYPE_CHECKING:
-    from compile_bench.measure import inventory
+    from compile_bench.measure import steps
 else:
-    inventory = deferred_module("compile_bench.measure.inventory")
+    steps = deferred_module("compile_bench.measure.steps")
 
 
 def check(
@@ -116,7 +116,7 @@ def lock(
 
 def _inventory(harness: Harness, case: Case) -> Inventory:
     harness.toolchain_seconds()
-    return harness.ask(inventory.inventory, case)
+    return harness.ask(steps.inventory, case)
 
 
 def budget_exceeded(

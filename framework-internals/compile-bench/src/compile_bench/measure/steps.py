@@ -6,6 +6,7 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from compile_bench.capture.collector import (
     prepare_toolchain,
 )
 from compile_bench.measure.accuracy import compare_with_eager
-from compile_bench.measure.measurements import Compiled, FirstSteps, Memory, Steady, StepProfile, Untuned
+from compile_bench.measure.measurements import Compiled, FirstSteps, Inventory, Memory, Steady, StepProfile, Untuned
 from compile_bench.measure.profiling import peak_rise, read_profile, record_steps
 from compile_bench.targets.case import FIRST_STEPS, Case
 from compile_bench.targets.loading import load_target
@@ -242,6 +243,19 @@ def sample(eager: Step, compiled: Step, case: Case, seconds: float, *, untuned: 
         comparison.speedup("control", over="eager"),
         other,
     )
+
+
+def inventory(case: Case) -> Inventory:
+    """Compile a target with Inductor, call it twice and then over its schedule, and count, for the lock file."""
+    target = load_case(case)
+    model = compile_case(target.copied(), case)
+    with Collector() as collector:
+        step = target.step(model, train=case.train)
+        step()
+        step()
+        for call in islice(target.calls(), 1, None):
+            call.step(model, train=case.train)()
+    return Inventory.of(collector.trace(), torch.__version__)
 
 
 def self_comparison(case: Case, *, runs: int, seconds: float) -> list[Steady]:

@@ -28,7 +28,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from torch.utils import _pytree as pytree
 from benchkit import UserError
 from benchkit.device import Device
 from benchkit.errors import first_line
+from lowering import Choice
 
 Step = Callable[[], Any]
 
@@ -56,6 +57,24 @@ class FunctionModel(nn.Module):
         return self.function(*args, **kwargs)
 
 
+class OperatorAdapter(Protocol):
+    """An operator with two lowerings under torch.compile that does not use :func:`lowering.lower`.
+
+    Attributes:
+        name: Its name in tables and output.
+    """
+
+    name: str
+
+    def select(self, choice: Choice) -> AbstractContextManager[object]:
+        """Inside, models are compiled and run with ``choice``: ``"formula"`` is the operator as the compiler opens it.
+
+        It is entered once in a process of its own, before the model is compiled, and may change whatever it needs to:
+        a configuration, a registry, a method of a class.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Target:
     """A model with its arguments, and how to train it.
@@ -72,6 +91,8 @@ class Target:
         make_step: Makes a whole training step, optimizer included, from a model (eager or compiled) and the arguments.
             The default step is forward, loss and backward.
         is_step: Whether ``model`` takes no arguments and runs a whole step, including the backward pass.
+        operators: Operators of the model with two lowerings, for ``compile-bench lowering``. Those that use
+            :func:`lowering.lower` are found without it.
     """
 
     model: nn.Module
@@ -82,6 +103,7 @@ class Target:
     autocast: torch.dtype | None = None
     make_step: Callable[[nn.Module, tuple[Any, ...]], Step] | None = None
     is_step: bool = False
+    operators: tuple[OperatorAdapter, ...] = ()
 
     def moved(self, device: Device) -> Target:
         """The same target with model, arguments and schedule on a device. The schedule becomes a tuple."""

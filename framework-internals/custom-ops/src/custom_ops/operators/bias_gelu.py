@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators import calls
-from custom_ops.operators.checks import check_bias_gelu, check_bias_gelu_backward, explain
-from custom_ops.operators.registration import Autograd, Rules, to_lower
+from custom_ops.operators.checks import check_bias_gelu, check_bias_gelu_backward, explain, wide
+from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from lowering import Lowering, check_lowering, lower
 
 
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor, *, lowering: Lowering | None = None) -> Tensor:
     """Add a bias and apply GELU in its tanh approximation, in one pass over memory.
 
     u = x + bias, y = u/2 · (1 + tanh(√(2/π)·(u + 0.044715·u³))) (Hendrycks and Gimpel, arXiv:1606.08415). The kernel
@@ -27,6 +28,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     Args:
         x: (..., N), float32, float64, float16 or bfloat16.
         bias: Tensor of shape (N,), with the dtype and device of ``x``.
+        lowering: Under torch.compile, ``"formula"`` or ``"kernel"``; None takes what was measured (:mod:`lowering`).
 
     Returns:
         y, contiguous, with the shape and dtype of ``x``.
@@ -38,11 +40,26 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
-        return torch.ops.custom_ops.bias_gelu.default(x, bias)
+        if (dtype := autocast_dtype(x)) is not None:
+            x, bias = to_lower(x, dtype), to_lower(bias, dtype)
+        sizes = (("rows", x.shape[:-1].numel()), ("columns", x.shape[-1]))
+        return lower("bias_gelu", lowering, _formula, _kernel, x, bias, sizes=sizes, available=calls.ready)
+    if lowering is not None:
+        check_lowering(lowering)
     try:
         return calls.bias_gelu(x, bias)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_bias_gelu, x, bias)
+
+
+def _formula(x: Tensor, bias: Tensor) -> Tensor:
+    check_bias_gelu(x, bias)
+    dtype = wide(x.dtype)
+    return torch.nn.functional.gelu(x.to(dtype) + bias.to(dtype), approximate="tanh").to(x.dtype).contiguous()
+
+
+def _kernel(x: Tensor, bias: Tensor) -> Tensor:
+    return torch.ops.custom_ops.bias_gelu.default(x, bias)
 
 
 def _fake(x: Tensor, bias: Tensor, access: int = 0) -> Tensor:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lowering.torch_private import constant_under_compile
+from native_build import BuildError, LibraryError
+
 # Loads a build, which fills this module. custom_ops.builds.loading sets it: that module imports the operators, and they
 # import this one.
 loader: Callable[[], object] | None = None
@@ -17,6 +20,17 @@ loader: Callable[[], object] | None = None
 def fill(operators: Mapping[str, Callable[..., Any]]) -> None:
     """Set the operators as attributes of this module."""
     globals().update(operators)
+
+
+@constant_under_compile
+def ready() -> bool:
+    """Whether the kernels can be used here; loads the build, which compiles it first if needed."""
+    assert loader is not None
+    try:
+        loader()
+    except (BuildError, LibraryError):
+        return False
+    return True
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,8 @@ from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators import calls
 from custom_ops.operators.checks import check_conv_bn_relu, explain, wide
-from custom_ops.operators.registration import Autograd, Rules, to_lower
+from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from lowering import Lowering, check_lowering, lower
 
 
 def conv_bn_relu(
@@ -27,6 +28,8 @@ def conv_bn_relu(
     padding: int | Sequence[int] = 0,
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
+    *,
+    lowering: Lowering | None = None,
 ) -> Tensor:
     """Convolve, then scale, shift and clip each channel: ``relu(scale·conv2d(x, weight) + shift)``.
 
@@ -44,6 +47,7 @@ def conv_bn_relu(
         padding: Zeros around the image, in the same form.
         dilation: Spacing between the elements of the weight, in the same form.
         groups: Number of independent groups of channels.
+        lowering: Under torch.compile, ``"formula"`` or ``"kernel"``; None takes what was measured (:mod:`lowering`).
 
     Returns:
         (B, K, H', W'), in the memory format that torch's convolution returns.
@@ -58,11 +62,27 @@ def conv_bn_relu(
     """
     geometry = (_pair(stride, "stride"), _pair(padding, "padding"), _pair(dilation, "dilation"), groups)
     if is_dynamo_compiling():
-        return torch.ops.custom_ops.conv_bn_relu.default(x, weight, scale, shift, *geometry)
+        if (dtype := autocast_dtype(x)) is not None:
+            x, weight = to_lower(x, dtype), to_lower(weight, dtype)
+        sizes = (("elements", x.numel()), ("channels", weight.shape[0]), ("width", x.shape[-1]))
+        arguments = (x, weight, scale, shift, *geometry)
+        return lower("conv_bn_relu", lowering, _formula, _kernel, *arguments, sizes=sizes, available=calls.ready)
+    if lowering is not None:
+        check_lowering(lowering)
     try:
         return calls.conv_bn_relu(x, weight, scale, shift, *geometry)
     except (RuntimeError, AttributeError) as error:
         explain(error, _check_with_convolution, x, weight, scale, shift, *geometry)
+
+
+def _formula(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, *geometry: Any) -> Tensor:
+    check_conv_bn_relu(x, weight, scale, shift)
+    convolved = torch.nn.functional.conv2d(x, weight, None, *geometry).to(scale.dtype)
+    return torch.relu(convolved * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
+
+
+def _kernel(x: Tensor, weight: Tensor, scale: Tensor, shift: Tensor, *geometry: Any) -> Tensor:
+    return torch.ops.custom_ops.conv_bn_relu.default(x, weight, scale, shift, *geometry)
 
 
 def fold_batch_norm(norm: nn.BatchNorm2d, conv_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,8 @@
 
 The operands have equal shape, dtype and device. Operands that are not contiguous are copied first; the result is
 contiguous. There are kernels for the four dtypes of :data:`custom_ops.operators.checks.DTYPES`.
+
+Under torch.compile each function has two lowerings (:mod:`lowering`). Eager calls always run the kernel.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from custom_ops.operators import calls
-from custom_ops.operators.checks import check_axpb, check_scale, check_vector_add, explain
-from custom_ops.operators.registration import Autograd, Rules, to_widest
+from custom_ops.operators.checks import check_axpb, check_scale, check_vector_add, explain, wide
+from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_widest
+from lowering import Lowering, check_lowering, lower
 
 
-def vector_add(a: Tensor, b: Tensor) -> Tensor:
+def vector_add(a: Tensor, b: Tensor, *, lowering: Lowering | None = None) -> Tensor:
     """Add two tensors: ``a + b``, rounded once, and therefore bit-equal to :func:`torch.add`.
 
     Args:
         a: Tensor of any shape, float32, float64, float16 or bfloat16.
         b: Tensor with the shape, dtype and device of ``a``.
+        lowering: Under torch.compile, ``"formula"`` or ``"kernel"``; None takes what was measured (:mod:`lowering`).
 
     Returns:
         The sum, contiguous, of the shape and dtype of ``a``.
@@ -35,14 +39,17 @@ def vector_add(a: Tensor, b: Tensor) -> Tensor:
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
-        return torch.ops.custom_ops.vector_add.default(a, b)
+        a, b = _operands(a, b)
+        return lower("vector_add", lowering, _add_formula, _add_kernel, a, b, sizes=_elements(a), available=calls.ready)
+    if lowering is not None:
+        check_lowering(lowering)
     try:
         return calls.vector_add(a, b)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_vector_add, a, b)
 
 
-def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
+def axpb(x: Tensor, b: Tensor, alpha: float, *, lowering: Lowering | None = None) -> Tensor:
     """Scale and add in one kernel: ``alpha * x + b``, a fused multiply-add in float32 (float64 for float64).
 
     Two separate operators read x, write alpha·x, read it back with b and write the sum. That is five passes over
@@ -52,6 +59,7 @@ def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
         x: Tensor of any shape, float32, float64, float16 or bfloat16.
         b: Tensor with the shape, dtype and device of ``x``.
         alpha: Factor, rounded to float32 unless ``x`` is float64.
+        lowering: Same as for :func:`vector_add`. The formula rounds the product too.
 
     Returns:
         The result, contiguous, of the shape and dtype of ``x``.
@@ -63,19 +71,24 @@ def axpb(x: Tensor, b: Tensor, alpha: float) -> Tensor:
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
-        return torch.ops.custom_ops.axpb.default(x, b, alpha)
+        x, b = _operands(x, b)
+        sizes = _elements(x)
+        return lower("axpb", lowering, _axpb_formula, _axpb_kernel, x, b, alpha, sizes=sizes, available=calls.ready)
+    if lowering is not None:
+        check_lowering(lowering)
     try:
         return calls.axpb(x, b, alpha)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_axpb, x, b, alpha)
 
 
-def scale(x: Tensor, alpha: float = 1.23) -> Tensor:
+def scale(x: Tensor, alpha: float = 1.23, *, lowering: Lowering | None = None) -> Tensor:
     """Multiply by a number: ``alpha * x``, computed in float32 for the 16-bit dtypes and rounded once.
 
     Args:
         x: Tensor of any shape, float32, float64, float16 or bfloat16.
         alpha: Factor, rounded to float32 unless ``x`` is float64.
+        lowering: Same as for :func:`vector_add`.
 
     Returns:
         The product, contiguous, of the shape and dtype of ``x``.
@@ -86,11 +99,51 @@ def scale(x: Tensor, alpha: float = 1.23) -> Tensor:
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
-        return torch.ops.custom_ops.scale.default(x, alpha)
+        sizes = _elements(x)
+        return lower("scale", lowering, _scale_formula, _scale_kernel, x, alpha, sizes=sizes, available=calls.ready)
+    if lowering is not None:
+        check_lowering(lowering)
     try:
         return calls.scale(x, alpha)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_scale, x, alpha)
+
+
+def _operands(*tensors: Tensor) -> Sequence[Tensor]:
+    """The operands as autocast's rule of these operators casts them."""
+    return tensors if autocast_dtype(tensors[0]) is None else to_widest(*tensors)
+
+
+def _elements(x: Tensor) -> tuple[tuple[str, int], ...]:
+    return (("elements", x.numel()),)
+
+
+def _add_formula(a: Tensor, b: Tensor) -> Tensor:
+    check_vector_add(a, b)
+    return (a + b).contiguous()
+
+
+def _add_kernel(a: Tensor, b: Tensor) -> Tensor:
+    return torch.ops.custom_ops.vector_add.default(a, b)
+
+
+def _axpb_formula(x: Tensor, b: Tensor, alpha: float) -> Tensor:
+    check_axpb(x, b, alpha)
+    dtype = wide(x.dtype)
+    return (alpha * x.to(dtype) + b.to(dtype)).to(x.dtype).contiguous()
+
+
+def _axpb_kernel(x: Tensor, b: Tensor, alpha: float) -> Tensor:
+    return torch.ops.custom_ops.axpb.default(x, b, alpha)
+
+
+def _scale_formula(x: Tensor, alpha: float) -> Tensor:
+    check_scale(x, alpha)
+    return (alpha * x.to(wide(x.dtype))).to(x.dtype).contiguous()
+
+
+def _scale_kernel(x: Tensor, alpha: float) -> Tensor:
+    return torch.ops.custom_ops.scale.default(x, alpha)
 
 
 def _like(x: Tensor) -> Tensor:

@@ -8,14 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.nn.functional import scaled_dot_product_attention
 
 from custom_ops.operators import calls
 from custom_ops.operators.checks import check_flash_attention, check_flash_attention_backward, explain, wide
-from custom_ops.operators.registration import Autograd, Rules, to_lower
+from custom_ops.operators.registration import Autograd, Rules, autocast_dtype, to_lower
+from lowering import Lowering, check_lowering, lower
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    lowering: Lowering | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention, softmax(scale·QKᵀ)·V, and the log-sum-exp of each row of scores.
 
@@ -29,6 +37,8 @@ def flash_attention(
         v: (B, H_kv, T, D).
         causal: Query i attends to keys j ≤ i, like ``is_causal`` of ``scaled_dot_product_attention``.
         scale: Finite factor of the scores; 1/√D if None.
+        lowering: Under torch.compile, ``"formula"`` or ``"kernel"``; None takes what was measured (:mod:`lowering`).
+            The formula is ``scaled_dot_product_attention``.
 
     Returns:
         out (B, H, S, D), contiguous, in the dtype of ``q``; and lse (B, H, S), float32 (float64 for float64).
@@ -40,11 +50,29 @@ def flash_attention(
         native_build.BuildError: At the first call, if the kernels cannot be built.
     """
     if is_dynamo_compiling():
-        return torch.ops.custom_ops.flash_attention.default(q, k, v, causal, scale)
+        if (dtype := autocast_dtype(q)) is not None:
+            q, k, v = to_lower(q, dtype), to_lower(k, dtype), to_lower(v, dtype)
+        sizes = (("heads", q.shape[:2].numel()), ("queries", q.shape[2]), ("head size", q.shape[3]))
+        arguments = (q, k, v, causal, scale)
+        return lower("flash_attention", lowering, _formula, _kernel, *arguments, sizes=sizes, available=calls.ready)
+    if lowering is not None:
+        check_lowering(lowering)
     try:
         return calls.flash_attention(q, k, v, causal, scale)
     except (RuntimeError, AttributeError) as error:
         explain(error, check_flash_attention, q, k, v, causal, scale)
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    check_flash_attention(q, k, v, causal, scale)
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}  # a comparison of symbols is no bool
+    out = scaled_dot_product_attention(q, k, v, None, 0.0, causal, scale=scale, **grouped)
+    # The compiler drops the second result, and with it the matrix of scores, where nothing uses it.
+    return out.contiguous(), reference(q, k, v, causal, scale)[1]
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    return torch.ops.custom_ops.flash_attention.default(q, k, v, causal, scale)
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -89,6 +89,12 @@ def _register_autocast(
         library.impl(name, kernel, f"Autocast{device_type.upper()}")
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of autocast on the device of ``x``; None where autocast is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def to_lower(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a floating-point tensor to autocast's dtype; float64 and integers stay, as under torch's own rules."""
     is_cast = tensor.is_floating_point() and tensor.dtype != torch.float64

@@ -6,8 +6,8 @@ import functools
 import sys
 from typing import Any
 
+from lowering.torch_private import constant_under_compile
 from rmsnorm_fused.ops.operators import FAMILIES, operator
-from rmsnorm_fused.torch_private import constant_under_compile
 
 
 @constant_under_compile

@@ -1,0 +1,102 @@
+"""The command ``lowering``. What imports torch is imported when the command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from benchkit import Quantity, numbers
+from benchkit.command.progress import working
+from benchkit.environment import capture
+from benchkit.report import markdown_table
+from compile_bench.cli.options import (
+    DeviceName,
+    Dynamic,
+    Limit,
+    Mode,
+    ScopeName,
+    Seconds,
+    TargetName,
+    Train,
+    case_of,
+    leave,
+)
+from compile_bench.measure.harness import DEFAULT_LIMIT, Harness
+from compile_bench.measure.serialize import plural
+
+if TYPE_CHECKING:
+    from compile_bench.measure.lowerings.greedy import LoweringStudy, Trial
+
+TableFile = Annotated[Path, typer.Option(help="File for the measured choices; rows of other calls in it stay.")]
+
+
+def lowering(
+    target: TargetName,
+    train: Train = True,
+    mode: Mode = "default",
+    dynamic: Dynamic = None,
+    scope: ScopeName = "whole",
+    device: DeviceName = "auto",
+    table: TableFile = Path("compile-bench-lowerings.json"),
+    limit: Limit = DEFAULT_LIMIT,
+    seconds: Seconds = 10.0,
+) -> None:
+    """Choose between formula and kernel for every operator that has both, in the whole compiled step."""
+
+    def choose() -> int:
+        from compile_bench.measure.lowerings.greedy import measure_lowerings
+        from lowering import read_table, write_table
+
+        case = case_of(target, train, mode, dynamic, device, scope)
+        if table.exists():
+            read_table(table)  # a file that is no table is an error before the measurement
+        with Harness.open(case.device, limit=limit) as harness, working(f"measuring {target}"):
+            study = measure_lowerings(harness, case, seconds=seconds)
+        print(describe_study(study))
+        rows = study.rows(capture(case.device, root=Path(__file__).parent))
+        write_table(table, rows)
+        print(f"{plural(len(rows), 'row')} in {table}; to use them: lowering.load_table({str(table)!r})")
+        return 0
+
+    leave(choose)
+
+
+def describe_study(study: LoweringStudy) -> str:
+    """What each operator's kernel brought, and the whole step before and after."""
+    taken = [name for name, trial in study.decisive.items() if trial.choice == "kernel"]
+    lines = [
+        f"{study.case.target}, {study.case.kind}: {plural(len(study.decisive), 'operator')} with two lowerings; "
+        f"kernel: {', '.join(taken) or 'none'}; formula: the rest",
+        "",
+        markdown_table(
+            ["kernel of", "beside", "taken", "step without it / with it", "control", "step with it"],
+            [_row(trial) for trial in study.trials],
+            left=3,
+        ),
+        "",
+        *(f"{trial.operator}: {trial.why}" for trial in study.trials if trial.why),
+        f"step: {numbers.quantity(study.plain)} with every formula",
+    ]
+    if taken:
+        lines.append(
+            f"step: {numbers.quantity(study.chosen)} with the choice: {numbers.quantity(study.gain)} as fast; "
+            f"the plain step against itself: {numbers.quantity(study.control)}"
+        )
+    return "\n".join(lines)
+
+
+def _row(trial: Trial) -> tuple[str, ...]:
+    return (
+        trial.operator,
+        ", ".join(trial.beside) or "–",
+        trial.choice,
+        _or_failed(trial.speedup),
+        numbers.quantity(trial.control),
+        _or_failed(trial.step),
+    )
+
+
+def _or_failed(figure: Quantity | None) -> str:
+    return "failed" if figure is None else numbers.quantity(figure)

@@ -1,0 +1,1 @@
+"""The choice between an operator's formula and its kernel, measured in the whole compiled step."""

@@ -1,0 +1,311 @@
+"""Chooses lowerings greedily: every operator's kernel in the whole step, then one winner added to the next.
+
+All variants of a round are compared in alternation, with the plain step and a second process of the plain step, the
+control. A kernel is taken if the whole interval of its speedup is above 1 and above the control's interval: then the
+difference is larger than what two processes of the same program show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from benchkit import Comparison, Quantity, UserError, compare
+from benchkit.environment import Environment, commit_label
+from benchkit.processes import ChildFailure, RemoteObject, deferred_module
+from compile_bench.measure.harness import Harness
+from compile_bench.targets.case import Case
+from lowering import Call, Choice, Direction, Evidence, Row, machine_class
+
+if TYPE_CHECKING:
+    from compile_bench.measure.lowerings import step as in_child
+    from compile_bench.measure.lowerings.step import Operators
+else:
+    in_child = deferred_module("compile_bench.measure.lowerings.step")
+
+PLAIN, CONTROL = "plain", "control"
+PLAIN_KEY: frozenset[str] = frozenset()
+
+# A sample is so long that the message to its process (0.1 ms) and the clock do not count.
+_SAMPLE_SECONDS = 0.1
+_FEWEST_ROUNDS, _MOST_ROUNDS = 10, 200
+
+
+class Variant(Protocol):
+    """A compiled step that can be asked to run, such as a :class:`benchkit.processes.RemoteObject`."""
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of :class:`compile_bench.measure.lowerings.step.LoweredStep`."""
+        ...
+
+    def close(self) -> None:
+        """End its process."""
+        ...
+
+
+Start = Callable[[Mapping[str, Choice]], Variant]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one operator's kernel brought.
+
+    Attributes:
+        operator: The operator.
+        beside: Operators whose kernels were in the step already.
+        choice: The lowering that is taken after this trial.
+        speedup: Time of the step without the kernel over that with it, paired; None if it could not be timed.
+        control: The same of the plain step against itself in another process, in the same rounds.
+        step: Seconds of the step with the kernel; None if it could not be timed.
+        why: Why it could not be timed; empty otherwise.
+    """
+
+    operator: str
+    beside: tuple[str, ...]
+    choice: Choice
+    speedup: Quantity | None
+    control: Quantity
+    step: Quantity | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class LoweringStudy:
+    """The choice for a target.
+
+    Attributes:
+        case: The target and how it is compiled.
+        calls: Calls of operators that use :func:`lowering.lower`.
+        trials: In the order of the measurements; the last one of an operator decides.
+        plain: Seconds of a step with every formula.
+        chosen: Seconds of a step with the lowerings that were taken.
+        gain: How many times faster the chosen step is than the plain one; exactly 1 if no kernel is taken.
+        control: The plain step against itself in another process, in the rounds of ``gain``.
+    """
+
+    case: Case
+    calls: tuple[Call, ...]
+    trials: tuple[Trial, ...]
+    plain: Quantity
+    chosen: Quantity
+    gain: Quantity
+    control: Quantity
+
+    @property
+    def decisive(self) -> dict[str, Trial]:
+        """The trial that decides, by operator."""
+        return {trial.operator: trial for trial in self.trials}
+
+    def rows(self, environment: Environment) -> list[Row]:
+        """The rows of the table; an operator that could not be timed has none.
+
+        Args:
+            environment: This machine, and the checkout that was measured.
+        """
+        machine = machine_class(self.case.device)
+        direction: Direction = "training" if self.case.train else "inference"
+        gpu = environment.gpu
+        source = {
+            "device": gpu.name if gpu is not None else f"{environment.cpu}, {environment.threads} threads",
+            "torch": environment.packages["torch"],
+            "commit": commit_label(environment.commit, environment.dirty).replace("`", ""),
+            "date": environment.date[:10],
+        }
+        found: list[Row] = []
+        for trial in self.decisive.values():
+            if trial.speedup is None:
+                continue
+            evidence = Evidence(
+                self.case.target,
+                speedup=round(trial.speedup.value, 4),
+                **_ends("", trial.speedup),
+                **_ends("control_", trial.control),
+                **source,
+            )
+            found += [
+                Row(machine, call.operator, call.dtype, call.direction, dict(call.sizes), trial.choice, evidence)
+                for call in self.calls
+                if call.operator == trial.operator
+            ] or [Row(machine, trial.operator, "", direction, {}, trial.choice, evidence)]
+        return found
+
+
+def _ends(prefix: str, ratio: Quantity) -> dict[str, float]:
+    assert ratio.low is not None
+    assert ratio.high is not None
+    return {f"{prefix}low": round(ratio.low, 4), f"{prefix}high": round(ratio.high, 4)}
+
+
+@dataclass
+class _Processes:
+    """The variants that run, by the operators whose kernels they use, and the control."""
+
+    start: Start
+    names: Sequence[str]
+    tolerance: float
+    beside: int
+    stack: ExitStack
+    running: dict[object, Variant] = field(default_factory=dict)
+    failed: dict[object, str] = field(default_factory=dict)
+    norms: tuple[float, ...] = ()
+
+    def begin(self, keys: Sequence[object]) -> None:
+        """Start and prepare variants; one that fails, or computes something else, is in ``failed``.
+
+        Raises:
+            ChildFailure: If the plain step crashes or hangs.
+            UserError: If the plain step raises.
+        """
+        with ThreadPoolExecutor(self.beside) as pool:
+            preparing = {key: pool.submit(self._prepared, key) for key in keys}
+        for key, prepared in preparing.items():
+            try:
+                self.running[key], norms = prepared.result()
+                self._check(norms)
+            except (ChildFailure, UserError) as error:
+                if key in (PLAIN_KEY, CONTROL):
+                    raise
+                self.running.pop(key, None)
+                self.failed[key] = str(error)
+
+    def _prepared(self, key: object) -> tuple[Variant, tuple[float, ...]]:
+        variant = self.start(self._choices(key))
+        self.stack.callback(variant.close)
+        return variant, variant.call("prepare").norms
+
+    def _choices(self, key: object) -> dict[str, Choice]:
+        kernels = key if isinstance(key, frozenset) else frozenset()
+        return {name: "kernel" if name in kernels else "formula" for name in self.names}
+
+    def _check(self, norms: tuple[float, ...]) -> None:
+        self.norms = self.norms or norms
+        for own, plain in zip(norms, self.norms, strict=True):
+            if not abs(own - plain) <= self.tolerance * max(abs(own), abs(plain)):
+                raise UserError(
+                    f"it computes something else: a norm of {own:.6g} where the plain step has {plain:.6g}, and at "
+                    f"most {self.tolerance:.0e} of difference is expected"
+                )
+
+
+def choose_lowerings(
+    case: Case, operators: Operators, start: Start, *, seconds: float = 10.0, beside: int = 1
+) -> LoweringStudy:
+    """Measure the kernel of each operator in the whole step and choose.
+
+    Args:
+        case: The target and how it is compiled.
+        operators: Its operators with two lowerings; at least one.
+        start: Starts a variant.
+        seconds: How long to sample, for each variant of a comparison.
+        beside: Number of variants that compile side by side.
+
+    Raises:
+        ChildFailure: If the plain step crashes or hangs.
+        UserError: If the plain step raises, or no operator has two lowerings.
+    """
+    names = operators.names
+    if not names:
+        raise UserError(
+            f"{case.target} calls no operator with two lowerings: use lowering.lower, or name adapters in "
+            "Target(operators=…)"
+        )
+    with ExitStack() as stack:
+        processes = _Processes(start, names, operators.tolerance, beside, stack)
+        singles = {name: frozenset([name]) for name in names}
+        keys = [PLAIN_KEY, CONTROL, *singles.values()]
+        processes.begin(keys)
+        comparison = _compare(processes, keys, seconds)
+        trials = [_trial(processes, comparison, name, PLAIN_KEY) for name in names]
+        promising = sorted(
+            (trial for trial in trials if trial.choice == "kernel"), key=lambda trial: -_value(trial.speedup)
+        )
+        taken = frozenset(trial.operator for trial in promising[:1])
+        for trial in promising[1:]:
+            more = taken | {trial.operator}
+            processes.begin([more])
+            comparison = _compare(processes, [PLAIN_KEY, CONTROL, taken, more], seconds)
+            trials.append(_trial(processes, comparison, trial.operator, taken))
+            taken = more if trials[-1].choice == "kernel" else taken
+        gain = comparison.speedup(_name(taken), over=PLAIN) if taken else Quantity(1.0, "×", 1.0, 1.0)
+        return LoweringStudy(
+            case,
+            operators.calls,
+            tuple(trials),
+            comparison[PLAIN].quantity(),
+            comparison[_name(taken)].quantity(),
+            gain,
+            comparison.speedup(CONTROL, over=PLAIN),
+        )
+
+
+def _value(speedup: Quantity | None) -> float:
+    return 0.0 if speedup is None else speedup.value
+
+
+def _name(key: object) -> str:
+    """The name of a variant in a comparison."""
+    return " + ".join(sorted(key)) or PLAIN if isinstance(key, frozenset) else CONTROL
+
+
+def _compare(processes: _Processes, keys: Sequence[object], seconds: float) -> Comparison:
+    """Time variants in alternation; the figures are seconds of a step."""
+    running = {_name(key): processes.running[key] for key in keys if key in processes.running}
+    once = {name: partial(variant.call, "run", steps=1) for name, variant in running.items()}
+    first = compare({PLAIN: once[PLAIN]}, clock="wall-clock", warmup_calls=1, rounds=3)
+    steps = max(round(_SAMPLE_SECONDS / first[PLAIN].median), 1)
+    rounds = min(max(round(seconds / (steps * first[PLAIN].median)), _FEWEST_ROUNDS), _MOST_ROUNDS)
+    sampled = compare(
+        {name: partial(variant.call, "run", steps=steps) for name, variant in running.items()},
+        clock="wall-clock",
+        warmup_calls=0,
+        rounds=rounds,
+    )
+    return Comparison(
+        {
+            name: replace(timing, samples=tuple(sample / steps for sample in timing.samples))
+            for name, timing in sampled.timings.items()
+        }
+    )
+
+
+def _trial(processes: _Processes, comparison: Comparison, operator: str, beside: frozenset[str]) -> Trial:
+    key = beside | {operator}
+    control = comparison.speedup(CONTROL, over=PLAIN)
+    others = tuple(sorted(beside))
+    if key in processes.failed:
+        return Trial(operator, others, "formula", None, control, None, processes.failed[key])
+    speedup = comparison.speedup(_name(key), over=_name(beside))
+    assert speedup.low is not None
+    assert control.high is not None
+    choice: Choice = "kernel" if speedup.low > max(1.0, control.high) else "formula"
+    return Trial(operator, others, choice, speedup, control, comparison[_name(key)].quantity())
+
+
+def measure_lowerings(harness: Harness, case: Case, *, seconds: float = 10.0) -> LoweringStudy:
+    """Measure and choose the lowerings of a target, each variant in a process of its own.
+
+    Args:
+        harness: Its caches and time limit are used.
+        case: The target and how it is compiled.
+        seconds: How long to sample, for each variant of a comparison.
+
+    Raises:
+        ChildFailure: If the plain step crashes or hangs.
+        UserError: If the target is at fault, or no operator has two lowerings.
+    """
+    harness.toolchain_seconds()
+    operators = harness.ask(in_child.operators, case)
+    cache = harness.new_cache()
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+
+    def start(choices: Mapping[str, Choice]) -> RemoteObject:
+        arguments = {"case": case, "choices": choices}
+        return RemoteObject(in_child.LoweredStep, arguments, environment=environment, limit=harness.limit)
+
+    # A CPU compiles one variant with all its cores. Autotuning times candidates, which others would disturb.
+    beside = 1 if case.device == "cpu" or case.untuned is not None else 2 + len(operators.names)
+    return choose_lowerings(case, operators, start, seconds=seconds, beside=beside)

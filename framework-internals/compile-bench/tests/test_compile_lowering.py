@@ -1,0 +1,154 @@
+"""The choice between formula and kernel: planted kernels are taken and refused, one winner is added to the next."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import lowering
+from benchkit import UserError
+from benchkit.environment import capture
+from compile_bench.cli import app
+from compile_bench.cli.lowering import describe_study
+from compile_bench.measure.lowerings import greedy, step
+from compile_bench.measure.lowerings.greedy import choose_lowerings
+from compile_bench.measure.lowerings.step import LoweredStep, Operators
+from compile_bench.targets.case import Case
+from lowering import choice
+
+PLANTED = Path(__file__).parent / "planted" / "lowerings.py"
+MAKE = Case(f"{PLANTED}:make")
+
+
+class InThisProcess:
+    """A variant that keeps its choice for itself, as a process of its own does."""
+
+    def __init__(self, case: Case, choices: Mapping[str, lowering.Choice]) -> None:
+        before = choice._chosen
+        self._step = LoweredStep(case, choices)
+        self._chosen, choice._chosen = choice._chosen, before
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        before, choice._chosen = choice._chosen, self._chosen
+        try:
+            return getattr(self._step, method)(**arguments)
+        finally:
+            choice._chosen = before
+
+    def close(self) -> None:
+        self._step._chosen.close()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Without a code generator and with short samples. No guard sees an adapter, so every variant traces anew."""
+    monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.01)
+
+    def compiled(model: torch.nn.Module, case: Case) -> torch.nn.Module:
+        # A back end of its own: torch.compile runs no program that another back end compiled.
+        return torch.compile(model, backend=lambda graph, inputs: graph.forward, dynamic=False)
+
+    monkeypatch.setattr(step, "compile_case", compiled)
+    torch.compiler.reset()
+
+
+def test_a_faster_kernel_is_taken_and_a_slower_or_wrong_one_refused(quick, tmp_path):
+    operators = step.operators(MAKE)
+    assert operators.names == ["better", "worse", "plain", "wrong", "failing"]
+    study = choose_lowerings(MAKE, operators, lambda choices: InThisProcess(MAKE, choices), seconds=0.0)
+    taken = {name: trial.choice for name, trial in study.decisive.items()}
+    assert taken["better"] == "kernel"
+    assert taken["worse"] == taken["wrong"] == taken["failing"] == "formula"
+    assert study.decisive["better"].speedup.low > 1
+    assert study.decisive["worse"].speedup.high < 1
+    assert re.search("it computes something else: a norm of .* at most 1e-04", study.decisive["wrong"].why)
+    assert "no such kernel on this machine" in study.decisive["failing"].why
+    assert study.gain.low > 1
+
+    told = describe_study(study)
+    assert re.search(r"^\| better \| – \| kernel \|", told, re.MULTILINE)
+    assert re.search(r"^\| wrong \| – \| formula \| failed \|", told, re.MULTILINE)
+
+    table = tmp_path / "table.json"
+    lowering.write_table(table, study.rows(capture("cpu", root=tmp_path)))
+    rows = {row.operator: row for row in lowering.read_table(table)}
+    assert rows.keys() == {"better", "worse", "plain"}
+    assert rows["better"].sizes == {"rows": 16, "columns": 8}
+    assert (rows["better"].dtype, rows["better"].direction) == ("float32", "training")
+    assert rows["better"].evidence.low > rows["better"].evidence.control_high
+    assert rows["plain"].sizes == {}
+
+
+class Sleeping:
+    """A variant whose step takes a known time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def call(self, method: str, steps: int = 1) -> Any:
+        if method == "prepare":
+            return SimpleNamespace(norms=(1.0,))
+        return time.sleep(steps * self._seconds)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("both", "expected"), [(0.002, {"a": "kernel", "b": "kernel"}), (0.009, {"a": "kernel", "b": "formula"})]
+)
+def test_a_second_winner_is_confirmed_beside_the_first(both, expected, monkeypatch):
+    monkeypatch.setattr(greedy, "_SAMPLE_SECONDS", 0.0)
+    seconds = {(): 0.012, ("a",): 0.004, ("b",): 0.006, ("a", "b"): both, ("c",): 0.03}
+
+    def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:
+        return Sleeping(seconds[tuple(name for name, chosen in choices.items() if chosen == "kernel")])
+
+    operators = Operators((), ("a", "b", "c"), 1e-4)
+    study = choose_lowerings(MAKE, operators, start, seconds=0.0, beside=5)
+    assert {name: trial.choice for name, trial in study.decisive.items()} == {**expected, "c": "formula"}
+    assert [(trial.operator, trial.beside) for trial in study.trials] == [
+        ("a", ()), ("b", ()), ("c", ()), ("b", ("a",)),
+    ]  # fmt: skip
+    assert study.gain.value > 1
+
+
+def test_a_model_without_such_operators_is_one_line():
+    case = Case(f"{PLANTED}:none")
+    with pytest.raises(UserError, match=r"calls no operator with two lowerings: use lowering\.lower, or name adapters"):
+        choose_lowerings(case, step.operators(case), lambda choices: Sleeping(0.0))
+
+
+def test_a_plain_step_that_raises_ends_the_measurement():
+    def start(choices: Mapping[str, lowering.Choice]) -> Sleeping:
+        raise UserError("the compiled step raised")
+
+    with pytest.raises(UserError, match="the compiled step raised"):
+        choose_lowerings(MAKE, Operators((), ("a",), 1e-4), start)
+
+
+def test_a_table_of_another_kind_is_refused_before_the_measurement(tmp_path):
+    (tmp_path / "other.json").write_text("{}")
+    answer = CliRunner().invoke(app, ["lowering", f"{PLANTED}:two", "--table", str(tmp_path / "other.json")])
+    assert answer.exit_code == 2
+    assert "expected a table of lowerings" in answer.output
+
+
+@pytest.mark.slow
+def test_the_command_measures_in_processes_and_writes_a_table(tmp_path):
+    table = tmp_path / "table.json"
+    arguments = ["lowering", f"{PLANTED}:two", "--device", "cpu", "--seconds", "1", "--table", str(table)]
+    answer = CliRunner().invoke(app, arguments)
+    assert answer.exit_code == 0, answer.output
+    assert re.search(r"^\| better \| – \| kernel \|", answer.output, re.MULTILINE)
+    assert re.search(r"^\| worse \| – \| formula \|", answer.output, re.MULTILINE)
+    assert "2 rows in" in answer.output
+    assert {row.operator: row.choice for row in lowering.read_table(table)} == {"better": "kernel", "worse": "formula"}

@@ -1,0 +1,202 @@
+"""Which lowering a call takes under torch.compile, decided while Dynamo traces it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+
+from lowering.table import Choice, Direction, read_table, rules
+from lowering.torch_private import annotate, constant_under_compile
+
+Lowering = Literal["formula", "kernel", "measured"]
+
+LOWERINGS: tuple[Lowering, ...] = get_args(Lowering)
+
+VARIABLE = "LOWERING_TABLE"
+
+R = TypeVar("R")
+
+# Dynamo reads these while it traces and guards what it has read, so a compiled function is compiled again when they
+# change. They are plain values for that reason: it guards no ContextVar (torch 2.13).
+_chosen: dict[str, Lowering] = {}  # by operator; "" is every operator
+_added = os.environ.get(VARIABLE, "")  # path of the table beside the committed one
+_recording = False
+
+_calls: list[Call] = []
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator with two lowerings that torch.compile traced.
+
+    Attributes:
+        operator: Name of the operator.
+        device_type: Device type of its first operand.
+        dtype: Dtype of its first operand, such as ``float32``.
+        direction: ``training`` if a gradient is recorded, else ``inference``.
+        sizes: Its sizes by name.
+    """
+
+    operator: str
+    device_type: str
+    dtype: str
+    direction: Direction
+    sizes: tuple[tuple[str, int], ...]
+
+
+def lower(
+    operator: str,
+    asked: Lowering | None,
+    formula: Callable[..., R],
+    kernel: Callable[..., R],
+    *arguments: Any,
+    sizes: Sequence[tuple[str, int]] = (),
+    available: Callable[[], bool] | None = None,
+) -> R:
+    """Call an operator's formula or its kernel, where torch.compile traces; annotate what is traced.
+
+    The choice is, in this order: ``asked``, what :func:`choose` says, what the tables say about this call, the formula.
+    An exported program keeps the operator unless ``asked`` says otherwise.
+
+    Each traced node has ``node.meta["custom"]["lowering"] == {operator: choice}``; :func:`in_graph` reads it.
+
+    Args:
+        operator: Name of the operator in the tables.
+        asked: The caller's own choice; None leaves it to the context and the tables.
+        formula: The operator in torch's operators, which a compiler fuses with its neighbours.
+        kernel: The operator as the compiler may not open it.
+        arguments: Arguments of both; the first is a tensor.
+        sizes: Names and sizes by which the tables distinguish calls; see :class:`lowering.table.Row`.
+        available: Whether the kernel can be used here; it is asked before the tables' choice is taken.
+
+    Raises:
+        ValueError: If ``asked`` is no lowering.
+    """
+    taken = _choice(operator, asked, arguments, sizes, available)
+    with annotate({"lowering": {operator: taken}}):
+        return formula(*arguments) if taken == "formula" else kernel(*arguments)
+
+
+def _choice(
+    operator: str,
+    asked: Lowering | None,
+    arguments: tuple[Any, ...],
+    sizes: Sequence[tuple[str, int]],
+    available: Callable[[], bool] | None,
+) -> Choice:
+    if asked is not None:
+        check_lowering(asked)
+    elif torch.compiler.is_exporting():
+        return "kernel"
+    else:
+        asked = _chosen.get(operator, _chosen.get("", "measured"))
+    x = arguments[0]
+    needs_gradient = [tensor for tensor in arguments if isinstance(tensor, torch.Tensor) and tensor.requires_grad]
+    direction: Direction = "training" if torch.is_grad_enabled() and needs_gradient else "inference"
+    if _recording:
+        _record(operator, x.device.type, x.dtype, direction, tuple(sizes))
+    if asked != "measured":
+        return asked
+    others = tuple(size for _, size in sizes[1:])
+    for low, high, others_measured, choice in rules(operator, x.device.type, x.dtype, direction, _added):
+        if not others_measured or (low <= sizes[0][1] <= high and others == others_measured):
+            return "kernel" if choice == "kernel" and (available is None or available()) else "formula"
+    return "formula"
+
+
+def check_lowering(lowering: str) -> None:
+    """Check that a lowering is known.
+
+    Raises:
+        ValueError: If it is not one of :data:`LOWERINGS`.
+    """
+    if lowering not in LOWERINGS:
+        raise ValueError(f"lowering: expected one of {', '.join(LOWERINGS)}, got {lowering!r}")
+
+
+@contextmanager
+def choose(lowering: Lowering, *operators: str) -> Iterator[None]:
+    """Inside, operators under torch.compile take this lowering, unless a call has a lowering of its own.
+
+    The choice is the whole process's. It applies to what is compiled or called inside: a compiled function is compiled
+    again when the choice changes, and torch.compile keeps both programs.
+
+    Args:
+        lowering: ``"formula"``, ``"kernel"``, or ``"measured"`` for the tables' choice.
+        operators: Names of operators; without any, every operator.
+
+    Raises:
+        ValueError: If ``lowering`` is unknown.
+
+    Examples:
+        >>> with choose("kernel", "rms_norm"):  # doctest: +SKIP
+        ...     compiled(x)
+    """
+    global _chosen
+    check_lowering(lowering)
+    before = _chosen
+    # A choice for every operator ends the choices for single ones around it.
+    _chosen = {**before, **dict.fromkeys(operators, lowering)} if operators else {"": lowering}
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def load_table(path: str | Path) -> None:
+    """Add a table for the rest of the process; its rows have priority over the committed ones.
+
+    The environment variable ``LOWERING_TABLE`` does the same.
+
+    Args:
+        path: A file that ``compile-bench lowering`` wrote.
+
+    Raises:
+        benchkit.UserError: If the file is no such table.
+    """
+    global _added
+    read_table(Path(path))
+    _added = str(path)
+
+
+def added_table() -> str:
+    """Path of the table that was added to the committed one, or an empty string."""
+    return _added
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[Call]]:
+    """Inside, list the calls that torch.compile traces. It must trace with ``dynamic=False``: sizes are numbers."""
+    global _recording
+    _calls.clear()
+    _recording = True
+    try:
+        yield _calls
+    finally:
+        _recording = False
+
+
+@constant_under_compile
+def _record(
+    operator: str, device_type: str, dtype: torch.dtype, direction: Direction, sizes: tuple[tuple[str, int], ...]
+) -> None:
+    _calls.append(Call(operator, device_type, str(dtype).removeprefix("torch."), direction, sizes))
+
+
+def in_graph(graph: torch.fx.GraphModule) -> dict[str, set[Choice]]:
+    """The lowerings that a traced graph contains, by operator.
+
+    Args:
+        graph: What Dynamo gives to a back end, or AOTAutograd to a compiler.
+    """
+    found: dict[str, set[Choice]] = {}
+    for node in graph.graph.nodes:
+        for operator, choice in node.meta.get("custom", {}).get("lowering", {}).items():
+            found.setdefault(operator, set()).add(choice)
+    return found

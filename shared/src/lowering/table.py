@@ -1,0 +1,196 @@
+"""The table of measured choices: rows, the file format, and the rows that apply on this machine.
+
+A row says which lowering made a whole compiled step faster, for one class of machines, operator, dtype, direction and
+range of sizes. ``compile-bench lowering`` measures and writes rows. The committed table is ``table.json`` beside this
+module; :func:`lowering.load_table` adds another one, whose rows have priority.
+
+A class of machines is ``sm_XY`` for a GPU of that compute capability, and ``cpu-avx512``, ``cpu-avx2`` or
+``cpu-default`` for a processor, by the vector instructions that torch's own kernels use on it. The number of cores is
+part of a row's evidence and not of the class.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from benchkit import UserError
+from benchkit.results import write_text_atomically
+from lowering.torch_private import constant_under_compile
+
+Choice = Literal["formula", "kernel"]
+Direction = Literal["training", "inference"]
+
+COMMITTED = Path(__file__).with_name("table.json")
+
+_VERSION = 1
+
+# What a row means to a compiled call: the bounds of the first size, the other sizes, the choice.
+Rule = tuple[int, int, tuple[int, ...], Choice]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The measurement behind a row.
+
+    Attributes:
+        target: The model whose step was measured.
+        speedup: How many times faster the step is with the kernel than without it: median of the paired rounds.
+        low: Lower end of its bootstrap interval.
+        high: Upper end.
+        control_low: Lower end of the interval of the unchanged step against itself in another process.
+        control_high: Upper end.
+        device: Name of the processor or GPU, and the number of threads.
+        torch: Version of torch.
+        commit: Commit of this repository.
+        date: ISO date.
+    """
+
+    target: str
+    speedup: float
+    low: float
+    high: float
+    control_low: float
+    control_high: float
+    device: str
+    torch: str
+    commit: str
+    date: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured choice.
+
+    Attributes:
+        machine: Class of machines.
+        operator: Name of the operator.
+        dtype: Dtype of its first operand, such as ``float32``.
+        direction: ``training`` (forward and backward) or ``inference``.
+        sizes: Sizes of the measured call by name, such as ``{"rows": 512, "columns": 128}``. The row applies to calls
+            whose first size is at least half and at most twice the measured one, and whose other sizes are equal.
+            Without sizes it applies to all.
+        choice: The lowering that is taken.
+        evidence: The measurement.
+    """
+
+    machine: str
+    operator: str
+    dtype: str
+    direction: Direction
+    sizes: Mapping[str, int]
+    choice: Choice
+    evidence: Evidence
+
+    @property
+    def rule(self) -> Rule:
+        """The row as a compiled call compares it with its sizes."""
+        if not self.sizes:
+            return 0, 2**62, (), self.choice
+        first, *others = self.sizes.values()
+        return (first + 1) // 2, 2 * first, tuple(others), self.choice
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a later measurement of the same call has in common with this row."""
+        return self.machine, self.operator, self.dtype, self.direction, tuple(self.sizes.items())
+
+
+def machine_class(device_type: str) -> str:
+    """The class of this machine, as the table names it.
+
+    Args:
+        device_type: Device type of the tensors, such as ``"cpu"``.
+    """
+    if device_type == "cpu":
+        return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    if device_type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return device_type
+
+
+def read_table(path: Path) -> list[Row]:
+    """Read the rows of a table.
+
+    Raises:
+        UserError: If the file cannot be read or is no such table.
+    """
+    try:
+        document = json.loads(path.read_text())
+        version = document["version"]
+        if version == _VERSION:
+            return [Row(**{**row, "evidence": Evidence(**row["evidence"])}) for row in document["rows"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path}: expected a table of lowerings that compile-bench lowering wrote, got {error!r}; measure it again"
+        ) from error
+    raise UserError(f"{path}: expected version {_VERSION} of the table of lowerings, got {version}; measure it again")
+
+
+def write_table(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows to a table; they replace earlier rows of the same calls, and all others stay."""
+    rows = list(rows)
+    replaced = {row.key for row in rows}
+    kept = [row for row in read_table(path) if row.key not in replaced] if path.exists() else []
+    lines = ",\n".join(json.dumps(asdict(row)) for row in [*kept, *rows])
+    write_text_atomically(path, f'{{"version": {_VERSION}, "rows": [\n{lines}\n]}}\n')
+
+
+def rows_here(operators: Sequence[str], device_type: str, added: str = "") -> list[Row]:
+    """The rows for operators on this machine; where several apply, the first is taken.
+
+    Args:
+        operators: Names of operators.
+        device_type: Device type of the tensors.
+        added: Path of a table that has priority over the committed one.
+    """
+    machine = machine_class(device_type)
+    # The last row of a table is its newest.
+    rows = [row for path in (*([Path(added)] if added else []), COMMITTED) for row in reversed(_rows(path))]
+    return [row for row in rows if row.machine == machine and row.operator in operators]
+
+
+@functools.cache
+def _rows(path: Path) -> tuple[Row, ...]:
+    return tuple(read_table(path))
+
+
+@constant_under_compile
+def rules(operator: str, device_type: str, dtype: torch.dtype, direction: Direction, added: str) -> tuple[Rule, ...]:
+    """What the tables say about an operator here. torch.compile calls this while it traces."""
+    name = str(dtype).removeprefix("torch.")
+    rows = rows_here([operator], device_type, added)
+    return tuple(row.rule for row in rows if row.direction == direction and row.dtype in ("", name))
+
+
+def describe(operators: Sequence[str], device_type: str, added: str = "") -> str:
+    """The rows that apply here, as a table for a terminal."""
+    # Imported here: they load matplotlib, and this package is imported with every operator.
+    from benchkit import numbers
+    from benchkit.report import markdown_table
+
+    rows = rows_here(operators, device_type, added)
+    heading = f"lowering under torch.compile on {machine_class(device_type)}"
+    if not rows:
+        return f"{heading}: the formula (no measured row)"
+    cells = [
+        (
+            row.operator,
+            row.dtype or "any",
+            " × ".join(f"{size:,} {name}" for name, size in row.sizes.items()) or "any",
+            row.direction,
+            row.choice,
+            f"{numbers.significant(row.evidence.speedup)}× "
+            f"({numbers.significant(row.evidence.low)}–{numbers.significant(row.evidence.high)})",
+            row.evidence.target,
+        )
+        for row in rows
+    ]
+    header = ["operator", "dtype", "measured at", "direction", "taken", "step with the kernel", "target"]
+    return f"{heading}; the formula where no row applies\n\n{markdown_table(header, cells, left=5)}"
