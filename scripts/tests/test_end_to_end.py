@@ -19,14 +19,9 @@ from jax_baseline.timing.engines import Preparation
 from whole_step import measure
 from whole_step.causes import parts_of_steps
 from whole_step.dissection import covered, dispatch_seconds, per_step
-<<<<<<< HEAD
 from whole_step.kernel_groups import GROUPS, group_of, operator_calls
 from whole_step.report import REPORT, finding, steps_before
-from whole_step.variants import every_operator, norm, variants
-=======
-from whole_step.report import REPORT, parts_of_steps, steps_before
 from whole_step.variants import every_kernel, every_operator, norm, variants
->>>>>>> 8d91a45 (Two lowerings: under torch.compile an operator is its formula or its kernel, as measured in the whole step)
 
 HOUSE = Path(__file__).resolve().parents[2] / "framework-internals"
 COMMITTED = [path for path in report_directories(HOUSE) if not path.name.endswith("-quick")]

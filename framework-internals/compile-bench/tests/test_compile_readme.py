@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from compile_bench.cli import app
+from compile_bench.measure.lowerings.step import operators
+from compile_bench.targets.case import Case
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 GUIDE = (Path(__file__).parents[3] / "docs" / "compile-bench.md").read_text()
@@ -24,14 +26,20 @@ def test_the_targets_of_the_readme_can_be_checked(tmp_path):
     assert result.exit_code == 0, result.output
 
 
+def test_the_adapter_of_the_guide_is_found(tmp_path):
+    path = tmp_path / "readme_adapter.py"
+    path.write_text(SNIPPETS[2])
+    assert operators(Case(f"{path}:make")).names == ["gelu"]
+
+
 def test_the_library_snippet_prints_the_planted_breaks(capsys):
-    exec(compile(SNIPPETS[3], "README.md", "exec"), {})
+    exec(compile(SNIPPETS[4], "README.md", "exec"), {})
     assert "data-dependent control flow Data-dependent branching" in capsys.readouterr().out
 
 
 def test_the_test_of_the_readme_keeps_its_budget(tmp_path):
     path = tmp_path / "test_readme.py"
-    path.write_text(SNIPPETS[2])
+    path.write_text(SNIPPETS[3])
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -146,16 +147,23 @@ def rms_norm(
         check_weight(x, weight)
     options = Options(resolve_eps(eps, x.dtype), resolve_offset(weight_offset), casting == "llama")
     check_quantised(x, residual, weight, out_dtype, scale)
-    arguments = (
-        (x, residual, weight, options) if out_dtype is None else (x, residual, weight, options, out_dtype, scale)
-    )
-    call = _normalise if out_dtype is None else _quantise
+    if out_dtype is None:
+        return _dispatch("rms_norm", _normalise, (x, residual, weight, options), backend, lowering)
+    arguments = (x, residual, weight, options, out_dtype, scale)
+    return _dispatch("rms_norm_float8", _quantise, arguments, backend, lowering)
+
+
+def _dispatch(
+    operator: str, call: Callable[..., Any], arguments: tuple[Any, ...], backend: Backend, lowering: Lowering | None
+) -> Any:
+    """Call an implementation; under torch.compile the formula or the kernel, as :func:`lowering.lower` chooses."""
+    x = arguments[0]
     if not is_dynamo_compiling() or x.layout == torch.jagged:
         return call(_implementation(x, backend), *arguments)
     if lowering is None and backend != "auto":
         lowering = "kernel"
     return lower(
-        "rms_norm" if out_dtype is None else "rms_norm_float8",
+        operator,
         lowering,
         partial(call, "pytorch"),
         lambda *arguments: call(_implementation(x, backend), *arguments),

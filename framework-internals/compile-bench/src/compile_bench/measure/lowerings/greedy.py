@@ -109,22 +109,19 @@ class LoweringStudy:
         machine = machine_class(self.case.device)
         direction: Direction = "training" if self.case.train else "inference"
         gpu = environment.gpu
-        source = {
-            "device": gpu.name if gpu is not None else f"{environment.cpu}, {environment.threads} threads",
-            "torch": environment.packages["torch"],
-            "commit": commit_label(environment.commit, environment.dirty).replace("`", ""),
-            "date": environment.date[:10],
-        }
         found: list[Row] = []
         for trial in self.decisive.values():
             if trial.speedup is None:
                 continue
             evidence = Evidence(
                 self.case.target,
-                speedup=round(trial.speedup.value, 4),
-                **_ends("", trial.speedup),
-                **_ends("control_", trial.control),
-                **source,
+                round(trial.speedup.value, 4),
+                *_ends(trial.speedup),
+                *_ends(trial.control),
+                gpu.name if gpu is not None else f"{environment.cpu}, {environment.threads} threads",
+                environment.packages["torch"],
+                commit_label(environment.commit, environment.dirty).replace("`", ""),
+                environment.date[:10],
             )
             found += [
                 Row(machine, call.operator, call.dtype, call.direction, dict(call.sizes), trial.choice, evidence)
@@ -134,10 +131,10 @@ class LoweringStudy:
         return found
 
 
-def _ends(prefix: str, ratio: Quantity) -> dict[str, float]:
+def _ends(ratio: Quantity) -> tuple[float, float]:
     assert ratio.low is not None
     assert ratio.high is not None
-    return {f"{prefix}low": round(ratio.low, 4), f"{prefix}high": round(ratio.high, 4)}
+    return round(ratio.low, 4), round(ratio.high, 4)
 
 
 @dataclass
