@@ -38,7 +38,7 @@ template <typename To, typename From> CUSTOM_OPS_INLINE To bits(const From& from
   return to;
 }
 
-template <typename T> CUSTOM_OPS_INLINE Vector<T> broadcast(T value) { return Vector<T>{} + value; }
+template <typename T> CUSTOM_OPS_INLINE Vector<T> broadcast(T value) { return value - Vector<T>{}; }  // - 0, which also keeps -0
 
 // ---- loads and stores of kLanes neighbouring elements, of any alignment
 

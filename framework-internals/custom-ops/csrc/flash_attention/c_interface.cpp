@@ -8,11 +8,16 @@ extern "C" {
 
 #ifdef FLASH_ATTENTION_CPU
 const char* flash_attention_forward_cpu(const Forward* args, void*) {
-  return forward_cpu(*args, 0, forward_cpu_tasks(args->problem));
+  std::atomic<int64_t> next{0};
+  return forward_cpu(*args, next);
 }
 const char* flash_attention_backward_cpu(const Backward* args, void*) {
-  return backward_cpu(*args, 0, backward_cpu_tasks(args->problem));
+  std::atomic<int64_t> next{0}, next_finish{0};
+  const char* error = backward_cpu(*args, next);
+  return error != nullptr ? error : backward_cpu_finish(*args, next_finish);
 }
+int64_t flash_attention_forward_workspace(const Problem*) { return 0; }
+int64_t flash_attention_backward_workspace(const Problem* problem) { return backward_cpu_workspace_bytes(*problem); }
 #else
 
 int64_t flash_attention_forward_workspace(const Problem* problem) { return forward_workspace_bytes(*problem); }

@@ -2,13 +2,15 @@
 #pragma once
 
 #include <cmath>
+#include <initializer_list>
 
 #include "flash_attention.h"
 
 namespace custom_ops::flash_attention {
 
 // Why the problem is invalid, or null.
-inline const char* check(const Problem& problem) {
+// Static: files for several instruction sets include it, and the linker would keep a shared definition of any of them.
+static inline const char* check(const Problem& problem) {
   for (const int64_t size : {problem.batch, problem.heads_q, problem.heads_kv, problem.seq_q, problem.seq_kv}) {
     if (size < 0) return "flash_attention: a size is negative";
   }

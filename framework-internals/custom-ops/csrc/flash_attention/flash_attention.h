@@ -8,6 +8,7 @@
 // is_causal, aligned to the top left: query i attends to keys j <= i, whatever the two lengths are.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 namespace custom_ops::flash_attention {
@@ -63,7 +64,7 @@ struct Backward {
   const void* lse;
   const void* grad_lse;
   Tensor dq, dk, dv;
-  void* workspace;  // backward_workspace_bytes, aligned to 256 bytes; null where that is 0; not used on the CPU
+  void* workspace;  // backward_workspace_bytes, aligned to 256 bytes (CPU: backward_cpu_workspace_bytes, 64); null where that is 0
 };
 
 // These need no device: the sizes are an upper bound over the devices and algorithms for the problem.
@@ -75,11 +76,29 @@ int64_t backward_workspace_bytes(const Problem& problem);
 const char* forward_cuda(const Forward& args, void* stream);
 const char* backward_cuda(const Backward& args, void* stream);
 
-// On the CPU, the work is divided into tasks 0 ... tasks - 1 that write to separate places; the caller distributes ranges of
-// them over threads. 16-bit types are computed in float32, float32 and float64 in their own type. `algorithm` is ignored.
-int64_t forward_cpu_tasks(const Problem& problem);
-int64_t backward_cpu_tasks(const Problem& problem);
-const char* forward_cpu(const Forward& args, int64_t begin, int64_t end);
-const char* backward_cpu(const Backward& args, int64_t begin, int64_t end);
+// On the CPU, each thread calls a function with the same counter, which starts at zero, and takes tasks until none is left. More
+// threads than tasks have nothing to do. The tasks write to separate places, and no sum depends on the number of threads.
+// bfloat16 is multiplied in bfloat16 where the processor can (AVX512-BF16) and summed in float32; the other 16-bit operands are
+// computed in float32, float32 and float64 in their own type. `algorithm` is ignored. All tasks of backward_cpu come before the
+// first of backward_cpu_finish.
+static inline int64_t blocks_cpu(int64_t rows) { return (rows + 63) / 64; }
+static inline int64_t forward_cpu_tasks(const Problem& problem) { return problem.batch * problem.heads_q * blocks_cpu(problem.seq_q); }
+const char* forward_cpu(const Forward& args, std::atomic<int64_t>& next);
+
+// The parts of the queries of a head whose sums of dk and dv are separate: enough for 16 tasks, of four blocks or more.
+static inline int64_t backward_cpu_parts(const Problem& problem) {
+  const int64_t heads = problem.batch * problem.heads_kv, wanted = heads == 0 ? 1 : (15 + heads) / heads;
+  const int64_t most = blocks_cpu(problem.seq_q) / 4;
+  return wanted < most ? wanted : most > 1 ? most : 1;
+}
+static inline int64_t backward_cpu_tasks(const Problem& problem) { return problem.batch * problem.heads_kv * backward_cpu_parts(problem); }
+static inline int64_t backward_cpu_finish_tasks(const Problem& problem) { return problem.batch * problem.heads_kv * blocks_cpu(problem.seq_kv); }
+static inline int64_t backward_cpu_workspace_bytes(const Problem& problem) {
+  const int64_t width = (problem.head_size + 15) / 16 * 16, size = problem.dtype == ScalarType::kFloat64 ? 8 : 4;
+  const int64_t rows = 2 * problem.seq_kv * backward_cpu_tasks(problem) + 64 * forward_cpu_tasks(problem);
+  return rows * width * size;
+}
+const char* backward_cpu(const Backward& args, std::atomic<int64_t>& next);
+const char* backward_cpu_finish(const Backward& args, std::atomic<int64_t>& next);
 
 }  // namespace custom_ops::flash_attention

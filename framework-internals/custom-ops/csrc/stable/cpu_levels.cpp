@@ -6,10 +6,17 @@
 #include "../bias_gelu/kernels.h"
 #include "../conv_bn_relu/kernels.h"
 #include "../cross_entropy/kernels.h"
+#include "../flash_attention/flash_attention.h"
 #include "../scale/kernels.h"
 
 namespace custom_ops {
 
+#define CUSTOM_OPS_ATTENTION_DECLARED(level)                                                                    \
+  namespace level::flash_attention {                                                                            \
+  const char* forward_cpu(const custom_ops::flash_attention::Forward& call, std::atomic<int64_t>& next);          \
+  const char* backward_cpu(const custom_ops::flash_attention::Backward& call, std::atomic<int64_t>& next);        \
+  const char* backward_cpu_finish(const custom_ops::flash_attention::Backward& call, std::atomic<int64_t>& next); \
+  }
 #define CUSTOM_OPS_LEVEL_DECLARED(level)                                                                \
   namespace level {                                                                                     \
   void scale_cpu(const ScaleCall& call, int64_t begin, int64_t end);                                    \
@@ -18,19 +25,22 @@ namespace custom_ops {
   void bias_gelu_backward_rows_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);           \
   void bias_gelu_backward_columns_cpu(const BiasGeluBackward& call, int64_t begin, int64_t end);        \
   void cross_entropy_cpu(const CrossEntropy& call, int64_t begin, int64_t end);                         \
-  }
+  }                                                                                                     \
+  CUSTOM_OPS_ATTENTION_DECLARED(level)
 CUSTOM_OPS_LEVEL_DECLARED(baseline)
 #ifdef __x86_64__
 CUSTOM_OPS_LEVEL_DECLARED(avx2)
 CUSTOM_OPS_LEVEL_DECLARED(avx512)
+CUSTOM_OPS_ATTENTION_DECLARED(avx512_bf16)
 #endif
 
 namespace {
 
-enum class Level { kBaseline, kAvx2, kAvx512 };
+enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
+constexpr std::string_view kNames[] = {"baseline", "avx2", "avx512", "avx512_bf16"};
 
 // The best level that this processor supports and torch may use; ATEN_CPU_CAPABILITY (default, avx2, avx512) limits both.
-Level find_level() {
+Level best_level() {
 #ifdef __x86_64__
   // These levels are compiled for x86-64-v3 and -v4. Processors with the features checked here have the others as well.
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
@@ -39,10 +49,20 @@ Level find_level() {
                       __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const char* given = std::getenv("ATEN_CPU_CAPABILITY");
   const std::string_view allowed = given ? given : "avx512";
-  if (avx512 && allowed == "avx512") return Level::kAvx512;
+  if (avx512 && allowed == "avx512") return __builtin_cpu_supports("avx512bf16") ? Level::kAvx512Bf16 : Level::kAvx512;
   if (avx2 && allowed != "default") return Level::kAvx2;
 #endif
   return Level::kBaseline;
+}
+
+// The level that CUSTOM_OPS_CPU names, if the best one includes it; custom_ops_cpu_level tells.
+Level find_level() {
+  const Level best = best_level();
+  const char* given = std::getenv("CUSTOM_OPS_CPU");
+  for (int level = 0; given != nullptr && level <= static_cast<int>(best); ++level) {
+    if (kNames[level] == given) return static_cast<Level>(level);
+  }
+  return best;
 }
 
 const Level level = find_level();
@@ -53,14 +73,27 @@ const Level level = find_level();
 #define CUSTOM_OPS_BY_LEVEL(name, Call)                                            \
   void name(const Call& call, int64_t begin, int64_t end) {                        \
     switch (level) {                                                               \
+      case Level::kAvx512Bf16:                                                     \
       case Level::kAvx512: return avx512::name(call, begin, end);                  \
       case Level::kAvx2: return avx2::name(call, begin, end);                      \
       case Level::kBaseline: return baseline::name(call, begin, end);              \
     }                                                                              \
   }
+#define CUSTOM_OPS_ATTENTION_BY_LEVEL(name, Call)                                                \
+  const char* name(const Call& call, std::atomic<int64_t>& next) {                               \
+    switch (level) {                                                                             \
+      case Level::kAvx512Bf16: return custom_ops::avx512_bf16::flash_attention::name(call, next); \
+      case Level::kAvx512: return custom_ops::avx512::flash_attention::name(call, next);         \
+      case Level::kAvx2: return custom_ops::avx2::flash_attention::name(call, next);             \
+      case Level::kBaseline: break;                                                              \
+    }                                                                                            \
+    return custom_ops::baseline::flash_attention::name(call, next);                              \
+  }
 #else
 #define CUSTOM_OPS_BY_LEVEL(name, Call) \
   void name(const Call& call, int64_t begin, int64_t end) { baseline::name(call, begin, end); }
+#define CUSTOM_OPS_ATTENTION_BY_LEVEL(name, Call) \
+  const char* name(const Call& call, std::atomic<int64_t>& next) { return custom_ops::baseline::flash_attention::name(call, next); }
 #endif
 CUSTOM_OPS_BY_LEVEL(scale_cpu, ScaleCall)
 CUSTOM_OPS_BY_LEVEL(scale_shift_relu_cpu, ScaleShiftRelu)
@@ -69,4 +102,15 @@ CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_rows_cpu, BiasGeluBackward)
 CUSTOM_OPS_BY_LEVEL(bias_gelu_backward_columns_cpu, BiasGeluBackward)
 CUSTOM_OPS_BY_LEVEL(cross_entropy_cpu, CrossEntropy)
 
+namespace flash_attention {
+CUSTOM_OPS_ATTENTION_BY_LEVEL(forward_cpu, Forward)
+CUSTOM_OPS_ATTENTION_BY_LEVEL(backward_cpu, Backward)
+CUSTOM_OPS_ATTENTION_BY_LEVEL(backward_cpu_finish, Backward)
+}  // namespace flash_attention
+
 }  // namespace custom_ops
+
+// The name of the level in use.
+extern "C" __attribute__((visibility("default"))) const char* custom_ops_cpu_level() {
+  return custom_ops::kNames[static_cast<int>(custom_ops::level)].data();
+}

@@ -7,6 +7,7 @@
 
 #include "../flash_attention/flash_attention.h"
 #include "boxing.h"
+#include "cpu_tasks.h"
 #include "registration.h"
 
 namespace custom_ops::stable {
@@ -84,13 +85,11 @@ void check_status(const char* status) {
 struct OnCpu {
   explicit OnCpu(const Tensor&) {}
   int64_t forward_bytes(const flash::Problem&) const { return 0; }
-  int64_t backward_bytes(const flash::Problem&) const { return 0; }
-  void forward(const flash::Forward& call) const { share(flash::forward_cpu_tasks(call.problem), flash::forward_cpu, call); }
-  void backward(const flash::Backward& call) const { share(flash::backward_cpu_tasks(call.problem), flash::backward_cpu, call); }
-
- private:
-  template <typename Call> static void share(int64_t tasks, const char* (*run)(const Call&, int64_t, int64_t), const Call& call) {
-    torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { check_status(run(call, begin, end)); });
+  int64_t backward_bytes(const flash::Problem& problem) const { return flash::backward_cpu_workspace_bytes(problem); }
+  void forward(const flash::Forward& call) const { check_status(share_tasks(flash::forward_cpu_tasks(call.problem), flash::forward_cpu, call)); }
+  void backward(const flash::Backward& call) const {
+    check_status(share_tasks(flash::backward_cpu_tasks(call.problem), flash::backward_cpu, call));
+    check_status(share_tasks(flash::backward_cpu_finish_tasks(call.problem), flash::backward_cpu_finish, call));
   }
 };
 

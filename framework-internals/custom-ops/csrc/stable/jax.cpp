@@ -15,6 +15,7 @@
 #include "../bias_gelu/kernels.h"
 #include "../conv_bn_relu/kernels.h"
 #include "../flash_attention/flash_attention.h"
+#include "cpu_tasks.h"
 #include "../scale/kernels.h"
 #include "../vector_add/kernels.h"
 #include "tensors.h"
@@ -80,11 +81,13 @@ struct Cpu {
                  [&](int64_t begin, int64_t end) { scale_shift_relu_cpu(call, begin, end); });
   }
   void attention(const flash::Forward& call) const {
-    parallel_for(0, flash::forward_cpu_tasks(call.problem), 1, [&](int64_t begin, int64_t end) { check(flash::forward_cpu(call, begin, end)); });
+    check(stable::share_tasks(flash::forward_cpu_tasks(call.problem), flash::forward_cpu, call));
   }
-  void attention_backward(const flash::Backward& call) const {
-    parallel_for(0, flash::backward_cpu_tasks(call.problem), 1,
-                 [&](int64_t begin, int64_t end) { check(flash::backward_cpu(call, begin, end)); });
+  void attention_backward(flash::Backward call) const {
+    std::vector<char> workspace(static_cast<size_t>(flash::backward_cpu_workspace_bytes(call.problem)));
+    call.workspace = workspace.data();
+    check(stable::share_tasks(flash::backward_cpu_tasks(call.problem), flash::backward_cpu, call));
+    check(stable::share_tasks(flash::backward_cpu_finish_tasks(call.problem), flash::backward_cpu_finish, call));
   }
   static void check(const char* status) {
     if (status != nullptr) custom_ops::stable::fail("flash_attention: ", status);

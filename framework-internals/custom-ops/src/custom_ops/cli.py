@@ -43,6 +43,7 @@ def info() -> None:
         found = build_info()
         print(f"library        {found.road or 'none'}{f', {found.file}' if found.file else ''}")
         print(f"CUDA kernels   {found.cuda or 'none'}")
+        print(f"CPU kernels    {found.instructions or 'not compiled yet'}")
         print(f"derivatives    {found.autograd}")
         print(f"sha256         {found.sha256 or 'not compiled yet'}")
         print(f"torch          {torch.__version__}")

@@ -57,6 +57,11 @@ class BuildInfo:
         """The hash of the library's file; two machines with the same hash run the same library."""
         return hashlib.sha256(self.file.read_bytes()).hexdigest() if self.file else None
 
+    @property
+    def instructions(self) -> str | None:
+        """The instruction set of the CPU kernels (:func:`custom_ops.builds.operator_library.cpu_level`)."""
+        return operator_library.cpu_level(self.file) if self.file else None
+
 
 def build_info() -> BuildInfo:
     """Describe the build in use, and say why the other ones are not; builds nothing.
@@ -117,6 +122,7 @@ def _load() -> BuildInfo:
                 info = replace(info, file=operator_library.build_once(architectures_here()))
         assert info.file is not None
         native_build.load_library(info.file)
+        operator_library.cpu_level(info.file)  # raises if a level is named that this processor lacks
     if info.cuda == "run-time compilation":
         runtime_compiled.register()
     callable_of: Callable[[OpOverload], Callable[..., Any]] = in_cpp
@@ -195,10 +201,10 @@ def load_if_built() -> None:
     """Load the build and register ``torch.ops.custom_ops``, unless something would have to be compiled first."""
     try:
         info = build_info()
+        if info.file is not None and (info.autograd == "Python" or autograd_nodes.cached() is not None):
+            load()
     except native_build.LibraryError:
         return  # the first call raises it: an import is the wrong place to fail
-    if info.file is not None and (info.autograd == "Python" or autograd_nodes.cached() is not None):
-        load()
 
 
 def operators() -> Iterator[Rules]:

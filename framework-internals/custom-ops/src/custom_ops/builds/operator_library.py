@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 from native_build import (
     ARCHITECTURES,
     TORCH_VERSIONS,
+    LibraryError,
     Unit,
     build_library,
     build_library_once,
@@ -23,6 +25,7 @@ from native_build import (
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 FILE_NAME = "_C.abi3.so"
+LEVEL_VARIABLE = "CUSTOM_OPS_CPU"
 
 EXAMPLES = ("vector_add", "scale", "bias_gelu", "conv_bn_relu", "cross_entropy", "flash_attention")
 
@@ -39,17 +42,27 @@ def units(*, cuda: bool) -> list[Unit]:
     device = [path for folder in reversed(folders) for path in sorted(folder.glob("*.cu"))]
     found = [Unit(path) for path in [*device, CSRC / "stable" / "runtime.cu"]] if cuda else []
     found += [Unit(path, flags) for path in sorted((CSRC / "stable").glob("*.cpp")) if path.name != "jax.cpp"]
-    found.append(Unit(CSRC / "flash_attention" / "cpu.cpp"))
+    for level, instructions in attention_levels().items():
+        found.append(Unit(CSRC / "flash_attention" / "cpu.cpp", _level_flags(level, instructions)))
     found.append(Unit(CSRC / "vector_add" / "cpu.cpp"))
     for name in ("bias_gelu", "conv_bn_relu", "cross_entropy", "scale"):
         for level, instructions in instruction_levels().items():
-            # No code here reads the floating-point status flags; without this flag GCC does not vectorise comparisons.
-            options = (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
-            found.append(Unit(CSRC / name / "cpu.cpp", options))
+            found.append(Unit(CSRC / name / "cpu.cpp", _level_flags(level, instructions)))
     found.append(Unit(CSRC / "scale" / "module.cpp", headers))
     if (jax_headers := _jax_headers()) is not None:
         found.append(Unit(CSRC / "stable" / "jax.cpp", (*flags, "-isystem", str(jax_headers))))
     return found
+
+
+def attention_levels() -> Mapping[str, tuple[str, ...]]:
+    """Instruction sets that the attention kernels are compiled for: the common ones, and that for bfloat16 products."""
+    levels = instruction_levels()
+    return {**levels, "avx512_bf16": (*levels["avx512"], "-mavx512bf16")} if "avx512" in levels else levels
+
+
+def _level_flags(level: str, instructions: tuple[str, ...]) -> tuple[str, ...]:
+    # No code here reads the floating-point status flags; without this flag GCC does not vectorise comparisons.
+    return (f"-DCUSTOM_OPS_LEVEL={level}", "-fno-trapping-math", *instructions)
 
 
 def _jax_headers() -> Path | None:
@@ -65,7 +78,7 @@ def _arguments(architectures: tuple[str, ...]) -> Mapping[str, Any]:
         "torch_versions": TORCH_VERSIONS,
         "architectures": architectures,
         "cuda_cflags": ("-compress-mode=size",),
-        "exports": ("PyInit__C", "add_one", "custom_ops_jax_*"),
+        "exports": ("PyInit__C", "add_one", "custom_ops_cpu_level", "custom_ops_jax_*"),
     }
 
 
@@ -94,6 +107,27 @@ def build_once(architectures: tuple[str, ...]) -> Path:
     return build_library_once(
         "custom_ops", units(cuda=bool(architectures)), include_dirs=_folders(), **_arguments(architectures)
     )
+
+
+def cpu_level(library: Path) -> str:
+    """The instruction set whose kernels a library uses in this process: the best that this processor has.
+
+    ``CUSTOM_OPS_CPU`` names a lower one, and ``ATEN_CPU_CAPABILITY`` limits it as it limits torch.
+
+    Raises:
+        LibraryError: If ``CUSTOM_OPS_CPU`` names one that is unknown, or that this processor lacks.
+    """
+    function = ctypes.CDLL(str(library)).custom_ops_cpu_level
+    function.restype = ctypes.c_char_p
+    found = str(function().decode())
+    given = os.environ.get(LEVEL_VARIABLE)
+    if given is not None and given != found:
+        known = list(attention_levels())
+        raise LibraryError(
+            f"{LEVEL_VARIABLE}: expected one of {', '.join(known[: known.index(found) + 1])}, which this processor has "
+            f"and ATEN_CPU_CAPABILITY allows, got {given!r}; name one of them, or unset it"
+        )
+    return found
 
 
 def keep(library: Path, architectures: tuple[str, ...]) -> None:
