@@ -35,12 +35,14 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def ours(leaves: Sequence[Tensor], grad: Tensor, causal: bool) -> Result:
-    out = custom_ops.flash_attention(*leaves, causal)[0]
+    q, k, v = leaves
+    out = custom_ops.flash_attention(q, k, v, causal)[0]
     return out, list(torch.autograd.grad(out, leaves, grad))
 
 
 def torchs(leaves: Sequence[Tensor], grad: Tensor, causal: bool) -> Result:
-    out = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
+    q, k, v = leaves
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     return out, list(torch.autograd.grad(out, leaves, grad))
 
 
