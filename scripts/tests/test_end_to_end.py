@@ -296,6 +296,15 @@ def test_the_parts_compute_what_the_model_does(parts):
     assert own(tokens, tokens).item() == pytest.approx(plain(tokens, tokens).item(), abs=1e-13)
 
 
+def test_the_targets_of_the_table_call_every_operator_with_two_lowerings():
+    from compile_bench.measure.lowerings.step import operators
+    from compile_bench.targets.case import Case
+
+    found = operators(Case("whole_step.targets:tiny"))
+    assert found.names == ["rms_norm", "flash_attention", "bias_gelu"]
+    assert {call.direction for call in found.calls} == {"training"}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_variant_differs_from_one_before_it_in_what_it_says(device):
     seen: list[str] = []
