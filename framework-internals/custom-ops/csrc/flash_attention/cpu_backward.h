@@ -75,7 +75,7 @@ template <typename T> class BackwardTask {
   void run(int64_t batch, int64_t head_kv, int64_t part, int64_t parts, Sum* dk, Sum* dv) {
     const int64_t group = problem_.heads_q / problem_.heads_kv, blocks = blocks_cpu(problem_.seq_q);
     const int64_t chunk = smaller(rounded_up(kChunkBytes / (width_ * static_cast<int64_t>(2 * sizeof(T) + 2 * sizeof(Sum))), kKeys), problem_.seq_kv);
-    std::memset(static_cast<void*>(dk), 0, static_cast<size_t>(2 * problem_.seq_kv * width_) * sizeof(Sum));
+    if (problem_.seq_kv > 0) std::memset(static_cast<void*>(dk), 0, static_cast<size_t>(2 * problem_.seq_kv * width_) * sizeof(Sum));
     for (int64_t key = 0; key == 0 || key < problem_.seq_kv; key += chunk) {
       for (int64_t head = head_kv * group; head < (head_kv + 1) * group; ++head) {
         Sum* const dq = sums_of<Sum>(args_, backward_cpu_tasks(problem_)) + (batch * problem_.heads_q + head) * blocks * kQueries * width_;
